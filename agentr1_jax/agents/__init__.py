@@ -1,0 +1,1 @@
+"""Agents: the loop between policy and environment, and the rule that builds the next prompt."""

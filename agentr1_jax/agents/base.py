@@ -1,0 +1,70 @@
+"""The Session and Agent contracts: all that an agent sees of whatever generates its tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from agentr1_jax.envs.base import Row
+from agentr1_jax.trajectory import Outcome
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """One generated response.
+
+    Attributes:
+      ids: int32 [R] sampled ids, with the stop token where one was sampled.
+      logprobs: float32 [R] under the distribution sampled from.
+      finish_reason: `stop` (a stop token or sequence) or `length` (the budget).
+    """
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+    finish_reason: Literal["stop", "length"]
+
+
+class Session(Protocol):
+    """One trajectory's view of the engine. `generate` opens a step, `record` completes it, `finish` ends the trajectory."""
+
+    seed: int
+
+    async def generate(
+        self, prompt_ids: np.ndarray, max_tokens: int, stop: Sequence[Sequence[int]] = ()
+    ) -> Completion:
+        """Samples a response to `prompt_ids`; `stop` holds id sequences that end it."""
+        ...
+
+    def record(
+        self,
+        reward: float | None,
+        reward_parts: Mapping[str, float] | None = None,
+        observation: str = "",
+        tool_calls: Sequence[Mapping[str, Any]] = (),
+        state_key: str | None = None,
+        context_rule: str = "append",
+        info: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Completes the open step. Raises RuntimeError if none is open."""
+        ...
+
+    def finish(
+        self,
+        outcome: Outcome,
+        final_prompt_ids: np.ndarray | None = None,
+        metrics: Mapping[str, float] | None = None,
+        info: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Ends the trajectory."""
+        ...
+
+
+class Agent(Protocol):
+    """A workflow over one task row; it talks to the policy only through its session."""
+
+    async def run(self, session: Session, row: Row) -> None:
+        """Runs one episode: any number of generate / record pairs, then one finish."""
+        ...

@@ -1,0 +1,109 @@
+"""The default agent: a loop over an environment under a context rule and a budget."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from agentr1_jax.agents.base import Completion, Session
+from agentr1_jax.agents.context import ContextRule, Turn
+from agentr1_jax.envs.base import Action, Env, Observation, Row
+from agentr1_jax.text.chat import ChatFormat
+from agentr1_jax.text.tokenizer import Tokenizer
+from agentr1_jax.trajectory import Budget, Outcome
+
+FINAL_REQUEST = "No more calls. Give the final answer now."
+ROW_FACTS = ("id", "question", "answers", "kind", "hops")
+
+
+@dataclasses.dataclass(frozen=True)
+class EnvLoop:
+    """Prompt, response, action, observation, and again, until the environment or the budget ends it.
+
+    Attributes:
+      make_env: a fresh environment for each episode.
+      tokenizer: decodes responses.
+      chat: renders observations as ids.
+      rule: builds the next prompt; `rule_name` is what steps record of it.
+      budget: every length limit.
+    """
+
+    make_env: Callable[[], Env]
+    tokenizer: Tokenizer
+    chat: ChatFormat
+    rule: ContextRule
+    rule_name: str
+    budget: Budget
+
+    async def run(self, session: Session, row: Row) -> None:
+        """Runs one episode on `row`."""
+        budget = self.budget
+        facts = {key: row[key] for key in ROW_FACTS if key in row}
+        env = self.make_env()
+        observation = await env.reset(row, session.seed)
+        opening = self._opening(observation)
+        turns: list[Turn] = []
+        state_key, spent = observation.state_key, 0
+        fits: np.ndarray | None = None
+        steps = budget.max_steps + budget.final_answer_step
+        for index in range(steps):
+            prompt = self.rule(opening, turns)
+            room = min(budget.context_tokens - len(prompt), budget.trajectory_tokens - spent)
+            if room < 1:
+                session.finish(Outcome.CONTEXT_OVERFLOW, fits, env.cut(), facts)
+                return
+            completion = await session.generate(
+                prompt, min(budget.response_tokens, room), stop=((self.tokenizer.stop_id,),)
+            )
+            cut = completion.finish_reason == "length"
+            last = index + 1 == steps
+            transition = await env.step(
+                Action(completion.ids, self._text(completion), truncated=cut, final=last)
+            )
+            after = transition.observation
+            session.record(
+                reward=transition.reward,
+                reward_parts=transition.reward_parts,
+                observation="" if after is None else after.text or "",
+                tool_calls=transition.tool_calls,
+                state_key=state_key,
+                context_rule=self.rule_name,
+                info=transition.info,
+            )
+            fits = np.concatenate([prompt, completion.ids])
+            if transition.terminated or transition.truncated:
+                outcome = transition.outcome or Outcome.ENV_DONE
+                session.finish(outcome, fits if transition.truncated else None, transition.metrics, facts)
+                return
+            if cut and budget.on_response_cut == "end":
+                session.finish(Outcome.RESPONSE_TRUNCATED, fits, env.cut(), facts)
+                return
+            assert after is not None, "an environment that goes on must give an observation"
+            ask_now = budget.final_answer_step and index + 2 == steps
+            turns.append(Turn(completion.ids, self._observed(after, completion, ask_now)))
+            state_key = after.state_key
+            spent += len(completion.ids) + len(turns[-1].observation_ids)
+        final = self.rule(opening, turns)
+        session.finish(Outcome.MAX_STEPS, final if len(final) <= budget.context_tokens else fits, env.cut(), facts)
+
+    def _opening(self, observation: Observation) -> np.ndarray:
+        if observation.messages is not None:
+            return np.asarray(self.chat.render_opening(observation.messages, observation.tools), np.int32)
+        if observation.token_ids is not None:
+            return np.asarray(observation.token_ids, np.int32)
+        raise ValueError("the first observation of an environment must hold messages or token ids")
+
+    def _observed(self, observation: Observation, completion: Completion, ask_now: bool) -> np.ndarray:
+        """Ids between a response and the next one: glue, the observation cut to its budget, glue."""
+        if observation.token_ids is not None:
+            return np.asarray(observation.token_ids, np.int32)
+        text = f"{observation.text}\n{FINAL_REQUEST}" if ask_now else observation.text
+        stopped = completion.finish_reason == "stop"
+        limit = self.budget.observation_tokens
+        return np.asarray(self.chat.render_observation(text, observation.role, stopped, max_tokens=limit), np.int32)
+
+    def _text(self, completion: Completion) -> str:
+        ids = completion.ids[:-1] if completion.finish_reason == "stop" else completion.ids
+        return self.tokenizer.decode(ids.tolist())

@@ -1,0 +1,145 @@
+"""Trajectories as flat numpy streams in (trajectory, step, token) order, and the `CreditBatch` made of them.
+
+Every process flattens its own trajectories; the streams of all processes are joined in process order, so that statistics are
+global and each process finds its own part again as one slice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from agentr1_jax.credit.batch import CreditBatch
+from agentr1_jax.trajectory import POLICIES, Trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class Streams:
+    """Flat data of S steps, K sampled tokens and N trajectories.
+
+    Attributes:
+      rewards: r_t.
+      state_key: 63-bit hash of each step's anchor; -1 if it has none.
+      step_tokens: sampled tokens of each step.
+      trajectory_steps: steps of each trajectory.
+      outcome: R_i.
+      group: group of each trajectory, any integers.
+      cut: True for trajectories whose outcome is bootstrapped.
+      trained: False for trajectories whose tokens get no weight (their rewards still count in statistics).
+      logprobs: behaviour log-probabilities.
+      values: V_k, or all 0 without a critic.
+      final_values: V at `final_prompt_ids`, 0 where there is none.
+    """
+
+    rewards: Float[np.ndarray, "steps"]
+    state_key: Int[np.ndarray, "steps"]
+    step_tokens: Int[np.ndarray, "steps"]
+    trajectory_steps: Int[np.ndarray, "trajectories"]
+    outcome: Float[np.ndarray, "trajectories"]
+    group: Int[np.ndarray, "trajectories"]
+    cut: Bool[np.ndarray, "trajectories"]
+    trained: Bool[np.ndarray, "trajectories"]
+    logprobs: Float[np.ndarray, "tokens"]
+    values: Float[np.ndarray, "tokens"]
+    final_values: Float[np.ndarray, "trajectories"]
+
+    @property
+    def token_step(self) -> np.ndarray:
+        """Step of each token [K]."""
+        return np.repeat(np.arange(len(self.rewards)), self.step_tokens)
+
+    @property
+    def traj_of_step(self) -> np.ndarray:
+        """Trajectory of each step [S]."""
+        return np.repeat(np.arange(len(self.outcome)), self.trajectory_steps)
+
+    @property
+    def token_trajectory(self) -> np.ndarray:
+        """Trajectory of each token [K]."""
+        return self.traj_of_step[self.token_step]
+
+
+def usable(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """Trajectories that statistics and training may see: not dropped by their outcome, with a step and a token in each."""
+    return [
+        t
+        for t in trajectories
+        if POLICIES[t.outcome].training != "drop" and t.steps and all(len(s.response_ids) for s in t.steps)
+    ]
+
+
+def flatten(
+    trajectories: Sequence[Trajectory], values: np.ndarray | None = None, final_values: np.ndarray | None = None
+) -> Streams:
+    """Flattens usable trajectories.
+
+    Args:
+      trajectories: N trajectories.
+      values: float32 [K] critic values in stream order, None without a critic.
+      final_values: float32 [N] critic values at `final_prompt_ids`, None without a critic.
+    """
+    steps = [s for t in trajectories for s in t.steps]
+    counted = [POLICIES[t.outcome].reward == "use" for t in trajectories for _ in t.steps]
+    logprobs = [s.logprobs for s in steps]
+    tokens = sum(map(len, logprobs))
+    return Streams(
+        rewards=np.array([s.reward if use else 0.0 for s, use in zip(steps, counted)], np.float32),
+        state_key=np.array([_hash(s.state_key) for s in steps], np.int64),
+        step_tokens=np.array([len(s.response_ids) for s in steps], np.int64),
+        trajectory_steps=np.array([len(t.steps) for t in trajectories], np.int64),
+        outcome=np.array([t.total_reward for t in trajectories], np.float32),
+        group=np.array([t.group for t in trajectories], np.int64),
+        cut=np.array([POLICIES[t.outcome].bootstrap for t in trajectories], bool),
+        trained=np.array([POLICIES[t.outcome].training == "train" for t in trajectories], bool),
+        logprobs=np.concatenate([np.zeros(0, np.float32), *logprobs]).astype(np.float32),
+        values=np.zeros(tokens, np.float32) if values is None else values.astype(np.float32),
+        final_values=np.zeros(len(trajectories), np.float32) if final_values is None else final_values,
+    )
+
+
+def join(parts: Sequence[Streams]) -> Streams:
+    """The streams of several processes one after the other; groups must already differ between processes."""
+    fields = [f.name for f in dataclasses.fields(Streams)]
+    return Streams(**{name: np.concatenate([getattr(p, name) for p in parts]) for name in fields})
+
+
+def to_batch(streams: Streams, *, trajectories: int, steps: int, tokens: int, critic: bool) -> CreditBatch:
+    """Pads the streams to fixed capacities.
+
+    Raises:
+      ValueError: the data exceed a capacity.
+    """
+    have = {"trajectories": len(streams.outcome), "steps": len(streams.rewards), "tokens": len(streams.logprobs)}
+    room = {"trajectories": trajectories, "steps": steps, "tokens": tokens}
+    for name, n in have.items():
+        if n > room[name]:
+            raise ValueError(f"a batch of {n} {name} exceeds the capacity of {room[name]} of this run")
+
+    def pad(x: np.ndarray, capacity: int, fill: float, dtype: type = np.float32) -> np.ndarray:
+        return np.concatenate([x, np.full(capacity - len(x), fill)]).astype(dtype)
+
+    _, group = np.unique(streams.group, return_inverse=True)
+    _, key = np.unique(streams.state_key, return_inverse=True)
+    key = np.where(streams.state_key < 0, -1, key)
+    return CreditBatch(
+        rewards=pad(streams.rewards, steps, 0),
+        token_rewards=np.zeros(tokens, np.float32),
+        outcome=pad(streams.outcome, trajectories, 0),
+        state_key=pad(key, steps, -1, np.int32),
+        values=pad(streams.values, tokens, 0) if critic else None,
+        is_action=pad(np.ones(len(streams.logprobs)), tokens, 0, bool),
+        token_step=pad(streams.token_step, tokens, steps, np.int32),
+        traj_of_step=pad(streams.traj_of_step, steps, trajectories, np.int32),
+        group=pad(group, trajectories, trajectories, np.int32),
+        bootstrap=pad(np.where(streams.cut, streams.final_values, 0), trajectories, 0),
+    )
+
+
+def _hash(key: str | None) -> int:
+    if key is None:
+        return -1
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 1

@@ -1,0 +1,1 @@
+"""Environments: what an action means for the task."""

@@ -1,0 +1,129 @@
+"""The Env and Task contracts. An environment turns actions of the policy into observations and rewards."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from agentr1_jax.trajectory import Outcome
+
+Row = Mapping[str, Any]
+Expert = Callable[[str | None], str]
+"""Observation text (None before the first) to the text of the next response. Holds the state of one episode."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Observation:
+    """What the policy sees next: chat messages, text of a tool or user turn, or ready token ids (exactly one).
+
+    Attributes:
+      messages: the opening messages, rendered by the tokenizer's chat template.
+      text: a later turn of the environment (tool results, error messages); it is data, never template.
+      token_ids: ids appended as they are.
+      role: role of the turn that `text` becomes, `tool` or `user`.
+      tools: schemas of the tools on offer, for the opening messages.
+      state_key: anchor of the state, for credit schemes that compare visits to equal states.
+    """
+
+    messages: Sequence[Mapping[str, str]] | None = None
+    text: str | None = None
+    token_ids: np.ndarray | None = None
+    role: str = "tool"
+    tools: Sequence[Mapping[str, Any]] = ()
+    state_key: str | None = None
+
+    def __post_init__(self) -> None:
+        if sum(x is not None for x in (self.messages, self.text, self.token_ids)) != 1:
+            raise ValueError("an Observation holds exactly one of messages, text and token_ids")
+
+
+@dataclasses.dataclass(frozen=True)
+class Action:
+    """A response of the policy.
+
+    Attributes:
+      token_ids: int32 [R], as sampled.
+      text: its decoding, without the stop token.
+      truncated: True if the response ran into its length limit.
+      final: True if the budget allows no further step; an environment may say so to the policy before it.
+    """
+
+    token_ids: np.ndarray
+    text: str
+    truncated: bool = False
+    final: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Transition:
+    """What an action led to.
+
+    Attributes:
+      observation: what the policy sees next; None only where the episode ended.
+      reward: reward of this step, the sum that training uses.
+      reward_parts: its named parts, for logs.
+      terminated: the episode ended by itself; its future is worth 0.
+      truncated: the episode was cut by the environment; its future is bootstrapped.
+      outcome: why it ended; required where `terminated` or `truncated`.
+      tool_calls: one JSON record per call: `name, arguments, ok, error, result`.
+      metrics: scalars of the finished episode (`em`, `f1`); only where it ended.
+      info: further JSON.
+    """
+
+    observation: Observation | None
+    reward: float
+    reward_parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    terminated: bool = False
+    truncated: bool = False
+    outcome: Outcome | None = None
+    tool_calls: Sequence[Mapping[str, Any]] = ()
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class Env(Protocol):
+    """One episode at a time on one task row."""
+
+    async def reset(self, row: Row, seed: int) -> Observation:
+        """Starts an episode."""
+        ...
+
+    async def step(self, action: Action) -> Transition:
+        """Applies one response of the policy."""
+        ...
+
+    def cut(self) -> Mapping[str, float]:
+        """Metrics of the episode so far, asked for where the budget cut it (an unanswered question has em 0)."""
+        ...
+
+
+class Task(Protocol):
+    """A source of rows, environments for them and, where one exists, an expert.
+
+    Rows are plain JSON with at least `id`; `question` and `answers` where the task is question answering, `kind` where it has kinds.
+    """
+
+    name: str
+
+    def row(self, split: str, index: int) -> Row:
+        """Row `index` of a split, `train` or `eval`; any index >= 0 is valid (finite data sets wrap around, reshuffled)."""
+        ...
+
+    def size(self, split: str) -> int | None:
+        """Distinct rows of a split; None if procedural."""
+        ...
+
+    def env(self) -> Env:
+        """A fresh environment."""
+        ...
+
+    def expert(self, row: Row, seed: int) -> Expert:
+        """A (flawed) expert for one episode on `row`."""
+        ...
+
+    def texts(self, count: int) -> Sequence[str]:
+        """Sample texts of the task (training worlds only), for training a tokenizer."""
+        ...

@@ -1,0 +1,195 @@
+"""Questions about a world: chains of relations, comparisons and yes/no, each with the plan that answers it."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from agentr1_jax.envs.hopworld.world import World
+
+MIN_YEARS_APART = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Relation:
+    """How a relation is searched for and asked about. `{}` stands for the subject, always after a space.
+
+    Attributes:
+      query: words for the search tool; the relation comes first.
+      question: asks for the value.
+      phrase: names the value within a longer question, where it is a member of the world.
+    """
+
+    query: str
+    question: str
+    phrase: str = ""
+
+
+# Questions avoid the words of passages and queries where they can: one search with the question should not do.
+RELATIONS: Mapping[str, Relation] = {
+    "director": Relation("director of {}", "Who directed {}?", "the director of {}"),
+    "composer": Relation("composer of {}", "Who composed {}?", "the composer of {}"),
+    "studio": Relation("studio of {}", "Who produced {}?", "the producer of {}"),
+    "year": Relation("year of {}", "When was {} released?"),
+    "birth_year": Relation("when born {}", "When was {} born?"),
+    "birth_city": Relation("where born {}", "Where was {} born?", "the birthplace of {}"),
+    "spouse": Relation("spouse of {}", "Who married {}?", "the partner of {}"),
+    "mayor": Relation("mayor of {}", "Who governs {}?", "the head of {}"),
+    "country": Relation("country of {}", "In which nation is {}?"),
+    "founder": Relation("founder of {}", "Who founded {}?", "the creator of {}"),
+    "seat": Relation("city of {}", "Where is {} based?", "the home of {}"),
+    "capital": Relation("capital of {}", "From where is {} ruled?"),
+}
+
+LOOKUPS = {
+    "film": ("director", "composer", "studio", "year"),
+    "person": ("birth_year", "birth_city", "spouse"),
+    "city": ("mayor", "country"),
+    "studio": ("founder", "seat"),
+    "country": ("capital",),
+}
+CREW = ("director", "composer")
+BRIDGE2 = (
+    *(("film", role, last) for role in CREW for last in ("birth_city", "birth_year", "spouse")),
+    *(("film", "studio", last) for last in ("founder", "seat")),
+    *(("person", "birth_city", last) for last in ("mayor", "country")),
+    *(("studio", "founder", last) for last in ("birth_city", "birth_year", "spouse")),
+)
+BRIDGE3 = (
+    *(("film", role, "birth_city", last) for role in CREW for last in ("mayor", "country")),
+    *(("film", role, "spouse", last) for role in CREW for last in ("birth_city", "birth_year")),
+    *(("film", "studio", "founder", last) for last in ("birth_city", "birth_year", "spouse")),
+    *(("film", "studio", "seat", last) for last in ("mayor", "country")),
+)
+
+Draft = dict[str, Any]
+"""A row without id and world; `{}` where a draw led to a question that would not be fair."""
+
+
+def questions(world: World, rng: random.Random, count: int, shares: Mapping[str, float]) -> list[Draft]:
+    """`count` different questions; the first n do not depend on `count`.
+
+    Args:
+      world: the world asked about.
+      rng: source of all choices.
+      count: how many.
+      shares: kind -> probability; kinds are the names in `KINDS`.
+    """
+    drafts: dict[str, Draft] = {}
+    while len(drafts) < count:
+        kind = rng.choices(list(shares), list(shares.values()))[0]
+        draft: Draft = {}
+        while not draft or draft["question"] in drafts:
+            draft = KINDS[kind](world, rng)
+        drafts[draft["question"]] = {"kind": kind, **draft}
+    return list(drafts.values())
+
+
+def _hop(world: World, subject: str, relation: str, hasty: str | None = None) -> dict[str, Any]:
+    """One lookup of a plan; `hasty` is what one who does not care for this lookup would answer instead."""
+    value, gold = world.facts[subject, relation], world.passage(subject).id
+    return {"subject": subject, "relation": relation, "value": value, "gold_id": gold, "hasty": hasty}
+
+
+def _draft(question: str, answer: str, plan: Sequence[Mapping[str, Any]]) -> Draft:
+    gold_ids = [hop["gold_id"] for hop in plan]
+    return {"hops": len(plan), "question": question, "answers": [answer], "gold_ids": gold_ids, "plan": list(plan)}
+
+
+def _chain(world: World, rng: random.Random, path: Sequence[str]) -> Draft:
+    """Follows a path (kind of the start, relation, relation, ...) from a random start."""
+    kind, *relations = path
+    visited = [rng.choice(world.members[kind])]
+    plan: list[dict[str, Any]] = []
+    noun_phrase = visited[0]
+    for relation in relations:
+        plan.append(_hop(world, visited[-1], relation, hasty=visited[-1] if plan else None))
+        visited.append(plan[-1]["value"])
+        question = RELATIONS[relation].question.format(noun_phrase)
+        noun_phrase = RELATIONS[relation].phrase.format(noun_phrase)
+    # A chain that comes back to a name would reward whoever stops early.
+    return _draft(question, visited[-1], plan) if len(set(visited)) == len(visited) else {}
+
+
+def _older(one: str, other: str, world: World) -> str | None:
+    """Who of two people was born earlier; None where the years are not clearly apart."""
+    years = [int(world.facts[person, "birth_year"]) for person in (one, other)]
+    if abs(years[0] - years[1]) < MIN_YEARS_APART:
+        return None
+    return one if years[0] < years[1] else other
+
+
+def _comparison(world: World, rng: random.Random) -> Draft:
+    """A person against the director or composer of a film, in either order."""
+    person, film, role = rng.choice(world.members["person"]), rng.choice(world.members["film"]), rng.choice(CREW)
+    other = world.facts[film, role]
+    older = _older(person, other, world)
+    if older is None:
+        return {}
+    described = RELATIONS[role].phrase.format(film)
+    if rng.random() < 0.5:
+        plan = [
+            _hop(world, person, "birth_year", hasty=person),
+            _hop(world, film, role),
+            _hop(world, other, "birth_year"),
+        ]
+        return _draft(f"Who was born earlier, {person} or {described}?", older, plan)
+    plan = [
+        _hop(world, film, role),
+        _hop(world, other, "birth_year", hasty=other),
+        _hop(world, person, "birth_year"),
+    ]
+    return _draft(f"Who was born earlier, {described} or {person}?", older, plan)
+
+
+def _direct_comparison(world: World, rng: random.Random) -> Draft:
+    one, other = rng.sample(world.members["person"], 2)
+    older = _older(one, other, world)
+    if older is None:
+        return {}
+    plan = [_hop(world, one, "birth_year"), _hop(world, other, "birth_year")]
+    return _draft(f"Who was born earlier, {one} or {other}?", older, plan)
+
+
+def _claim(world: World, rng: random.Random, person: str) -> tuple[str, str]:
+    """A city and whether the person was born there, true half of the time; the false one is the spouse's if possible."""
+    truth, spouse = world.facts[person, "birth_city"], world.facts[person, "spouse"]
+    if rng.random() < 0.5:
+        return truth, "yes"
+    others = [city for city in world.members["city"] if city != truth]
+    rival = world.facts[spouse, "birth_city"]
+    return (rival if rival in others else rng.choice(others)), "no"
+
+
+def _yes_no(world: World, rng: random.Random) -> Draft:
+    film, role = rng.choice(world.members["film"]), rng.choice(CREW)
+    person = world.facts[film, role]
+    city, answer = _claim(world, rng, person)
+    plan = [_hop(world, film, role, hasty="no"), _hop(world, person, "birth_city")]
+    return _draft(f"Was {RELATIONS[role].phrase.format(film)} born in {city}?", answer, plan)
+
+
+def _direct_yes_no(world: World, rng: random.Random) -> Draft:
+    person = rng.choice(world.members["person"])
+    city, answer = _claim(world, rng, person)
+    return _draft(f"Was {person} born in {city}?", answer, [_hop(world, person, "birth_city")])
+
+
+def _lookup(world: World, rng: random.Random) -> Draft:
+    kind = rng.choices(list(LOOKUPS), [len(relations) for relations in LOOKUPS.values()])[0]
+    return _chain(world, rng, (kind, rng.choice(LOOKUPS[kind])))
+
+
+KINDS: Mapping[str, Callable[[World, random.Random], Draft]] = {
+    "bridge2": lambda world, rng: _chain(world, rng, rng.choice(BRIDGE2)),
+    "bridge3": lambda world, rng: _chain(world, rng, rng.choice(BRIDGE3)),
+    "comparison": _comparison,
+    "yes_no": _yes_no,
+    "lookup": _lookup,
+    "direct_comparison": _direct_comparison,
+    "direct_yes_no": _direct_yes_no,
+}
+SHARES = {"bridge2": 0.40, "bridge3": 0.34, "comparison": 0.14, "yes_no": 0.12}
+PRACTICE_SHARES = {"lookup": 0.6, "direct_comparison": 0.22, "direct_yes_no": 0.18}

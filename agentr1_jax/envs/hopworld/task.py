@@ -1,0 +1,111 @@
+"""HopWorld as a Task: rows, environments, experts and texts."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import itertools
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from agentr1_jax.envs import qa
+from agentr1_jax.envs.base import Expert, Row
+from agentr1_jax.envs.hopworld import expert as experts
+from agentr1_jax.envs.hopworld.questions import PRACTICE_SHARES, SHARES, questions
+from agentr1_jax.envs.hopworld.world import search_tool, world, world_key
+from agentr1_jax.envs.tool_env import NO_ACTION, ToolEnv
+from agentr1_jax.text.tool_calls import PARSE_MESSAGES, render_answer
+from agentr1_jax.tools.search import EMPTY_RESULT
+
+SPLITS = {"train": SHARES, "eval": SHARES, "practice": PRACTICE_SHARES}
+SYSTEM = "Search, then answer."
+# Few rows of many worlds, so that sample texts hold every name often.
+_ROWS_OF_A_WORLD = 4
+DEFAULT_WEIGHTS = {"answer": 1.0, "format": 0.1, "gold_passage": 0.1, "repeated_query": -0.05}
+
+
+@dataclasses.dataclass(frozen=True)
+class HopWorldTask:
+    """Multi-hop questions about procedural worlds; nothing can be memorised, every answer must be looked up.
+
+    Splits: `train`; `eval` (other worlds, and combinations of words that no training world uses); `practice` (one
+    lookup or a comparison of what the question names, in training worlds; its expert never errs).
+
+    Attributes:
+      top_k: passages that one search returns.
+      questions_per_world: rows of one world follow each other, so that a batch needs few worlds.
+      flaws: rates of the expert's flaws that differ from `expert.FLAWS`; `NO_FLAWS` makes it perfect.
+      reward_weights: weights of `qa.PARTS`.
+    """
+
+    name: str = "hopworld"
+    top_k: int = 3
+    questions_per_world: int = 16
+    flaws: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    reward_weights: Mapping[str, float] = dataclasses.field(default_factory=lambda: dict(DEFAULT_WEIGHTS))
+
+    def __post_init__(self) -> None:
+        if self.questions_per_world < 1:
+            raise ValueError(f"hopworld: questions_per_world is {self.questions_per_world}; it must be at least 1")
+        for flaw, rate in self.flaws.items():
+            if flaw not in experts.FLAWS:
+                near = difflib.get_close_matches(flaw, experts.FLAWS, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else "."
+                raise ValueError(f"hopworld: unknown flaw {flaw!r}{hint} Flaws are {sorted(experts.FLAWS)}")
+            if not 0 <= rate <= 1:
+                raise ValueError(f"hopworld: the rate of flaw {flaw!r} is {rate}; it must be within 0 and 1")
+        self.env()  # a wrong reward weight shows here, not in the first episode
+
+    def row(self, split: str, index: int) -> Row:
+        """Row `index` of `train`, `eval` or `practice`. Raises ValueError on another split or a negative index."""
+        if split not in SPLITS or index < 0:
+            raise ValueError(f"hopworld has no row {split!r} {index}; splits are {list(SPLITS)}, rows start at 0")
+        number, slot = divmod(index, self.questions_per_world)
+        key = world_key(split, number)
+        draft = _questions(key, split, self.questions_per_world)[slot]
+        return {"id": f"hopworld/{split}/{index}", "world": key, **draft}
+
+    def size(self, split: str) -> int | None:
+        """None: worlds do not run out."""
+        return None
+
+    def env(self) -> ToolEnv:
+        """A fresh environment with one search tool over the row's world."""
+        return qa.search_env(
+            tools=lambda row: [search_tool(row["world"], self.top_k)], weights=self.reward_weights, system=SYSTEM
+        )
+
+    def expert(self, row: Row, seed: int) -> Expert:
+        """A flawed expert, flawless on practice rows; equal seeds give equal decisions."""
+        practice = row["world"].startswith("practice/")
+        flaws = experts.NO_FLAWS if practice else {**experts.FLAWS, **self.flaws}
+        return experts.expert(row, random.Random(f"hopworld/expert/{row['id']}/{seed}"), flaws)
+
+    def texts(self, count: int) -> Sequence[str]:
+        """Questions, calls, results and answers of training worlds, one a text, as episodes show them."""
+        return list(itertools.islice(self._texts(), count))
+
+    def _texts(self) -> Iterator[str]:
+        yield from [SYSTEM, NO_ACTION, EMPTY_RESULT, *PARSE_MESSAGES.values()]
+        for visit in itertools.count():
+            number, split = visit // 2, ("train", "practice")[visit % 2]
+            key = world_key(split, number)
+            # Pages of countries are never looked up for a question of `train`, yet their names are answers.
+            yield from (world(key).passage(name).line for name in world(key).members["country"])
+            for slot in range(min(_ROWS_OF_A_WORLD, self.questions_per_world)):
+                yield from self._episode(self.row(split, number * self.questions_per_world + slot))
+
+    def _episode(self, row: Row) -> Iterator[str]:
+        yield row["question"]
+        for hop in row["plan"]:
+            query = experts.query_variants(hop)[0]
+            yield experts.call_text(query)
+            yield search_tool(row["world"], self.top_k).execute({"query": query}).content
+        yield render_answer(row["answers"][0])
+
+
+@functools.lru_cache(maxsize=64)
+def _questions(key: str, split: str, count: int) -> list[dict[str, Any]]:
+    return questions(world(key), random.Random(f"hopworld/questions/{key}"), count, SPLITS[split])

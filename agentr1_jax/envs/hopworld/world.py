@@ -1,0 +1,170 @@
+"""A world: people, films, cities, studios and countries with facts, written down as short passages among noise."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+from collections.abc import Mapping, Sequence
+
+from agentr1_jax.envs.hopworld import names
+from agentr1_jax.tools.search import Passage, SearchTool
+
+FILMS, PEOPLE, CITIES, STUDIOS, COUNTRIES = 56, 80, 16, 14, 10
+NOISE = 150
+# Few distinct adjectives, nouns and surnames in one world: names that share a word are what makes search noisy.
+ADJECTIVES_USED, NOUNS_USED, SURNAMES_USED = 14, 24, 20
+BIRTH_YEARS = range(1930, 1950)
+RELEASE_YEARS = range(1960, 1980)
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """What is true and what is written.
+
+    Attributes:
+      key: `split/number`; equal keys give equal worlds.
+      members: kind -> names; kinds are film, person, city, studio and country.
+      facts: (subject, relation) -> value, all of them names or years.
+      passages: in an order without meaning.
+      page: subject -> index of its passage, which states all of its facts.
+    """
+
+    key: str
+    members: Mapping[str, Sequence[str]]
+    facts: Mapping[tuple[str, str], str]
+    passages: Sequence[Passage]
+    page: Mapping[str, int]
+
+    def passage(self, subject: str) -> Passage:
+        """The passage about a member of the world."""
+        return self.passages[self.page[subject]]
+
+
+def world_key(split: str, number: int) -> str:
+    """Name of a world; `number` is its seed within the split."""
+    return f"{split}/{number}"
+
+
+@functools.lru_cache(maxsize=64)
+def world(key: str) -> World:
+    """The world of a key, from its seed alone. Splits other than `eval` share the training side of all names."""
+    rng = random.Random(f"hopworld/{key}")
+    members = _members(rng, "eval" if key.startswith("eval/") else "train")
+    facts = _facts(rng, members)
+    pages = [(name, _page(kind, name, facts)) for kind, group in members.items() for name in group]
+    entries = [(name, text, True) for name, text in pages] + [(*entry, False) for entry in _noise(rng, members)]
+    rng.shuffle(entries)
+    return World(
+        key=key,
+        members=members,
+        facts=facts,
+        passages=[Passage(f"{key}#{i}", title, text) for i, (title, text, _) in enumerate(entries)],
+        page={title: i for i, (title, _, is_page) in enumerate(entries) if is_page},
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def search_tool(key: str, top_k: int) -> SearchTool:
+    """The search tool over a world's passages."""
+    return SearchTool(world(key).passages, top_k)
+
+
+def _members(rng: random.Random, split: names.NameSplit) -> dict[str, list[str]]:
+    adjectives = rng.sample(names.ADJECTIVE, ADJECTIVES_USED)
+    nouns = rng.sample(names.NOUN, NOUNS_USED)
+    surnames = rng.sample(names.LAST, SURNAMES_USED)
+    return {
+        "film": names.draw(rng, adjectives, nouns, FILMS, split),
+        "person": names.draw(rng, names.FIRST, surnames, PEOPLE, split),
+        "city": names.draw(rng, names.SITE, names.TOWN, CITIES, split),
+        "studio": names.draw(rng, names.BRAND, names.TRADE, STUDIOS, split),
+        "country": rng.sample(names.COUNTRY, COUNTRIES),
+    }
+
+
+def _facts(rng: random.Random, members: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], str]:
+    """Facts of all members. Couples are symmetric; director and composer of a film are two people."""
+    people, cities = members["person"], members["city"]
+    facts: dict[tuple[str, str], str] = {}
+    for film in members["film"]:
+        facts[film, "director"], facts[film, "composer"] = rng.sample(people, 2)
+        facts[film, "studio"] = rng.choice(members["studio"])
+        facts[film, "year"] = str(rng.choice(RELEASE_YEARS))
+    for one, other in _couples(rng, people):
+        facts[one, "spouse"], facts[other, "spouse"] = other, one
+    for person in people:
+        facts[person, "birth_year"] = str(rng.choice(BIRTH_YEARS))
+        facts[person, "birth_city"] = rng.choice(cities)
+    for city, mayor in zip(cities, rng.sample(people, len(cities)), strict=True):
+        facts[city, "mayor"], facts[city, "country"] = mayor, rng.choice(members["country"])
+    for studio, founder in zip(members["studio"], rng.sample(people, STUDIOS), strict=True):
+        facts[studio, "founder"], facts[studio, "seat"] = founder, rng.choice(cities)
+    for country, capital in zip(members["country"], rng.sample(cities, COUNTRIES), strict=True):
+        facts[country, "capital"] = capital
+        facts[capital, "country"] = country
+    return facts
+
+
+def _couples(rng: random.Random, people: Sequence[str]) -> list[tuple[str, str]]:
+    """Everyone's couple. The page of Ada Marsh and Milo Kesh holds the words of Ada Kesh, and BM25 knows no word order:
+    a couple that would mask a third person in this way is avoided."""
+    known = set(people)
+    waiting = rng.sample(people, len(people))
+    couples = []
+    while waiting:
+        one = waiting.pop()
+        clear = (other for other in waiting if not known & set(_crossed(one, other)))
+        couples.append((one, next(clear, waiting[0])))
+        waiting.remove(couples[-1][1])
+    return couples
+
+
+def _crossed(one: str, other: str) -> tuple[str, str]:
+    (first, last), (other_first, other_last) = one.split(), other.split()
+    return f"{first} {other_last}", f"{other_first} {last}"
+
+
+_PAGES = {
+    "film": "{year} film with director {director}, composer {composer}, studio {studio}.",
+    "person": "born {birth_year} in {birth_city}, spouse {spouse}.",
+    "city": "city in the country {country}, mayor {mayor}.",
+    "studio": "studio in the city {seat}, founder {founder}.",
+    "country": "country with the capital {capital}.",
+}
+_PAGE_RELATIONS = {
+    "film": ("year", "director", "composer", "studio"),
+    "person": ("birth_year", "birth_city", "spouse"),
+    "city": ("country", "mayor"),
+    "studio": ("seat", "founder"),
+    "country": ("capital",),
+}
+
+
+def _page(kind: str, name: str, facts: Mapping[tuple[str, str], str]) -> str:
+    return _PAGES[kind].format(**{relation: facts[name, relation] for relation in _PAGE_RELATIONS[kind]})
+
+
+# Namesakes of films and people, and mentions of people and cities where nothing is asked about.
+_NOISE = (
+    ("{film}", "{year} song with singer {person}, record of {other}."),
+    ("{film}", "{year} novel with author {person}, printed in {city}."),
+    ("{surname} Prize", "award won by {person} in {year}, before by {other}."),
+    ("{noun} Museum", "museum in {city}, opened {year} with guide {person}."),
+    ("{person} Park", "park in {city}, drawn {year} with help of {other}."),
+    ("{city} Tigers", "team with coach {person}, owner {other}."),
+)
+
+
+def _noise(rng: random.Random, members: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
+    """Title and text of the noise passages; no two are equal in title and kind."""
+    entries: dict[tuple[str, int], str] = {}
+    while len(entries) < NOISE:
+        kind = rng.randrange(len(_NOISE))
+        title, text = _NOISE[kind]
+        film, city, year = rng.choice(members["film"]), rng.choice(members["city"]), rng.choice(RELEASE_YEARS)
+        person, other = rng.sample(members["person"], 2)
+        words = {"film": film, "city": city, "year": year, "person": person, "other": other}
+        words |= {"surname": person.split()[1], "noun": film.split()[1]}
+        entries.setdefault((title.format(**words), kind), text.format(**words))
+    return [(title, text) for (title, _), text in entries.items()]

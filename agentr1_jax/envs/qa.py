@@ -1,0 +1,110 @@
+"""Question answering by search: what an episode earns, how it is measured and where it stands.
+
+Rows hold `question`, `answers` (with aliases) and, for process rewards, `gold_ids`: ids of the passages that prove the
+answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from agentr1_jax.envs import rewards
+from agentr1_jax.envs.base import Row
+from agentr1_jax.envs.rewards import Reward, Turn
+from agentr1_jax.envs.tool_env import OnParseFailure, ToolEnv, Tools
+from agentr1_jax.text.tool_calls import ToolCall
+
+
+def search_env(
+    tools: Tools,
+    weights: Mapping[str, float],
+    system: str,
+    on_parse_failure: OnParseFailure = "observe",
+) -> ToolEnv:
+    """A ToolEnv for question answering: opens with `system` and the question, pays the weighted `PARTS`."""
+    return ToolEnv(
+        tools=tools,
+        opening=question_messages(system),
+        reward=Reward(PARTS, weights),
+        metrics=metrics,
+        state_key=state_key,
+        on_parse_failure=on_parse_failure,
+    )
+
+
+def question_messages(system: str) -> Callable[[Row], list[dict[str, str]]]:
+    """The opening of an episode: a system message, then the row's question as the user's."""
+    return lambda row: [{"role": "system", "content": system}, {"role": "user", "content": row["question"]}]
+
+
+def answer_part(row: Row, turns: Sequence[Turn]) -> float:
+    """1 where the turn ends the episode with an answer that matches exactly (SQuAD normalisation, aliases)."""
+    return rewards.exact_match(turns[-1].answer, row["answers"]) if turns[-1].answers else 0.0
+
+
+def format_part(row: Row, turns: Sequence[Turn]) -> float:
+    """0 for a well-formed turn (valid calls only, or one answer only), −1 for any other.
+
+    A bonus for each well-formed turn would pay for needless turns; a penalty cannot be farmed.
+    """
+    turn = turns[-1]
+    invalid = [r for r in turn.results if r.error is not None and r.error.fault == "model"]
+    return 0.0 if bool(turn.calls) != (turn.answer is not None) and not invalid else -1.0
+
+
+def gold_passage_part(row: Row, turns: Sequence[Turn]) -> float:
+    """Number of gold passages that this turn retrieved for the first time."""
+    return float(len(found_gold(row, turns) - found_gold(row, turns[:-1])))
+
+
+def repeated_query_part(row: Row, turns: Sequence[Turn]) -> float:
+    """Number of this turn's calls that equal an earlier call of the episode (give it a negative weight)."""
+    earlier = [call for turn in turns[:-1] for call in turn.calls]
+    repeats = 0
+    for call in turns[-1].calls:
+        repeats += isinstance(call, ToolCall) and call in earlier
+        earlier.append(call)
+    return float(repeats)
+
+
+PARTS: Mapping[str, rewards.Part] = {
+    "answer": answer_part,
+    "format": format_part,
+    "gold_passage": gold_passage_part,
+    "repeated_query": repeated_query_part,
+}
+
+
+def found_gold(row: Row, turns: Sequence[Turn]) -> set[str]:
+    """Ids of the gold passages that any search of these turns returned."""
+    gold = set(row.get("gold_ids", ()))
+    return {i for turn in turns for result in turn.results for i in result.data.get("ids", ()) if i in gold}
+
+
+def metrics(row: Row, turns: Sequence[Turn]) -> dict[str, float]:
+    """`em` and `f1` of the final answer (0 where there is none), `tool_calls`, `gold_recall` where gold is known."""
+    answer = turns[-1].answer if turns and turns[-1].answers else None
+    out = {
+        "em": rewards.exact_match(answer, row["answers"]),
+        "f1": rewards.f1(answer, row["answers"]),
+        "tool_calls": float(sum(len(turn.calls) for turn in turns)),
+    }
+    if row.get("gold_ids"):
+        out["gold_recall"] = len(found_gold(row, turns)) / len(set(row["gold_ids"]))
+    return out
+
+
+def state_key(row: Row, turns: Sequence[Turn]) -> str:
+    """Row, gold passages found so far and the kind of the last observation: equal states of a group have equal keys."""
+    return "|".join([str(row["id"]), ",".join(sorted(found_gold(row, turns))), _kind(row, turns)])
+
+
+def _kind(row: Row, turns: Sequence[Turn]) -> str:
+    if not turns:
+        return "start"
+    errors = sorted({result.error.kind for result in turns[-1].results if result.error is not None})
+    if errors:
+        return "+".join(errors)
+    if not turns[-1].calls:
+        return "no_action"
+    return "new_gold" if gold_passage_part(row, turns) else "nothing_new"

@@ -1,0 +1,134 @@
+"""ToolEnv: the environment made of tools. It reads calls, runs them and tells the policy what came back."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from agentr1_jax.envs.base import Action, Observation, Row, Transition
+from agentr1_jax.envs.rewards import Reward, Turn
+from agentr1_jax.text.tool_calls import ParseError, ToolCall, extract_answer, parse_tool_calls
+from agentr1_jax.tools import base
+from agentr1_jax.tools.base import Tool, ToolResult
+from agentr1_jax.trajectory import Outcome
+
+OnParseFailure = Literal["observe", "end"]
+Tools = Sequence[Tool] | Callable[[Row], Sequence[Tool]]
+NO_ACTION = "Error: neither a tool call nor an answer."
+
+
+class ToolEnv:
+    """An Env whose actions are tool calls and a final answer.
+
+    A response with calls runs all of them concurrently, and the next observation is their results, one after another.
+    A response with an answer and no call ends the episode. Everything that is the policy's fault (an unreadable call,
+    an unknown tool, arguments that break the schema, neither call nor answer) comes back to it as a short text; a
+    fault of the infrastructure ends the episode with `tool_failure`.
+
+    Args:
+      tools: the tools on offer, or a function from the row to them.
+      opening: row -> opening chat messages.
+      reward: what each turn earns.
+      metrics: (row, turns) -> scalars of the finished or cut episode.
+      state_key: (row, turns) -> anchor of the state after these turns.
+      on_parse_failure: what follows a response with neither a readable call nor an answer: `observe` (the policy is
+        told and goes on) or `end` (the episode ends with `parse_failure`).
+    """
+
+    def __init__(
+        self,
+        tools: Tools,
+        opening: Callable[[Row], Sequence[Mapping[str, str]]],
+        reward: Reward,
+        metrics: Callable[[Row, Sequence[Turn]], Mapping[str, float]],
+        state_key: Callable[[Row, Sequence[Turn]], str],
+        on_parse_failure: OnParseFailure = "observe",
+    ):
+        if on_parse_failure not in ("observe", "end"):
+            raise ValueError(f"on_parse_failure is {on_parse_failure!r}; choose 'observe' or 'end'")
+        self._offer = tools if callable(tools) else lambda row: tools
+        self._opening = opening
+        self._reward = reward
+        self._metrics = metrics
+        self._state_key = state_key
+        self._on_parse_failure = on_parse_failure
+        self._row: Row = {}
+        self._tools: Mapping[str, Tool] = {}
+        self._turns: list[Turn] = []
+
+    async def reset(self, row: Row, seed: int) -> Observation:
+        """Starts an episode; the first observation carries the tools' schemas. `seed` is not used."""
+        self._row = row
+        self._turns = []
+        self._tools = {tool.name: tool for tool in self._offer(row)}
+        return Observation(
+            messages=self._opening(row),
+            tools=[base.schema(tool) for tool in self._tools.values()],
+            state_key=self._state_key(row, self._turns),
+        )
+
+    async def step(self, action: Action) -> Transition:
+        """Applies one response; see the class for what follows from it."""
+        calls = parse_tool_calls(action.text)
+        results = await asyncio.gather(*(self._run(call) for call in calls))
+        turn = Turn(action.text, calls, results, extract_answer(action.text))
+        self._turns.append(turn)
+
+        outcome = self._outcome(turn)
+        failed = outcome is Outcome.TOOL_FAILURE
+        raw = {} if failed else self._reward.raw(self._row, self._turns)
+        weighted = {} if failed else self._reward.weighted(raw)
+        return Transition(
+            observation=None if outcome else self._observation(turn),
+            reward=float(sum(weighted.values())),
+            reward_parts=weighted,
+            terminated=outcome is not None and not failed,
+            truncated=failed,
+            outcome=outcome,
+            tool_calls=[_record(call, result) for call, result in zip(calls, results, strict=True)],
+            metrics=self.cut() if outcome else {},
+            info={"raw_parts": raw, "errors": _errors(turn)},
+        )
+
+    def cut(self) -> Mapping[str, float]:
+        """Metrics of the episode so far; without a final answer it counts as wrong."""
+        return self._metrics(self._row, self._turns)
+
+    async def _run(self, call: ToolCall | ParseError) -> ToolResult:
+        if isinstance(call, ParseError):
+            return base.failed(call.kind, call.message)
+        if call.name not in self._tools:
+            return base.failed("unknown_tool", f"Error: no such tool; tools are {', '.join(self._tools)}.")
+        return await base.call(self._tools[call.name], call.arguments)
+
+    def _outcome(self, turn: Turn) -> Outcome | None:
+        if any(result.error is not None and result.error.fault == "infrastructure" for result in turn.results):
+            return Outcome.TOOL_FAILURE
+        if turn.answers:
+            return Outcome.ANSWERED
+        readable = any(isinstance(call, ToolCall) for call in turn.calls)
+        return Outcome.PARSE_FAILURE if self._on_parse_failure == "end" and not readable else None
+
+    def _observation(self, turn: Turn) -> Observation:
+        text = "\n".join(result.content for result in turn.results) if turn.calls else NO_ACTION
+        return Observation(text=text, role="tool", state_key=self._state_key(self._row, self._turns))
+
+
+def _record(call: ToolCall | ParseError, result: ToolResult) -> dict[str, Any]:
+    return {
+        "name": call.name if isinstance(call, ToolCall) else None,
+        "arguments": dict(call.arguments) if isinstance(call, ToolCall) else None,
+        "ok": result.ok,
+        "error": result.error.kind if result.error else None,
+        "result": result.content,
+    }
+
+
+def _errors(turn: Turn) -> dict[str, int]:
+    """How often each kind of error occurred in a turn."""
+    kinds = [result.error.kind for result in turn.results if result.error is not None]
+    if not turn.calls and turn.answer is None:
+        kinds.append("no_action")
+    return dict(collections.Counter(kinds))

@@ -1,0 +1,195 @@
+"""The two compiled programs of the learner: `score` (forward only) and `update` (one optimizer step).
+
+Both loop over microbatches of one fixed shape whose number is data, so that batches of any size run one program. Loss weights
+carry the global denominators, hence gradients of microbatches and shards are summed, never averaged.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from agentr1_jax.learner.logprobs import token_logprobs
+from agentr1_jax.learner.losses import LossConfig, policy_loss, value_loss
+from agentr1_jax.learner.packing import Batch
+from agentr1_jax.policy.attention import PackedRows
+from agentr1_jax.policy.config import DecoderConfig
+from agentr1_jax.policy.decoder import Decoder, Params, head_kernel, values
+
+
+@flax.struct.dataclass
+class LearnerState:
+    """What training changes.
+
+    Attributes:
+      params: `{"decoder": ..., "value": ...}`.
+      opt_state: of the gradient transformation.
+      updates: updates applied.
+      skipped: updates skipped since something was not finite, in all and in a row.
+    """
+
+    params: Params
+    opt_state: Any
+    updates: Int[Array, ""]
+    skipped: Int[Array, ""]
+    skipped_in_a_row: Int[Array, ""]
+
+
+@flax.struct.dataclass
+class Scores:
+    """What one forward pass says of each read."""
+
+    logprob: Float[Array, "microbatches rows reads"]
+    entropy: Float[Array, "microbatches rows reads"]
+    value: Float[Array, "microbatches rows reads"] | None
+
+
+def make_optimizer(*, max_grad_norm: float, b1: float, b2: float, eps: float, weight_decay: float) -> optax.GradientTransformation:
+    """AdamW without its learning rate, which is an argument of the update; matrices alone decay."""
+    return optax.chain(
+        optax.clip_by_global_norm(max_grad_norm),
+        optax.scale_by_adam(b1=b1, b2=b2, eps=eps),
+        optax.add_decayed_weights(weight_decay, mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params)),
+    )
+
+
+def init_state(params: Params, optimizer: optax.GradientTransformation) -> LearnerState:
+    """A state at update 0."""
+    updates, skipped, in_a_row = (jnp.zeros((), jnp.int32) for _ in range(3))  # Donated, hence three buffers.
+    return LearnerState(params, optimizer.init(params), updates, skipped, in_a_row)
+
+
+def forward_reads(
+    policy: DecoderConfig, loss: LossConfig, params: Params, batch: Batch
+) -> tuple[Float[Array, "rows reads"], Float[Array, "rows reads"], Float[Array, "rows reads"] | None]:
+    """Log-probability, entropy and (with a critic) value of every read of one microbatch."""
+    nodes, reads = batch.nodes, batch.reads
+    memory = PackedRows(subtree_end=nodes.subtree_end)
+    hidden, _ = Decoder(policy).apply({"params": params["decoder"]}, nodes.tokens, nodes.position, memory)
+    read_hidden = jnp.take_along_axis(hidden, reads.src[..., None], axis=1)
+    logprob, entropy = token_logprobs(
+        read_hidden.reshape(-1, hidden.shape[-1]),
+        reads.target.reshape(-1),
+        head_kernel(params["decoder"]),
+        temperature=loss.temperature,
+        chunk=loss.chunk,
+    )
+    value = values(params, read_hidden) if "value" in params else None
+    return logprob.reshape(reads.src.shape), entropy.reshape(reads.src.shape), value
+
+
+def loss_and_metrics(
+    policy: DecoderConfig, config: LossConfig, params: Params, batch: Batch
+) -> tuple[Float[Array, ""], dict[str, Array]]:
+    """Σₖ wₖ·lₖ of one microbatch, and sums over its trained tokens for the metrics."""
+    reads = batch.reads
+    trained = reads.is_action & (reads.weight > 0)
+    logprob, entropy, value = forward_reads(policy, config, params, batch)
+
+    def weighted(x: Array) -> Array:
+        return jnp.sum(jnp.where(trained, x * reads.weight, 0))
+
+    def total(x: Array) -> Array:
+        return jnp.sum(jnp.where(trained, x, 0))
+
+    per_read, log_rho, clipped = policy_loss(config, logprob, reads)
+    gap = reads.old_logprob - logprob
+    metrics = {
+        "policy_loss": weighted(per_read),
+        "entropy_loss": weighted(entropy),
+        "tokens": total(jnp.ones_like(logprob)),
+        "sum/logprob": total(logprob),
+        "sum/entropy": total(entropy),
+        "sum/ratio": total(jnp.exp(log_rho)),
+        "sum/clip_fraction": total(clipped),
+        "sum/approx_kl": total(jnp.exp(-gap) - 1 + gap),
+        "sum/logprob_gap": total(jnp.abs(gap)),
+        "max/logprob_gap": jnp.max(jnp.where(trained, jnp.abs(gap), 0)),
+    }
+    loss = metrics["policy_loss"] - config.entropy_coef * metrics["entropy_loss"]
+    if value is not None and reads.value_weight is not None:
+        has_target = reads.value_weight > 0
+        error = value_loss(config, value, reads)
+        metrics["value_loss"] = jnp.sum(jnp.where(has_target, error * reads.value_weight, 0))
+        loss = loss + config.value_coef * metrics["value_loss"]
+    metrics["loss"] = loss
+    return loss, metrics
+
+
+def make_score(policy: DecoderConfig, loss: LossConfig) -> Callable[[Params, Batch, Array], Scores]:
+    """The jitted forward pass: (params, batch, number of microbatches that hold data) -> Scores."""
+
+    @jax.jit
+    def score(params: Params, batch: Batch, count: Array) -> Scores:
+        shape = batch.reads.src.shape
+        empty = jnp.zeros(shape, jnp.float32)
+        out = Scores(logprob=empty, entropy=empty, value=empty if "value" in params else None)
+
+        def body(i: Array, out: Scores) -> Scores:
+            logprob, entropy, value = forward_reads(policy, loss, params, jax.tree.map(lambda x: x[i], batch))
+            new = Scores(logprob, entropy, value)
+            return jax.tree.map(lambda all_, one: all_.at[i].set(one.astype(all_.dtype)), out, new)
+
+        return jax.lax.fori_loop(0, count, body, out)
+
+    return score
+
+
+def make_update(
+    policy: DecoderConfig, loss: LossConfig, optimizer: optax.GradientTransformation, layout: Any
+) -> Callable[[LearnerState, Batch, Array, dict[str, Array]], tuple[LearnerState, dict[str, Array]]]:
+    """The jitted, donated update: (state, batch, number of microbatches that hold data, learning rates) -> (state, metrics).
+
+    Learning rates are `{"decoder": ..., "value": ...}`. The new state lies as `layout` (shardings) says. If loss or gradient is not finite, the parameters stay as they are and
+    the update is counted as skipped.
+    """
+    gradient = jax.value_and_grad(functools.partial(loss_and_metrics, policy, loss), has_aux=True)
+
+    @functools.partial(jax.jit, donate_argnums=0, out_shardings=(layout, None))
+    def update(state: LearnerState, batch: Batch, count: Array, rates: dict[str, Array]):
+        def microbatch(i: Array) -> Batch:
+            return jax.tree.map(lambda x: x[i], batch)
+
+        def body(i: Array, carry: tuple[Params, dict[str, Array]]) -> tuple[Params, dict[str, Array]]:
+            grads, metrics = carry
+            (_, new_metrics), new_grads = gradient(state.params, microbatch(i))
+            joined = {
+                key: jnp.maximum(metrics[key], x) if key.startswith("max/") else metrics[key] + x
+                for key, x in new_metrics.items()
+            }
+            return jax.tree.map(jnp.add, grads, new_grads), joined
+
+        shapes = jax.eval_shape(functools.partial(loss_and_metrics, policy, loss), state.params, microbatch(0))[1]
+        zero = (jax.tree.map(jnp.zeros_like, state.params), jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes))
+        grads, sums = jax.lax.fori_loop(0, count, body, zero)
+        norm = optax.global_norm(grads)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = {
+            part: jax.tree.map(lambda p, u, lr=rates[part]: p - lr.astype(p.dtype) * u, state.params[part], updates[part])
+            for part in state.params
+        }
+        finite = jnp.isfinite(norm) & jnp.isfinite(sums["loss"])
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old), (params, opt_state), (state.params, state.opt_state)
+        )
+        bad = (~finite).astype(jnp.int32)
+        state = LearnerState(
+            params, opt_state, state.updates + 1 - bad, state.skipped + bad, jnp.where(finite, 0, state.skipped_in_a_row + 1)
+        )
+        tokens = jnp.maximum(sums["tokens"], 1)
+        metrics = {key.removeprefix("sum/"): x / tokens if key.startswith("sum/") else x for key, x in sums.items()}
+        metrics = {key.replace("max/", "max_"): x for key, x in metrics.items()}
+        return state, metrics | {
+            "grad_norm": norm,
+            "skipped": state.skipped,
+            "skipped_in_a_row": state.skipped_in_a_row,
+        }
+
+    return update

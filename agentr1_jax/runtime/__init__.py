@@ -1,0 +1,1 @@
+"""What a run stands on: configs, processes, metrics, checkpoints, seeds."""

@@ -1,0 +1,325 @@
+"""Configs: `get_config()` files, overrides on the command line, the resolved config of a run folder.
+
+A config file starts from `configs/base.py`, whose `get_config()` returns a locked `ConfigDict`, so that a key which
+does not exist there is an error wherever it is written. Importing this module does not import JAX: mistakes are
+reported at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+import math
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import ml_collections
+import numpy as np
+from absl import app, flags, logging
+from ml_collections import config_dict, config_flags
+
+from agentr1_jax.runtime.errors import UserError
+
+
+def define_config_flag(default: str | None = None) -> flags.FlagHolder[ml_collections.ConfigDict]:
+    """Defines `--config=FILE.py[:argument]` and its overrides `--config.a.b=value`; `.value` is the locked config."""
+    return config_flags.DEFINE_config_file("config", default, "path of a config file", lock_config=True)
+
+
+def run_main(main: Callable[[Sequence[str]], Any]) -> None:
+    """Runs `main(argv)` as `absl.app.run` does, but a user's mistake is one message and exit status 2.
+
+    One process of several leaves at once when it fails: `jax.distributed` would have it wait at exit for the others,
+    which wait for it in a collective.
+    """
+    one_of_many = "AGENTR1_COORDINATOR" in os.environ
+    status = 2
+    try:
+        app.run(main, flags_parser=parse_flags)
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+    except FileNotFoundError as error:
+        sys.stderr.write(f"error: {error.filename or error}: no such file or folder\n")
+    except (Exception, KeyboardInterrupt):
+        if not one_of_many:
+            raise
+        traceback.print_exc()
+        status = 1
+    if one_of_many:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
+def parse_flags(argv: Sequence[str]) -> list[str]:
+    """Parses all flags; the `flags_parser` of `absl.app.run`.
+
+    Raises:
+      UserError: an unknown flag or key, a value of the wrong type, a config file that is missing or does not load.
+    """
+    argv = list(argv)
+    if "config" in flags.FLAGS and not _asks_for_help(argv):
+        path = _config_argument(argv) or flags.FLAGS["config"].default
+        if not path:
+            raise UserError("no config given; add --config=FILE, e.g. --config=configs/quickstart.py")
+        config = load_config(path)
+        for key in _overridden_keys(argv):
+            _check_key(path, key, config)
+    try:
+        rest = flags.FLAGS(argv)
+    except flags.IllegalFlagValueError as error:
+        raise UserError(_describe_illegal_value(error, argv)) from error
+    except flags.Error as error:
+        raise UserError(_first_line(error).partition(". ")[0]) from error
+    if rest[1:]:
+        raise UserError(f"unexpected argument {rest[1]!r}; flags are written --name=value")
+    _show_own_info_logs()
+    return rest
+
+
+def load_config(path: str) -> ml_collections.ConfigDict:
+    """Loads a config file, `FILE.py` or `FILE.py:argument`, and locks what it returns.
+
+    Raises:
+      UserError: no such file, a key unknown to the base config, a value of another type, any error inside the file.
+    """
+    file, *argument = path.split(":", 1)
+    if not os.path.isfile(file):
+        raise UserError(f"{file}: no such config file{_neighbours(file)}")
+    spec = importlib.util.spec_from_file_location("config_file", file)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{file}: not a Python file; a config file is named *.py")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        config = module.get_config(*argument)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(_describe_config_error(file, error)) from error
+    if not isinstance(config, ml_collections.ConfigDict):
+        raise UserError(f"{file}: get_config() returned a {type(config).__name__}; return an ml_collections.ConfigDict")
+    return config.lock()
+
+
+def resolve(config: ml_collections.ConfigDict) -> dict[str, Any]:
+    """The config as plain JSON: nested dicts, lists, strings, finite numbers, booleans and None.
+
+    Raises:
+      UserError: a required placeholder has no value, or a value is not JSON.
+    """
+    return _plain(config, "")
+
+
+def write_config(run_dir: str | os.PathLike[str], config: ml_collections.ConfigDict) -> None:
+    """Writes the resolved config to `run_dir/config.json`, renamed into place; makes the folder."""
+    os.makedirs(run_dir, exist_ok=True)
+    path = os.path.join(run_dir, "config.json")
+    with open(f"{path}.partial", "w", encoding="utf-8") as out:
+        json.dump(resolve(config), out, indent=2, sort_keys=True, ensure_ascii=False)
+        out.write("\n")
+    os.replace(f"{path}.partial", path)
+
+
+def check_same_config(
+    run_dir: str | os.PathLike[str], config: ml_collections.ConfigDict, may_differ: Sequence[str] = ("run_dir",)
+) -> bool:
+    """Whether `run_dir` already holds a run of this config, to be resumed; False if there is nothing yet.
+
+    With several processes, let all of them check before one of them writes.
+
+    Args:
+      run_dir: folder of the run.
+      config: the config of this start.
+      may_differ: dotted keys (or sections) that a later start of the same run may change.
+
+    Raises:
+      UserError: the folder holds a run of another config (the differing keys are listed), or something else.
+    """
+    path = os.path.join(run_dir, "config.json")
+    if not os.path.exists(path):
+        if os.path.isdir(run_dir) and os.listdir(run_dir):
+            raise UserError(f"{run_dir}: not empty and without config.json; choose another --config.run_dir")
+        return False
+    try:
+        with open(path, encoding="utf-8") as lines:
+            stored = dict(flatten(json.load(lines)))
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"{path}: not a config ({error}); restore it or choose another --config.run_dir") from error
+    given = dict(flatten(resolve(config)))
+    missing = "(no such key)"
+    differing = [
+        f"  {key}: {stored.get(key, missing)!r} there, {given.get(key, missing)!r} here"
+        for key in sorted(stored.keys() | given.keys())
+        if stored.get(key, missing) != given.get(key, missing)
+        and not any(key == free or key.startswith(f"{free}.") for free in may_differ)
+    ]
+    if differing:
+        listed = "\n".join(differing)
+        raise UserError(
+            f"{run_dir} holds a run of another config:\n{listed}\n"
+            "choose another --config.run_dir, or start with the old values to resume it"
+        )
+    return True
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of a nested mapping with their dotted keys; an empty section is a leaf of its own."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _plain(value: Any, key: str) -> Any:
+    if isinstance(value, ml_collections.ConfigDict | Mapping):
+        return {str(name): _plain(_item(value, name, key), f"{key}.{name}".lstrip(".")) for name in value}
+    if isinstance(value, list | tuple):
+        return [_plain(item, key) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    raise UserError(
+        f"config key {key!r} is {value!r}; use None, strings, finite numbers, booleans, or lists and dicts of them"
+    )
+
+
+def _item(section: Any, name: str, key: str) -> Any:
+    try:
+        return section[name]
+    except config_dict.RequiredValueError as error:
+        full = f"{key}.{name}".lstrip(".")
+        raise UserError(
+            f"config key {full!r} has no value; set it in the config file or by --config.{full}="
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error.args[0]) if error.args else str(error)
+    return (text.strip().splitlines() or [type(error).__name__])[0]
+
+
+def _asks_for_help(argv: Sequence[str]) -> bool:
+    return any(re.fullmatch(r"--?(help|helpfull|helpshort|helpxml|h|\?)", argument) for argument in argv[1:])
+
+
+def _config_argument(argv: Sequence[str]) -> str | None:
+    """The last value of `--config`, as absl takes the last one."""
+    found = None
+    for i, argument in enumerate(argv):
+        match = re.fullmatch(r"--?config(?:=(.*))?", argument)
+        if match:
+            found = match[1] if match[1] is not None else next(iter(argv[i + 1 : i + 2]), None)
+    return found
+
+
+def _overridden_keys(argv: Sequence[str]) -> list[str]:
+    matches = (re.match(r"--?(?:no)?config\.([^=]+)", argument) for argument in argv[1:])
+    return [match[1] for match in matches if match]
+
+
+def _check_key(path: str, key: str, config: ml_collections.ConfigDict) -> None:
+    """Raises UserError unless `key` is a leaf of the config."""
+    known = [name for name, _ in flatten(config.to_dict())]
+    bare = re.sub(r"\[\d+\]$", "", key)
+    if bare in known:
+        return
+    below = [name for name in known if name.startswith(f"{bare}.")]
+    if below:
+        raise UserError(f"{path}: {bare!r} is a section; set its keys one by one: {', '.join(below)}")
+    raise UserError(_unknown_key(path, key, known))
+
+
+def _unknown_key(where: str, key: str, known: Sequence[str]) -> str:
+    """The message for an unknown key; the nearest is sought among dotted keys and, failing that, last names."""
+    near = difflib.get_close_matches(key, known, 1, 0.75)
+    near = near or [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    near = near or difflib.get_close_matches(key, known, 1, 0.5)
+    hint = f"did you mean {near[0]!r}?" if near else "configs/base.py lists the keys"
+    return f"{where}: unknown key {key!r}; {hint}"
+
+
+def _describe_illegal_value(error: flags.IllegalFlagValueError, argv: Sequence[str]) -> str:
+    match = re.match(r"flag --config\.([^=]+)=(.*?): ", str(error), re.DOTALL)
+    if not match:
+        return _first_line(error)
+    path = str(_config_argument(argv) or flags.FLAGS["config"].default)
+    section, (*sections, name) = load_config(path), match[1].split(".")
+    for part in sections:
+        section = section[part]
+    return f"{path}: key {match[1]!r} takes {_a_type(section, name)}, not {match[2]!r}"
+
+
+def _describe_config_error(file: str, error: Exception) -> str:
+    """One line for an exception raised while `file` was executed: the innermost line that is the user's own.
+
+    ConfigDict's errors name only the last part of a key; the section it was looked for in, and the config around
+    that, are found in the frames of the traceback.
+    """
+    library = os.path.dirname(ml_collections.__file__)
+    where, configs, section = file, [], None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        name = frame.f_code.co_filename
+        configs += [value for value in frame.f_locals.values() if isinstance(value, ml_collections.ConfigDict)]
+        if name.startswith(library):
+            section = frame.f_locals.get("self")
+        elif name != __file__ and not name.startswith("<"):
+            where = f"{os.path.relpath(name)}, line {line}"
+    message = str(error.args[0]) if error.args else ""
+    unknown = isinstance(error, KeyError | AttributeError) and re.match(r"\W*(?:Key \W)?(\w+)", message)
+    mistyped = isinstance(error, TypeError) and re.match(r"Could not override field '(\w+)'", message)
+    if isinstance(section, ml_collections.ConfigDict) and (unknown or mistyped):
+        root = max(configs, key=lambda config: len(list(flatten(config.to_dict()))))
+        prefix = _dotted_name(root, section)
+        if unknown:
+            return _unknown_key(where, f"{prefix}{unknown[1]}", [name for name, _ in flatten(root.to_dict())])
+        if mistyped:
+            return f"{where}: key '{prefix}{mistyped[1]}' takes {_a_type(section, mistyped[1])}, not another type"
+    return f"{where}: {type(error).__name__}: {_first_line(error)}"
+
+
+def _a_type(section: ml_collections.ConfigDict, name: str) -> str:
+    kind = section.get_type(name).__name__
+    return f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
+
+
+def _dotted_name(root: ml_collections.ConfigDict, section: ml_collections.ConfigDict, prefix: str = "") -> str:
+    """Where `section` lies in `root`, with a trailing dot; empty if it is the root or not found."""
+    for name, value in root.items():
+        if isinstance(value, ml_collections.ConfigDict):
+            if value is section:
+                return f"{prefix}{name}."
+            found = _dotted_name(value, section, f"{prefix}{name}.")
+            if found:
+                return found
+    return ""
+
+
+def _neighbours(file: str) -> str:
+    """What config files there are where a missing one was looked for."""
+    folder = os.path.dirname(file) or "."
+    if not os.path.isdir(folder):
+        return f"; there is no folder {folder!r} here"
+    names = sorted(name for name in os.listdir(folder) if name.endswith(".py") and name != "__init__.py")
+    return f"; {folder} has {', '.join(names)}" if names else f"; {folder} has no config files"
+
+
+def _show_own_info_logs() -> None:
+    """Shows INFO lines of this project without those of the libraries that share absl's logger."""
+    if flags.FLAGS["verbosity"].present:
+        return
+    logging.set_verbosity(logging.INFO)
+    logging.get_absl_handler().addFilter(_is_ours_or_warning)
+
+
+def _is_ours_or_warning(record: Any) -> bool:
+    _, installed, tail = record.pathname.rpartition("site-packages")
+    return record.levelname != "INFO" or not installed or tail.startswith(f"{os.sep}agentr1_jax")

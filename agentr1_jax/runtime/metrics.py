@@ -1,0 +1,116 @@
+"""One writer of metrics: a JSON object a line in `metrics.jsonl`, without a seam where a run was resumed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from agentr1_jax.runtime.errors import UserError
+
+
+class MetricsWriter:
+    """Appends records to `run_dir/metrics.jsonl`.
+
+    Every record gets an `index`, counting from 0 without gaps. A checkpoint stores `next_index`; opened with it, the
+    file loses the records that came after that checkpoint, and the resumed run writes them anew. A new run starts at 0.
+
+    Attributes:
+      next_index: index of the next record; the same in every process, also where `enabled` is False.
+    """
+
+    def __init__(self, run_dir: str | os.PathLike[str], next_index: int, enabled: bool = True) -> None:
+        """Opens the file.
+
+        Args:
+          run_dir: folder of the run; made if need be.
+          next_index: as stored by the checkpoint that the run goes on from; records from there on are dropped.
+          enabled: whether this process writes; exactly one of several does.
+
+        Raises:
+          UserError: a line of an existing file is not a record.
+        """
+        self.next_index = next_index
+        self._out = None
+        if enabled:
+            os.makedirs(run_dir, exist_ok=True)
+            path = os.path.join(run_dir, "metrics.jsonl")
+            truncate(path, next_index)
+            self._out = open(path, "a", encoding="utf-8")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Appends a record of scalars, strings and nested dicts or lists of them, and flushes it.
+
+        Non-finite numbers become the strings `nan`, `inf` and `-inf`, which `float` reads back.
+        """
+        line = json.dumps(_plain({"index": self.next_index, **record}), ensure_ascii=False, allow_nan=False)
+        self.next_index += 1
+        if self._out is not None:
+            self._out.write(line + "\n")
+            self._out.flush()
+
+    def close(self) -> None:
+        """Closes the file; writing afterwards is an error."""
+        if self._out is not None:
+            self._out.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """All records of a metrics file; a last line cut short by a kill is left out.
+
+    Raises:
+      UserError: another line is not a record; the message names file and line.
+    """
+    with open(path, "rb") as raw:
+        *lines, _cut_short = raw.read().split(b"\n")
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            record["index"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{os.fspath(path)}, line {number}: not a record of metrics ({type(error).__name__}: {error}); "
+                "delete the line or restore the file"
+            ) from error
+        records.append(record)
+    return records
+
+
+def truncate(path: str | os.PathLike[str], next_index: int) -> None:
+    """Keeps the records with `index < next_index`, by renaming a shorter copy into place."""
+    if not os.path.exists(path):
+        return
+    kept = [record for record in read_metrics(path) if record["index"] < next_index]
+    partial = f"{os.fspath(path)}.partial"
+    with open(partial, "w", encoding="utf-8") as out:
+        out.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in kept)
+    os.replace(partial, path)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, str | bool | int) or value is None:
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if hasattr(value, "__array__"):
+        array = np.asarray(value)
+        # bfloat16 has no Python scalar of its own: its `tolist` gives objects that JSON does not know.
+        return _plain(array.tolist() if array.dtype.kind in "biu" else array.astype(np.float64).tolist())
+    raise TypeError(
+        f"a metric is a number, a string, or dicts and lists of them, not {type(value).__name__}: {value!r}"
+    )

@@ -1,0 +1,93 @@
+"""Hugging Face tokenizers behind the `Tokenizer` protocol."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+import numpy as np
+import tokenizers
+
+# Without PyTorch, which nothing here needs, importing transformers warns.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+import transformers
+
+from agentr1_jax.text.tokenizer import encode_parts, split_added, well_formed
+
+
+def _without_added_tokens(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """The same model and pre-tokenizer, knowing no added tokens.
+
+    `split_special_tokens` would not do: it leaves added tokens that are not marked special (`<tool_call>` of Qwen).
+    """
+    spec = json.loads(backend.to_str())
+    return tokenizers.Tokenizer.from_str(json.dumps({**spec, "added_tokens": []}))
+
+
+class HFTokenizer:
+    """A fast tokenizer with a chat template, from a local folder or a hub id.
+
+    Raises:
+      ValueError: it cannot be loaded, or lacks a chat template or an end-of-turn token; the message says which.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], template_args: Mapping[str, Any] | None = None) -> None:
+        self.name = os.fspath(path)
+        self._template_args = dict(template_args or {})
+        try:
+            self._hf = transformers.AutoTokenizer.from_pretrained(self.name)
+        except Exception as error:
+            raise ValueError(
+                f"{self.name}: no Hugging Face tokenizer could be loaded, neither from a folder of that name nor from "
+                f"the hub ({type(error).__name__}: {error})"
+            ) from error
+        self.added: dict[str, int] = {token.content: i for i, token in self._hf.added_tokens_decoder.items()}
+        missing = {
+            "a chat template (chat_template)": not self._hf.chat_template,
+            "a token that ends a turn (eos_token, among its added tokens)": self._hf.eos_token not in self.added,
+            "a fast implementation (tokenizer.json)": not self._hf.is_fast,
+        }
+        if any(missing.values()):
+            raise ValueError(
+                f"{self.name}: this tokenizer lacks {' and '.join(k for k, v in missing.items() if v)}; take that of "
+                "an instruction-tuned model with tool use (e.g. Qwen/Qwen2.5-0.5B-Instruct), or complete its "
+                "tokenizer_config.json"
+            )
+        self._backend: tokenizers.Tokenizer = self._hf.backend_tokenizer
+        self._plain = _without_added_tokens(self._backend)
+        self._added_ids = frozenset(self.added.values())
+        self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+        self.stop_id = self.added[self._hf.eos_token]
+        self.pad_id = self.stop_id if self._hf.pad_token_id is None else self._hf.pad_token_id
+
+    def encode_template(self, text: str) -> list[int]:
+        return encode_parts(self, split_added(text, self.added))
+
+    def encode_data(self, text: str) -> list[int]:
+        ids = self._encode_plain(well_formed(text))
+        if self._added_ids.isdisjoint(ids):
+            return ids
+        # The model itself (a word list, say) holds an added token as one of its words: spell the text instead.
+        spelled = [i for character in well_formed(text) for i in self._encode_plain(character)]
+        return [i for i in spelled if i not in self._added_ids]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        try:
+            return self._hf.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                add_generation_prompt=True,
+                tokenize=False,
+                **self._template_args,
+            )
+        except jinja2.TemplateError as error:
+            raise ValueError(f"{self.name}: its chat template refuses these messages: {error}") from error
+
+    def _encode_plain(self, text: str) -> list[int]:
+        return self._plain.encode(text, add_special_tokens=False).ids

@@ -1,0 +1,1 @@
+"""Tools: what can happen when an agent makes a call."""

@@ -1,0 +1,250 @@
+"""Steps, trajectories and how they end: the record that every other room reads or writes.
+
+A step is one RL transition with the exact prompt ids the policy saw and the exact response ids it sampled.
+Nothing in this file depends on a tokenizer, an environment or JAX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import gzip
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+
+class Outcome(enum.StrEnum):
+    """How a trajectory ended. `POLICIES` says what each one means for reward, bootstrap and training."""
+
+    ANSWERED = "answered"
+    ENV_DONE = "env_done"
+    MAX_STEPS = "max_steps"
+    CONTEXT_OVERFLOW = "context_overflow"
+    TIME_LIMIT = "time_limit"
+    RESPONSE_TRUNCATED = "response_truncated"
+    PARSE_FAILURE = "parse_failure"
+    TOOL_FAILURE = "tool_failure"
+    ENV_FAILURE = "env_failure"
+    ENGINE_FAILURE = "engine_failure"
+    STALE = "stale"
+
+
+@dataclasses.dataclass(frozen=True)
+class OutcomePolicy:
+    """What an outcome means for learning.
+
+    Attributes:
+      reward: `use` the recorded rewards, count them as `zero`, or there is `none` to speak of.
+      bootstrap: True if the trajectory was cut, so that the value of its last observation stands for the future;
+        False if it ended, so that the future is worth 0.
+      training: `train` on its tokens; `mask` them but keep its rewards in the group's statistics;
+        `drop` it from its group before statistics are taken.
+    """
+
+    reward: Literal["use", "zero", "none"]
+    bootstrap: bool
+    training: Literal["train", "mask", "drop"]
+
+
+POLICIES: Mapping[Outcome, OutcomePolicy] = {
+    Outcome.ANSWERED: OutcomePolicy("use", False, "train"),
+    Outcome.ENV_DONE: OutcomePolicy("use", False, "train"),
+    Outcome.MAX_STEPS: OutcomePolicy("use", True, "train"),
+    Outcome.CONTEXT_OVERFLOW: OutcomePolicy("use", True, "train"),
+    Outcome.TIME_LIMIT: OutcomePolicy("use", True, "train"),
+    Outcome.RESPONSE_TRUNCATED: OutcomePolicy("use", True, "train"),
+    Outcome.PARSE_FAILURE: OutcomePolicy("use", False, "train"),
+    Outcome.TOOL_FAILURE: OutcomePolicy("none", False, "drop"),
+    Outcome.ENV_FAILURE: OutcomePolicy("none", False, "drop"),
+    Outcome.ENGINE_FAILURE: OutcomePolicy("none", False, "drop"),
+    Outcome.STALE: OutcomePolicy("none", False, "drop"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """Every length limit of a trajectory, and what happens where it is reached.
+
+    Attributes:
+      max_steps: steps (responses) of one trajectory; then the outcome is `max_steps`.
+      response_tokens: tokens sampled in one step, stop token included; see `on_response_cut`.
+      observation_tokens: tokens of one tool result; what exceeds it is cut with a visible marker.
+      context_tokens: prompt + response of any one step; a prompt that leaves no room for a response
+        ends the trajectory with `context_overflow`.
+      trajectory_tokens: tokens sampled or observed over the whole trajectory; then `context_overflow`.
+      on_response_cut: `end` the trajectory with `response_truncated`, or `continue`: the environment sees
+        the cut text like any other action.
+      final_answer_step: when the steps run out without an answer, one forced step more, whose observation asks for the answer.
+    """
+
+    max_steps: int
+    response_tokens: int
+    observation_tokens: int
+    context_tokens: int
+    trajectory_tokens: int
+    on_response_cut: Literal["end", "continue"] = "end"
+    final_answer_step: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("max_steps", "response_tokens", "observation_tokens", "context_tokens", "trajectory_tokens"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"budget.{field} is {getattr(self, field)}; it must be at least 1")
+        if self.response_tokens >= self.context_tokens:
+            raise ValueError(
+                f"budget.response_tokens ({self.response_tokens}) leaves no room for a prompt within "
+                f"budget.context_tokens ({self.context_tokens})"
+            )
+        if self.on_response_cut not in ("end", "continue"):
+            raise ValueError(f"budget.on_response_cut is {self.on_response_cut!r}; choose 'end' or 'continue'")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+    """One transition: the prompt the policy saw, the tokens it sampled, what came back.
+
+    Attributes:
+      prompt_ids: int32 [P], exactly what the policy was given.
+      response_ids: int32 [R], exactly what was sampled, with the stop token if one was sampled.
+      logprobs: float32 [R], log-probabilities (nats) under the very distribution that was sampled from.
+      reward: the step's reward; None while unknown (never silently 0).
+      reward_parts: named parts of the reward, for logs.
+      observation: what the environment answered, as text.
+      tool_calls: one record per parsed call: `name, arguments, ok, error, result`.
+      state_key: anchor of the state the prompt ends with, given by the environment.
+      context_rule: the rule that built `prompt_ids`.
+      policy_version: number of updates the sampling parameters had seen.
+      info: anything else worth keeping; must be JSON.
+    """
+
+    prompt_ids: np.ndarray
+    response_ids: np.ndarray
+    logprobs: np.ndarray
+    reward: float | None = None
+    reward_parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    observation: str = ""
+    tool_calls: Sequence[Mapping[str, Any]] = ()
+    state_key: str | None = None
+    context_rule: str = "append"
+    policy_version: int = 0
+    info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Trajectory:
+    """All steps that one agent took on one task row.
+
+    Attributes:
+      uid: unique within a run, e.g. `train/000012/00034/3`.
+      group: index of the group (all samples of one task row) within its batch.
+      sample: index within the group.
+      task: task name and row id.
+      seed: seed of the environment.
+      steps: in order of time.
+      outcome: how it ended.
+      final_prompt_ids: int32 [P] next prompt had it gone on; set where it was cut, so that V can be bootstrapped there.
+      metrics: scalars such as `em` and `f1`.
+      info: anything else worth keeping (question, gold answer); must be JSON.
+    """
+
+    uid: str
+    group: int
+    sample: int
+    task: str
+    seed: int
+    steps: Sequence[Step]
+    outcome: Outcome
+    final_prompt_ids: np.ndarray | None = None
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def total_reward(self) -> float:
+        """R_i = Σₜ rₜ, as the outcome's reward policy says. Raises if a reward that counts is missing."""
+        if POLICIES[self.outcome].reward != "use":
+            return 0.0
+        missing = [t for t, step in enumerate(self.steps) if step.reward is None]
+        if missing:
+            raise ValueError(f"trajectory {self.uid} ({self.outcome}): steps {missing} have no reward")
+        return float(sum(step.reward for step in self.steps))  # type: ignore[misc]
+
+
+def _delta(prompt: np.ndarray, previous: np.ndarray) -> dict[str, Any]:
+    """A prompt as the longest common prefix with `previous` and the ids that follow it."""
+    shared = min(len(prompt), len(previous))
+    differs = np.flatnonzero(prompt[:shared] != previous[:shared])
+    reuse = int(differs[0]) if len(differs) else shared
+    return {"reuse": reuse, "new": prompt[reuse:].tolist()}
+
+
+def _undelta(record: Mapping[str, Any], previous: np.ndarray) -> np.ndarray:
+    return np.concatenate([previous[: record["reuse"]], np.asarray(record["new"], np.int32)]).astype(np.int32)
+
+
+def to_json(trajectory: Trajectory) -> dict[str, Any]:
+    """A trajectory as plain JSON; each prompt is stored against the previous prompt + response."""
+    steps = []
+    previous = np.zeros(0, np.int32)
+    for step in trajectory.steps:
+        record = {f.name: getattr(step, f.name) for f in dataclasses.fields(Step)}
+        record["prompt_ids"] = _delta(step.prompt_ids, previous)
+        record["response_ids"] = step.response_ids.tolist()
+        record["logprobs"] = [float(x) for x in step.logprobs]
+        steps.append(record)
+        previous = np.concatenate([step.prompt_ids, step.response_ids])
+    out = {f.name: getattr(trajectory, f.name) for f in dataclasses.fields(Trajectory)}
+    out["steps"] = steps
+    if trajectory.final_prompt_ids is not None:
+        out["final_prompt_ids"] = _delta(trajectory.final_prompt_ids, previous)
+    return out
+
+
+def from_json(record: Mapping[str, Any]) -> Trajectory:
+    """The inverse of `to_json`. Raises KeyError, TypeError or ValueError on a record of another shape."""
+    steps = []
+    previous = np.zeros(0, np.int32)
+    for fields in record["steps"]:
+        fields = dict(fields)
+        fields["prompt_ids"] = _undelta(fields["prompt_ids"], previous)
+        fields["response_ids"] = np.asarray(fields["response_ids"], np.int32)
+        fields["logprobs"] = np.asarray(fields["logprobs"], np.float32)
+        steps.append(Step(**fields))
+        previous = np.concatenate([steps[-1].prompt_ids, steps[-1].response_ids])
+    out = dict(record)
+    out["steps"] = tuple(steps)
+    out["outcome"] = Outcome(out["outcome"])
+    if out.get("final_prompt_ids") is not None:
+        out["final_prompt_ids"] = _undelta(out["final_prompt_ids"], previous)
+    return Trajectory(**out)
+
+
+def write_jsonl(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]) -> None:
+    """Writes one gzipped JSONL file, renamed into place; equal content gives equal bytes (mtime 0)."""
+    path = os.fspath(path)
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    partial = f"{path}.partial"
+    with open(partial, "wb") as raw, gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0, compresslevel=5) as out:
+        for trajectory in trajectories:
+            out.write(json.dumps(to_json(trajectory), ensure_ascii=False, allow_nan=False).encode() + b"\n")
+    os.replace(partial, path)
+
+
+def read_jsonl(path: str | os.PathLike[str]) -> Iterator[Trajectory]:
+    """Reads what `write_jsonl` wrote.
+
+    Raises:
+      ValueError: a line is not a trajectory; the message names file and line.
+    """
+    number = 0
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                yield from_json(json.loads(line))
+    except (ValueError, KeyError, TypeError, EOFError, gzip.BadGzipFile) as error:
+        raise ValueError(
+            f"{os.fspath(path)}, line {number}: not a trajectory ({type(error).__name__}: {error}); "
+            "delete or repair the file"
+        ) from error

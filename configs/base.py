@@ -1,0 +1,133 @@
+"""Every key of a run with its default and what it means. Experiment configs change lines of this one."""
+
+from __future__ import annotations
+
+import ml_collections
+from ml_collections import ConfigDict
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """The base config; not runnable by itself, since it names no task."""
+    c = ConfigDict()
+    c.seed = 0  # keys every random choice
+    c.run_dir = "runs/base"  # the run's folder; starting again resumes it
+    c.updates = 100  # RL batches
+    c.warm_start_updates = 0  # supervised updates on demonstrations before RL
+    c.control = False  # no RL: supervised updates on the same demonstrations for control_seconds, for comparison
+    c.control_seconds = 480.0  # training time of a control run, in seconds
+    c.checkpoint_every = 10  # RL batches between checkpoints (100 updates in the warm start)
+    c.checkpoints_kept = 2  # newest checkpoints kept
+    c.compilation_cache = "~/.cache/agentr1_jax"  # persistent cache of compiled programs; "" for none
+
+    c.task = ConfigDict()
+    c.task.name = ""  # hopworld | multihop
+    c.task.top_k = 3  # passages a search returns
+    c.task.rewards = ConfigDict()  # weights of the reward parts
+    c.task.rewards.answer = 1.0  # exact match of the final answer
+    c.task.rewards.format = 0.1  # raw part is -1 for an ill-formed step
+    c.task.rewards.gold_passage = 0.1  # for each gold passage first retrieved
+    c.task.rewards.repeated_query = -0.1  # for each call made before
+    c.task.questions_per_world = 16  # hopworld: questions asked of one world
+    c.task.flaws = ConfigDict()  # hopworld: rates of the expert's flawed decisions
+    c.task.flaws.bridge_answer = 0.62  # answers with what is at hand instead of one more lookup
+    c.task.flaws.skip_hop = 0.06  # asks the present subject for what only the next one can tell
+    c.task.flaws.repeat_query = 0.06  # sends a query again
+    c.task.flaws.malformed_call = 0.06  # forgets a brace of the call
+    c.task.data_dir = ""  # multihop: folder of the data; "" reads AGENTR1_DATA, then ../shared/data
+    c.task.datasets = ("hotpotqa", "2wikimultihopqa")  # multihop: whose questions and passages
+    c.task.corpus = "full"  # multihop: full | mini
+
+    c.tokenizer = ConfigDict()
+    c.tokenizer.path = ""  # Hugging Face folder or hub id, or a SentencePiece *.model; "" trains one on the task's texts
+    c.tokenizer.vocab_size = 1024  # of the trained one
+    c.tokenizer.texts = 4000  # sample texts it is trained on
+
+    c.policy = ConfigDict()  # see agentr1_jax/policy/config.py; the vocabulary is the tokenizer's
+    c.policy.width = 128
+    c.policy.layers = 3
+    c.policy.heads = 4
+    c.policy.kv_heads = 2
+    c.policy.head_dim = 32
+    c.policy.hidden = 352
+    c.policy.rope_theta = 10_000.0
+    c.policy.norm_eps = 1e-6
+    c.policy.tied = True
+    c.policy.dtype = "float32"
+    c.policy.param_dtype = "float32"
+    c.policy.remat = "none"  # none | full
+    c.critic = "none"  # none | shared_trunk: a value head on the policy's trunk
+
+    c.budget = ConfigDict()  # see Budget in agentr1_jax/trajectory.py
+    c.budget.max_steps = 5
+    c.budget.response_tokens = 64
+    c.budget.observation_tokens = 128
+    c.budget.context_tokens = 512
+    c.budget.trajectory_tokens = 4096
+    c.budget.on_response_cut = "end"  # end | continue
+    c.budget.final_answer_step = False
+    c.context = "append"  # append | window(k)
+
+    c.rollout = ConfigDict()
+    c.rollout.groups = 16  # task rows per batch, over all processes
+    c.rollout.samples = 8  # trajectories per row
+    c.rollout.temperature = 1.0  # of sampling, and of the learner's log-probs
+    c.rollout.slots = 64  # trajectories decoded together by each process
+    c.rollout.decode_chunk = 8  # most tokens between two looks of the host
+    c.rollout.prefill_rows = 16  # slots prefilled in one call, per device
+    c.rollout.prefill_lengths = (32, 128)  # buckets of new tokens per slot and call
+    c.rollout.live_lengths = (256, 512)  # buckets of cache length that attention reads; the last is the cache's length
+
+    c.credit = ConfigDict()
+    c.credit.name = "grpo"  # a scheme of agentr1_jax/credit
+    c.credit.args = ConfigDict()  # its hyper-parameters where they differ from its defaults
+    c.credit.args.gamma = ml_collections.config_dict.placeholder(float)  # discount
+    c.credit.args.lam = ml_collections.config_dict.placeholder(float)  # lambda of GAE
+
+    c.loss = ConfigDict()
+    c.loss.ratio = "token"  # token | step
+    c.loss.clip = "ppo"  # ppo | asymmetric | dual | cispo | none
+    c.loss.clip_low = 0.2
+    c.loss.clip_high = 0.2
+    c.loss.dual_c = 3.0  # bound of `dual` for negative advantages
+    c.loss.aggregate = "token"  # token | step | trajectory | group | fixed
+    c.loss.fixed_denominator = 1.0  # of `fixed`
+    c.loss.value_coef = 0.5
+    c.loss.value_clip = 0.5
+    c.loss.entropy_coef = 0.0
+    c.loss.chunk = 1024  # reads per chunk of logits
+
+    c.learner = ConfigDict()
+    c.learner.packing = "chains"  # chains | steps
+    c.learner.row_tokens = 512  # length of a packed row
+    c.learner.row_reads = 192  # trained tokens a row can hold
+    c.learner.rows = 8  # rows of a microbatch, over all processes
+    c.learner.max_microbatches = 64  # most microbatches of an update
+    c.learner.minibatches = 1  # updates per pass over a batch
+    c.learner.epochs = 1  # passes over a batch
+
+    c.optimizer = ConfigDict()  # AdamW
+    c.optimizer.lr = 1e-4  # of the policy in RL
+    c.optimizer.value_lr = 1e-3  # of the value head
+    c.optimizer.warmup = 5  # updates over which the rate rises
+    c.optimizer.b1 = 0.9
+    c.optimizer.b2 = 0.95
+    c.optimizer.eps = 1e-8
+    c.optimizer.weight_decay = 0.0
+    c.optimizer.max_grad_norm = 1.0
+
+    c.warm_start = ConfigDict()
+    c.warm_start.lr = 3e-3  # peak; rises over 5 % and falls to a tenth by a cosine
+    c.warm_start.demonstrations = 4096  # expert trajectories, made once
+    c.warm_start.practice = 0.25  # share of them on the task's practice split
+    c.warm_start.batch = 64  # trajectories per update, over all processes
+
+    c.eval = ConfigDict()
+    c.eval.questions = 256  # of the eval split
+    c.eval.every = 10  # RL batches between evaluations
+    c.eval.quick_questions = 64  # questions of those evaluations
+
+    c.mesh = ConfigDict()  # of the learner; -1 takes what the other axes leave
+    c.mesh.data = -1
+    c.mesh.fsdp = 1
+    c.mesh.tensor = 1
+    return c.lock()

@@ -1,0 +1,361 @@
+"""Trains an agent: warm start on demonstrations, reinforcement learning, evaluation, report.
+
+    python -m experiments.train --config=configs/quickstart.py [--config.key=value ...]
+
+A run owns its folder (`config.run_dir`); the same command again resumes it. SIGTERM and Ctrl-C save and leave.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+from rich.console import Console
+
+from agentr1_jax import report
+from agentr1_jax.credit import get_scheme
+from agentr1_jax.learner.update import LearnerState, make_score, make_update
+from agentr1_jax.rollout.engine import Counters
+from agentr1_jax.runtime import config as configs
+from agentr1_jax.runtime import mesh as meshes
+from agentr1_jax.runtime import processes
+from agentr1_jax.runtime.checkpoint import Checkpoints
+from agentr1_jax.runtime.compiles import CompileCounter
+from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.runtime.metrics import MetricsWriter, read_metrics
+from agentr1_jax.runtime.progress import progress
+from agentr1_jax.runtime.seeds import generator
+from agentr1_jax.trajectory import Trajectory, read_jsonl, write_jsonl
+from experiments import build, circle
+from experiments.circle import Learner, Run
+
+CONFIG = configs.define_config_flag()
+SKIPPED_IN_A_ROW = 3
+REPORTED_PER_FILE = 24
+
+
+@dataclasses.dataclass
+class Position:
+    """Where a run stands; stored with every checkpoint.
+
+    Attributes:
+      phase: `warm_start`, `rl` or `done`: the phase that comes next.
+      update: updates (batches) of that phase which are done.
+      metrics_index: index of the next record of metrics.jsonl.
+      seconds: time spent so far, set-up included.
+      warm_start_seconds: of which until the end of the warm start.
+      results: figures for the summary.
+      totals: tokens and seconds for rates.
+    """
+
+    phase: str = "warm_start"
+    update: int = 0
+    metrics_index: int = 0
+    seconds: float = 0.0
+    warm_start_seconds: float = 0.0
+    results: dict[str, Any] = dataclasses.field(default_factory=dict)
+    totals: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+class Stopped(Exception):
+    """Somebody asked the run to stop; its state is saved."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Reads like the run: set-up, warm start, reinforcement learning, evaluation, report."""
+    del argv
+    started = time.perf_counter()
+    config = CONFIG.value
+    processes.initialize()
+    first = processes.process_index() == 0
+    build.check(config)
+    resumes = configs.check_same_config(config.run_dir, config)
+    if config.compilation_cache:
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.compilation_cache))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    task = build.task(config)
+    processes.barrier("checked")
+    if first and not resumes:
+        configs.write_config(config.run_dir, config)
+    tokenizer = build.tokenizer(config, task)
+    learner_mesh, rollout_mesh = build.learner_mesh(config), meshes.rollout_mesh()
+    policy = build.policy(config, tokenizer)
+    engine = build.engine(config, policy, rollout_mesh)
+    agent = build.agent(config, task, tokenizer)
+    run = Run(config, task, tokenizer, agent, policy, engine, learner_mesh, rollout_mesh)
+    fresh, restart, (optimizer, like, layout) = build.learner_state(config, policy, learner_mesh)
+
+    checkpoints = Checkpoints(config.run_dir, config.checkpoints_kept)
+    restored = checkpoints.restore(like)
+    state, position = (fresh(), Position()) if restored is None else (restored[0], Position(**restored[1]))
+    before = position.seconds
+    compiles = CompileCounter()
+
+    with MetricsWriter(config.run_dir, position.metrics_index, first) as metrics, processes.StopRequest() as stop:
+
+        def save(state: LearnerState, step: int) -> None:
+            position.metrics_index = metrics.next_index
+            position.seconds = before + time.perf_counter() - started
+            checkpoints.save(step, state, dataclasses.asdict(position))
+
+        try:
+            engine.compile(meshes.rollout_view(state.params["decoder"], learner_mesh, rollout_mesh))
+            if position.phase == "warm_start":
+                supervised = Learner(
+                    update=make_update(policy, build.loss_config(config, clip="none"), optimizer, layout),
+                    score=None,
+                    credit=None,
+                )
+                deadline = started - before + config.control_seconds if config.control else None
+                state = warm_start(run, supervised, state, position, metrics, stop, save, compiles, deadline)
+                position.phase, position.update = "rl", 0
+                position.warm_start_seconds = before + time.perf_counter() - started
+                state = restart(state.params)
+                measured, shown = circle.evaluate(
+                    run, state.params, config.eval.questions, temperature=1.0, phase="eval_before", version=0
+                )
+                record_evaluation(run, metrics, measured, shown, 0, "eval_before")
+                position.results["em_control" if config.control else "em_before"] = measured["em"]
+                save(state, config.warm_start_updates + 1)
+            if position.phase == "rl" and not config.control:
+                scheme, assign = get_scheme(config.credit.name, build.credit_args(config))
+                loss = build.loss_config(config)
+                reinforced = Learner(
+                    update=make_update(policy, loss, optimizer, layout),
+                    score=make_score(policy, loss) if scheme.needs_critic else None,
+                    credit=jax.jit(assign),
+                )
+                state = reinforce(run, reinforced, state, position, metrics, stop, save, compiles)
+                for label, temperature in (("after", 0.0), ("after_sampled", 1.0)):
+                    measured, shown = circle.evaluate(
+                        run,
+                        state.params,
+                        config.eval.questions,
+                        temperature=temperature,
+                        phase=f"eval_{label}",
+                        version=config.updates,
+                    )
+                    record_evaluation(run, metrics, measured, shown, config.updates, f"eval_{label}")
+                    position.results |= {
+                        f"{name}_{label}": value for name, value in measured.items() if name[:2] in ("em", "f1")
+                    }
+            position.phase = "done"
+            save(state, config.warm_start_updates + config.updates + 2)
+        except Stopped:
+            logging.info("stopped and saved; the same command resumes the run in %s", config.run_dir)
+            return
+        finally:
+            checkpoints.close()
+    if first:
+        finish(run, position)
+
+
+def warm_start(
+    run: Run, learner: Learner, state: LearnerState, position: Position, metrics: MetricsWriter, stop: Any, save: Any, compiles: CompileCounter, deadline: float | None
+) -> LearnerState:
+    """Supervised updates on expert trajectories; until `deadline` (perf_counter seconds) where there is one."""
+    config = run.config
+    c, first = config.warm_start, processes.process_index() == 0
+    total = config.warm_start_updates
+    if not total:
+        return state
+    expert = circle.demonstrations(run)
+    if position.update == 0:
+        write_trajectories(run, "demonstrations", expert[:REPORTED_PER_FILE])
+        logging.info("%d demonstrations, em %.3f", len(expert), circle.means(expert)["em"])
+    per_process = c.batch // processes.process_count()
+    begun = time.perf_counter()
+    with progress("warm start", position.update, total, first) as show:
+        update = position.update
+        while update < total if deadline is None else time.perf_counter() < deadline:
+            compiled = compiles.count
+            batch = draw(expert, per_process, config.seed, update)
+            done = update / total
+            if deadline is not None:
+                done = (time.perf_counter() - begun) / (deadline - begun)
+            rate = c.lr * warm_start_schedule(done)
+            state, record, _ = circle.learn(run, learner, state, batch, dict.fromkeys(state.params, rate))
+            update += 1
+            position.update = update
+            if update > 1:
+                count_recompiles(position, compiles.count - compiled)
+            if update % 10 == 0 or update == total:
+                metrics.write({"phase": "warm_start", "update": update, "learner/lr": rate, **record})
+                show(update, f"loss {record['learner/loss']:.3f}")
+            stop_now = stop.agreed()
+            if stop_now or update % (100 * config.checkpoint_every) == 0:
+                save(state, update)
+            if stop_now:
+                raise Stopped
+    return state
+
+
+def warm_start_schedule(done: float) -> float:
+    """Share of the peak rate: rises over the first 5 %, then a cosine down to a tenth."""
+    return min(1.0, (done + 1e-3) / 0.05) * (0.55 + 0.45 * math.cos(math.pi * min(done, 1.0)))
+
+
+def draw(expert: Sequence[Trajectory], size: int, seed: int, update: int) -> list[Trajectory]:
+    """The batch of an update: passes over the demonstrations, each in an order of its own."""
+    per_epoch = max(len(expert) // size, 1)
+    order = generator(seed, "demonstration order", update // per_epoch).permutation(len(expert))
+    return [expert[i] for i in order[(update % per_epoch) * size :][:size]]
+
+
+def reinforce(
+    run: Run, learner: Learner, state: LearnerState, position: Position, metrics: MetricsWriter, stop: Any, save: Any, compiles: CompileCounter
+) -> LearnerState:
+    """The circle: roll out, learn, and again."""
+    config = run.config
+    first = processes.process_index() == 0
+    fresh = True
+    with progress("rl", position.update, config.updates, first) as show:
+        for update in range(position.update, config.updates):
+            compiled = compiles.count
+            run.engine.counters = Counters()
+            visits = range(update * config.rollout.groups, (update + 1) * config.rollout.groups)
+            trajectories = circle.roll_out(
+                run,
+                state.params,
+                "rl",
+                "train",
+                visits,
+                samples=config.rollout.samples,
+                temperature=config.rollout.temperature,
+                version=update,
+            )
+            rollout = circle.engine_metrics(run.engine.counters)
+            warm = min(1.0, (update + 1) / max(config.optimizer.warmup, 1))
+            rates = {"decoder": config.optimizer.lr * warm, "value": config.optimizer.value_lr}
+            state, record, trained = circle.learn(
+                run, learner, state, trajectories, {part: rates[part] for part in state.params}
+            )
+            write_trajectories(run, f"rl_{update:06d}", trained)
+            sampled = circle.means(trajectories)
+            record |= rollout | {f"rollout/{key}": value for key, value in sampled.items()}
+            record["learner/lr"] = rates["decoder"]
+            metrics.write({"phase": "rl", "update": update + 1, **record})
+            add_totals(position, record)
+            show(update + 1, f"reward {sampled['reward']:.3f} em {sampled.get('em', 0):.3f}")
+            if record.get("learner/skipped_in_a_row", 0) >= SKIPPED_IN_A_ROW:
+                raise UserError(
+                    f"{SKIPPED_IN_A_ROW} updates in a row were not finite; the last good checkpoint is kept. "
+                    "Lower optimizer.lr or look at learner/* in metrics.jsonl"
+                )
+            position.update = update + 1
+            if config.eval.every and position.update % config.eval.every == 0 and position.update < config.updates:
+                measured, shown = circle.evaluate(
+                    run,
+                    state.params,
+                    config.eval.quick_questions,
+                    temperature=0.0,
+                    phase="eval",
+                    version=position.update,
+                )
+                record_evaluation(run, metrics, measured, shown, position.update, f"eval_{position.update:06d}")
+            if not fresh:
+                count_recompiles(position, compiles.count - compiled)
+            fresh = False
+            stop_now = stop.agreed()
+            if stop_now or position.update % config.checkpoint_every == 0:
+                save(state, config.warm_start_updates + 1 + position.update)
+            if stop_now:
+                raise Stopped
+    return state
+
+
+def count_recompiles(position: Position, count: int) -> None:
+    """Adds programs compiled after warm-up; there should be none."""
+    position.totals["recompiles"] = position.totals.get("recompiles", 0) + count
+    if count:
+        logging.warning("%d programs were compiled after warm-up", count)
+
+
+def add_totals(position: Position, record: dict[str, float]) -> None:
+    """Keeps sums over RL batches, for the rates of the summary."""
+    for key in ("time/decode_tokens", "time/rollout", "time/learner_tokens", "time/learn"):
+        position.totals[key] = position.totals.get(key, 0.0) + record.get(key, 0.0)
+
+
+def record_evaluation(
+    run: Run, metrics: MetricsWriter, measured: dict[str, float], shown: Sequence[Trajectory], update: int, name: str
+) -> None:
+    """Writes an evaluation to metrics.jsonl and its trajectories to a file."""
+    kind = "eval_sampled" if name in ("eval_before", "eval_after_sampled") else "eval"
+    metrics.write({"phase": kind, "update": update, **{f"eval/{key}": value for key, value in measured.items()}})
+    write_trajectories(run, name, shown)
+    logging.info("%s: em %.3f over %d questions", name, measured.get("em", math.nan), run.config.eval.questions)
+
+
+def write_trajectories(run: Run, name: str, trajectories: Sequence[Trajectory]) -> None:
+    """Writes this process's trajectories of one batch."""
+    suffix = f".p{processes.process_index()}" if processes.process_count() > 1 else ""
+    write_jsonl(os.path.join(run.config.run_dir, "trajectories", f"{name}{suffix}.jsonl.gz"), trajectories)
+
+
+def finish(run: Run, position: Position) -> None:
+    """Writes summary, learning curve and report; prints a short table and where to look."""
+    config, totals = run.config, position.totals
+    summary = {
+        **position.results,
+        "questions": config.eval.questions,
+        "seconds": round(position.seconds, 1),
+        "warm_start_seconds": round(position.warm_start_seconds, 1),
+        "updates": 0 if config.control else config.updates,
+        "decode_tokens_per_s": round(totals.get("time/decode_tokens", 0) / max(totals.get("time/rollout", 0), 1e-9), 1),
+        "learner_tokens_per_s": round(totals.get("time/learner_tokens", 0) / max(totals.get("time/learn", 0), 1e-9), 1),
+        "recompiles_after_warmup": int(totals.get("recompiles", 0)),
+    }
+    folder = config.run_dir
+    path = os.path.join(folder, "summary.json")
+    with open(f"{path}.partial", "w", encoding="utf-8") as out:
+        json.dump(summary, out, indent=2)
+        out.write("\n")
+    os.replace(f"{path}.partial", path)
+    curve = os.path.join(folder, "learning_curve.png")
+    report.plot_learning_curve(curve, read_metrics(os.path.join(folder, "metrics.jsonl")), title=folder)
+    chosen = list(reported(folder))
+    report.write_report(
+        os.path.join(folder, "report.html"),
+        chosen,
+        decode=run.tokenizer.decode,
+        title=folder,
+        summary=summary,
+        curve_png=curve,
+        advantages={t.uid: step_advantages(t) for t in chosen if "advantages" in t.info},
+        config=configs.resolve(config),
+        template_ids=run.tokenizer.added.values(),
+    )
+    console = Console()
+    console.print(report.summary_table(summary, title=folder))
+    console.print(f"Look at {folder}/report.html and {folder}/learning_curve.png; figures are in {folder}/summary.json")
+
+
+def reported(folder: str) -> list[Trajectory]:
+    """Some trajectories of the demonstrations, the first and last RL batches and every evaluation."""
+    files = sorted(os.listdir(os.path.join(folder, "trajectories")))
+    rl = [f for f in files if f.startswith("rl_")]
+    middle = rl[len(rl) // 2 : len(rl) // 2 + 1]
+    chosen = [f for f in files if not f.startswith("rl_")] + sorted({*rl[:1], *middle, *rl[-1:]})
+    out = []
+    for name in chosen:
+        if name.endswith(".jsonl.gz"):
+            out += list(read_jsonl(os.path.join(folder, "trajectories", name)))[:REPORTED_PER_FILE]
+    return out
+
+
+def step_advantages(trajectory: Trajectory) -> list[np.ndarray]:
+    """The advantages that training left in a trajectory's `info`."""
+    return [np.asarray(a, np.float32) for a in trajectory.info["advantages"]]
+
+
+if __name__ == "__main__":
+    configs.run_main(main)

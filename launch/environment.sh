@@ -1,0 +1,43 @@
+# Sourced by the scripts beside it: enters the project's folder and leaves in VENV_PYTHON the interpreter of a virtual
+# environment with requirements.txt installed, made at the first start and reused afterwards.
+# PYTHON selects the interpreter it is made from (default: python3); each minor version has its own, .venv/3.11 etc.
+# shellcheck shell=bash
+set -euo pipefail
+
+fail() {
+  echo "error: $*" >&2
+  exit 2
+}
+
+environment_is_ready() {
+  cmp -s requirements.txt "$1/requirements.installed" && "$1/bin/python" -c '' 2>/dev/null
+}
+
+make_environment() {
+  local venv=$1 python=$2
+  echo "making $venv: installs requirements.txt; a few minutes, only this once" >&2
+  rm -f "$venv/requirements.installed"
+  if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+    "$python" -c 'import ensurepip, venv' 2>/dev/null ||
+      fail "$python has no venv module; Debian and Ubuntu have it in python${venv##*/}-venv; or set PYTHON=/path/to/python3"
+    "$python" -m venv --clear "$venv" || fail "could not make $venv, see above"
+  fi
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r requirements.txt ||
+    fail "could not install requirements.txt, see above; start again to go on from there"
+  # Comes last: without it the next start takes up an interrupted install.
+  cp requirements.txt "$venv/requirements.installed"
+}
+
+python=$(command -v "${PYTHON:-python3}") || fail "no ${PYTHON:-python3} found; set PYTHON=/path/to/python3 (3.11 or newer)"
+version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') ||
+  fail "$python does not run; set PYTHON=/path/to/python3 (3.11 or newer)"
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+  fail "$python is Python $version; 3.11 or newer is needed: set PYTHON=/path/to/python3"
+[[ $python == */* && $python != /* ]] && python=$PWD/$python
+
+unset CDPATH
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+venv=.venv/$version
+environment_is_ready "$venv" || make_environment "$venv" "$python"
+VENV_PYTHON=$PWD/$venv/bin/python
+export VENV_PYTHON

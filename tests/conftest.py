@@ -1,0 +1,58 @@
+"""Set-up of all tests: CPU only, 8 devices, compiled programs kept between runs, array annotations checked."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import typing
+from collections.abc import Callable, Iterator
+from typing import Any
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import beartype
+import jax
+import jaxtyping
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+
+def check_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Checks the arguments and results whose annotations name array shapes; jaxtyping's hook applies it.
+
+    Other annotations are for mypy: at run time a test's stand-in need not be all that its contract says.
+    """
+    for name, hint in function.__annotations__.items():
+        parts = list(_parts(hint))
+        arrays = [part for part in parts if isinstance(part, type) and issubclass(part, jaxtyping.AbstractArray)]
+        if not arrays or any(getattr(part, "_is_protocol", False) for part in parts):
+            function.__annotations__[name] = Any
+    return beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))(function)
+
+
+def _parts(hint: Any) -> Iterator[Any]:
+    arguments = typing.get_args(hint)
+    if not arguments:
+        yield hint
+    for argument in arguments:
+        yield from _parts(argument)
+
+
+jaxtyping.install_import_hook("agentr1_jax", "conftest.check_arrays")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keeps compiled programs from one run of the tests to the next, small ones too."""
+    jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> pathlib.Path:
+    """The folder of shared data; a test that asks for it is skipped where there is none."""
+    beside = pathlib.Path(__file__).resolve().parents[2] / "shared" / "data"
+    path = pathlib.Path(os.environ.get("AGENTR1_DATA", beside))
+    if not path.is_dir():
+        pytest.skip("no data: set AGENTR1_DATA")
+    return path

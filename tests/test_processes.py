@@ -1,0 +1,112 @@
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from agentr1_jax.runtime import processes
+from agentr1_jax.runtime.errors import UserError
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+CHILD = """
+import os, signal
+import numpy as np
+from agentr1_jax.runtime import processes
+
+processes.initialize()
+index = processes.process_index()
+assert processes.process_count() == 2
+payload = bytes([index]) * (3000 * index)
+assert processes.all_gather_bytes(payload) == [b"", bytes([1]) * 3000]
+assert processes.all_gather_bytes(b"") == [b"", b""]
+assert processes.all_gather_json(["é" * index, index]) == [["", 0], ["é", 1]]
+first, second = processes.all_gather_arrays({"x": np.arange(index + 1), f"only{index}": np.float32([[index]])})
+assert sorted(first) == ["only0", "x"] and sorted(second) == ["only1", "x"]
+assert second["x"].tolist() == [0, 1] and second["x"].dtype == np.arange(1).dtype and second["only1"].shape == (1, 1)
+processes.barrier("middle")
+with processes.StopRequest() as stop:
+    assert not stop.agreed()
+    if index == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.agreed() and stop.requested == (index == 1)
+import jax
+assert (jax.local_device_count(), jax.device_count()) == (2, 4)
+os.write(1, b"agreed")
+"""
+
+
+def test_two_processes_exchange_and_agree() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "AGENTR1_COORDINATOR": f"127.0.0.1:{port}",
+        "AGENTR1_NUM_PROCESSES": "2",
+        "AGENTR1_CPU_DEVICES": "2",
+    }
+    command = [sys.executable, "-c", CHILD]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    children = [
+        subprocess.Popen(command, env=environment | {"AGENTR1_PROCESS_ID": str(index)}, **pipes) for index in range(2)
+    ]
+    try:
+        outputs = [child.communicate(timeout=100) for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    for child, (out, err) in zip(children, outputs, strict=True):
+        assert child.returncode == 0, err
+        assert out.endswith("agreed")
+
+
+def test_one_process_needs_nobody() -> None:
+    assert processes.all_gather_bytes(b"x") == [b"x"]
+    assert processes.all_gather_json((1, "a")) == [[1, "a"]]
+    (arrays,) = processes.all_gather_arrays({"x": np.ones((2, 0), np.float16)})
+    assert (arrays["x"].shape, arrays["x"].dtype) == ((2, 0), np.float16)
+    assert processes.all_gather_flags(True) == [True]
+    processes.barrier("alone")
+
+
+def test_objects_are_never_pickled() -> None:
+    with pytest.raises(ValueError, match="pickle"):
+        processes.all_gather_arrays({"x": np.asarray([object()])})
+
+
+def test_stop_request_notes_signals_and_restores_handlers() -> None:
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with processes.StopRequest() as stop:
+        assert not stop.agreed()
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+        assert stop.requested
+        assert stop.agreed()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"AGENTR1_NUM_PROCESSES": "2"}, "AGENTR1_PROCESS_ID is ''"),
+        ({"AGENTR1_NUM_PROCESSES": "two", "AGENTR1_PROCESS_ID": "0"}, "AGENTR1_NUM_PROCESSES is 'two'"),
+        ({"AGENTR1_NUM_PROCESSES": "2", "AGENTR1_PROCESS_ID": "2"}, "from 0 to 1"),
+    ],
+)
+def test_incomplete_environment_is_named(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], message: str
+) -> None:
+    for name in ("AGENTR1_NUM_PROCESSES", "AGENTR1_PROCESS_ID", "AGENTR1_CPU_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ({"AGENTR1_COORDINATOR": "127.0.0.1:1"} | variables).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=message):
+        processes.initialize()

@@ -1,0 +1,383 @@
+"""The report room: the inspector's page."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import html.parser
+import json
+import re
+import shutil
+import subprocess
+import time
+import urllib.parse
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentr1_jax.report import curves, inspector
+from agentr1_jax.trajectory import Outcome, Step, Trajectory
+
+HOSTILE = (
+    "<script>document.title='owned'</script><!--<script>\"><img src=x onerror=\"document.title='owned'\">&lt;\u2028"
+)
+ADDED = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
+
+
+class Words:
+    """A tokenizer that learns its pieces as it meets them: added tokens, words with their space, single characters."""
+
+    def __init__(self) -> None:
+        self.pieces = list(ADDED)
+        self.added = {piece: i for i, piece in enumerate(ADDED)}
+
+    def encode(self, text: str) -> np.ndarray:
+        pattern = "|".join(map(re.escape, ADDED)) + r"|\s?\w{1,6}|.|\n"
+        found = re.findall(pattern, text, re.DOTALL)
+        for piece in found:
+            if piece not in self.pieces:
+                self.pieces.append(piece)
+        return np.array([self.pieces.index(piece) for piece in found], np.int32)
+
+    def decode(self, ids) -> str:
+        return "".join(self.pieces[i] for i in ids)
+
+
+def turn(role: str, text: str) -> str:
+    return f"<|im_start|>{role}\n{text}<|im_end|>\n"
+
+
+def sample_trajectory(
+    words: Words,
+    uid: str,
+    turns: list[tuple[str, str, float]],
+    *,
+    question: str,
+    answers: list[str],
+    outcome: Outcome = Outcome.ANSWERED,
+    em: float | None = None,
+    window: int | None = None,
+    seed: int = 0,
+) -> Trajectory:
+    """A trajectory of (response, observation, reward) turns; `window` keeps that many tokens of the first prompt."""
+    rng = np.random.default_rng(seed)
+    ask = "Answer the question with the search tool.\nPut the answer in <answer>.\n"
+    prompt = words.encode(turn("system", ask) + turn("user", question) + "<|im_start|>assistant\n")
+    first, steps = prompt, []
+    for t, (response, observation, reward) in enumerate(turns):
+        ids = words.encode(response + "<|im_end|>")
+        found = re.search(r"<tool_call>(.*)</tool_call>", response, re.DOTALL)
+        calls = []
+        if found:
+            try:
+                calls = [{**json.loads(found[1]), "ok": True, "error": None, "result": observation}]
+            except ValueError:
+                fault = {"kind": "bad_json", "fault": "model"}
+                calls = [{"name": "search", "arguments": found[1], "ok": False, "error": fault, "result": observation}]
+        last = t == len(turns) - 1
+        steps.append(
+            Step(
+                prompt_ids=prompt,
+                response_ids=ids,
+                logprobs=np.minimum(0, -rng.exponential(0.4, len(ids)) + 0.15).astype(np.float32),
+                reward=reward,
+                reward_parts={"answer": reward} if last and not calls else {"format": 0.0, "gold_passage": reward},
+                observation=observation,
+                tool_calls=calls,
+                state_key=f"docs:{t}" if t else "docs:none",
+                context_rule="append" if window is None else f"window({window})",
+                policy_version=12,
+                info={"finish_reason": "stop"},
+            )
+        )
+        glue = words.encode("\n" + turn("tool", observation) + "<|im_start|>assistant\n")
+        kept = [prompt, ids] if window is None else [first[:window]]
+        prompt = np.concatenate([*kept, glue])
+    return Trajectory(
+        uid=uid,
+        group=seed // 4,
+        sample=seed % 4,
+        task=f"hopworld/{seed}",
+        seed=seed,
+        steps=tuple(steps),
+        outcome=outcome,
+        final_prompt_ids=prompt if outcome == Outcome.MAX_STEPS else None,
+        metrics={} if em is None else {"em": em, "f1": em},
+        info={"question": question, "answers": answers, "kind": "bridge", "hops": 2},
+    )
+
+
+FILM = (
+    "[1] The Silent Harbour\nThe Silent Harbour is a 1987 drama film directed by Ilse Varga.\tIt runs 104 minutes.\n"
+    "[2] Harbour of Glass\nA novel by P. Oduya."
+)
+BORN = (
+    "[1] Ilse Varga\nIlse Varga (born 3 May 1941) is a film director from Tolmezzo.\n"
+    "[2] Tolmezzo\nTolmezzo is a city in Friuli."
+)
+
+
+def call(query: str) -> str:
+    return f'<tool_call>{{"name": "search", "arguments": {{"query": "{query}"}}}}</tool_call>'
+
+
+def sample_set(words: Words) -> tuple[list[Trajectory], dict[str, list[np.ndarray | None]]]:
+    """Hand-made trajectories of every phase and several outcomes, one of them hostile, with advantages for some."""
+    question = "In which city was the director of The Silent Harbour born?"
+    good = [
+        (f"First I need the director of the film.\n{call('The Silent Harbour director')}", FILM, 0.2),
+        (f"Ilse Varga. Where was she born?\n{call('Ilse Varga born')}", BORN, 0.2),
+        ("<answer>Tolmezzo</answer>", "", 1.0),
+    ]
+    bridge = [good[0], ("<answer>Ilse Varga</answer>", "", -0.1)]
+    broken = [('<tool_call>{"name": "search", "argu</tool_call>', "Error: the call is not valid JSON: line 1", -0.5)]
+    hostile = [(f"{HOSTILE}<answer>{HOSTILE}</answer>", HOSTILE, 0.0)]
+    looping = [good[0]] * 4
+    make = {"question": question, "answers": ["Tolmezzo", "Tolmezzo, Friuli"]}
+    out = [
+        sample_trajectory(words, "demonstration/000000/00000/0", good, em=1.0, seed=1, **make),
+        sample_trajectory(words, "train/000012/00034/0", good, em=1.0, seed=2, **make),
+        sample_trajectory(words, "train/000012/00034/1", bridge, em=0.0, seed=3, **make),
+        sample_trajectory(words, "train/000012/00034/2", broken, outcome=Outcome.PARSE_FAILURE, em=0.0, seed=4, **make),
+        sample_trajectory(words, "train/000012/00034/3", looping, outcome=Outcome.MAX_STEPS, em=0.0, seed=5, **make),
+        sample_trajectory(words, "train/000012/00035/0", good[:1], outcome=Outcome.TOOL_FAILURE, seed=6, **make),
+        sample_trajectory(words, "train/000012/00035/1", good, window=8, em=1.0, seed=7, **make),
+        sample_trajectory(words, "eval/000020/00001/0", good, em=1.0, seed=8, **make),
+        sample_trajectory(words, f"eval/{HOSTILE}", hostile, question=HOSTILE, answers=[HOSTILE], em=0.0, seed=9),
+    ]
+    rng = np.random.default_rng(0)
+    advantages: dict[str, list[np.ndarray | None]] = {}
+    for trajectory in out[1:5]:
+        value = 1.2 if trajectory.metrics["em"] else -0.7
+        advantages[trajectory.uid] = [
+            np.full(len(s.response_ids), value - 0.3 * t, np.float32)
+            if trajectory.sample
+            else (value + rng.normal(0, 0.5, len(s.response_ids))).astype(np.float32)
+            for t, s in enumerate(trajectory.steps)
+        ]
+    advantages[out[4].uid][1] = None
+    return out, advantages
+
+
+def write_sample(path, curve_path) -> None:
+    """The page that people look at when they work on the inspector."""
+    words = Words()
+    trajectories, advantages = sample_set(words)
+    curves.plot_learning_curve(curve_path, [{"phase": "rl", "update": k, "rollout/em": k / 9} for k in range(10)])
+    inspector.write_report(
+        path,
+        trajectories,
+        decode=words.decode,
+        title="quickstart: HopWorld, seed 0",
+        summary={
+            "em_before": 0.313,
+            "em_after": 0.941,
+            "em_after_sampled": 0.926,
+            "f1_after": 0.953,
+            "questions": 256,
+            "seconds": 412.53,
+            "warm_start_seconds": 61.2,
+            "updates": 40,
+            "decode_tokens_per_s": 5312.4,
+            "learner_tokens_per_s": 15804.0,
+            "recompiles_after_warmup": 0,
+            "em_by_kind": {"bridge": 0.93, "comparison": 0.96, "yes_no": 1.0},
+        },
+        curve_png=curve_path,
+        advantages=advantages,
+        config={"seed": 0, "updates": 40, "algo": {"credit": "step_gae", "clip": [0.2, 0.28]}, "note": HOSTILE},
+        template_ids=words.added.values(),
+    )
+
+
+def island(page: str) -> dict:
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
+
+
+class Tags(html.parser.HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, dict]] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append((tag, dict(attrs)))
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("report")
+    write_sample(folder / "report.html", folder / "curve.png")
+    assert sorted(p.name for p in folder.iterdir()) == ["curve.png", "report.html"]
+    return (folder / "report.html").read_text("utf-8")
+
+
+def test_page_makes_no_request_and_runs_one_script(page):
+    tags = Tags()
+    tags.feed(page)
+    links = [
+        v for _, attributes in tags.seen for k, v in attributes.items() if k in ("src", "href", "action", "srcset")
+    ]
+    assert len(links) == 1
+    assert links[0].startswith("data:image/png;base64,")
+    assert [a.get("type") for tag, a in tags.seen if tag == "script"] == ["application/json", None]
+    assert not [a for _, a in tags.seen for name in a if name.startswith("on")]
+    assert not re.search(r"url\(|@import|innerHTML|insertAdjacentHTML|document\.write", page)
+    script = re.search(r"<script>(.*?)</script>", page, re.DOTALL)[1]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = next(a["content"] for _, a in tags.seen if a.get("http-equiv") == "Content-Security-Policy")
+    assert "default-src 'none'" in policy
+    assert f"script-src 'sha256-{digest}'" in policy
+
+
+def test_hostile_text_stays_text_and_survives(page):
+    assert "<img src=x" not in page
+    assert "<script>document" not in page
+    encoded = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1]
+    assert not set("<>&") & set(encoded)
+    assert encoded.isascii()
+    data = island(page)
+    last = data["trajectories"][-1]
+    assert last["info"]["question"] == HOSTILE
+    assert data["texts"][last["steps"][0]["observation"]] == HOSTILE
+    response = "".join(data["pieces"][place] for place in last["steps"][0]["response"])
+    assert response == f"{HOSTILE}<answer>{HOSTILE}</answer><|im_end|>"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.recursive(st.text() | st.integers() | st.none(), lambda s: st.lists(s) | st.dictionaries(st.text(), s)))
+def test_script_json_is_inert_and_lossless(value):
+    encoded = inspector.script_json(value)
+    assert not set("<>&\u2028\u2029") & set(encoded)
+    assert json.loads(encoded) == value
+
+
+def test_data_holds_every_token_exactly():
+    words = Words()
+    trajectories, advantages = sample_set(words)
+    data = inspector.page_data(trajectories, words.decode, advantages, words.added.values())
+    assert {data["ids"][place] for place in data["template"]} == set(words.added.values())
+    for trajectory, shown in zip(trajectories, data["trajectories"], strict=True):
+        previous: list[int] = []
+        for step, record in zip(trajectory.steps, shown["steps"], strict=True):
+            prompt = previous[: record["reuse"]] + [data["ids"][place] for place in record["new"]]
+            response = [data["ids"][place] for place in record["response"]]
+            assert prompt == step.prompt_ids.tolist()
+            assert response == step.response_ids.tolist()
+            np.testing.assert_allclose(record["logprobs"], step.logprobs, rtol=6e-3)
+            previous = prompt + response
+        for record, values in zip(shown["steps"], advantages.get(trajectory.uid, []), strict=False):
+            if values is None:
+                assert record["advantages"] is None
+            else:
+                np.testing.assert_allclose(np.broadcast_to(record["advantages"], values.shape), values, rtol=6e-3)
+    reuses = [[step["reuse"] for step in data["trajectories"][i]["steps"]] for i in (1, 6)]
+    assert reuses[0][:2] == [0, len(trajectories[1].steps[0].prompt_ids) + len(trajectories[1].steps[0].response_ids)]
+    assert reuses[1][0] == 0
+    assert 8 <= reuses[1][1] < len(trajectories[6].steps[0].prompt_ids)
+
+
+def test_what_counts_as_trained_and_rewarded():
+    words = Words()
+    trajectories, _ = sample_set(words)
+    shown = {t["uid"]: t for t in inspector.page_data(trajectories, words.decode)["trajectories"]}
+    assert shown["demonstration/000000/00000/0"]["phase"] == "demonstration"
+    assert shown["train/000012/00034/0"]["trained"]
+    assert shown["train/000012/00034/0"]["reward"] == pytest.approx(1.4)
+    assert not shown["eval/000020/00001/0"]["trained"]
+    failed = shown["train/000012/00035/0"]
+    assert failed["outcome"] == "tool_failure"
+    assert not failed["trained"]
+    assert failed["reward"] is None
+
+
+def test_missing_rewards_and_values_that_are_not_finite_do_not_break_the_page():
+    step = Step(np.array([1], np.int32), np.array([2], np.int32), np.array([-np.inf], np.float32), reward=None)
+    odd = {"em": float("nan"), "f1": np.float64(0.5)}
+    trajectory = Trajectory("train/0", 0, 0, "task", 0, (step,), Outcome.ANSWERED, metrics=odd, info={"path": object})
+    shown = inspector.page_data([trajectory], lambda ids: "ab"[: len(ids)])["trajectories"][0]
+    assert shown["reward"] is None
+    assert shown["metrics"] == {"em": "nan", "f1": 0.5}
+    assert shown["steps"][0]["logprobs"] == ["-inf"]
+    inspector.script_json(shown)
+
+
+@pytest.mark.parametrize(("cut", "words_of_error"), [(1, "2 steps; it has 3"), (None, "step 0 have shape")])
+def test_advantages_that_do_not_fit_are_refused(cut, words_of_error):
+    words = Words()
+    trajectories, advantages = sample_set(words)
+    uid = trajectories[1].uid
+    values = advantages[uid]
+    advantages[uid] = values[cut:] if cut else [values[0][:-1], *values[1:]]
+    with pytest.raises(ValueError, match=rf"{uid}.*{words_of_error}"):
+        inspector.page_data(trajectories, words.decode, advantages)
+
+
+def test_token_piece_keeps_the_space_that_sentencepiece_drops_first():
+    pieces = ["▁the", "re", "▁", "\n"]
+
+    def sentencepiece(ids):
+        return "".join(pieces[i] for i in ids).replace("▁", " ").removeprefix(" ")
+
+    assert [inspector.token_piece(sentencepiece, i) for i in range(4)] == [" the", "re", " ", "\n"]
+
+    def byte_level(ids):
+        return b"".join([b" the", b"\xc3", b"\xa9"][i] for i in ids).decode(errors="replace")
+
+    assert [inspector.token_piece(byte_level, i) for i in range(3)] == [" the", "\ufffd", "\ufffd"]
+
+
+def test_three_hundred_trajectories_stay_small_and_quick(tmp_path):
+    rng = np.random.default_rng(0)
+
+    def step(t):
+        prompt, ids = rng.integers(0, 2000, 200 * (t + 1)), rng.integers(0, 2000, 60)
+        logprobs = -rng.exponential(1, 60).astype(np.float32)
+        return Step(prompt.astype(np.int32), ids.astype(np.int32), logprobs, 0.1, observation="passage " * 100)
+
+    many = [
+        Trajectory(f"train/{i}", i, 0, "task", i, tuple(step(t) for t in range(4)), Outcome.ANSWERED)
+        for i in range(300)
+    ]
+    advantages = {t.uid: [np.ones(60, np.float32)] * 4 for t in many}
+    start = time.perf_counter()
+    path = tmp_path / "report.html"
+    inspector.write_report(
+        path, many, decode=lambda ids: " ".join(map(str, ids)), title="t", summary={}, advantages=advantages
+    )
+    assert time.perf_counter() - start < 10
+    tokens = sum(200 * (t + 1) + 60 for t in range(4)) * 300
+    assert path.stat().st_size < 9 * tokens
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_a_browser_draws_the_page_and_nothing_hostile_runs(tmp_path):
+    write_sample(tmp_path / "report.html", tmp_path / "curve.png")
+    page = (tmp_path / "report.html").read_text()
+    uid = island(page)["trajectories"][-1]["uid"]
+    address = f"{(tmp_path / 'report.html').as_uri()}#{urllib.parse.quote(uid, safe='')}"
+    quiet = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-background-networking",
+        "--virtual-time-budget=4000",
+    ]
+    profile = f"--user-data-dir={tmp_path / 'profile'}"
+    dom = subprocess.run(
+        ["chromium", *quiet, profile, "--dump-dom", address], capture_output=True, text=True, timeout=120, check=True
+    ).stdout
+    assert "<title>quickstart: HopWorld, seed 0</title>" in dom
+    assert "[object" not in dom
+    assert uid in html.unescape(re.search(r'<p class="uid">(.*?)</p>', dom)[1])
+    assert 'class="t off"' in dom
+    assert 'class="t act"' not in dom
+    assert dom.count('class="item"') == 9
+    assert "Step 1" in dom
+    assert "gold answer" in dom
+    tags = Tags()
+    tags.feed(re.sub(r"<script.*?</script>", "", dom, flags=re.DOTALL))
+    assert [tag for tag, _ in tags.seen if tag in ("img", "script")] == ["img"]
