@@ -17,7 +17,12 @@ def get_config() -> ml_collections.ConfigDict:
     c.updates = 40
     c.warm_start_updates = 400
     c.task.name = "hopworld"
+    c.tokenizer.vocab_size = 1536
     c.budget.max_steps = 6
+    c.budget.context_tokens = 384
+    c.rollout.live_lengths = (192, 384)
+    c.learner.row_tokens = 384
+    c.learner.row_reads = 128
     c.budget.response_tokens = 40
     c.budget.observation_tokens = 120
     c.credit.name = "grpo"

@@ -102,7 +102,7 @@ def task(config: ml_collections.ConfigDict) -> Task:
                 datasets=c.datasets,
                 corpus=c.corpus,
                 top_k=c.top_k,
-                weights=c.rewards.to_dict(),
+                reward_weights=c.rewards.to_dict(),
                 seed=config.seed,
             )
     except (ValueError, FileNotFoundError) as error:

@@ -22,7 +22,7 @@ make_environment() {
       fail "$python has no venv module; Debian and Ubuntu have it in python${venv##*/}-venv; or set PYTHON=/path/to/python3"
     "$python" -m venv --clear "$venv" || fail "could not make $venv, see above"
   fi
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r requirements.txt ||
+  "$venv/bin/python" -m pip install -qq --disable-pip-version-check -r requirements.txt ||
     fail "could not install requirements.txt, see above; start again to go on from there"
   # Comes last: without it the next start takes up an interrupted install.
   cp requirements.txt "$venv/requirements.installed"

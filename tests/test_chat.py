@@ -104,7 +104,7 @@ def test_a_cut_response_gets_its_end_of_turn_token_as_glue(load, name):
 def test_the_turns_of_the_built_in_template(small):
     tokenizer = small.tokenizer
     assert tokenizer.decode(small.render_opening(MESSAGES[:1], [SEARCH])) == (
-        "<|im_start|>system\nYou answer questions.\nTools: search(query)<|im_end|>\n<|im_start|>assistant\n"
+        "<|im_start|>system\nYou answer questions.\nTools:\nsearch(query)<|im_end|>\n<|im_start|>assistant\n"
     )
     assert tokenizer.decode(small.render_opening([{"role": "user", "content": "Q"}])) == (
         "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n"

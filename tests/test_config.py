@@ -8,7 +8,6 @@ import ml_collections
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ml_collections import config_dict
 
 from agentr1_jax.runtime import config as config_lib
 from agentr1_jax.runtime.errors import UserError
@@ -183,12 +182,6 @@ def test_resolved_configs_are_json(fields: dict[str, object]) -> None:
 def test_resolve_names_a_key_that_is_not_json(value: object) -> None:
     with pytest.raises(UserError, match=r"'algo\.x'"):
         config_lib.resolve(ml_collections.ConfigDict({"algo": {"x": value}}))
-
-
-def test_resolve_names_a_required_key() -> None:
-    config = ml_collections.ConfigDict({"algo": {"path": config_dict.required_placeholder(str)}})
-    with pytest.raises(UserError, match=r"'algo\.path' has no value"):
-        config_lib.resolve(config)
 
 
 def test_a_run_folder_keeps_to_its_config(tmp_path: pathlib.Path) -> None:

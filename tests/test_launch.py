@@ -15,8 +15,13 @@ MINOR = f"{sys.version_info.major}.{sys.version_info.minor}"
 PYTHON = os.path.join(sys.base_exec_prefix, "bin", f"python{MINOR}")
 TRAIN = """
 import os, pathlib, signal, sys, time
+def leave(*_):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print("saved")
+    sys.exit(0)
+
 index, count = os.environ.get("AGENTR1_PROCESS_ID", "0"), os.environ.get("AGENTR1_NUM_PROCESSES", "1")
-signal.signal(signal.SIGTERM, signal.SIG_IGN if "--deaf" in sys.argv else lambda *_: (print("saved"), sys.exit(0)))
+signal.signal(signal.SIGTERM, signal.SIG_IGN if "--deaf" in sys.argv else leave)
 print("process", index, "of", count, os.environ.get("AGENTR1_CPU_DEVICES"))
 print("arguments", sys.argv[1:])
 pathlib.Path("started." + index).touch()
@@ -54,6 +59,7 @@ def start(project: pathlib.Path, script: str, *arguments: str, python: str = PYT
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,
     )
 
 
@@ -147,14 +153,18 @@ def test_local_kills_who_does_not_leave(project: pathlib.Path) -> None:
     assert time.monotonic() - begin < 30
 
 
+@pytest.mark.parametrize("whole_group", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_local_passes_a_signal_on(project: pathlib.Path, number: signal.Signals) -> None:
+def test_local_passes_a_signal_on(project: pathlib.Path, number: signal.Signals, whole_group: bool) -> None:
+    """To the script alone, as `kill` sends it, and to all of its processes, as a terminal does on Ctrl-C."""
     with start(project, "local.sh", "2", "--wait") as process:
         assert process.stdout is not None
-        seen = [process.stdout.readline() for _ in range(4)]
-        process.send_signal(number)
+        for _ in range(4):
+            process.stdout.readline()
+        while len(list(project.glob("started.*"))) < 2:
+            time.sleep(0.01)
+        (os.killpg if whole_group else os.kill)(process.pid, number)
         output, _ = process.communicate(timeout=60)
-    assert len(seen) == 4
     assert process.returncode == 0
     assert "[0] saved" in output
     assert "[1] saved" in output

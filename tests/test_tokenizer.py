@@ -116,6 +116,16 @@ def test_template_text_is_encoded_as_by_transformers(load, data_dir, name):
     assert load(name).encode_template(text) == reference.encode(text, add_special_tokens=False)
 
 
+@pytest.mark.parametrize("name", HF_NAMES)
+def test_text_beside_an_added_token_is_encoded_as_ever(load, name):
+    tokenizer = load(name)
+    ids = tokenizer.encode_data("The capital city<tool_call>of northern France")
+    for words in ("The capital city", "of northern France"):
+        part = tokenizer.encode_data(words)
+        assert any(ids[i : i + len(part)] == part for i in range(len(ids)))
+        assert len(part) < len(words) / 2
+
+
 def test_lone_surrogates_are_replaced_not_fatal(load, small):
     text = json.loads(r'"a\ud800b"')
     for tokenizer in (load("qwen2.5"), small):
@@ -128,6 +138,8 @@ def test_frequent_words_are_one_piece_whatever_follows(small):
         [piece] = small.encode_data(f" {word}")
         for context in (f" {word}.", f' {word}"}}}}', f" {word}?\n", f" {word} </answer>", f" {word}: {word}"):
             assert small.encode_data(context)[0] == piece, (word, context)
+    for word in ("system", "user", "assistant"):
+        assert len(small.encode_data(word)) == 1
     assert [small.decode([i]) for i in small.encode_data(' Corvin."}}\n')] == [" Corvin", ".", '"}}', "\n"]
 
 

@@ -81,7 +81,7 @@ class MultihopTask:
                 raise ValueError(f"{self._folder}: no {split} questions of {named[split]} in the {corpus} data")
 
     def row(self, split: str, index: int) -> Row:
-        """Row `index` of a split, shuffled anew for each pass over it. Raises ValueError on another split or a negative index."""
+        """Row `index` of `train` or `eval`, shuffled anew for each pass. Raises ValueError if there can be none."""
         if split not in self._rows or index < 0:
             raise ValueError(f"multihop has no row {split!r} {index}; splits are train and eval, rows start at 0")
         rows = self._rows[split]

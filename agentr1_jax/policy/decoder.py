@@ -47,8 +47,9 @@ class Block(nn.Module):
     ) -> tuple[tuple[Float[Array, "rows length width"], Any], None]:
         c = self.config
         x, state = carry
-        dtype, init = jnp.dtype(c.dtype), nn.initializers.normal(0.02)
-        residual_init = nn.initializers.normal(0.02 / (2 * c.layers) ** 0.5)
+        dtype, init = jnp.dtype(c.dtype), nn.initializers.lecun_normal()
+        # Each layer adds two terms to the residual stream; scaled so that their sum has the size of one.
+        residual_init = nn.initializers.variance_scaling(0.5 / c.layers, "fan_in", "truncated_normal")
 
         def dense(name: str, features: int, kernel_init=init) -> nn.Dense:
             return nn.Dense(
@@ -98,9 +99,10 @@ class Decoder(nn.Module):
           state: the updated state.
         """
         c = self.config
-        embedding = self.param("embed", nn.initializers.normal(0.02), (c.vocab_size, c.width), c.param_dtype)
+        init = nn.initializers.normal(c.width**-0.5)
+        embedding = self.param("embed", init, (c.vocab_size, c.width), c.param_dtype)
         if not c.tied:
-            self.param("head", nn.initializers.normal(0.02), (c.width, c.vocab_size), c.param_dtype)
+            self.param("head", init, (c.width, c.vocab_size), c.param_dtype)
         block = nn.remat(Block, prevent_cse=False) if c.remat == "full" else Block
         layers = nn.scan(
             block,

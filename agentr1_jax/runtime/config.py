@@ -21,7 +21,7 @@ from typing import Any
 import ml_collections
 import numpy as np
 from absl import app, flags, logging
-from ml_collections import config_dict, config_flags
+from ml_collections import config_flags
 
 from agentr1_jax.runtime.errors import UserError
 
@@ -112,9 +112,9 @@ def resolve(config: ml_collections.ConfigDict) -> dict[str, Any]:
     """The config as plain JSON: nested dicts, lists, strings, finite numbers, booleans and None.
 
     Raises:
-      UserError: a required placeholder has no value, or a value is not JSON.
+      UserError: a value is not JSON; the message names its key.
     """
-    return _plain(config, "")
+    return {key: _plain(value, key) for key, value in config.to_dict().items()}
 
 
 def write_config(run_dir: str | os.PathLike[str], config: ml_collections.ConfigDict) -> None:
@@ -179,8 +179,8 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _plain(value: Any, key: str) -> Any:
-    if isinstance(value, ml_collections.ConfigDict | Mapping):
-        return {str(name): _plain(_item(value, name, key), f"{key}.{name}".lstrip(".")) for name in value}
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item, f"{key}.{name}") for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, key) for item in value]
     if isinstance(value, np.generic):
@@ -190,16 +190,6 @@ def _plain(value: Any, key: str) -> Any:
     raise UserError(
         f"config key {key!r} is {value!r}; use None, strings, finite numbers, booleans, or lists and dicts of them"
     )
-
-
-def _item(section: Any, name: str, key: str) -> Any:
-    try:
-        return section[name]
-    except config_dict.RequiredValueError as error:
-        full = f"{key}.{name}".lstrip(".")
-        raise UserError(
-            f"config key {full!r} has no value; set it in the config file or by --config.{full}="
-        ) from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -37,6 +37,8 @@ def initialize() -> None:
         if not 0 <= index < count:
             raise UserError(f"AGENTR1_PROCESS_ID is {index}; of {count} processes it must be from 0 to {count - 1}")
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        # JAX's own handler would swallow a SIGTERM that comes before `StopRequest` is entered.
+        jax.config.update("jax_enable_preemption_service", False)
         jax.distributed.initialize(coordinator, count, index, initialization_timeout=60, heartbeat_timeout_seconds=100)
     logging.info(
         "process %d of %d: devices %s of %d",

@@ -44,7 +44,7 @@ class HFTokenizer:
                 f"{self.name}: no Hugging Face tokenizer could be loaded, neither from a folder of that name nor from "
                 f"the hub ({type(error).__name__}: {error})"
             ) from error
-        self.added: dict[str, int] = {token.content: i for i, token in self._hf.added_tokens_decoder.items()}
+        self.added: Mapping[str, int] = {token.content: i for i, token in self._hf.added_tokens_decoder.items()}
         missing = {
             "a chat template (chat_template)": not self._hf.chat_template,
             "a token that ends a turn (eos_token, among its added tokens)": self._hf.eos_token not in self.added,
@@ -79,7 +79,7 @@ class HFTokenizer:
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         try:
-            return self._hf.apply_chat_template(
+            text = self._hf.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=[dict(tool) for tool in tools] or None,
                 add_generation_prompt=True,
@@ -88,6 +88,7 @@ class HFTokenizer:
             )
         except jinja2.TemplateError as error:
             raise ValueError(f"{self.name}: its chat template refuses these messages: {error}") from error
+        return str(text)
 
     def _encode_plain(self, text: str) -> list[int]:
         return self._plain.encode(text, add_special_tokens=False).ids

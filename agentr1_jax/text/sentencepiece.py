@@ -30,6 +30,9 @@ ADDED = (
 SYNTAX = ('{"name": "', '", "arguments": {"', '": "', '"}}')
 """The fixed strings of a JSON tool call, one piece each."""
 
+TEMPLATE_WORDS = ("system", "user", "assistant", "Tools")
+"""Words that `render_chat` adds to texts."""
+
 WORD = re.compile(r" ?[^\W\d_]+| ?\d+| ?[^\w\s]+|\s|_+")
 """A piece lies within one word, so that ` Corvin`, ` Corvin.` and ` Corvin"}}` begin with the same piece."""
 
@@ -57,7 +60,7 @@ class SentencePieceTokenizer:
             raise ValueError(f"{self.name}: not a SentencePiece model ({error})") from error
         self.vocab_size = len(self._model)
         control = [i for i in range(self.vocab_size) if self._model.is_control(i)]
-        self.added: dict[str, int] = {self._model.id_to_piece(i): i for i in control}
+        self.added: Mapping[str, int] = {self._model.id_to_piece(i): i for i in control}
         missing = [token for token in (TURN_START, TURN_END) if token not in self.added]
         if not any(self._model.is_byte(i) for i in range(self.vocab_size)):
             missing.append("byte pieces (byte_fallback)")
@@ -75,7 +78,7 @@ class SentencePieceTokenizer:
         return encode_parts(self, split_added(text, self.added))
 
     def encode_data(self, text: str) -> list[int]:
-        first, *rest = self._model.encode(well_formed(text).split("\0\0\0"))
+        first, *rest = self._model.encode(well_formed(text).split(SPACE))
         return list(itertools.chain(first, *(self._space + part for part in rest)))
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -84,12 +87,12 @@ class SentencePieceTokenizer:
         return "".join(self._model.decode(list(run)) if s is None else s * len(list(run)) for s, run in runs)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """ChatML. Of the tools only names and arguments are told: `Tools: search(query)`, behind the system message."""
+        """ChatML. Of the tools only names and arguments are told, `search(query)`, behind the system message."""
         turns = [(message["role"], message["content"]) for message in messages]
         if tools:
             system = [turns.pop(0)[1]] if turns and turns[0][0] == "system" else []
-            line = f"Tools: {', '.join(_signature(tool['function']) for tool in tools)}"
-            turns.insert(0, ("system", "\n".join([*system, line])))
+            signatures = [_signature(tool["function"]) for tool in tools]
+            turns.insert(0, ("system", "\n".join([*system, "Tools:", *signatures])))
         return f"{''.join(_turn(role, content) for role, content in turns)}{TURN_START}assistant\n"
 
 
@@ -130,6 +133,7 @@ def train_sentencepiece(
     apart = re.compile(one_of([*added, *fixed]))
     words: collections.Counter[str] = collections.Counter()
     for text in texts:
+        words.update(TEMPLATE_WORDS)
         for part in apart.split(text):
             words.update(WORD.findall(part))
     characters: collections.Counter[str] = collections.Counter()

@@ -78,7 +78,7 @@ class SearchTool:
     """Tool `search(query)`: the `top_k` passages with the highest BM25 score, one line each.
 
     k₁ = 0.9 and b = 0.4 (Lucene's form of BM25); the indexed text is title and text. Passages that share no term with
-    the query are never shown; equal scores are ordered by the passage's index. A result's `data` holds `ids` and `titles`.
+    the query are never shown; equal scores are ordered by the passage's index. `data` of a result: `ids` and `titles`.
     """
 
     name = "search"

@@ -57,7 +57,7 @@ def _play(row: Row, rng: random.Random, flaws: Mapping[str, float]) -> Generator
             yield from _insist(hop["hasty"])
         queries = query_variants(hop)
         if skip_hop and after is not None and after["subject"] == hop["value"]:
-            queries.insert(0, RELATIONS[after["relation"]].query.format(hop["subject"]))
+            yield call_text(RELATIONS[after["relation"]].query.format(hop["subject"]))
         if malformed_call:
             yield malformed(call_text(queries[0]))
         for query in queries:

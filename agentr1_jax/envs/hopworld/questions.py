@@ -154,7 +154,7 @@ def _direct_comparison(world: World, rng: random.Random) -> Draft:
 
 
 def _claim(world: World, rng: random.Random, person: str) -> tuple[str, str]:
-    """A city and whether the person was born there, true half of the time; the false one is the spouse's if possible."""
+    """A city and whether the person was born there, true half of the time; a false one is the spouse's if possible."""
     truth, spouse = world.facts[person, "birth_city"], world.facts[person, "spouse"]
     if rng.random() < 0.5:
         return truth, "yes"

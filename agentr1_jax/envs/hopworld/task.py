@@ -21,8 +21,8 @@ from agentr1_jax.tools.search import EMPTY_RESULT
 
 SPLITS = {"train": SHARES, "eval": SHARES, "practice": PRACTICE_SHARES}
 SYSTEM = "Search, then answer."
-# Few rows of many worlds, so that sample texts hold every name often.
-_ROWS_OF_A_WORLD = 4
+# Little of many worlds, so that sample texts hold every name often.
+_PASSAGES_OF_A_WORLD, _ROWS_OF_A_WORLD = 120, 4
 DEFAULT_WEIGHTS = {"answer": 1.0, "format": 0.1, "gold_passage": 0.1, "repeated_query": -0.05}
 
 
@@ -47,8 +47,9 @@ class HopWorldTask:
     reward_weights: Mapping[str, float] = dataclasses.field(default_factory=lambda: dict(DEFAULT_WEIGHTS))
 
     def __post_init__(self) -> None:
-        if self.questions_per_world < 1:
-            raise ValueError(f"hopworld: questions_per_world is {self.questions_per_world}; it must be at least 1")
+        for field in ("top_k", "questions_per_world"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"hopworld: {field} is {getattr(self, field)}; it must be at least 1")
         for flaw, rate in self.flaws.items():
             if flaw not in experts.FLAWS:
                 near = difflib.get_close_matches(flaw, experts.FLAWS, n=1)
@@ -92,8 +93,9 @@ class HopWorldTask:
         for visit in itertools.count():
             number, split = visit // 2, ("train", "practice")[visit % 2]
             key = world_key(split, number)
-            # Pages of countries are never looked up for a question of `train`, yet their names are answers.
-            yield from (world(key).passage(name).line for name in world(key).members["country"])
+            lines = [passage.line for passage in world(key).passages[:_PASSAGES_OF_A_WORLD]]
+            # Searches alone would show some names too rarely for a piece of their own.
+            yield from ("\n".join(lines[i : i + self.top_k]) for i in range(0, len(lines), self.top_k))
             for slot in range(min(_ROWS_OF_A_WORLD, self.questions_per_world)):
                 yield from self._episode(self.row(split, number * self.questions_per_world + slot))
 

@@ -110,14 +110,14 @@ def _couples(rng: random.Random, people: Sequence[str]) -> list[tuple[str, str]]
     """Everyone's couple. The page of Ada Marsh and Milo Kesh holds the words of Ada Kesh, and BM25 knows no word order:
     a couple that would mask a third person in this way is avoided."""
     known = set(people)
-    waiting = rng.sample(people, len(people))
-    couples = []
-    while waiting:
-        one = waiting.pop()
-        clear = (other for other in waiting if not known & set(_crossed(one, other)))
-        couples.append((one, next(clear, waiting[0])))
-        waiting.remove(couples[-1][1])
-    return couples
+    while True:
+        waiting = rng.sample(people, len(people))
+        couples = []
+        while clear := [other for other in waiting[1:] if known.isdisjoint(_crossed(waiting[0], other))]:
+            couples.append((waiting.pop(0), clear[0]))
+            waiting.remove(clear[0])
+        if not waiting:
+            return couples
 
 
 def _crossed(one: str, other: str) -> tuple[str, str]:

@@ -1,0 +1,275 @@
+"""HopWorld: worlds, questions, the expert, and the bounds that make it a test of multi-hop search."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import json
+import re
+
+import numpy as np
+import pytest
+
+from agentr1_jax.envs.base import Action, Task
+from agentr1_jax.envs.hopworld import NO_FLAWS, HopWorldTask, names
+from agentr1_jax.envs.hopworld.expert import FLAWS
+from agentr1_jax.envs.hopworld.questions import RELATIONS
+from agentr1_jax.envs.hopworld.world import search_tool, world
+from agentr1_jax.trajectory import Outcome
+
+KINDS = {"bridge2": 2, "bridge3": 3, "comparison": 3, "yes_no": 2}
+WORDS = [word for pool in names.POOLS for word in pool]
+TASK = HopWorldTask()
+PERFECT = HopWorldTask(flaws=NO_FLAWS)
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return [TASK.row("eval", i) for i in range(800)]
+
+
+def play(task, row, seed=0, max_steps=6):
+    """Transitions and texts of the expert's episode on a row."""
+
+    async def run():
+        env = task.env()
+        await env.reset(row, seed)
+        expert, observed, done, texts = task.expert(row, seed), None, [], []
+        for _ in range(max_steps):
+            texts.append(expert(observed))
+            done.append(await env.step(Action(np.zeros(0, np.int32), texts[-1])))
+            if done[-1].outcome:
+                break
+            observed = done[-1].observation.text
+        return done, texts, env.cut()["em"]
+
+    return asyncio.run(run())
+
+
+def mean_em(task, split, count):
+    """Exact match by kind and over all rows, of the expert."""
+    scores = collections.defaultdict(list)
+    for i in range(count):
+        row = task.row(split, i)
+        em = play(task, row, seed=i)[2]
+        scores[row["kind"]].append(em)
+        scores["all"].append(em)
+    return {kind: float(np.mean(values)) for kind, values in scores.items()}
+
+
+def test_it_is_a_task_whose_rows_are_plain_json():
+    task: Task = TASK
+    row = task.row("train", 5)
+    assert json.loads(json.dumps(row)) == row
+    assert row["id"] == "hopworld/train/5" and task.size("train") is None
+
+
+def test_rows_depend_on_split_and_index_alone():
+    before = [TASK.row("train", i) for i in (0, 17, 40)]
+    world.cache_clear()
+    search_tool.cache_clear()
+    assert [TASK.row("train", i) for i in (40, 17, 0)] == before[::-1]
+    assert TASK.row("train", 0)["question"] != TASK.row("train", 16)["question"]
+    few = HopWorldTask(questions_per_world=4)
+    assert few.row("train", 3)["question"] == TASK.row("train", 3)["question"]
+    assert few.row("train", 4)["world"] == TASK.row("train", 16)["world"]
+
+
+def test_a_world_has_at_least_300_passages_and_pages_that_state_its_facts():
+    w = world("train/3")
+    assert len(w.passages) >= 300
+    assert len({p.id for p in w.passages}) == len(w.passages)
+    for (subject, _), value in w.facts.items():
+        assert w.passage(subject).title == subject
+        assert re.search(rf" {re.escape(value)}\b", w.passage(subject).text.join("  ")), (subject, value)
+
+
+def test_facts_differ_between_worlds():
+    capitals = {k: v for k, v in world("train/0").facts.items() if k[1] == "capital"}
+    others = world("train/1").facts
+    assert any(others.get(k, v) != v for k, v in capitals.items())
+
+
+def test_no_combination_of_training_occurs_in_evaluation():
+    def combinations(split, count):
+        groups = [world(f"{split}/{i}").members for i in range(count)]
+        return {name for g in groups for kind, ns in g.items() for name in ns if kind != "country"}
+
+    training = combinations("train", 20) | combinations("practice", 20)
+    assert len(training) > 1000
+    assert not training & combinations("eval", 20)
+
+
+def test_words_are_distinct_and_belong_to_one_pool():
+    assert len({word.lower() for word in WORDS}) == len(WORDS)
+    assert all(word.isascii() and word.isalpha() and word.istitle() for word in WORDS)
+
+
+def test_every_mention_of_a_name_follows_a_space_and_no_pool_word_is_prose():
+    texts = TASK.texts(2500)
+    names_used, mentions = set(WORDS), collections.Counter()
+    joined = "\n".join(texts)
+    for before, word in re.findall(r"(.?)\b([A-Z][a-z]+)", joined):
+        if word in names_used:
+            assert before == " ", word
+            mentions[word] += 1
+    assert min(mentions[word] for word in WORDS) >= 5
+    distinct = set(re.findall(r"[A-Za-z]+|\d+", joined))
+    assert len(distinct) <= 550
+    assert not {word.lower() for word in WORDS} & distinct
+
+
+def test_passages_and_questions_are_short(rows):
+    def length(text):
+        return len(re.findall(r"\w+|[^\w\s]", text))
+
+    assert np.mean([length(p.line) for p in world("eval/0").passages]) <= 18
+    assert max(length(row["question"]) for row in rows) <= 20
+
+
+def test_shares_and_hops_of_kinds(rows):
+    shares = collections.Counter(row["kind"] for row in rows)
+    assert set(shares) == set(KINDS)
+    assert all(row["hops"] == KINDS[row["kind"]] == len(set(row["gold_ids"])) for row in rows)
+    assert sum(row["hops"] == 3 for row in rows) / len(rows) >= 0.30
+    assert shares["yes_no"] / len(rows) <= 0.15
+    assert shares["comparison"] / len(rows) >= 0.10
+
+
+def test_questions_of_a_world_differ(rows):
+    assert len({(row["world"], row["question"]) for row in rows}) == len(rows)
+
+
+def test_one_search_with_the_question_does_not_do(rows):
+    """Share with all gold passages in the top 5, plus chance (1/2 for comparison and yes/no) on the rest."""
+    values = []
+    for row in rows:
+        tool = search_tool(row["world"], TASK.top_k)
+        found = {tool.corpus[i].id for i in tool.search(row["question"], top_k=5)}
+        chance = 0.5 if row["kind"] in ("comparison", "yes_no") else 0.0
+        values.append(1.0 if set(row["gold_ids"]) <= found else chance)
+    assert np.mean(values) <= 0.20
+
+
+def test_answers_follow_from_the_facts(rows):
+    for row in rows:
+        facts = world(row["world"]).facts
+        assert all(facts[hop["subject"], hop["relation"]] == hop["value"] for hop in row["plan"])
+        (answer,) = row["answers"]
+        if row["kind"] in ("bridge2", "bridge3"):
+            links = zip(row["plan"], row["plan"][1:], strict=False)
+            assert all(one["value"] == other["subject"] for one, other in links)
+            assert answer == row["plan"][-1]["value"]
+            assert answer not in row["question"] and answer not in [hop["hasty"] for hop in row["plan"]]
+        elif row["kind"] == "yes_no":
+            assert (answer == "yes") == row["question"].endswith(f" {row['plan'][-1]['value']}?")
+        else:
+            years = {h["subject"]: int(h["value"]) for h in row["plan"] if h["relation"] == "birth_year"}
+            assert answer == min(years, key=years.get)
+            assert max(years.values()) - min(years.values()) >= 4
+
+
+def test_guesses_are_worth_a_half(rows):
+    answers = [row["answers"][0] for row in rows if row["kind"] == "yes_no"]
+    assert 0.4 < answers.count("yes") / len(answers) < 0.6
+    compared = [row for row in rows if row["kind"] == "comparison"]
+    first = [next(h["hasty"] for h in row["plan"] if h["hasty"]) == row["answers"][0] for row in compared]
+    assert 0.4 < np.mean(first) < 0.6
+
+
+def test_the_perfect_expert_answers_everything():
+    scores = mean_em(PERFECT, "eval", 320)
+    assert set(scores) == {*KINDS, "all"} and min(scores.values()) >= 0.99
+    assert mean_em(PERFECT, "train", 64)["all"] >= 0.99
+
+
+def test_the_flawed_expert_leaves_room_to_learn():
+    scores = mean_em(TASK, "eval", 500)
+    assert 0.28 < scores["all"] < 0.43
+    assert scores["bridge3"] < scores["bridge2"] < 0.45
+
+
+def test_practice_is_one_step_and_never_errs():
+    assert mean_em(TASK, "practice", 200)["all"] == 1.0
+    for i in range(100):
+        row = TASK.row("practice", i)
+        assert all(hop["subject"] in row["question"] for hop in row["plan"])
+
+
+def test_equal_seeds_make_equal_decisions_and_others_do_not():
+    row = next(r for i in range(99) if (r := TASK.row("train", i))["kind"] == "bridge3")
+    assert play(TASK, row, seed=1)[1] == play(TASK, row, seed=1)[1]
+    assert len({tuple(play(TASK, row, seed=s)[1]) for s in range(30)}) > 3
+
+
+@pytest.mark.parametrize("flaw", FLAWS)
+def test_each_flaw_is_a_decision_that_shows(flaw):
+    task = HopWorldTask(flaws={**NO_FLAWS, flaw: 1.0})
+    row = next(r for i in range(99) if (r := task.row("train", i))["kind"] == "bridge3")
+    steps, texts, em = play(task, row, max_steps=12)
+    perfect = play(PERFECT, row)[1]
+    if flaw == "bridge_answer":
+        assert em == 0 and texts == [perfect[0], f"<answer> {row['plan'][0]['value']} </answer>"]
+    else:
+        assert em == 1 and len(texts) > len(perfect)
+    errors = [kind for step in steps for kind in step.info["errors"]]
+    assert errors == (["bad_json"] * 3 if flaw == "malformed_call" else [])
+    assert (sum(s.info["raw_parts"]["repeated_query"] for s in steps) == 3) == (flaw == "repeat_query")
+    skipped = RELATIONS[row["plan"][1]["relation"]].query.format(row["plan"][0]["subject"])
+    assert any(skipped in text for text in texts) == (flaw == "skip_hop")
+
+
+def test_an_answer_of_the_expert_is_never_random(rows):
+    """It is the right one or one of the hasty ones, all of which it has read."""
+    for i, row in enumerate(rows[:200]):
+        steps, texts, em = play(TASK, row, seed=i, max_steps=12)
+        assert steps[-1].outcome is Outcome.ANSWERED
+        answer = texts[-1].removeprefix("<answer> ").removesuffix(" </answer>")
+        assert answer in [row["answers"][0], *(hop["hasty"] for hop in row["plan"])]
+
+
+def test_the_expert_reads_only_what_it_is_shown():
+    row = next(r for i in range(99) if (r := PERFECT.row("eval", i))["kind"] == "bridge2")
+    expert = PERFECT.expert(row, 0)
+    said = [expert(None), expert("- Nothing: of use."), expert("No results.")]
+    assert row["plan"][0]["subject"] in said[0] and row["plan"][0]["subject"] in said[1] and said[0] != said[1]
+    assert said[2] == "<answer> unknown </answer>" == expert("again")
+
+
+def test_rewards_of_a_perfect_episode():
+    row = next(r for i in range(99) if (r := PERFECT.row("eval", i))["kind"] == "bridge3")
+    steps, _, _ = play(PERFECT, row)
+    total = collections.Counter()
+    for step in steps:
+        total.update(step.reward_parts)
+    assert total == pytest.approx({"answer": 1.0, "format": 0.0, "gold_passage": 0.3, "repeated_query": 0.0})
+    assert len({step.observation.state_key for step in steps[:-1]}) == 3
+
+
+def test_texts_are_of_training_worlds_and_as_many_as_asked():
+    texts = TASK.texts(300)
+    assert len(texts) == 300 and texts == TASK.texts(300)
+    joined = " ".join(TASK.texts(1000))
+    kept = {n for i in range(5) for k, ns in world(f"eval/{i}").members.items() if k != "country" for n in ns}
+    assert not [name for name in kept if f" {name}" in joined]
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"flaws": {"skip_hops": 0.1}}, "unknown flaw 'skip_hops'; did you mean 'skip_hop'"),
+        ({"flaws": {"skip_hop": 1.5}}, "is 1.5; it must be within 0 and 1"),
+        ({"reward_weights": {"answers": 1.0}}, "unknown reward part 'answers'; did you mean 'answer'"),
+        ({"questions_per_world": 0}, "questions_per_world is 0"),
+        ({"top_k": 0}, "top_k is 0"),
+    ],
+)
+def test_wrong_settings_are_told(settings, told):
+    with pytest.raises(ValueError, match=re.escape(told)):
+        HopWorldTask(**settings)
+
+
+@pytest.mark.parametrize(("split", "index"), [("test", 0), ("train", -1)])
+def test_rows_that_do_not_exist_are_told(split, index):
+    with pytest.raises(ValueError, match="splits are"):
+        TASK.row(split, index)

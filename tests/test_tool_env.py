@@ -1,0 +1,191 @@
+"""The environment made of tools: what each kind of response leads to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentr1_jax.envs import qa
+from agentr1_jax.envs.base import Action
+from agentr1_jax.envs.tool_env import NO_ACTION
+from agentr1_jax.text.tool_calls import PARSE_MESSAGES, render_answer, render_call
+from agentr1_jax.tools.base import ToolResult, failed
+from agentr1_jax.tools.search import Passage, SearchTool
+from agentr1_jax.trajectory import Outcome
+
+ROW = {"id": "r", "question": "Who?", "answers": ["Ada"], "gold_ids": ["g"]}
+WEIGHTS = {"answer": 1.0, "format": 0.1, "gold_passage": 0.2, "repeated_query": -0.05}
+SEARCH = SearchTool([Passage("g", "Glass Harbor", "director Ada."), Passage("x", "Pale River", "song.")], top_k=1)
+
+
+class Slow:
+    """A tool that answers only when as many calls are open as it was told to wait for."""
+
+    name, description = "slow", ""
+    parameters = {"type": "object"}
+
+    def __init__(self, together: int):
+        self.barrier = asyncio.Barrier(together)
+
+    async def execute(self, arguments):
+        await asyncio.wait_for(self.barrier.wait(), timeout=2)
+        return ToolResult(f"slow {arguments['n']}")
+
+
+class Faulty:
+    """A tool that fails as it is told."""
+
+    name, description = "faulty", ""
+    parameters = {"type": "object"}
+
+    def execute(self, arguments):
+        if "kind" in arguments:
+            return failed(arguments["kind"], "Error: too large.")
+        raise RuntimeError("no connection")
+
+
+TOOLS = (SEARCH, Faulty())
+
+
+def play(*texts, tools=TOOLS, weights=WEIGHTS, on_parse_failure="observe"):
+    """The transitions of an episode, all checked for what every transition must be."""
+
+    async def run():
+        env = qa.search_env(tools, weights, "Search.", on_parse_failure)
+        await env.reset(ROW, 0)
+        return [await env.step(Action(np.zeros(0, np.int32), text)) for text in texts], env
+
+    transitions, env = asyncio.run(run())
+    for t in transitions:
+        assert math.isclose(t.reward, sum(t.reward_parts.values()), abs_tol=1e-12)
+        assert (t.observation is None) == (t.outcome is not None) == (t.terminated or t.truncated)
+        assert bool(t.metrics) == (t.outcome is not None)
+        json.dumps([t.tool_calls, t.info, t.reward_parts, t.metrics], allow_nan=False)
+    return transitions, env
+
+
+def search(query):
+    return render_call("search", {"query": query})
+
+
+def test_the_opening_holds_the_question_and_the_schemas():
+    env = qa.search_env([SEARCH], WEIGHTS, "Search.")
+    first = asyncio.run(env.reset(ROW, 0))
+    assert first.messages == [{"role": "system", "content": "Search."}, {"role": "user", "content": "Who?"}]
+    assert [tool["function"]["name"] for tool in first.tools] == ["search"]
+    assert first.state_key == qa.state_key(ROW, [])
+
+
+def test_tools_may_depend_on_the_row():
+    env = qa.search_env(lambda row: [SEARCH] if row["id"] == "r" else [], WEIGHTS, "")
+    assert len(asyncio.run(env.reset(ROW, 0)).tools) == 1
+    assert len(asyncio.run(env.reset({**ROW, "id": "s"}, 0)).tools) == 0
+
+
+def test_search_then_answer():
+    (first, last), _ = play(search("Glass Harbor"), render_answer("Ada"))
+    assert first.observation.text == "- Glass Harbor: director Ada." and first.observation.role == "tool"
+    assert first.reward_parts == {"answer": 0, "format": 0, "gold_passage": 0.2, "repeated_query": 0}
+    assert first.tool_calls == [
+        {
+            "name": "search",
+            "arguments": {"query": "Glass Harbor"},
+            "ok": True,
+            "error": None,
+            "result": first.observation.text,
+        }
+    ]
+    assert first.observation.state_key == "r|g|new_gold"
+    assert last.outcome is Outcome.ANSWERED and last.terminated and last.reward == 1.0
+    assert last.metrics == {"em": 1, "f1": 1, "tool_calls": 1, "gold_recall": 1}
+
+
+def test_raw_parts_are_logged_even_where_they_have_no_weight():
+    (first,), _ = play(search("Glass Harbor"), weights={"answer": 1.0})
+    assert first.reward_parts == {"answer": 0} and first.info["raw_parts"]["gold_passage"] == 1
+
+
+def test_a_wrong_answer_ends_the_episode_with_nothing():
+    (only,), _ = play(render_answer("Milo"))
+    assert only.outcome is Outcome.ANSWERED and only.reward == 0 and only.metrics["em"] == 0
+
+
+def test_calls_of_one_response_run_concurrently_and_keep_their_order():
+    calls = "".join(render_call("slow", {"n": n}) for n in range(3))
+    (only,), _ = play(calls, tools=[Slow(together=3)])
+    assert only.observation.text == "slow 0\nslow 1\nslow 2"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "told"),
+    [
+        ("<tool_call>{</tool_call>", "bad_json", PARSE_MESSAGES["bad_json"]),
+        ("<tool_call>{}", "unclosed_tag", PARSE_MESSAGES["unclosed_tag"]),
+        (render_call("find", {}), "unknown_tool", "tools are search, faulty."),
+        (render_call("search", {"q": "x"}), "bad_arguments", "bad arguments for search"),
+        (render_call("faulty", {"kind": "oversized"}), "oversized", "too large"),
+        ("I wonder.", "no_action", NO_ACTION),
+    ],
+)
+def test_what_is_the_policys_fault_comes_back_to_it(text, kind, told):
+    (first, last), _ = play(text, render_answer("Ada"))
+    assert told in first.observation.text
+    assert first.info["errors"] == {kind: 1}
+    assert first.reward_parts["format"] == -0.1
+    assert kind in first.observation.state_key
+    assert [call["error"] for call in first.tool_calls] == ([] if kind == "no_action" else [kind])
+    assert last.outcome is Outcome.ANSWERED and last.metrics["em"] == 1
+
+
+def test_good_and_bad_calls_of_one_response_each_get_their_result():
+    (only,), _ = play(search("Pale River") + "<tool_call>[]</tool_call>", on_parse_failure="end")
+    assert only.observation.text == f"- Pale River: song.\n{PARSE_MESSAGES['not_an_object']}"
+    assert [call["ok"] for call in only.tool_calls] == [True, False]
+
+
+def test_an_answer_beside_a_call_does_not_end_the_episode():
+    (only,), _ = play(search("Glass Harbor") + render_answer("Ada"))
+    assert only.outcome is None and only.reward_parts["answer"] == 0 and only.reward_parts["format"] == -0.1
+
+
+@pytest.mark.parametrize("text", ["I wonder.", "<tool_call>{</tool_call>"])
+def test_a_parse_failure_may_end_the_episode(text):
+    (only,), _ = play(text, on_parse_failure="end")
+    assert only.outcome is Outcome.PARSE_FAILURE and only.terminated and only.metrics["em"] == 0
+    assert only.reward == pytest.approx(-0.1)
+
+
+def test_a_fault_of_the_infrastructure_ends_the_episode():
+    (only,), _ = play(render_call("faulty", {}) + search("Glass Harbor"))
+    assert only.outcome is Outcome.TOOL_FAILURE and only.truncated and not only.terminated
+    assert only.tool_calls[0]["error"] == "exception" and only.reward_parts == {}
+
+
+def test_a_cut_episode_is_measured_as_unanswered():
+    _, env = play(search("Glass Harbor"))
+    assert env.cut() == {"em": 0, "f1": 0, "tool_calls": 1, "gold_recall": 1}
+
+
+def test_a_new_episode_forgets_the_last():
+    _, env = play(search("Glass Harbor"))
+    asyncio.run(env.reset(ROW, 0))
+    assert env.cut()["tool_calls"] == 0
+
+
+def test_an_unknown_setting_is_refused():
+    with pytest.raises(ValueError, match="'ignore'; choose 'observe' or 'end'"):
+        qa.search_env([SEARCH], WEIGHTS, "", on_parse_failure="ignore")
+
+
+PIECES = st.sampled_from([search("harbor"), render_answer("Ada"), "<tool_call>{", "</tool_call>", "<answer>", "x"])
+
+
+@given(st.lists(st.lists(PIECES, max_size=3).map("".join), max_size=4))
+def test_no_response_breaks_an_episode(texts):
+    play(*texts)
