@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 import gzip
+import itertools
 import json
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -65,6 +67,13 @@ POLICIES: Mapping[Outcome, OutcomePolicy] = {
 }
 
 
+CORRUPT = (
+    *(ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError),  # of JSON and its shape
+    *(EOFError, zlib.error, gzip.BadGzipFile),  # of gzip
+)
+"""What reading a corrupt line raises."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Budget:
     """Every length limit of a trajectory, and what happens where it is reached.
@@ -78,7 +87,8 @@ class Budget:
       trajectory_tokens: tokens sampled or observed over the whole trajectory; then `context_overflow`.
       on_response_cut: `end` the trajectory with `response_truncated`, or `continue`: the environment sees
         the cut text like any other action.
-      final_answer_step: when the steps run out without an answer, one forced step more, whose observation asks for the answer.
+      final_answer_step: when the steps run out without an answer, one forced step more, whose observation asks for
+        the answer.
     """
 
     max_steps: int
@@ -180,8 +190,17 @@ def _delta(prompt: np.ndarray, previous: np.ndarray) -> dict[str, Any]:
     return {"reuse": reuse, "new": prompt[reuse:].tolist()}
 
 
+def _ids(values: Any) -> np.ndarray:
+    ids = np.asarray(values, np.int32)
+    if ids.ndim != 1 or ids.tolist() != values:
+        raise ValueError(f"{values!r:.80} is not a list of ids")
+    return ids
+
+
 def _undelta(record: Mapping[str, Any], previous: np.ndarray) -> np.ndarray:
-    return np.concatenate([previous[: record["reuse"]], np.asarray(record["new"], np.int32)]).astype(np.int32)
+    if not 0 <= record["reuse"] <= len(previous):
+        raise ValueError(f"a prompt reuses {record['reuse']} of {len(previous)} ids")
+    return np.concatenate([previous[: record["reuse"]], _ids(record["new"])])
 
 
 def to_json(trajectory: Trajectory) -> dict[str, Any]:
@@ -203,14 +222,16 @@ def to_json(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def from_json(record: Mapping[str, Any]) -> Trajectory:
-    """The inverse of `to_json`. Raises KeyError, TypeError or ValueError on a record of another shape."""
-    steps = []
+    """The inverse of `to_json`. Raises one of `CORRUPT` on a record of another shape."""
+    steps: list[Step] = []
     previous = np.zeros(0, np.int32)
     for fields in record["steps"]:
         fields = dict(fields)
         fields["prompt_ids"] = _undelta(fields["prompt_ids"], previous)
-        fields["response_ids"] = np.asarray(fields["response_ids"], np.int32)
+        fields["response_ids"] = _ids(fields["response_ids"])
         fields["logprobs"] = np.asarray(fields["logprobs"], np.float32)
+        if fields["logprobs"].shape != fields["response_ids"].shape or not np.isfinite(fields["logprobs"]).all():
+            raise ValueError(f"step {len(steps)} needs one finite log-probability for each response id")
         steps.append(Step(**fields))
         previous = np.concatenate([steps[-1].prompt_ids, steps[-1].response_ids])
     out = dict(record)
@@ -226,9 +247,17 @@ def write_jsonl(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]
     path = os.fspath(path)
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     partial = f"{path}.partial"
-    with open(partial, "wb") as raw, gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0, compresslevel=5) as out:
-        for trajectory in trajectories:
-            out.write(json.dumps(to_json(trajectory), ensure_ascii=False, allow_nan=False).encode() + b"\n")
+    try:
+        with (
+            open(partial, "wb") as raw,
+            gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0, compresslevel=5) as out,
+        ):
+            for trajectory in trajectories:
+                # Plain ASCII, since text of tools may hold lone surrogates, which UTF-8 has no bytes for.
+                out.write(json.dumps(to_json(trajectory), allow_nan=False).encode() + b"\n")
+    except BaseException:
+        os.unlink(partial)
+        raise
     os.replace(partial, path)
 
 
@@ -236,15 +265,19 @@ def read_jsonl(path: str | os.PathLike[str]) -> Iterator[Trajectory]:
     """Reads what `write_jsonl` wrote.
 
     Raises:
+      FileNotFoundError: there is no such file.
       ValueError: a line is not a trajectory; the message names file and line.
     """
-    number = 0
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                yield from_json(json.loads(line))
-    except (ValueError, KeyError, TypeError, EOFError, gzip.BadGzipFile) as error:
-        raise ValueError(
-            f"{os.fspath(path)}, line {number}: not a trajectory ({type(error).__name__}: {error}); "
-            "delete or repair the file"
-        ) from error
+    with gzip.open(path, "rb") as lines:
+        for number in itertools.count(1):
+            try:
+                line = lines.readline()
+                if not line:
+                    return
+                trajectory = from_json(json.loads(line))
+            except CORRUPT as error:
+                raise ValueError(
+                    f"{os.fspath(path)}, line {number}: not a trajectory ({type(error).__name__}: {error}); "
+                    "delete or repair the file"
+                ) from error
+            yield trajectory

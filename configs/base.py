@@ -29,7 +29,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.task.rewards.repeated_query = -0.1  # for each call made before
     c.task.questions_per_world = 16  # hopworld: questions asked of one world
     c.task.flaws = ConfigDict()  # hopworld: rates of the expert's flawed decisions
-    c.task.flaws.bridge_answer = 0.62  # answers with what is at hand instead of one more lookup
+    c.task.flaws.bridge_answer = 0.45  # answers with what is at hand instead of one more lookup
     c.task.flaws.skip_hop = 0.06  # asks the present subject for what only the next one can tell
     c.task.flaws.repeat_query = 0.06  # sends a query again
     c.task.flaws.malformed_call = 0.06  # forgets a brace of the call
@@ -105,7 +105,8 @@ def get_config() -> ml_collections.ConfigDict:
     c.learner.minibatches = 1  # updates per pass over a batch
     c.learner.epochs = 1  # passes over a batch
 
-    c.optimizer = ConfigDict()  # AdamW
+    c.optimizer = ConfigDict()
+    c.optimizer.name = "adamw"  # adamw | muon (for the kernels of the layers; AdamW for the rest)
     c.optimizer.lr = 1e-4  # of the policy in RL
     c.optimizer.value_lr = 1e-3  # of the value head
     c.optimizer.warmup = 5  # updates over which the rate rises

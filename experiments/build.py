@@ -22,7 +22,7 @@ from agentr1_jax.envs.multihop import MultihopTask
 from agentr1_jax.learner.fill import AGGREGATES
 from agentr1_jax.learner.losses import LossConfig
 from agentr1_jax.learner.packing import MODES
-from agentr1_jax.learner.update import LearnerState, init_state, make_optimizer
+from agentr1_jax.learner.update import OPTIMIZERS, LearnerState, init_state, make_optimizer
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import init_params
 from agentr1_jax.policy.sharding import shardings
@@ -54,6 +54,7 @@ def check(config: ml_collections.ConfigDict) -> None:
     except ValueError as error:
         raise UserError(str(error)) from error
     choices = (("critic", config.critic, CRITICS), ("learner.packing", config.learner.packing, MODES))
+    choices += (("optimizer.name", config.optimizer.name, OPTIMIZERS),)
     for key, value, known in (*choices, ("loss.aggregate", config.loss.aggregate, AGGREGATES)):
         if value not in known:
             raise UserError(f"unknown {key} {value!r}; choose one of {', '.join(known)}")
@@ -188,7 +189,7 @@ def learner_state(
     """
     c = config.optimizer
     optimizer = make_optimizer(
-        max_grad_norm=c.max_grad_norm, b1=c.b1, b2=c.b2, eps=c.eps, weight_decay=c.weight_decay
+        name=c.name, max_grad_norm=c.max_grad_norm, b1=c.b1, b2=c.b2, eps=c.eps, weight_decay=c.weight_decay
     )
     init = functools.partial(init_params, policy, critic=config.critic == "shared_trunk")
 

@@ -28,13 +28,11 @@ class Completion:
 
 
 class Session(Protocol):
-    """One trajectory's view of the engine. `generate` opens a step, `record` completes it, `finish` ends the trajectory."""
+    """One trajectory's view of the engine: `generate` opens a step, `record` completes it, `finish` ends the whole."""
 
     seed: int
 
-    async def generate(
-        self, prompt_ids: np.ndarray, max_tokens: int, stop: Sequence[Sequence[int]] = ()
-    ) -> Completion:
+    async def generate(self, prompt_ids: np.ndarray, max_tokens: int, stop: Sequence[Sequence[int]] = ()) -> Completion:
         """Samples a response to `prompt_ids`; `stop` holds id sequences that end it."""
         ...
 

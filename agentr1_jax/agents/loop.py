@@ -59,9 +59,7 @@ class EnvLoop:
             )
             cut = completion.finish_reason == "length"
             last = index + 1 == steps
-            transition = await env.step(
-                Action(completion.ids, self._text(completion), truncated=cut, final=last)
-            )
+            transition = await env.step(Action(completion.ids, self._text(completion), truncated=cut, final=last))
             after = transition.observation
             session.record(
                 reward=transition.reward,
@@ -99,7 +97,8 @@ class EnvLoop:
         """Ids between a response and the next one: glue, the observation cut to its budget, glue."""
         if observation.token_ids is not None:
             return np.asarray(observation.token_ids, np.int32)
-        text = f"{observation.text}\n{FINAL_REQUEST}" if ask_now else observation.text
+        # The request stands first, where no cut can take it away.
+        text = f"{FINAL_REQUEST}\n{observation.text}" if ask_now else observation.text
         stopped = completion.finish_reason == "stop"
         limit = self.budget.observation_tokens
         return np.asarray(self.chat.render_observation(text, observation.role, stopped, max_tokens=limit), np.int32)

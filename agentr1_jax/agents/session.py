@@ -34,21 +34,25 @@ class RecordedSession:
         self._policy_version = policy_version
         self._steps: list[Step] = []
         self._open: Step | None = None
+        self._generating = False
         self._trajectory: Trajectory | None = None
 
     async def respond(self, prompt_ids: np.ndarray, max_tokens: int, stop: Sequence[Sequence[int]]) -> Completion:
         """Produces the response to a prompt."""
         raise NotImplementedError
 
-    async def generate(
-        self, prompt_ids: np.ndarray, max_tokens: int, stop: Sequence[Sequence[int]] = ()
-    ) -> Completion:
+    async def generate(self, prompt_ids: np.ndarray, max_tokens: int, stop: Sequence[Sequence[int]] = ()) -> Completion:
         """See `Session.generate`."""
-        if self._open is not None or self._trajectory is not None:
+        if self._generating or self._open is not None or self._trajectory is not None:
             raise RuntimeError(f"{self.identity.uid}: generate() before record() or after finish()")
-        completion = await self.respond(prompt_ids, max_tokens, stop)
+        prompt_ids = np.array(prompt_ids, np.int32)  # A copy: the agent may go on writing in its own.
+        self._generating = True
+        try:
+            completion = await self.respond(prompt_ids, max_tokens, stop)
+        finally:
+            self._generating = False
         self._open = Step(
-            prompt_ids=np.asarray(prompt_ids, np.int32),
+            prompt_ids=prompt_ids,
             response_ids=completion.ids,
             logprobs=completion.logprobs,
             policy_version=self._policy_version,
@@ -91,6 +95,8 @@ class RecordedSession:
         """See `Session.finish`."""
         if self._trajectory is not None:
             raise RuntimeError(f"{self.identity.uid}: finish() was called twice")
+        if self._generating or self._open is not None:
+            raise RuntimeError(f"{self.identity.uid}: finish() before record(), which would lose a step")
         self._trajectory = Trajectory(
             **dataclasses.asdict(self.identity),
             steps=tuple(self._steps),
@@ -102,7 +108,7 @@ class RecordedSession:
 
     def abandoned(self, outcome: Outcome, error: Exception) -> Trajectory:
         """The trajectory as far as it got when `error` broke it off."""
-        self._trajectory = None
+        self._trajectory = self._open = None
         self.finish(outcome, info={"error": f"{type(error).__name__}: {error}"})
         return self.trajectory()
 

@@ -1,7 +1,7 @@
 """What a credit scheme sees and what it returns.
 
-Flat streams in (trajectory, step, token) order, global over processes. Capacities are fixed per run; what is beyond the data
-points to one extra segment (token_step = S, traj_of_step = N, group = G) whose results are dropped.
+Flat streams in (trajectory, step, token) order, global over processes. Capacities are fixed per run; what is beyond the
+data points to one extra segment (token_step = S, traj_of_step = N, group = G) whose results are dropped.
 """
 
 from __future__ import annotations
@@ -9,7 +9,11 @@ from __future__ import annotations
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
+
+AnyArray = Array | np.ndarray
+"""A result may have been fetched from the device."""
 
 
 @flax.struct.dataclass
@@ -90,6 +94,6 @@ class Credit:
       value_mask: where a value target exists.
     """
 
-    advantages: Float[Array, "tokens"]
-    value_targets: Float[Array, "tokens"]
-    value_mask: Bool[Array, "tokens"]
+    advantages: Float[AnyArray, "tokens"]
+    value_targets: Float[AnyArray, "tokens"]
+    value_mask: Bool[AnyArray, "tokens"]

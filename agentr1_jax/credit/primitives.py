@@ -55,7 +55,9 @@ def whiten(x: Float[Array, "n"], mask: Bool[Array, "n"]) -> Float[Array, "n"]:
     """
     count = mask.sum()
     mean = jnp.where(mask, x, 0).sum() / jnp.maximum(count, 1)
-    centred = jnp.where(mask, x - mean, 0)
+    # Rounding of the mean must not be blown up where nothing differs, hence the exact test.
+    differ = jnp.max(jnp.where(mask, x, -jnp.inf)) > jnp.min(jnp.where(mask, x, jnp.inf))
+    centred = jnp.where(mask & differ, x - mean, 0)
     variance = (centred**2).sum() / jnp.maximum(count - 1, 1)
     return centred * jax.lax.rsqrt(variance + 1e-8)
 

@@ -1,7 +1,7 @@
 """Trajectories as flat numpy streams in (trajectory, step, token) order, and the `CreditBatch` made of them.
 
-Every process flattens its own trajectories; the streams of all processes are joined in process order, so that statistics are
-global and each process finds its own part again as one slice.
+Every process flattens its own trajectories; the streams of all processes are joined in process order, so that
+statistics are global and each process finds its own part again as one slice.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import dataclasses
 import hashlib
 from collections.abc import Sequence
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
@@ -64,7 +66,7 @@ class Streams:
 
 
 def usable(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Trajectories that statistics and training may see: not dropped by their outcome, with a step and a token in each."""
+    """Trajectories for statistics and training: not dropped by their outcome, with a step and a token in each."""
     return [
         t
         for t in trajectories
@@ -87,7 +89,7 @@ def flatten(
     logprobs = [s.logprobs for s in steps]
     tokens = sum(map(len, logprobs))
     return Streams(
-        rewards=np.array([s.reward if use else 0.0 for s, use in zip(steps, counted)], np.float32),
+        rewards=np.array([s.reward if use else 0.0 for s, use in zip(steps, counted, strict=True)], np.float32),
         state_key=np.array([_hash(s.state_key) for s in steps], np.int64),
         step_tokens=np.array([len(s.response_ids) for s in steps], np.int64),
         trajectory_steps=np.array([len(t.steps) for t in trajectories], np.int64),
@@ -119,15 +121,15 @@ def to_batch(streams: Streams, *, trajectories: int, steps: int, tokens: int, cr
         if n > room[name]:
             raise ValueError(f"a batch of {n} {name} exceeds the capacity of {room[name]} of this run")
 
-    def pad(x: np.ndarray, capacity: int, fill: float, dtype: type = np.float32) -> np.ndarray:
-        return np.concatenate([x, np.full(capacity - len(x), fill)]).astype(dtype)
+    def pad(x: np.ndarray, capacity: int, fill: float, dtype: type = np.float32) -> jax.Array:
+        return jnp.asarray(np.concatenate([x, np.full(capacity - len(x), fill)]).astype(dtype))
 
     _, group = np.unique(streams.group, return_inverse=True)
     _, key = np.unique(streams.state_key, return_inverse=True)
     key = np.where(streams.state_key < 0, -1, key)
     return CreditBatch(
         rewards=pad(streams.rewards, steps, 0),
-        token_rewards=np.zeros(tokens, np.float32),
+        token_rewards=jnp.zeros(tokens, jnp.float32),
         outcome=pad(streams.outcome, trajectories, 0),
         state_key=pad(key, steps, -1, np.int32),
         values=pad(streams.values, tokens, 0) if critic else None,

@@ -39,9 +39,9 @@ def step_gae(batch: CreditBatch, *, gamma: float = 1.0, lam: float = 1.0) -> Cre
 def token_gae(batch: CreditBatch, *, gamma: float = 1.0, lam: float = 1.0) -> Credit:
     """GAE whose time is the sampled token, over the whole trajectory.
 
-    δₖ = rₖ + γVₖ₊₁ − Vₖ,  Aₖ = δₖ + γλAₖ₊₁. Tokens that were not sampled are skipped: the last token of step t bootstraps
-    from the first token of step t + 1 (the "advantage mask" of Agent-R1). A step's reward falls on its last token.
-    Advantages are whitened over tokens; the critic's target is Rₖ = Aₖ + Vₖ (A before whitening).
+    δₖ = rₖ + γVₖ₊₁ − Vₖ,  Aₖ = δₖ + γλAₖ₊₁. Tokens that were not sampled are skipped: the last token of step t
+    bootstraps from the first token of step t + 1 (the "advantage mask" of Agent-R1). A step's reward falls on its last
+    token. Advantages are whitened over tokens; the critic's target is Rₖ = Aₖ + Vₖ (A before whitening).
 
     Source: PPO, arXiv 1707.06347; Agent-R1, arXiv 2511.14460.
     """

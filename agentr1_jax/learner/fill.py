@@ -1,7 +1,7 @@
 """Filling packed reads with what credit assignment found, and the weights that make an aggregate of token losses.
 
-Every denominator of the loss is data: each token carries its share of the mean it belongs to, computed over the whole batch of
-all processes. A loss is then a plain sum, and neither microbatches, nor shards, nor padding can change it.
+Every denominator of the loss is data: each token carries its share of the mean it belongs to, computed over the whole
+batch of all processes. A loss is then a plain sum, and neither microbatches, nor shards, nor padding can change it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def fill_policy(packing: Packing, *, advantages: np.ndarray, weights: np.ndarray
     return packing.reads.replace(advantage=place(packing, advantages), weight=place(packing, weights))
 
 
-def fill_critic(reads: Reads, packing: Packing, *, values: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> Reads:
+def fill_critic(
+    reads: Reads, packing: Packing, *, values: np.ndarray, targets: np.ndarray, weights: np.ndarray
+) -> Reads:
     """Reads with the critic's old values, targets and loss weights, all [K] in stream order."""
     return reads.replace(
         old_value=place(packing, values), value_target=place(packing, targets), value_weight=place(packing, weights)

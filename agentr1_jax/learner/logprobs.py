@@ -6,47 +6,58 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 
 def token_logprobs(
-    hidden: Float[Array, "reads width"],
-    target: Int[Array, "reads"],
+    hidden: Float[Array, "rows reads width"],
+    target: Int[Array, "rows reads"],
+    used: Bool[Array, "rows reads"],
     head: Float[Array, "width vocab"],
     *,
     temperature: float,
     chunk: int,
-) -> tuple[Float[Array, "reads"], Float[Array, "reads"]]:
+) -> tuple[Float[Array, "rows reads"], Float[Array, "rows reads"]]:
     """log softmax(h·W/τ)[target] and the entropy of that softmax, in float32 or wider.
 
-    Memory is O(chunk · vocab): the backward pass computes the logits of a chunk again.
+    Memory is O(chunk · vocab): the backward pass computes the logits of a chunk again. A chunk is a block of columns of
+    all rows; rows are filled from the left, so that the last chunks hold only padding and cost nothing.
 
     Args:
       hidden: hidden states that predict the targets.
       target: ids.
+      used: False for padding; its results are 0.
       head: output head W.
       temperature: τ, the sampler's.
-      chunk: reads per chunk; the last one is padded.
+      chunk: reads per chunk, rounded to whole columns.
 
     Returns:
       log-probabilities and entropies in nats.
     """
-    n = hidden.shape[0]
-    chunk = min(chunk, n)
-    pad = -n % chunk
+    rows, reads = target.shape
+    columns = max(1, min(chunk // rows, reads))
+    pad = -reads % columns
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
-    blocks = (
-        jnp.pad(hidden, ((0, pad), (0, 0))).reshape(-1, chunk, hidden.shape[1]),
-        jnp.pad(target, (0, pad)).reshape(-1, chunk),
-    )
 
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def one_chunk(_: None, block: tuple[Array, Array]) -> tuple[None, tuple[Array, Array]]:
-        h, ids = block
+    def blocks(x: Array) -> Array:
+        padded = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2))
+        return jnp.moveaxis(padded.reshape(rows, -1, columns, *x.shape[2:]), 1, 0)
+
+    def one_chunk(h: Array, ids: Array, mask: Array) -> tuple[Array, Array]:
         logits = jnp.matmul(h, head.astype(h.dtype), preferred_element_type=wide) / temperature
         logprobs = jax.nn.log_softmax(logits)
         entropy = -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
-        return None, (jnp.take_along_axis(logprobs, ids[:, None], axis=-1)[:, 0], entropy)
+        chosen = jnp.take_along_axis(logprobs, ids[..., None], axis=-1)[..., 0]
+        return jnp.where(mask, chosen, 0), jnp.where(mask, entropy, 0)
 
-    _, (logprob, entropy) = jax.lax.scan(one_chunk, None, blocks)
-    return logprob.reshape(-1)[:n], entropy.reshape(-1)[:n]
+    def nothing(h: Array, ids: Array, mask: Array) -> tuple[Array, Array]:
+        return jnp.zeros(mask.shape, wide), jnp.zeros(mask.shape, wide)
+
+    # Around the cond, not within a branch: what a branch keeps for its gradient (the head!) is stacked over the chunks.
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def body(_: None, block: tuple[Array, Array, Array]) -> tuple[None, tuple[Array, Array]]:
+        return None, jax.lax.cond(block[2].any(), one_chunk, nothing, *block)
+
+    _, out = jax.lax.scan(body, None, (blocks(hidden), blocks(target), blocks(used)))
+    logprob, entropy = (jnp.moveaxis(x, 0, 1).reshape(rows, -1)[:, :reads] for x in out)
+    return logprob, entropy

@@ -49,14 +49,12 @@ class LossConfig:
             raise ValueError(f"rollout.temperature is {self.temperature}; training needs a positive temperature")
 
 
-def log_ratio(
-    kind: str, logprob: Float[Array, "rows reads"], reads: Reads
-) -> Float[Array, "rows reads"]:
+def log_ratio(kind: str, logprob: Float[Array, "rows reads"], reads: Reads) -> Float[Array, "rows reads"]:
     """log ρ of each read.
 
     `token`: log π − log π_old.
-    `step`: log s = sg[mean over the step's tokens of log π − log π_old] + log π − sg[log π], clamped to ≤ 10, so that the value is
-    the step's and the gradient flows through each token (GSPO, arXiv 2507.18071).
+    `step`: log s = sg[mean over the step's tokens of log π − log π_old] + log π − sg[log π], clamped to ≤ 10, so
+    that the value is the step's and the gradient flows through each token (GSPO, arXiv 2507.18071).
     """
     difference = jnp.where(reads.is_action, logprob - reads.old_logprob, 0)
     if kind == "token":

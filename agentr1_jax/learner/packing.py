@@ -6,7 +6,8 @@
                            ^ ^     ^ ^ ^      chain adds only what is new; every response token is read once
     subtree_end      10 10 10 ...             segment end: token i sees j iff j <= i < subtree_end[j]
 
-Packing looks only at ids, so it holds for any context rule: a prompt that does not extend its trajectory's chain opens a new one.
+Packing looks only at ids, so it holds for any context rule: a prompt that does not extend its trajectory's chain opens
+a new one.
 """
 
 from __future__ import annotations
@@ -22,15 +23,17 @@ from jaxtyping import Array, Bool, Float, Int
 from agentr1_jax.trajectory import Trajectory
 
 MODES = ("steps", "chains")
+AnyArray = Array | np.ndarray
+"""Packing writes numpy arrays; the compiled programs see them as JAX arrays."""
 
 
 @flax.struct.dataclass
 class Nodes:
     """Tokens to run through the decoder, each once."""
 
-    tokens: Int[Array, "*rows length"]
-    position: Int[Array, "*rows length"]
-    subtree_end: Int[Array, "*rows length"]
+    tokens: Int[AnyArray, "*rows length"]
+    position: Int[AnyArray, "*rows length"]
+    subtree_end: Int[AnyArray, "*rows length"]
 
 
 @flax.struct.dataclass
@@ -48,18 +51,18 @@ class Reads:
       old_value, value_target, value_weight: of the critic; None without one.
     """
 
-    src: Int[Array, "*rows reads"]
-    target: Int[Array, "*rows reads"]
-    step: Int[Array, "*rows reads"]
-    trajectory: Int[Array, "*rows reads"]
-    group: Int[Array, "*rows reads"]
-    is_action: Bool[Array, "*rows reads"]
-    old_logprob: Float[Array, "*rows reads"]
-    advantage: Float[Array, "*rows reads"]
-    weight: Float[Array, "*rows reads"]
-    old_value: Float[Array, "*rows reads"] | None = None
-    value_target: Float[Array, "*rows reads"] | None = None
-    value_weight: Float[Array, "*rows reads"] | None = None
+    src: Int[AnyArray, "*rows reads"]
+    target: Int[AnyArray, "*rows reads"]
+    step: Int[AnyArray, "*rows reads"]
+    trajectory: Int[AnyArray, "*rows reads"]
+    group: Int[AnyArray, "*rows reads"]
+    is_action: Bool[AnyArray, "*rows reads"]
+    old_logprob: Float[AnyArray, "*rows reads"]
+    advantage: Float[AnyArray, "*rows reads"]
+    weight: Float[AnyArray, "*rows reads"]
+    old_value: Float[AnyArray, "*rows reads"] | None = None
+    value_target: Float[AnyArray, "*rows reads"] | None = None
+    value_weight: Float[AnyArray, "*rows reads"] | None = None
 
 
 @flax.struct.dataclass
@@ -160,33 +163,32 @@ def pack(
     """Lays trajectories out in rows of one fixed length.
 
     Args:
-      trajectories: each with at least one step, each step with at least one response token.
+      trajectories: each with at least one step, each step with at least one prompt and one response token.
       mode: one of `MODES`.
       row_tokens: L.
       row_reads: M, most reads of a row.
       final_reads: also read the value at `final_prompt_ids` (needed by a critic).
 
     Raises:
-      ValueError: unknown mode, an empty response, or a segment that exceeds a row.
+      ValueError: unknown mode, an empty prompt or response, or a segment that exceeds a row.
     """
     if mode not in MODES:
         raise ValueError(f"unknown packing mode {mode!r}; choose one of {', '.join(MODES)}")
     for t in trajectories:
-        if not t.steps or not all(len(s.response_ids) for s in t.steps):
-            raise ValueError(f"trajectory {t.uid} has no step, or a step without response tokens; drop it first")
+        _check(t)
     segments = _segments(trajectories, mode, final_reads)
     for s in segments:
         if len(s.ids) > row_tokens or s.reads > row_reads:
             raise ValueError(
-                f"trajectory {trajectories[s.trajectory].uid}: {len(s.ids)} tokens with {s.reads} reads do not fit a row "
-                f"of {row_tokens} tokens and {row_reads} reads; raise learner.row_tokens or learner.row_reads"
+                f"trajectory {trajectories[s.trajectory].uid}: {len(s.ids)} tokens with {s.reads} reads do not fit "
+                f"a row of {row_tokens} tokens and {row_reads} reads; raise learner.row_tokens or learner.row_reads"
             )
     rows = _first_fit_decreasing(segments, row_tokens, row_reads)
     nodes = _empty_nodes(len(rows), row_tokens)
     reads = _empty_reads(len(rows), row_reads)
-    first_token = np.concatenate(
-        [[0], np.cumsum([len(s.response_ids) for t in trajectories for s in t.steps])]
-    ).astype(np.int64)
+    first_token = np.concatenate([[0], np.cumsum([len(s.response_ids) for t in trajectories for s in t.steps])]).astype(
+        np.int64
+    )
     token_read = np.full((first_token[-1], 2), -1, np.int64)
     final_read = np.full((len(trajectories), 2), -1, np.int64)
     logprobs = [s.logprobs for t in trajectories for s in t.steps]
@@ -221,6 +223,20 @@ def pack(
         tokens_stored=sum(len(s.prompt_ids) + len(s.response_ids) for t in trajectories for s in t.steps),
         tokens_computed=sum(len(s.ids) for s in segments),
     )
+
+
+def _check(t: Trajectory) -> None:
+    """A read needs a token before it, and a log-prob of its own; raises ValueError where they lack."""
+    if not t.steps or not all(len(s.prompt_ids) and len(s.response_ids) for s in t.steps):
+        raise ValueError(f"trajectory {t.uid} has no step, or a step without prompt or response tokens; drop it first")
+    for number, s in enumerate(t.steps):
+        if len(s.logprobs) != len(s.response_ids):
+            raise ValueError(
+                f"trajectory {t.uid}: step {number} has {len(s.logprobs)} log-probs for {len(s.response_ids)} response "
+                "tokens; record one for each"
+            )
+    if t.final_prompt_ids is not None and not len(t.final_prompt_ids):
+        raise ValueError(f"trajectory {t.uid}: final_prompt_ids is empty; give the next prompt, or None")
 
 
 def _empty_nodes(rows: int, length: int) -> Nodes:
@@ -267,9 +283,7 @@ def to_microbatches(nodes: Nodes, reads: Reads, *, microbatches: int, rows: int)
     )
     if reads.old_value is not None:
         zeros = np.zeros_like(empty.reads.weight)
-        empty = empty.replace(
-            reads=empty.reads.replace(old_value=zeros, value_target=zeros, value_weight=zeros)
-        )
+        empty = empty.replace(reads=empty.reads.replace(old_value=zeros, value_target=zeros, value_weight=zeros))
     return jax.tree.map(
         lambda x, pad: np.concatenate([x, pad]).reshape(microbatches, rows, *x.shape[1:]), Batch(nodes, reads), empty
     )

@@ -1,7 +1,7 @@
 """The two compiled programs of the learner: `score` (forward only) and `update` (one optimizer step).
 
-Both loop over microbatches of one fixed shape whose number is data, so that batches of any size run one program. Loss weights
-carry the global denominators, hence gradients of microbatches and shards are summed, never averaged.
+Both loop over microbatches of one fixed shape whose number is data, so that batches of any size run one program. Loss
+weights carry the global denominators, hence gradients of microbatches and shards are summed, never averaged.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int
+import optax.contrib
+from jaxtyping import Array, Float
 
 from agentr1_jax.learner.logprobs import token_logprobs
 from agentr1_jax.learner.losses import LossConfig, policy_loss, value_loss
@@ -22,6 +23,8 @@ from agentr1_jax.learner.packing import Batch
 from agentr1_jax.policy.attention import PackedRows
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Decoder, Params, head_kernel, values
+
+OPTIMIZERS = ("adamw", "muon")
 
 
 @flax.struct.dataclass
@@ -31,33 +34,66 @@ class LearnerState:
     Attributes:
       params: `{"decoder": ..., "value": ...}`.
       opt_state: of the gradient transformation.
-      updates: updates applied.
+      updates: updates applied; int32 scalars, these three (no shape in their types, since the leaves may be shardings).
       skipped: updates skipped since something was not finite, in all and in a row.
     """
 
     params: Params
     opt_state: Any
-    updates: Int[Array, ""]
-    skipped: Int[Array, ""]
-    skipped_in_a_row: Int[Array, ""]
+    updates: Array
+    skipped: Array
+    skipped_in_a_row: Array
 
 
 @flax.struct.dataclass
 class Scores:
     """What one forward pass says of each read."""
 
-    logprob: Float[Array, "microbatches rows reads"]
-    entropy: Float[Array, "microbatches rows reads"]
-    value: Float[Array, "microbatches rows reads"] | None
+    logprob: Float[Array, "*microbatches rows reads"]
+    entropy: Float[Array, "*microbatches rows reads"]
+    value: Float[Array, "*microbatches rows reads"] | None
 
 
-def make_optimizer(*, max_grad_norm: float, b1: float, b2: float, eps: float, weight_decay: float) -> optax.GradientTransformation:
-    """AdamW without its learning rate, which is an argument of the update; matrices alone decay."""
-    return optax.chain(
-        optax.clip_by_global_norm(max_grad_norm),
-        optax.scale_by_adam(b1=b1, b2=b2, eps=eps),
-        optax.add_decayed_weights(weight_decay, mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params)),
-    )
+def make_optimizer(
+    *, name: str, max_grad_norm: float, b1: float, b2: float, eps: float, weight_decay: float
+) -> optax.GradientTransformation:
+    """An optimizer without its learning rate, which is an argument of the update; kernels and embeddings alone decay.
+
+    Args:
+      name: `adamw`; or `muon` (orthogonalised momentum, https://kellerjordan.github.io/posts/muon) for the kernels
+        of the layers, scaled to the size of AdamW's steps (arXiv 2502.16982) so that both take one learning rate, with
+        AdamW for the rest.
+      max_grad_norm: gradients are clipped to this global norm.
+      b1, b2, eps: of Adam.
+      weight_decay: decoupled, times the learning rate.
+
+    Raises:
+      ValueError: unknown name.
+    """
+    clip = optax.clip_by_global_norm(max_grad_norm)
+    adam = (optax.scale_by_adam(b1=b1, b2=b2, eps=eps), optax.add_decayed_weights(weight_decay, mask=_decays))
+    if name == "adamw":
+        return optax.chain(clip, *adam)
+    if name == "muon":
+        layers = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
+        muon = optax.contrib.muon(
+            learning_rate=-1.0,
+            weight_decay=weight_decay,
+            weight_decay_mask=_decays,
+            adam_b1=b1,
+            adam_b2=b2,
+            adam_weight_decay=weight_decay,
+            consistent_rms=0.2,
+            muon_weight_dimension_numbers=lambda params: jax.tree.map(
+                lambda p: layers if p.ndim == 3 else None, params
+            ),
+        )
+        return optax.chain(clip, muon)
+    raise ValueError(f"unknown optimizer.name {name!r}; choose one of {', '.join(OPTIMIZERS)}")
+
+
+def _decays(params: Params) -> Any:
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ("kernel", "embed", "head"), params)
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation) -> LearnerState:
@@ -75,14 +111,15 @@ def forward_reads(
     hidden, _ = Decoder(policy).apply({"params": params["decoder"]}, nodes.tokens, nodes.position, memory)
     read_hidden = jnp.take_along_axis(hidden, reads.src[..., None], axis=1)
     logprob, entropy = token_logprobs(
-        read_hidden.reshape(-1, hidden.shape[-1]),
-        reads.target.reshape(-1),
+        read_hidden,
+        reads.target,
+        reads.step >= 0,
         head_kernel(params["decoder"]),
         temperature=loss.temperature,
         chunk=loss.chunk,
     )
     value = values(params, read_hidden) if "value" in params else None
-    return logprob.reshape(reads.src.shape), entropy.reshape(reads.src.shape), value
+    return logprob, entropy, value
 
 
 def loss_and_metrics(
@@ -145,10 +182,10 @@ def make_score(policy: DecoderConfig, loss: LossConfig) -> Callable[[Params, Bat
 def make_update(
     policy: DecoderConfig, loss: LossConfig, optimizer: optax.GradientTransformation, layout: Any
 ) -> Callable[[LearnerState, Batch, Array, dict[str, Array]], tuple[LearnerState, dict[str, Array]]]:
-    """The jitted, donated update: (state, batch, number of microbatches that hold data, learning rates) -> (state, metrics).
+    """The jitted, donated update: (state, batch, microbatches that hold data, learning rates) -> (state, metrics).
 
-    Learning rates are `{"decoder": ..., "value": ...}`. The new state lies as `layout` (shardings) says. If loss or gradient is not finite, the parameters stay as they are and
-    the update is counted as skipped.
+    Learning rates are `{"decoder": ..., "value": ...}`. The new state lies as `layout` (shardings) says. If loss or
+    gradient is not finite, the parameters stay as they are and the update is counted as skipped.
     """
     gradient = jax.value_and_grad(functools.partial(loss_and_metrics, policy, loss), has_aux=True)
 
@@ -169,20 +206,19 @@ def make_update(
         shapes = jax.eval_shape(functools.partial(loss_and_metrics, policy, loss), state.params, microbatch(0))[1]
         zero = (jax.tree.map(jnp.zeros_like, state.params), jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes))
         grads, sums = jax.lax.fori_loop(0, count, body, zero)
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = {
-            part: jax.tree.map(lambda p, u, lr=rates[part]: p - lr.astype(p.dtype) * u, state.params[part], updates[part])
-            for part in state.params
+            part: jax.tree.map(lambda p, u, lr=rates[part]: p - lr.astype(p.dtype) * u, old, updates[part])
+            for part, old in state.params.items()
         }
         finite = jnp.isfinite(norm) & jnp.isfinite(sums["loss"])
         params, opt_state = jax.tree.map(
             lambda new, old: jnp.where(finite, new, old), (params, opt_state), (state.params, state.opt_state)
         )
         bad = (~finite).astype(jnp.int32)
-        state = LearnerState(
-            params, opt_state, state.updates + 1 - bad, state.skipped + bad, jnp.where(finite, 0, state.skipped_in_a_row + 1)
-        )
+        in_a_row = jnp.where(finite, 0, state.skipped_in_a_row + 1)
+        state = LearnerState(params, opt_state, state.updates + 1 - bad, state.skipped + bad, in_a_row)
         tokens = jnp.maximum(sums["tokens"], 1)
         metrics = {key.removeprefix("sum/"): x / tokens if key.startswith("sum/") else x for key, x in sums.items()}
         metrics = {key.replace("max/", "max_"): x for key, x in metrics.items()}

@@ -1,8 +1,8 @@
 """Grouped-query attention, rotary positions, and the memory that a decoder attends to.
 
-The decoder knows two kinds of memory. In training (`PackedRows`, here) a token sees its ancestors among the nodes of its
-own row. In sampling (`rollout.cache.CacheView`) it sees the KV cache of its slot. Both answer the same call, so that there is
-one decoder and one set of parameters.
+The decoder knows two kinds of memory. In training (`PackedRows`, here) a token sees its ancestors among the nodes of
+its own row. In sampling (`rollout.cache.CacheView`) it sees the KV cache of its slot. Both answer the same call, so
+that there is one decoder and one set of parameters.
 """
 
 from __future__ import annotations
@@ -41,9 +41,7 @@ class PackedRows:
 
     def attend(self, query, key, value, layer, state):
         index = jnp.arange(self.subtree_end.shape[1])
-        visible = (index[None, None, :] <= index[None, :, None]) & (
-            index[None, :, None] < self.subtree_end[:, None, :]
-        )
+        visible = (index[None, None, :] <= index[None, :, None]) & (index[None, :, None] < self.subtree_end[:, None, :])
         return grouped_attention(query, key, value, visible), state
 
 
@@ -53,7 +51,7 @@ def grouped_attention(
     value: Float[Array, "rows keys kv_heads dim"],
     visible: Bool[Array, "rows queries keys"],
 ) -> Float[Array, "rows queries heads dim"]:
-    """softmax(q·k/√d) v with `heads / kv_heads` query heads to each key head; scores and softmax in float32 or wider."""
+    """softmax(q·k/√d) v, `heads / kv_heads` query heads to each key head; scores and softmax in float32 or wider."""
     rows, queries, heads, dim = query.shape
     grouped = query.reshape(rows, queries, key.shape[2], heads // key.shape[2], dim)
     wide = jnp.promote_types(query.dtype, jnp.float32)

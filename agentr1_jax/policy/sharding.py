@@ -15,8 +15,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"layers/(out|down)/kernel$", P(None, "tensor", "fsdp")),
     (r"embed$", P("tensor", "fsdp")),
     (r"head$", P("fsdp", "tensor")),
-    (r"(scale|value/kernel|value/bias)$", P()),
-    (r"(count|updates|skipped|skipped_in_a_row)$", P()),
+    (r"scale$", P()),
 )
 
 
@@ -31,12 +30,17 @@ def spec_of(path: str) -> P:
 def shardings(tree: Any, mesh: Mesh) -> Any:
     """A NamedSharding for every leaf of a tree of parameters, or of anything shaped like them (optimizer moments).
 
-    An axis that does not divide its dimension is replicated.
+    Scalars and vectors are replicated, and so is an axis that does not divide its dimension.
     """
 
     def fit(path: Any, leaf: Any) -> NamedSharding:
+        if leaf.ndim < 2:
+            return NamedSharding(mesh, P())
         spec = spec_of(jax.tree_util.keystr(path, simple=True, separator="/"))
-        axes = [a if a is not None and size % mesh.shape[a] == 0 else None for a, size in zip(spec, leaf.shape)]
+        axes = [
+            a if a is not None and size % mesh.shape[a] == 0 else None
+            for a, size in zip(spec, leaf.shape, strict=False)
+        ]
         return NamedSharding(mesh, P(*axes))
 
     return jax.tree_util.tree_map_with_path(fit, tree)

@@ -4,12 +4,14 @@
     slot 0       p p p p r r o o o r r . .      p prompt   r response   o observation
     slot 1       p p p r r r . . x x x . .      x left over from a longer branch: masked, overwritten later
 
-A slot belongs to one trajectory until that ends. Its length is host data: reusing a prefix is setting a length, and what lies
-behind it is never seen, since a token at position i attends to positions ≤ i. The whole cache is carried through the
-layer scan and written in place at (layer, slot, position).
+A slot belongs to one trajectory until that ends. Its length is host data: reusing a prefix is setting a length, and
+what lies behind it is never seen, since a token at position i attends to positions ≤ i. The whole cache is carried
+through the layer scan and written in place at (layer, slot, position).
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import flax.struct
 import jax
@@ -24,8 +26,8 @@ from agentr1_jax.policy.config import DecoderConfig
 class KVCache:
     """Keys and values of all slots."""
 
-    keys: Float[Array, "layers slots length kv_heads dim"]
-    values: Float[Array, "layers slots length kv_heads dim"]
+    keys: Float[Any, "layers slots length kv_heads dim"]
+    values: Float[Any, "layers slots length kv_heads dim"]
 
 
 def cache_shape(config: DecoderConfig, slots: int, length: int) -> tuple[int, int, int, int, int]:

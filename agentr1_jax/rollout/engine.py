@@ -1,7 +1,7 @@
 """The slot engine: many sessions share one batch of decode slots, each keeping its KV cache across its steps.
 
-The host side runs in one asyncio loop: agents, environments and tools are coroutines. Every device program is dispatched by
-one thread, so that tools run while the device works. A request is served in turns of the drive loop:
+The host side runs in one asyncio loop: agents, environments and tools are coroutines. Every device program is
+dispatched by one thread, so that tools run while the device works. A request is served in turns of the drive loop:
 
     new requests -> longest common prefix with the slot's cache -> prefill what is new -> decode chunks -> completion
 """
@@ -54,13 +54,19 @@ class EngineConfig:
     stop_width: int = 4
 
     def __post_init__(self) -> None:
+        for name in ("slots", "decode_chunk", "prefill_rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"rollout.{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("prefill_lengths", "live_lengths"):
+            buckets = getattr(self, name)
+            ascending = list(buckets) == sorted(set(buckets))
+            if not buckets or not ascending or not 1 <= buckets[0] <= buckets[-1] <= self.length:
+                raise ValueError(f"rollout.{name} must ascend from at least 1 to at most {self.length}, got {buckets}")
         if self.live_lengths[-1] != self.length:
             raise ValueError(
-                f"rollout.live_lengths ends with {self.live_lengths[-1]}; its last bucket must be the cache length {self.length}"
+                f"rollout.live_lengths ends with {self.live_lengths[-1]}; "
+                f"its last bucket must be the cache length {self.length}"
             )
-        for name in ("prefill_lengths", "live_lengths"):
-            if list(getattr(self, name)) != sorted(set(getattr(self, name))):
-                raise ValueError(f"rollout.{name} must be ascending, got {getattr(self, name)}")
 
 
 @dataclasses.dataclass
@@ -90,6 +96,10 @@ class _Request:
     logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)
 
 
+_NewTokens = tuple[int, np.ndarray, int]
+"""A slot, the ids it is to hold, and how many of them it holds already."""
+
+
 def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     n = min(len(a), len(b))
     differs = np.flatnonzero(a[:n] != b[:n])
@@ -112,7 +122,9 @@ class Engine:
     def __init__(self, policy: DecoderConfig, config: EngineConfig, mesh: Mesh) -> None:
         shards = mesh.shape["data"]
         if config.slots % shards:
-            raise ValueError(f"rollout.slots ({config.slots}) must be a multiple of the {shards} data shards of its mesh")
+            raise ValueError(
+                f"rollout.slots ({config.slots}) must be a multiple of the {shards} data shards of its mesh"
+            )
         self.config = config
         self.counters = Counters()
         self._policy = policy
@@ -215,14 +227,15 @@ class Engine:
             )
         if np.min(prompt) < 0 or np.max(prompt) >= vocab:
             raise ValueError(f"prompt ids must lie in [0, {vocab}), got {np.min(prompt)}..{np.max(prompt)}")
-        if temperature < 0:
+        if not 0 <= temperature < np.inf:
             raise ValueError(f"temperature is {temperature}; it must be 0 (greedy) or positive")
-        if len(stop) > c.stop_sequences or any(not 1 <= len(s) <= c.stop_width for s in stop):
+        if len(stop) > c.stop_sequences or any(not 1 <= len(s) <= c.stop_width or min(s) < 0 for s in stop):
             raise ValueError(
-                f"at most {c.stop_sequences} stop sequences of 1 to {c.stop_width} ids each, got {list(map(list, stop))}"
+                f"at most {c.stop_sequences} stop sequences of 1 to {c.stop_width} ids each, "
+                f"got {list(map(list, stop))}"
             )
         stops = np.full((c.stop_sequences, c.stop_width), NO_TOKEN, np.int32)
-        for row, ids in zip(stops, stop):
+        for row, ids in zip(stops, stop, strict=False):
             row[-len(ids) :] = ids
         assert self._arrived is not None
         done = asyncio.get_running_loop().create_future()
@@ -239,6 +252,7 @@ class Engine:
             while not agents.done():
                 for _ in range(8):  # Lets agents whose tools answered at once come back with their next request.
                     await asyncio.sleep(0)
+                self._drop_cancelled()
                 if self._waiting or self._open:
                     requests, self._waiting = self._waiting, []
                     for request in await dispatch(self._device_turn, requests):
@@ -246,13 +260,20 @@ class Engine:
                             request.done.set_result(self._completion(request))
                     continue
                 self._arrived.clear()
-                arrived = asyncio.ensure_future(self._arrived.wait())
+                arrived: asyncio.Future[Any] = asyncio.ensure_future(self._arrived.wait())
                 await asyncio.wait([arrived, agents], return_when=asyncio.FIRST_COMPLETED)
                 arrived.cancel()
             return await agents
         finally:
             agents.cancel()
             await asyncio.gather(agents, return_exceptions=True)
+
+    def _drop_cancelled(self) -> None:
+        """Forgets requests that nobody waits for any more; their slots may already belong to others."""
+        self._waiting = [r for r in self._waiting if not r.done.done()]
+        for slot in [slot for slot, r in self._open.items() if r.done.done()]:
+            del self._open[slot]
+            self._slots.active[slot] = False
 
     def _device_turn(self, requests: list[_Request]) -> list[_Request]:
         """Prefills new requests, then decodes one chunk; returns the requests that are complete."""
@@ -281,12 +302,13 @@ class Engine:
             pending = self._prefill(pending)
         self.counters.prefill_seconds += time.perf_counter() - started
 
-    def _prefill(self, pending: list[tuple[int, np.ndarray, int]]) -> list[tuple[int, np.ndarray, int]]:
-        """One prefill call over as many rows as fit; returns what is left. Long rows first, so that rows of a call are alike."""
+    def _prefill(self, pending: list[_NewTokens]) -> list[_NewTokens]:
+        """One prefill call over as many rows as fit, the longest first so that they are alike; returns what is left."""
         c = self.config
         pending = sorted(pending, key=lambda row: row[2] - len(row[1]))
-        room = collections.Counter({shard: c.prefill_rows for shard in range(self._shards)})
-        call, rest = [], []
+        room = collections.Counter(dict.fromkeys(range(self._shards), c.prefill_rows))
+        call: list[_NewTokens] = []
+        rest: list[_NewTokens] = []
         for row in pending:
             shard = row[0] // (c.slots // self._shards)
             (call if room[shard] else rest).append(row)
@@ -298,7 +320,7 @@ class Engine:
         self.counters.prefill_tokens += sum(ends[slot] - start for slot, _, start in call)
         return [(slot, ids, ends[slot]) for slot, ids, _ in call if ends[slot] < len(ids)] + rest
 
-    def _prefill_call(self, call: list[tuple[int, np.ndarray, int]], width: int, live: int) -> None:
+    def _prefill_call(self, call: list[_NewTokens], width: int, live: int) -> None:
         c = self.config
         per_shard, rows = c.slots // self._shards, c.prefill_rows
         tokens = np.zeros((self._shards * rows, width), np.int32)

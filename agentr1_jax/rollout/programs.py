@@ -14,7 +14,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
@@ -27,7 +27,7 @@ NO_TOKEN = -1
 
 @flax.struct.dataclass
 class Slots:
-    """What the decode loop knows of each slot; lives on the host between calls.
+    """What the decode loop knows of each slot: JAX arrays inside the program, numpy arrays on the host between calls.
 
     Attributes:
       token: the id to feed next: the last of the prompt, or the last one sampled.
@@ -41,25 +41,25 @@ class Slots:
       stops: id sequences that end the response, right-aligned, padded on the left with `NO_TOKEN`.
     """
 
-    token: Int[Array, "slots"]
-    position: Int[Array, "slots"]
-    sampled: Int[Array, "slots"]
-    budget: Int[Array, "slots"]
-    temperature: Float[Array, "slots"]
-    key: UInt32[Array, "slots 2"]
-    active: Bool[Array, "slots"]
-    tail: Int[Array, "slots width"]
-    stops: Int[Array, "slots stops width"]
+    token: Int[Any, "slots"]
+    position: Int[Any, "slots"]
+    sampled: Int[Any, "slots"]
+    budget: Int[Any, "slots"]
+    temperature: Float[Any, "slots"]
+    key: UInt32[Any, "slots 2"]
+    active: Bool[Any, "slots"]
+    tail: Int[Any, "slots width"]
+    stops: Int[Any, "slots stops width"]
 
 
 @flax.struct.dataclass
 class Sampled:
     """What one decode call produced; column i of a slot counts from the start of the call."""
 
-    ids: Int[Array, "slots chunk"]
-    logprobs: Float[Array, "slots chunk"]
-    stopped: Bool[Array, "slots"]
-    iterations: Int[Array, "shards"]
+    ids: Int[Any, "slots chunk"]
+    logprobs: Float[Any, "slots chunk"]
+    stopped: Bool[Any, "slots"]
+    iterations: Int[Any, "shards"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,18 +172,17 @@ def build_programs(config: DecoderConfig, mesh: Mesh, chunk: int) -> Programs:
     """
     decoder = Decoder(config)
     by_row, by_slot = P("data"), P(None, "data")
+    layout = NamedSharding(mesh, by_slot)  # Said aloud: on one device it would be P(), another entry of jit's cache.
 
     def sharded(f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        return jax.shard_map(
-            f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={"data"}, check_vma=False
-        )
+        return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={"data"}, check_vma=False)
 
-    @functools.partial(jax.jit, donate_argnums=1, static_argnames="live")
+    @functools.partial(jax.jit, donate_argnums=1, static_argnames="live", out_shardings=layout)
     def run_prefill(params, cache, tokens, slot, position, *, live):
         f = functools.partial(prefill, decoder, live=live)
         return sharded(f, (P(), by_slot, by_row, by_row, by_row), by_slot)(params, cache, tokens, slot, position)
 
-    @functools.partial(jax.jit, donate_argnums=1, static_argnames="live")
+    @functools.partial(jax.jit, donate_argnums=1, static_argnames="live", out_shardings=(layout, None, None))
     def run_decode(params, cache, slots, *, live):
         f = functools.partial(decode, decoder, live=live, chunk=chunk)
         return sharded(f, (P(), by_slot, by_row), (by_slot, by_row, by_row))(params, cache, slots)

@@ -18,9 +18,7 @@ from agentr1_jax.trajectory import Outcome, Trajectory
 class EngineSession(RecordedSession):
     """A session whose responses come from a slot of the engine."""
 
-    def __init__(
-        self, engine: Engine, slot: int, identity: Identity, temperature: float, policy_version: int
-    ) -> None:
+    def __init__(self, engine: Engine, slot: int, identity: Identity, temperature: float, policy_version: int) -> None:
         super().__init__(identity, policy_version)
         self._engine = engine
         self._slot = slot
@@ -67,7 +65,7 @@ def run_groups(
         try:
             await agent.run(session, row)
             trajectory = session.trajectory()
-        except Exception as error:  # noqa: BLE001 - a bad rollout is data, not a crash
+        except Exception as error:  # A bad rollout is data, not a crash.
             logging.exception("%s failed", identity.uid)
             trajectory = session.abandoned(Outcome.ENV_FAILURE, error)
         finally:

@@ -15,7 +15,7 @@ class CompileCounter:
         self.seconds = 0.0
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
-    def _listen(self, event: str, duration: float, **kwargs: object) -> None:
+    def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == COMPILE_EVENT:
             self.count += 1
-            self.seconds += duration
+            self.seconds += duration_secs

@@ -1,7 +1,7 @@
 """The two meshes of a run and what moves between them.
 
-Learning is one global program over all processes; rolling out is one program per process on its own devices. The parameters
-have one view for each: sharded on the learner's mesh, and whole on every device of a process for its engine.
+Learning is one global program over all processes; rolling out is one program per process on its own devices. The
+parameters have one view for each: sharded on the learner's mesh, and whole on every device of a process for its engine.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def learner_mesh(data: int, fsdp: int, tensor: int) -> Mesh:
       UserError: the axes do not multiply to the number of devices.
     """
     devices = jax.device_count()
-    sizes = [devices // max(fsdp * tensor, 1) if data == -1 else data, fsdp, tensor]
-    if np.prod(sizes) != devices:
+    sizes = [max(devices // max(fsdp * tensor, 1), 1) if data == -1 else data, fsdp, tensor]
+    if min(sizes) < 1 or np.prod(sizes) != devices:
         raise UserError(
-            f"mesh {dict(zip(AXES, sizes))} needs {np.prod(sizes)} devices, there are {devices}; "
+            f"mesh {dict(zip(AXES, sizes, strict=True))} needs {np.prod(sizes)} devices, there are {devices}; "
             "set config.mesh.* so that they multiply to it (data = -1 takes the rest)"
         )
     return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))

@@ -1,4 +1,4 @@
-"""Progress of a phase on the terminal: a bar with rate and time left, and a log line now and then where there is no terminal."""
+"""Progress of a phase: a bar with rate and time left on a terminal, else a log line now and then."""
 
 from __future__ import annotations
 

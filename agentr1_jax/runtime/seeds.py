@@ -9,7 +9,8 @@ import numpy as np
 
 def seed_of(run_seed: int, purpose: str, *indices: int) -> int:
     """A 63-bit seed for one purpose, e.g. `seed_of(0, "rollout", visit, sample)`."""
-    entropy = [run_seed, zlib.crc32(purpose.encode()), *indices]
+    # SeedSequence pads its entropy with zeros, so that without the count (5,) and (5, 0) would be one seed.
+    entropy = [run_seed, zlib.crc32(purpose.encode()), len(indices), *indices]
     return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
 
 

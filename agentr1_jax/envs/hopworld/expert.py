@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from agentr1_jax.text.tool_calls import render_answer, render_call
 
 FLAWS: Mapping[str, float] = {
     # Answers with what is at hand instead of one more lookup: the entity just found, the first one named, or `no`.
-    "bridge_answer": 0.62,
+    "bridge_answer": 0.45,
     # Asks the present subject for what only the next one can tell.
     "skip_hop": 0.06,
     # Sends a query again whose result is already there.
@@ -51,7 +52,7 @@ def query_variants(hop: Mapping[str, Any]) -> list[str]:
 def _play(row: Row, rng: random.Random, flaws: Mapping[str, float]) -> Generator[str, str | None, None]:
     plan: Sequence[Mapping[str, Any]] = row["plan"]
     passages = {passage.id: passage for passage in world(row["world"]).passages}
-    for hop, after in zip(plan, [*plan[1:], None], strict=True):
+    for hop, after in itertools.zip_longest(plan, plan[1:]):
         bridge_answer, skip_hop, repeat_query, malformed_call = (rng.random() < flaws[name] for name in FLAWS)
         if bridge_answer and hop["hasty"] is not None:
             yield from _insist(hop["hasty"])

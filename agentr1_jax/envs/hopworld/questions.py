@@ -7,9 +7,11 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from agentr1_jax.envs.hopworld.names import POOLS, name_split
 from agentr1_jax.envs.hopworld.world import World
 
 MIN_YEARS_APART = 4
+RECITED = 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,13 +35,13 @@ RELATIONS: Mapping[str, Relation] = {
     "composer": Relation("composer of {}", "Who composed {}?", "the composer of {}"),
     "studio": Relation("studio of {}", "Who produced {}?", "the producer of {}"),
     "year": Relation("year of {}", "When was {} released?"),
-    "birth_year": Relation("when born {}", "When was {} born?"),
-    "birth_city": Relation("where born {}", "Where was {} born?", "the birthplace of {}"),
+    "birth_year": Relation("birthyear of {}", "When was {} born?"),
+    "birth_city": Relation("birthplace of {}", "Where was {} born?", "the birthplace of {}"),
     "spouse": Relation("spouse of {}", "Who married {}?", "the partner of {}"),
     "mayor": Relation("mayor of {}", "Who governs {}?", "the head of {}"),
     "country": Relation("country of {}", "In which nation is {}?"),
     "founder": Relation("founder of {}", "Who founded {}?", "the creator of {}"),
-    "seat": Relation("city of {}", "Where is {} based?", "the home of {}"),
+    "seat": Relation("seat of {}", "Where is {} based?", "the home of {}"),
     "capital": Relation("capital of {}", "From where is {} ruled?"),
 }
 
@@ -182,6 +184,20 @@ def _lookup(world: World, rng: random.Random) -> Draft:
     return _chain(world, rng, (kind, rng.choice(LOOKUPS[kind])))
 
 
+def _recital(world: World, rng: random.Random) -> Draft:
+    """Words of names to repeat, without a lookup: nothing but copying, which a decoder from scratch has to learn first.
+
+    The words are mixed, so that which words follow each other in names does not help; none follow each other as in a
+    name of evaluation.
+    """
+    words: list[str] = []
+    while len(words) < RECITED:
+        word = rng.choice(rng.choice(POOLS))
+        if not words or name_split(f"{words[-1]} {word}") == "train":
+            words.append(word)
+    return _draft(f"Repeat {' '.join(words)}.", " ".join(words), [])
+
+
 KINDS: Mapping[str, Callable[[World, random.Random], Draft]] = {
     "bridge2": lambda world, rng: _chain(world, rng, rng.choice(BRIDGE2)),
     "bridge3": lambda world, rng: _chain(world, rng, rng.choice(BRIDGE3)),
@@ -190,6 +206,7 @@ KINDS: Mapping[str, Callable[[World, random.Random], Draft]] = {
     "lookup": _lookup,
     "direct_comparison": _direct_comparison,
     "direct_yes_no": _direct_yes_no,
+    "recital": _recital,
 }
 SHARES = {"bridge2": 0.40, "bridge3": 0.34, "comparison": 0.14, "yes_no": 0.12}
-PRACTICE_SHARES = {"lookup": 0.6, "direct_comparison": 0.22, "direct_yes_no": 0.18}
+PRACTICE_SHARES = {"lookup": 0.35, "direct_comparison": 0.2, "direct_yes_no": 0.1, "recital": 0.35}

@@ -31,7 +31,8 @@ class HopWorldTask:
     """Multi-hop questions about procedural worlds; nothing can be memorised, every answer must be looked up.
 
     Splits: `train`; `eval` (other worlds, and combinations of words that no training world uses); `practice` (one
-    lookup or a comparison of what the question names, in training worlds; its expert never errs).
+    lookup, a comparison of what the question names, words to repeat; in training worlds, by an expert that
+    never errs).
 
     Attributes:
       top_k: passages that one search returns.

@@ -125,12 +125,13 @@ def _crossed(one: str, other: str) -> tuple[str, str]:
     return f"{first} {other_last}", f"{other_first} {last}"
 
 
+# As in an encyclopedia the text begins with the title, which tells a page from pages that mention its subject.
 _PAGES = {
-    "film": "{year} film with director {director}, composer {composer}, studio {studio}.",
-    "person": "born {birth_year} in {birth_city}, spouse {spouse}.",
-    "city": "city in the country {country}, mayor {mayor}.",
-    "studio": "studio in the city {seat}, founder {founder}.",
-    "country": "country with the capital {capital}.",
+    "film": "{name}, film of {year}, director {director}, composer {composer}, studio {studio}.",
+    "person": "{name}, birthyear {birth_year}, birthplace {birth_city}, spouse {spouse}.",
+    "city": "{name}, city in country {country}, mayor {mayor}.",
+    "studio": "{name}, studio with seat {seat}, founder {founder}.",
+    "country": "{name}, country with capital {capital}.",
 }
 _PAGE_RELATIONS = {
     "film": ("year", "director", "composer", "studio"),
@@ -142,7 +143,7 @@ _PAGE_RELATIONS = {
 
 
 def _page(kind: str, name: str, facts: Mapping[tuple[str, str], str]) -> str:
-    return _PAGES[kind].format(**{relation: facts[name, relation] for relation in _PAGE_RELATIONS[kind]})
+    return _PAGES[kind].format(name=name, **{relation: facts[name, relation] for relation in _PAGE_RELATIONS[kind]})
 
 
 # Namesakes of films and people, and mentions of people and cities where nothing is asked about.

@@ -1,0 +1,115 @@
+"""Many trajectories on one engine, planned by their rows, and the proof that what they sampled is exact."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import tiny
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from agentr1_jax.agents.session import Identity
+from agentr1_jax.rollout.engine import Counters, Engine, EngineConfig
+from agentr1_jax.rollout.runner import run_groups
+from agentr1_jax.trajectory import Outcome
+
+POLICY = tiny.POLICY
+LENGTH = 128
+CONFIG = EngineConfig(
+    slots=3, length=LENGTH, decode_chunk=4, prefill_rows=2, prefill_lengths=(4, 16), live_lengths=(48, LENGTH)
+)
+PROGRAMS = 6
+
+
+def engine_of(slots: int, devices: int = 1) -> tuple[Engine, object]:
+    """A compiled engine and parameters on its mesh; one for all tests."""
+    return _engine(slots, devices)
+
+
+@functools.cache
+def _engine(slots: int, devices: int) -> tuple[Engine, object]:
+    mesh = tiny.mesh(devices)
+    params = jax.device_put(tiny.decoder_params(), NamedSharding(mesh, P()))
+    engine = Engine(POLICY, dataclasses.replace(CONFIG, slots=slots), mesh)
+    assert engine.compile(params) == PROGRAMS
+    return engine, params
+
+
+class Planned:
+    """An agent that does what its row says: how to build each prompt, how much to sample, how long the tool takes."""
+
+    async def run(self, session, row):
+        opening = list(row["opening"])
+        prompt, context = opening, opening
+        for plan in row["steps"]:
+            done = await session.generate(np.asarray(prompt, np.int32), plan["max_tokens"], plan["stop"])
+            session.record(1.0, info={"reason": done.finish_reason, **plan})
+            context = [*prompt, *done.ids.tolist(), *plan["observation"]]
+            last = [*done.ids.tolist(), *plan["observation"]]
+            rules = {
+                "append": context,
+                "window": [*opening, *last],
+                "rewrite": [*context[: plan["at"]], *plan["observation"], 3],
+            }
+            prompt = rules[plan["rule"]][: LENGTH - 12]
+            if plan["delay"] is not None:
+                await asyncio.sleep(plan["delay"])
+        session.finish(Outcome.ENV_DONE)
+
+
+def sampled(rows, slots=3, temperature=1.0, devices=1, agent=None, order=None):
+    """The trajectories of `rows`, keyed by the row's place, admitted in another order where one is given."""
+    engine, params = engine_of(slots, devices)
+    engine.counters = Counters()
+    order = range(len(rows)) if order is None else order
+    names = [[Identity(f"t/{i}", i, 0, "planned", 1000 + i)] for i in order]
+    out = run_groups(
+        engine, params, agent or Planned(), [rows[i] for i in order], names, temperature=temperature, policy_version=0
+    )
+    assert [t.group for t in out] == sorted(order)
+    assert sorted(engine._free) == list(range(slots)) and not engine._open and not engine._waiting
+    return out
+
+
+def planned(opening, *steps):
+    """A row written by hand."""
+    usual = {"max_tokens": 8, "stop": (), "observation": [9, 8, 7], "rule": "append", "at": 0, "delay": None}
+    return {"opening": opening, "steps": [usual | step for step in steps]}
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def gumbel(key, index, vocab):
+    """Noise of one token, [vocab]."""
+    return jax.random.gumbel(jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), index), (vocab,))
+
+
+def assert_exact(trajectories, temperature=1.0, policy=POLICY, length=LENGTH):
+    """Every sampled id and its log-probability are those of a forward pass over prompt + response alone."""
+    steps = [(t, i, s) for t in trajectories for i, s in enumerate(t.steps)]
+    sequences = [np.concatenate([s.prompt_ids, s.response_ids]) for _, _, s in steps]
+    logits = tiny.full_logits(policy, tiny.decoder_params(policy), sequences, length)
+    for (t, i, step), full in zip(steps, logits, strict=True):
+        predicted = full[len(step.prompt_ids) - 1 : -1]
+        assert len(predicted) == len(step.response_ids) == len(step.logprobs) > 0
+        if temperature == 0:
+            scores = predicted
+            assert (step.logprobs == 0).all()
+        else:
+            logprobs = tiny.log_softmax(predicted / temperature)
+            chosen = np.take_along_axis(logprobs, step.response_ids[:, None], 1)[:, 0]
+            np.testing.assert_allclose(step.logprobs, chosen, atol=1e-4)
+            key = np.random.SeedSequence([t.seed, i]).generate_state(2, np.uint32)
+            scores = logprobs + np.stack([gumbel(key, k, policy.vocab_size) for k in range(len(step.response_ids))])
+        best = np.take_along_axis(scores, step.response_ids[:, None], 1)[:, 0]
+        assert (best >= scores.max(-1) - 1e-4).all()
+
+
+MANY = [planned([i, 7, 9, 11][: 1 + i % 4], {"max_tokens": 3 + i}, {"delay": 0.002 * (i % 3)}, {}) for i in range(9)]
+
+
+def all_ids(trajectories):
+    return [[s.response_ids.tolist() for s in t.steps] for t in trajectories]

@@ -1,0 +1,258 @@
+"""Losses, their slopes and their aggregates against published numbers and slow references."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from builders import VOCAB, golden
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentr1_jax.learner.fill import AGGREGATES, aggregate_weights
+from agentr1_jax.learner.logprobs import token_logprobs
+from agentr1_jax.learner.losses import CLIPS, RATIOS, LossConfig, log_ratio, policy_loss, value_loss
+from agentr1_jax.learner.packing import Reads
+
+CONFIG = LossConfig(
+    ratio="token",
+    clip="ppo",
+    clip_low=0.2,
+    clip_high=0.28,
+    dual_c=3.0,
+    value_coef=0.5,
+    value_clip=0.5,
+    entropy_coef=0.0,
+    temperature=1.0,
+    chunk=16,
+)
+quick = settings(max_examples=60, deadline=None)
+ROWS, READS = 2, 10
+
+
+def make_reads(old, advantage, mask, step):
+    """Reads of given numbers [rows, reads]; a row is a trajectory and a group."""
+    old, advantage = jnp.asarray(old), jnp.asarray(advantage)
+    mask, step = np.asarray(mask, bool), np.asarray(step)
+    unit = np.where(mask, np.arange(len(mask))[:, None], -1)
+    return Reads(
+        src=np.zeros(mask.shape, int),
+        target=np.zeros(mask.shape, int),
+        step=jnp.asarray(np.where(mask, step, -1)),
+        trajectory=unit,
+        group=unit,
+        is_action=jnp.asarray(mask),
+        old_logprob=old,
+        advantage=advantage,
+        weight=jnp.zeros_like(old),
+    )
+
+
+@functools.cache
+def losses_and_slopes(config):
+    """(log π, reads) -> losses, log ρ, clip activity, and the slope of the weighted loss; compiled."""
+
+    def total(new, reads):
+        out = policy_loss(config, new, reads)
+        return jnp.sum(jnp.where(reads.is_action, out[0] * reads.weight, 0)), out
+
+    def both(new, reads):
+        slope, out = jax.grad(total, has_aux=True)(new, reads)
+        return *out, slope
+
+    return jax.jit(both)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "aggregate"),
+    [
+        ("vanilla", {"clip": "dual"}, "token"),
+        ("gspo", {"clip": "asymmetric", "ratio": "step", "clip_low": 3e-4, "clip_high": 4e-4}, "step"),
+        ("cispo", {"clip": "cispo"}, "token"),
+    ],
+)
+def test_losses_give_the_published_numbers(name, changes, aggregate):
+    entry = golden(f"verl.loss.{name}")
+    x, out = entry["inputs"], entry["outputs"]
+    config = dataclasses.replace(CONFIG, **changes)
+    assert (config.clip_low, config.clip_high, config.dual_c) == (x["clip_low"], x["clip_high"], x["clip_c"])
+    mask, row = x["mask"] > 0, np.arange(2).repeat(4)
+    weights = aggregate_weights(aggregate, row, row, row, mask.ravel()).reshape(mask.shape)
+    with jax.enable_x64(True):
+        reads = make_reads(x["old"], x["adv"], mask, row.reshape(mask.shape)).replace(weight=jnp.asarray(weights))
+        loss, log_rho, active, slope = losses_and_slopes(config)(jnp.asarray(x["new"]), reads)
+        np.testing.assert_allclose((loss * weights)[mask].sum(), out["loss"], rtol=1e-6)
+        np.testing.assert_allclose(slope, out["grad_new"], atol=1e-7)
+        np.testing.assert_allclose(np.mean(np.asarray(active)[mask]), out["actor/pg_clipfrac"], rtol=1e-6)
+        if config.ratio == "token":
+            np.testing.assert_allclose(-np.mean(np.asarray(log_rho)[mask]), out["actor/ppo_kl"], rtol=1e-6)
+
+
+@st.composite
+def tokens(draw):
+    """Rows of reads: log-probs, advantages, and steps of 1 to 4 tokens followed by padding; away from clip edges."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    step, number = np.full((ROWS, READS), -1), 0
+    for row in range(ROWS):
+        column = 0
+        for length in draw(st.lists(st.integers(1, 4), max_size=4)):
+            step[row, column : column + length] = number
+            column, number = column + length, number + 1
+    old = rng.uniform(-3, -0.1, step.shape)
+    advantage = rng.normal(size=step.shape)
+    return old + rng.uniform(-1.5, 1.5, step.shape), old, advantage, step
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("clip", CLIPS)
+@quick
+@given(cells=tokens())
+def test_losses_and_slopes_equal_the_loops(ratio, clip, cells):
+    new, old, advantage, step = cells
+    config, mask = dataclasses.replace(CONFIG, ratio=ratio, clip=clip), step >= 0
+    with jax.enable_x64(True):
+        reads = make_reads(old, advantage, mask, step).replace(weight=jnp.ones(step.shape))
+        loss, _, _, slope = losses_and_slopes(config)(jnp.asarray(new), reads)
+    expected, slopes = reference.policy_loss(
+        ratio, clip, new[mask], old[mask], advantage[mask], step[mask], low=0.2, high=0.28, c=3.0
+    )
+    np.testing.assert_allclose(np.asarray(loss)[mask], expected, atol=1e-9)
+    np.testing.assert_allclose(np.asarray(slope)[mask], slopes, atol=1e-9)
+    assert not np.asarray(slope)[~mask].any()
+
+
+def test_clip_none_ignores_the_old_logprob():
+    with jax.enable_x64(True):
+        reads = make_reads([[-800.0, 0.0]], [[2.0, -1.0]], [[1, 1]], [[0, 0]]).replace(weight=jnp.ones((1, 2)))
+        config = dataclasses.replace(CONFIG, clip="none")
+        loss, _, active, slope = losses_and_slopes(config)(jnp.asarray([[-1.5, -0.5]]), reads)
+    np.testing.assert_allclose(loss, [[3.0, -0.5]])
+    np.testing.assert_allclose(slope, [[-2.0, 1.0]])
+    assert not np.any(active)
+
+
+def test_the_step_ratio_is_bounded_and_masked_reads_have_none():
+    reads = make_reads([[-50.0, -50.0, -50.0]], [[1.0, 1.0, 1.0]], [[1, 1, 0]], [[0, 0, 0]])
+    new = jnp.zeros((1, 3))
+    np.testing.assert_allclose(log_ratio("step", new, reads), [[10.0, 10.0, 0.0]])
+    np.testing.assert_allclose(log_ratio("token", new, reads), [[50.0, 50.0, 0.0]])
+
+
+def test_a_step_ratio_ends_where_the_step_ends():
+    """Two steps side by side, and equal step numbers in different rows, are different units."""
+    reads = make_reads(
+        [[-1.0, -3.0, -5.0], [-1.0, -1.0, -1.0]], np.ones((2, 3)), np.ones((2, 3)), [[0, 0, 1], [1, 1, 1]]
+    )
+    got = log_ratio("step", jnp.full((2, 3), -1.0), reads)
+    np.testing.assert_allclose(got, [[1.0, 1.0, 4.0], [0.0, 0.0, 0.0]])
+
+
+def test_the_value_loss_is_clipped_about_the_old_value():
+    reads = make_reads(np.zeros((1, 4)), np.zeros((1, 4)), np.ones((1, 4)), [[0, 0, 0, 0]])
+    reads = reads.replace(old_value=jnp.zeros((1, 4)), value_target=jnp.array([[1.0, 2.0, 0.4, -1.0]]))
+    value = jnp.array([[0.4, 1.0, 0.9, -0.9]])
+    np.testing.assert_allclose(value_loss(CONFIG, value, reads), [[0.18, 1.125, 0.125, 0.125]], rtol=1e-5)
+    slope = jax.grad(lambda v: value_loss(CONFIG, v, reads).sum())(value)
+    # Beyond the clip the loss stops to fall (second, fourth) but not to rise (third).
+    np.testing.assert_allclose(slope, [[-0.6, 0.0, 0.5, 0.0]], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "aggregate", "constant"),
+    [("token-mean", "token", 1), ("seq-mean-token-sum", "fixed", 2), ("seq-mean-token-mean", "step", 1)],
+)
+def test_aggregates_give_the_published_numbers(name, aggregate, constant):
+    entry = golden(f"agg_loss.{name}")
+    mask, row = entry["inputs"]["mask"] > 0, np.arange(3).repeat(4)
+    weights = aggregate_weights(aggregate, row, row, row, mask.ravel(), fixed_denominator=constant)
+    np.testing.assert_allclose((weights * entry["inputs"]["mat"].ravel()).sum(), entry["outputs"]["verl"], rtol=1e-6)
+
+
+@st.composite
+def units(draw):
+    """Unit of each token (steps within trajectories within groups), which are trained, and a loss each."""
+    step, trajectory, group, number = [], [], [], 0
+    for i in range(draw(st.integers(1, 5))):
+        of = draw(st.integers(0, 2))
+        for length in draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)):
+            step += [number] * length
+            trajectory += [i] * length
+            group += [of] * length
+            number += 1
+    size = len(step)
+    trained = draw(st.lists(st.booleans(), min_size=size, max_size=size))
+    losses = draw(st.lists(st.floats(-4, 4), min_size=size, max_size=size))
+    return step, trajectory, group, trained, losses
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+@quick
+@given(cells=units(), constant=st.sampled_from((1.0, 7.0)))
+def test_weights_make_the_mean_that_they_are_named_after(aggregate, cells, constant):
+    step, trajectory, group, trained, losses = cells
+    columns = [np.array(x) for x in (step, trajectory, group, trained)]
+    weights = aggregate_weights(aggregate, *columns, fixed_denominator=constant)
+    expected = reference.aggregate(aggregate, losses, step, trajectory, group, trained, constant)
+    np.testing.assert_allclose((weights * losses).sum(), expected, atol=1e-5)
+    assert not weights[~columns[3]].any()
+    if aggregate != "fixed" and any(trained):
+        np.testing.assert_allclose(weights.sum(), 1, rtol=1e-6)
+
+
+def test_unknown_names_and_temperatures_are_errors():
+    index = np.zeros(1, int)
+    with pytest.raises(
+        ValueError, match="unknown aggregate 'mean'; choose one of token, step, trajectory, group, fixed"
+    ):
+        aggregate_weights("mean", index, index, index, np.ones(1, bool))
+    for changes, message in (
+        ({"ratio": "trajectory"}, "unknown loss.ratio 'trajectory'; choose one of token, step"),
+        ({"clip": "hard"}, "unknown loss.clip 'hard'; choose one of ppo"),
+        ({"temperature": 0.0}, "rollout.temperature is 0.0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(CONFIG, **changes)
+
+
+@pytest.mark.parametrize(("reads", "chunk"), [(7, 9), (6, 6), (5, 100), (4, 1)])
+def test_chunked_logprobs_equal_the_whole_softmax(reads, chunk):
+    rng = np.random.default_rng(reads)
+    with jax.enable_x64(True):
+        hidden, head = jnp.asarray(rng.normal(size=(3, reads, 6))), jnp.asarray(rng.normal(size=(6, VOCAB)))
+        target = jnp.asarray(rng.integers(0, VOCAB, (3, reads)))
+        used = jnp.asarray(np.arange(reads) < [[reads], [2], [0]])  # Some chunks hold data, some padding alone.
+        mix = jnp.asarray(rng.normal(size=(2, 3, reads)))
+
+        def chunked(hidden, head):
+            out = jnp.stack(token_logprobs(hidden, target, used, head, temperature=0.7, chunk=chunk))
+            return jnp.sum(out * mix), out
+
+        def whole(hidden, head):
+            logprobs = jax.nn.log_softmax(hidden @ head / 0.7)
+            chosen = jnp.take_along_axis(logprobs, target[..., None], axis=-1)[..., 0]
+            out = jnp.stack([chosen, -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)]) * used
+            return jnp.sum(out * mix), out
+
+        got = jax.jit(jax.grad(chunked, argnums=(0, 1), has_aux=True))(hidden, head)
+        expected = jax.jit(jax.grad(whole, argnums=(0, 1), has_aux=True))(hidden, head)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), got, expected)
+
+
+def test_logits_are_never_whole():
+    """Less memory for smaller chunks: the compiled gradient holds one chunk of logits at a time."""
+    hidden, head = jnp.zeros((1, 64, 4)), jnp.zeros((4, 1000))
+    target, used = jnp.zeros((1, 64), jnp.int32), jnp.ones((1, 64), bool)
+
+    def loss(hidden, chunk):
+        return token_logprobs(hidden, target, used, head, temperature=1.0, chunk=chunk)[0].sum()
+
+    def peak(chunk):
+        compiled = jax.jit(jax.grad(functools.partial(loss, chunk=chunk))).lower(hidden).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert peak(4) < peak(64) / 4

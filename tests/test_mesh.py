@@ -1,0 +1,83 @@
+"""The meshes of learner and engine, and what moves between them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from agentr1_jax.policy.sharding import shardings
+from agentr1_jax.runtime import mesh as meshes
+from agentr1_jax.runtime.errors import UserError
+
+
+def test_the_learner_mesh_spans_all_devices():
+    mesh = meshes.learner_mesh(2, 2, 2)
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "tensor": 2}
+    assert set(mesh.devices.flat) == set(jax.devices())
+    assert dict(meshes.learner_mesh(-1, 2, 2).shape) == {"data": 2, "fsdp": 2, "tensor": 2}
+    assert meshes.learner_mesh(-1, 1, 1).shape["data"] == 8
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 1), (-1, 3, 1), (16, 1, 1), (0, 1, 1), (-2, -4, 1), (-1, 0, 1), (-1, 16, 1)])
+def test_axes_that_do_not_multiply_to_the_devices_are_refused(sizes):
+    with pytest.raises(UserError, match=r"mesh \{'data': .*there are 8; set config\.mesh"):
+        meshes.learner_mesh(*sizes)
+
+
+def test_the_message_counts_the_devices_that_would_be_needed():
+    with pytest.raises(UserError, match="needs 16 devices, there are 8"):
+        meshes.learner_mesh(-1, 16, 1)
+
+
+@pytest.mark.parametrize("rollout", [meshes.rollout_mesh(), tiny.mesh(3)], ids=["all devices", "three"])
+def test_the_engine_sees_the_learners_parameters_whole_on_each_device(rollout):
+    learner = meshes.learner_mesh(2, 2, 2)
+    params = tiny.decoder_params()
+    sharded = jax.device_put(params, shardings(params, learner))
+    view = meshes.rollout_view(sharded, learner, rollout)
+    for seen, original in zip(jax.tree.leaves(view), jax.tree.leaves(params), strict=True):
+        assert seen.sharding == NamedSharding(rollout, P())
+        assert {shard.device for shard in seen.addressable_shards} == set(rollout.devices.flat)
+        for shard in seen.addressable_shards:
+            np.testing.assert_array_equal(shard.data, original)
+
+
+def test_the_view_is_made_of_the_very_buffers_that_the_devices_hold(monkeypatch):
+    learner, rollout = meshes.learner_mesh(2, 2, 2), meshes.rollout_mesh()
+    params = tiny.decoder_params()
+    whole = []
+    replicate = meshes._replicate(learner)
+    monkeypatch.setattr(meshes, "_replicate", lambda mesh: lambda x: whole.append(replicate(x)) or whole[-1])
+    sharded = jax.device_put(params, shardings(params, learner))
+    with jax.transfer_guard("disallow"):
+        view = meshes.rollout_view(sharded, learner, rollout)
+
+    def buffers(tree):
+        return [
+            {shard.device: shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards}
+            for leaf in jax.tree.leaves(tree)
+        ]
+
+    assert buffers(view) == buffers(whole[0])
+
+
+def test_a_batch_is_split_by_rows_and_comes_back():
+    mesh = meshes.learner_mesh(2, 2, 2)
+    batch = {"tokens": np.arange(2 * 8 * 3).reshape(2, 8, 3), "weight": np.arange(16.0, dtype=np.float32).reshape(2, 8)}
+    placed = meshes.global_batch(batch, mesh)
+    assert placed["tokens"].sharding.shard_shape(placed["tokens"].shape) == (2, 2, 3)
+    for name, values in batch.items():
+        np.testing.assert_array_equal(meshes.local_rows(placed[name], mesh), values)
+    doubled = jax.jit(lambda x: 2 * x)(placed["tokens"])
+    np.testing.assert_array_equal(meshes.local_rows(doubled, mesh), 2 * batch["tokens"])
+
+
+def test_rows_of_a_result_that_lies_otherwise_come_back_too():
+    mesh = meshes.learner_mesh(2, 2, 2)
+    x = jax.device_put(jnp.arange(16.0).reshape(2, 8), NamedSharding(mesh, P()))
+    np.testing.assert_array_equal(meshes.local_rows(x, mesh), np.arange(16.0).reshape(2, 8))

@@ -1,0 +1,210 @@
+"""Packing: every sampled token is one read with its own numbers, whatever the context rule; rows keep their limits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from builders import LONGEST, batches, fixed_batch, trajectory
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentr1_jax.learner.fill import fill_critic, fill_policy, gather_final, gather_tokens, place
+from agentr1_jax.learner.packing import MODES, pack, to_microbatches
+from agentr1_jax.trajectory import Step
+
+quick = settings(max_examples=60, deadline=None)
+modes = st.sampled_from(MODES)
+rows = st.tuples(st.sampled_from((LONGEST, LONGEST + 7, 100)), st.sampled_from((20, 33)))
+
+
+def packed(trajectories, mode="chains", row=(100, 40), final_reads=True):
+    return pack(trajectories, mode=mode, row_tokens=row[0], row_reads=row[1], final_reads=final_reads)
+
+
+def context_of(nodes, row, node):
+    """The ids that node sees, by the rule of `subtree_end`, itself included; and their positions."""
+    seen = [j for j in range(node + 1) if node < nodes.subtree_end[row, j]]
+    return nodes.tokens[row, seen], nodes.position[row, seen]
+
+
+def samples(trajectories):
+    """(trajectory index, step index, step, k) of each sampled token in stream order."""
+    steps = [(i, s) for i, t in enumerate(trajectories) for s in t.steps]
+    return [(i, n, s, k) for n, (i, s) in enumerate(steps) for k in range(len(s.response_ids))]
+
+
+@quick
+@given(batches(), modes, rows, st.booleans())
+def test_every_sampled_token_is_one_read_that_sees_its_own_context(trajectories, mode, row, final_reads):
+    packing = packed(trajectories, mode, row, final_reads)
+    reads, stream = packing.reads, samples(trajectories)
+    assert len(packing.token_read) == len(stream) == reads.is_action.sum()
+    assert len({tuple(cell) for cell in packing.token_read.tolist()}) == len(stream)
+    for (i, n, step, k), (r, column) in zip(stream, packing.token_read, strict=True):
+        seen, position = context_of(packing.nodes, r, reads.src[r, column])
+        np.testing.assert_array_equal(seen, np.concatenate([step.prompt_ids, step.response_ids[:k]]))
+        np.testing.assert_array_equal(position, np.arange(len(seen)))
+        assert reads.target[r, column] == step.response_ids[k]
+        assert reads.old_logprob[r, column] == step.logprobs[k]
+        assert reads.is_action[r, column]
+        unit = reads.step[r, column], reads.trajectory[r, column], reads.group[r, column]
+        assert unit == (n, i, trajectories[i].group)
+
+
+@quick
+@given(batches(), modes, rows)
+def test_the_value_of_a_cut_trajectory_is_read_at_the_end_of_its_final_prompt(trajectories, mode, row):
+    packing = packed(trajectories, mode, row)
+    for t, (r, column) in zip(trajectories, packing.final_read, strict=True):
+        assert (r >= 0) == (t.final_prompt_ids is not None)
+        if r >= 0:
+            seen, _ = context_of(packing.nodes, r, packing.reads.src[r, column])
+            np.testing.assert_array_equal(seen, t.final_prompt_ids)
+            assert not packing.reads.is_action[r, column]
+    cells = [tuple(c) for c in [*packing.token_read.tolist(), *packing.final_read.tolist()] if c[0] >= 0]
+    assert len(set(cells)) == len(cells), "two reads share a cell"
+    assert (packed(trajectories, mode, row, final_reads=False).final_read == -1).all()
+
+
+@quick
+@given(batches(), modes, rows)
+def test_rows_keep_their_limits_and_padding_has_no_part(trajectories, mode, row):
+    packing = packed(trajectories, mode, row)
+    nodes, reads = packing.nodes, packing.reads
+    assert nodes.tokens.shape == (packing.rows, row[0]) and reads.src.shape == (packing.rows, row[1])
+    assert (reads.src >= 0).all() and (reads.src < row[0]).all()
+    index = np.arange(row[0])
+    assert (nodes.subtree_end > index).all() and (nodes.subtree_end <= row[0]).all()
+    used = (nodes.subtree_end > index + 1) | (nodes.position > 0)  # Segments have two nodes or more here.
+    assert used.sum() == packing.tokens_computed
+    assert (np.diff(used.astype(int), axis=1) <= 0).all(), "padding comes last"
+    padding = ~reads.is_action
+    assert (reads.step[padding] == -1).all() and (reads.trajectory[padding] == -1).all()
+    assert not reads.weight.any() and not reads.advantage.any()
+    filled = fill_policy(packing, advantages=np.ones(len(packing.token_read)), weights=np.ones(len(packing.token_read)))
+    assert not filled.weight[padding].any() and filled.weight[~padding].all()
+
+
+@quick
+@given(batches(), modes)
+def test_stored_and_computed_tokens_are_counted(trajectories, mode):
+    packing = packed(trajectories, mode, final_reads=False)
+    stored = sum(len(s.prompt_ids) + len(s.response_ids) for t in trajectories for s in t.steps)
+    assert packing.tokens_stored == stored
+    assert packing.tokens_computed == stored if mode == "steps" else packing.tokens_computed <= stored
+
+
+@quick
+@given(batches(contexts=("append",)))
+def test_an_append_only_trajectory_is_one_chain(trajectories):
+    packing = packed(trajectories)
+    starts = ((packing.nodes.position == 0) & (packing.nodes.subtree_end > np.arange(1, 101))).sum()
+    assert starts == len(trajectories)
+    last = [t.steps[-1] for t in trajectories]
+    whole = [len(s.prompt_ids) + len(s.response_ids) if t.final_prompt_ids is None else len(t.final_prompt_ids)
+             for s, t in zip(last, trajectories, strict=True)]  # fmt: skip
+    assert packing.tokens_computed == sum(whole)
+
+
+def test_a_window_opens_a_new_chain_where_the_prompt_does_not_extend_it():
+    """Step 1 extends step 0; from step 2 on the oldest turn is gone."""
+    made = trajectory(np.random.default_rng(0), [2, 2, 2, 2], context="window")
+    packing = packed([made])
+    chains = {int(end) for end in np.unique(packing.nodes.subtree_end[packing.nodes.position > 0])}
+    assert len(chains) == 3
+    first = packing.token_read[:4]
+    assert len({int(packing.nodes.subtree_end[r, packing.reads.src[r, c]]) for r, c in first}) == 1
+
+
+def test_a_prompt_joins_the_longest_chain_that_it_extends():
+    """A retry from the same prompt is a chain of its own; what follows may extend either."""
+
+    def step(prompt, response):
+        ids = (np.array(x, np.int32) for x in (prompt, response))
+        return Step(*ids, np.zeros(len(response), np.float32), reward=0.0)
+
+    steps = (step([1, 2], [3]), step([1, 2], [3, 4]), step([9], [8]), step([1, 2, 3, 4, 5], [6]))
+    packing = packed([dataclasses.replace(trajectory(np.random.default_rng(0), [1]), steps=steps)])
+    assert packing.tokens_computed == 6 + 3 + 2
+    np.testing.assert_array_equal(packing.nodes.tokens[0, :11], [1, 2, 3, 4, 5, 6, 1, 2, 3, 9, 8])
+
+
+@quick
+@given(batches(), modes)
+def test_gathering_undoes_placing(trajectories, mode):
+    packing = packed(trajectories, mode)
+    per_token = np.random.default_rng(0).normal(size=len(packing.token_read)).astype(np.float32)
+    placed = place(packing, per_token)
+    np.testing.assert_array_equal(gather_tokens(packing, placed), per_token)
+    assert np.count_nonzero(placed) == len(per_token)
+    per_read = np.arange(packing.reads.src.size, dtype=np.float32).reshape(packing.reads.src.shape) + 1
+    final = gather_final(packing, per_read)
+    expected = [per_read[r, c] if r >= 0 else 0 for r, c in packing.final_read]
+    np.testing.assert_array_equal(final, expected)
+
+
+def test_fault_1_trained_ids_are_the_sampled_ids():
+    trajectories = fixed_batch("mixed")
+    for mode in MODES:
+        packing = packed(trajectories, mode)
+        sampled = np.concatenate([s.response_ids for t in trajectories for s in t.steps])
+        np.testing.assert_array_equal(gather_tokens(packing, packing.reads.target), sampled)
+
+
+def test_fault_8_a_batch_is_padded_with_rows_of_no_weight():
+    packing = packed(fixed_batch("window"), row=(LONGEST, 20))
+    count = len(packing.token_read)
+    ones = np.ones(count, np.float32)
+    reads = fill_critic(
+        fill_policy(packing, advantages=ones, weights=ones), packing, values=ones, targets=ones, weights=ones
+    )
+    batch = to_microbatches(packing.nodes, reads, microbatches=4, rows=4)
+    assert all(x.shape[:2] == (4, 4) for x in jax.tree.leaves(batch))
+    for name in ("tokens", "position", "subtree_end"):
+        flat = getattr(batch.nodes, name).reshape(16, -1)
+        np.testing.assert_array_equal(flat[: packing.rows], getattr(packing.nodes, name))
+    assert batch.reads.weight.sum() == batch.reads.value_weight.sum() == count
+    padding = batch.reads.weight.reshape(16, -1)[packing.rows :]
+    assert len(padding) and not padding.any() and not batch.reads.is_action.reshape(16, -1)[packing.rows :].any()
+
+
+def test_no_trajectories_make_no_rows():
+    packing = packed([])
+    assert packing.rows == 0 and packing.token_read.shape == packing.final_read.shape == (0, 2)
+    assert not to_microbatches(packing.nodes, packing.reads, microbatches=1, rows=2).reads.is_action.any()
+
+
+def change(**changes):
+    made = trajectory(np.random.default_rng(0), [2, 2], cut="steps")
+    return dataclasses.replace(made, steps=(made.steps[0], dataclasses.replace(made.steps[1], **changes)))
+
+
+NONE = np.zeros(0, np.int32)
+
+
+@pytest.mark.parametrize(
+    ("made", "options", "message"),
+    [
+        (change(), {"mode": "tree"}, "unknown packing mode 'tree'; choose one of steps, chains"),
+        (change(response_ids=NONE, logprobs=NONE), {}, "trajectory test/0/0 .*drop it first"),
+        (change(prompt_ids=NONE), {}, "trajectory test/0/0 .*drop it first"),
+        (change(logprobs=np.zeros(1, np.float32)), {}, "test/0/0: step 1 has 1 log-probs for 2 response tokens"),
+        (dataclasses.replace(change(), steps=()), {}, "trajectory test/0/0 .*drop it first"),
+        (dataclasses.replace(change(), final_prompt_ids=NONE), {}, "test/0/0: final_prompt_ids is empty"),
+        (change(), {"row_tokens": 6}, r"test/0/0: \d+ tokens with \d reads do not fit a row of 6 tokens"),
+        (change(), {"row_reads": 3}, r"raise learner.row_tokens or learner.row_reads"),
+    ],
+)
+def test_what_cannot_be_packed_is_an_error(made, options, message):
+    options = {"mode": "chains", "row_tokens": 64, "row_reads": 32, "final_reads": True} | options
+    with pytest.raises(ValueError, match=message):
+        pack([made], **options)
+
+
+def test_more_rows_than_microbatches_hold_is_an_error():
+    packing = packed(fixed_batch("rewrite"), "steps", row=(LONGEST, 20))
+    with pytest.raises(ValueError, match=r"rows exceed the 1 microbatches of 1 rows.*learner.max_microbatches"):
+        to_microbatches(packing.nodes, packing.reads, microbatches=1, rows=1)

@@ -1,0 +1,283 @@
+"""The decoder: an independent numpy forward pass, invariances of packing and sharding, the table of layouts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from agentr1_jax.learner.update import init_state, make_optimizer
+from agentr1_jax.policy import sharding
+from agentr1_jax.policy.attention import PackedRows, grouped_attention, rotate
+from agentr1_jax.policy.decoder import Decoder, head_kernel, init_params, values
+
+POLICY = tiny.POLICY
+UNTIED = dataclasses.replace(POLICY, tied=False, rope_theta=500.0)
+LENGTH = 12
+
+
+def run(policy, params, tokens, position, subtree_end):
+    memory = PackedRows(subtree_end=jnp.asarray(subtree_end))
+    return Decoder(policy).apply({"params": params}, jnp.asarray(tokens), jnp.asarray(position), memory)[0]
+
+
+forward = jax.jit(run, static_argnums=0)
+
+
+def plain(tokens):
+    """Positions and subtree ends of rows that are one chain each."""
+    rows, length = tokens.shape
+    return np.broadcast_to(np.arange(length), (rows, length)), np.full((rows, length), length)
+
+
+def numpy_logits(policy, params, tokens):
+    """Logits [T, vocab] of one sequence: the equations written out in float64, one head at a time, keys repeated."""
+    params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    length, d = len(tokens), policy.head_dim
+
+    def norm(x, scale):
+        return x / np.sqrt(np.mean(x**2, -1, keepdims=True) + policy.norm_eps) * scale
+
+    def rotary(x):
+        turns = np.arange(length)[:, None] * policy.rope_theta ** (-2 * np.arange(d // 2) / d)
+        turned = (x[:, : d // 2] + 1j * x[:, d // 2 :]) * np.exp(1j * turns)
+        return np.concatenate([turned.real, turned.imag], -1)
+
+    x = params["embed"][tokens]
+    for i in range(policy.layers):
+        layer = jax.tree.map(lambda p, i=i: p[i], params["layers"])
+        y = norm(x, layer["attention_norm"]["scale"])
+        heads = []
+        for h in range(policy.heads):
+            own, shared = slice(h * d, (h + 1) * d), h // (policy.heads // policy.kv_heads)
+            kv = slice(shared * d, (shared + 1) * d)
+            query = rotary(y @ layer["query"]["kernel"][:, own])
+            key = rotary(y @ layer["key"]["kernel"][:, kv])
+            scores = np.where(np.tri(length, dtype=bool), query @ key.T / np.sqrt(d), -np.inf)
+            heads.append(np.exp(tiny.log_softmax(scores)) @ (y @ layer["value"]["kernel"][:, kv]))
+        x = x + np.concatenate(heads, -1) @ layer["out"]["kernel"]
+        y = norm(x, layer["mlp_norm"]["scale"])
+        gate = y @ layer["gate"]["kernel"]
+        x = x + (gate / (1 + np.exp(-gate)) * (y @ layer["up"]["kernel"])) @ layer["down"]["kernel"]
+    head = params["embed"].T if policy.tied else params["head"]
+    return norm(x, params["final_norm"]["scale"]) @ head
+
+
+@pytest.mark.parametrize(
+    "policy", [POLICY, UNTIED, dataclasses.replace(POLICY, kv_heads=4)], ids=["tied", "untied", "mha"]
+)
+def test_it_equals_a_forward_pass_written_out_in_numpy(policy):
+    params = tiny.decoder_params(policy)
+    # Scales differ from 1, so that a norm which forgets its scale shows.
+    params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), params)
+    tokens = np.random.default_rng(0).integers(0, policy.vocab_size, (1, LENGTH), np.int32)
+    hidden = forward(policy, params, tokens, *plain(tokens))
+    np.testing.assert_allclose(
+        hidden[0] @ head_kernel(params), numpy_logits(policy, params, tokens[0]), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_a_tied_head_is_the_embedding_and_an_untied_one_its_own():
+    tied, untied = tiny.decoder_params(POLICY), tiny.decoder_params(UNTIED)
+    assert "head" not in tied and (head_kernel(tied) == tied["embed"].T).all()
+    assert untied["head"].shape == (POLICY.width, POLICY.vocab_size) and head_kernel(untied) is untied["head"]
+
+
+def test_a_token_sees_nothing_after_itself():
+    params = tiny.decoder_params()
+    tokens = np.random.default_rng(1).integers(0, POLICY.vocab_size, (1, LENGTH), np.int32)
+    before = forward(POLICY, params, tokens, *plain(tokens))
+    for k in (0, 5, LENGTH - 1):
+        changed = tokens.copy()
+        changed[0, k] = (tokens[0, k] + 1) % POLICY.vocab_size
+        after = forward(POLICY, params, changed, *plain(changed))
+        differs = np.abs(after - before)[0].max(-1) > 0
+        assert not differs[:k].any() and differs[k:].all()
+
+
+def test_packing_neighbours_and_padding_change_nothing():
+    params = tiny.decoder_params()
+    rng = np.random.default_rng(2)
+    short, long = rng.integers(0, POLICY.vocab_size, 4), rng.integers(0, POLICY.vocab_size, 7)
+
+    def row(*segments):
+        tokens, position, end = (np.zeros((1, LENGTH), np.int32) for _ in range(3))
+        at = 0
+        for segment in segments:
+            here = slice(at, at + len(segment))
+            tokens[0, here], position[0, here] = segment, np.arange(len(segment))
+            at += len(segment)
+            end[0, here] = at
+        return forward(POLICY, params, tokens, position, end)[0]
+
+    packed = row(long, short)
+    np.testing.assert_allclose(packed[:7], row(long)[:7], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(packed[7:11], row(short)[:4], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(packed[7:11], row(rng.integers(0, 64, 7), short)[7:11], rtol=1e-6, atol=1e-6)
+    assert np.isfinite(packed).all()
+
+
+@st.composite
+def forests(draw):
+    """Parent of each node (-1: a root) in depth-first order: a node hangs on the one before or an ancestor of that."""
+    parents = [-1]
+    for i in range(1, LENGTH):
+        line = [-1]
+        j = i - 1
+        while j >= 0:
+            line.append(j)
+            j = parents[j]
+        parents.append(draw(st.sampled_from(line)))
+    return parents
+
+
+@settings(max_examples=40, deadline=None)
+@given(parents=forests(), seed=st.integers(0, 99))
+def test_subtree_ends_say_who_is_an_ancestor(parents, seed):
+    ancestor = np.eye(LENGTH, dtype=bool)
+    for i, parent in enumerate(parents):
+        if parent >= 0:
+            ancestor[i] |= ancestor[parent]
+    subtree_end = np.array([[1 + max(i for i in range(LENGTH) if ancestor[i, j]) for j in range(LENGTH)]], np.int32)
+    rng = np.random.default_rng(seed)
+    query, key, value = (rng.normal(size=(1, LENGTH, heads, 8)).astype(np.float32) for heads in (4, 2, 2))
+    mixed, state = attend(subtree_end, query, key, value)
+    for h in range(4):
+        scores = np.where(ancestor, query[0, :, h] @ key[0, :, h // 2].T / np.sqrt(8), -np.inf)
+        expected = np.exp(tiny.log_softmax(scores)) @ value[0, :, h // 2]
+        np.testing.assert_allclose(mixed[0, :, h], expected, rtol=1e-5, atol=1e-5)
+
+
+@jax.jit
+def attend(subtree_end, query, key, value):
+    return PackedRows(subtree_end=subtree_end).attend(query, key, value, jnp.int32(0), None)
+
+
+def test_scores_of_half_precision_are_summed_in_float32():
+    rng = np.random.default_rng(3)
+    query, key, value = (jnp.asarray(rng.normal(size=(1, 64, 1, 256)), jnp.bfloat16) for _ in range(3))
+    visible = jnp.ones((1, 64, 64), bool)
+    mixed = grouped_attention(query, key, value, visible)
+    assert mixed.dtype == jnp.bfloat16
+    wide = grouped_attention(*(x.astype(jnp.float32) for x in (query, key, value)), visible)
+    np.testing.assert_allclose(mixed.astype(jnp.float32), wide, atol=0.02)
+
+
+@settings(max_examples=30, deadline=None)
+@given(first=st.integers(0, 500), second=st.integers(0, 500), shift=st.integers(0, 500))
+def test_rotary_scores_depend_on_the_distance_alone(first, second, shift):
+    rng = np.random.default_rng(4)
+    query, key = (jnp.asarray(rng.normal(size=(1, 1, 1, 8)), jnp.float32) for _ in range(2))
+
+    def score(i, j):
+        return float(jnp.sum(turned(query, np.int32([[i]])) * turned(key, np.int32([[j]]))))
+
+    assert score(first + shift, second + shift) == pytest.approx(score(first, second), abs=1e-3)
+    np.testing.assert_allclose(jnp.linalg.norm(turned(query, np.int32([[first]]))), jnp.linalg.norm(query), rtol=1e-5)
+    assert (turned(query, np.int32([[0]])) == query).all()
+
+
+turned = jax.jit(lambda x, position: rotate(x, position, 10_000.0))
+
+
+def test_a_far_position_turns_as_exactly_as_float32_allows():
+    x = jnp.ones((1, 1, 1, 4), jnp.float32)
+    turns = 100_000 * np.array([1.0, 0.01])
+    expected = np.concatenate([np.cos(turns) - np.sin(turns), np.cos(turns) + np.sin(turns)])
+    np.testing.assert_allclose(turned(x, np.int32([[100_000]]))[0, 0, 0], expected, atol=0.01)
+
+
+def test_the_value_head_is_linear_and_starts_at_zero():
+    params = init_params(POLICY, jax.random.key(0), critic=True)
+    hidden = jax.random.normal(jax.random.key(1), (2, 3, POLICY.width))
+    assert (values(params, hidden) == np.zeros((2, 3))).all()
+    params["value"] = {"kernel": jnp.arange(16.0), "bias": jnp.float32(2)}
+    np.testing.assert_allclose(values(params, hidden), np.asarray(hidden) @ np.arange(16.0) + 2, rtol=1e-5, atol=1e-5)
+    assert "value" not in init_params(POLICY, jax.random.key(0), critic=False)
+
+
+def trees():
+    """Everything whose layout the table must know: parameters and the learner's whole state, tied and untied."""
+    for policy in (POLICY, UNTIED):
+        params = jax.eval_shape(lambda key, p=policy: init_params(p, key, critic=True), jax.random.key(0))
+        optimizer = make_optimizer(max_grad_norm=1.0, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
+        yield params
+        yield jax.eval_shape(lambda p, o=optimizer: init_state(p, o), params)
+
+
+def test_every_parameter_and_optimizer_moment_has_a_layout():
+    for tree in trees():
+        specs = [layout.spec for layout in jax.tree.leaves(sharding.shardings(tree, tiny.mesh(2, 2, 2)))]
+        for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(tree), specs, strict=True):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            whole = leaf.ndim == 0 or name.endswith("scale") or ("value/" in name and "layers/" not in name)
+            assert whole == (tuple(spec) in ((), (None,) * len(spec))), name
+            if not whole:
+                assert {"fsdp", "tensor"} == set(spec) - {None} and len(spec) == leaf.ndim, name
+
+
+def test_matrices_of_a_block_are_split_so_that_only_out_and_down_need_a_sum():
+    specs = {name: sharding.spec_of(f"decoder/layers/{name}/kernel") for name in ("query", "gate", "out", "down")}
+    assert specs["query"] == specs["gate"] == P(None, "fsdp", "tensor")
+    assert specs["out"] == specs["down"] == P(None, "tensor", "fsdp")
+
+
+def test_an_axis_that_does_not_divide_is_replicated():
+    odd = {"embed": jax.ShapeDtypeStruct((63, 16), jnp.float32), "head": jax.ShapeDtypeStruct((15, 64), jnp.float32)}
+    layout = sharding.shardings(odd, tiny.mesh(2, 2, 2))
+    assert layout["embed"].spec == P(None, "fsdp") and layout["head"].spec == P(None, "tensor")
+
+
+def test_an_unknown_parameter_is_an_error():
+    with pytest.raises(KeyError, match="no sharding rule for parameter 'decoder/layers/router/kernel'; add one to"):
+        sharding.shardings({"decoder": {"layers": {"router": {"kernel": jnp.ones(2)}}}}, tiny.mesh())
+
+
+@pytest.mark.parametrize("policy", [POLICY, UNTIED], ids=["tied", "untied"])
+def test_eight_devices_compute_what_one_computes(policy):
+    params = tiny.decoder_params(policy)
+    tokens = np.random.default_rng(5).integers(0, policy.vocab_size, (4, LENGTH), np.int32)
+    one = forward(policy, params, tokens, *plain(tokens)) @ head_kernel(params)
+    eight = tiny.mesh(2, 2, 2)
+    params = jax.device_put(params, sharding.shardings(params, eight))
+    assert len(params["layers"]["query"]["kernel"].sharding.device_set) == 8
+    inputs = jax.device_put((tokens, *plain(tokens)), NamedSharding(eight, P(("data", "fsdp"))))
+    np.testing.assert_allclose(forward(policy, params, *inputs) @ head_kernel(params), one, rtol=1e-5, atol=1e-5)
+
+
+def test_remat_changes_neither_value_nor_gradient():
+    params = tiny.decoder_params()
+    tokens = np.random.default_rng(6).integers(0, POLICY.vocab_size, (2, LENGTH), np.int32)
+
+    def loss(policy):
+        return lambda p: jnp.sum(run(policy, p, tokens, *plain(tokens)) ** 2)
+
+    def result(policy):
+        return jax.jit(jax.value_and_grad(loss(policy)))(params)
+
+    full = dataclasses.replace(POLICY, remat="full")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), result(full), result(POLICY))
+    saved = [str(jax.make_jaxpr(jax.grad(loss(p)))(params)).count("remat") for p in (POLICY, full)]
+    assert saved[0] == 0 < saved[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_heads": 3}, r"policy\.kv_heads \(3\) must divide policy\.heads \(4\)"),
+        ({"head_dim": 7}, r"policy\.head_dim is 7; rotary embeddings need an even number"),
+        ({"remat": "some"}, r"policy\.remat is 'some'; choose 'none' or 'full'"),
+        ({"dtype": "int32"}, r"policy\.dtype is 'int32'; it must be a floating-point dtype"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(POLICY, **changes)

@@ -1,0 +1,289 @@
+"""Trajectories: what is written is what is read, what is corrupt is named, what each outcome means."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import tempfile
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from agentr1_jax.trajectory import (
+    POLICIES,
+    Budget,
+    Outcome,
+    OutcomePolicy,
+    Step,
+    Trajectory,
+    from_json,
+    read_jsonl,
+    to_json,
+    write_jsonl,
+)
+
+ARRAYS = ("prompt_ids", "response_ids", "logprobs", "final_prompt_ids")
+BUDGET = {
+    "max_steps": 5,
+    "response_tokens": 8,
+    "observation_tokens": 8,
+    "context_tokens": 64,
+    "trajectory_tokens": 99,
+}
+
+token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=8)
+# JSON may carry lone surrogates, so a tool's text may hold them.
+texts = st.text(st.characters(), max_size=8) | st.sampled_from(["\ud800", "\r\n\u2028\x00", "北京 🎬", "</tool_call>"])
+numbers = st.floats(allow_nan=False, allow_infinity=False)
+scalars = st.dictionaries(texts, numbers, max_size=2)
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | numbers | texts,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(texts, inner, max_size=2),
+    max_leaves=4,
+)
+info = st.dictionaries(texts, plain, max_size=2)
+
+
+@st.composite
+def next_prompt(draw, previous):
+    """A prompt that extends, branches from or ignores what came before."""
+    kept = previous[: draw(st.integers(0, len(previous)))] if draw(st.booleans()) else previous
+    return np.asarray([*kept, *draw(token_ids)], np.int32)
+
+
+@st.composite
+def trajectories(draw):
+    steps, previous = [], np.zeros(0, np.int32)
+    for _ in range(draw(st.integers(0, 3))):
+        prompt, response = draw(next_prompt(previous)), np.asarray(draw(token_ids), np.int32)
+        logprobs = draw(
+            st.lists(st.floats(-1e4, 0, width=32), min_size=len(response), max_size=len(response)).map(np.float32)
+        )
+        steps.append(
+            Step(
+                prompt,
+                response,
+                np.asarray(logprobs, np.float32),
+                reward=draw(st.none() | numbers),
+                reward_parts=draw(scalars),
+                observation=draw(texts),
+                tool_calls=tuple(draw(st.lists(info, max_size=2))),
+                state_key=draw(st.none() | texts),
+                context_rule=draw(st.sampled_from(["append", "window(2)"])),
+                policy_version=draw(st.integers(0, 9)),
+                info=draw(info),
+            )
+        )
+        previous = np.concatenate([prompt, response])
+    return Trajectory(
+        uid=draw(texts),
+        group=draw(st.integers(0, 9)),
+        sample=draw(st.integers(0, 9)),
+        task=draw(texts),
+        seed=draw(st.integers(0, 2**63 - 1)),
+        steps=tuple(steps),
+        outcome=draw(st.sampled_from(Outcome)),
+        final_prompt_ids=draw(st.none() | next_prompt(previous)),
+        metrics=draw(scalars),
+        info=draw(info),
+    )
+
+
+def contents(record):
+    """All fields of a step or trajectory as comparable values; arrays with dtype and bytes."""
+    out = {}
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        if field.name in ARRAYS and value is not None:
+            value = (value.dtype, value.shape, value.tobytes())
+        if field.name == "steps":
+            value = list(map(contents, value))
+        out[field.name] = list(value) if isinstance(value, tuple) and field.name == "tool_calls" else value
+    return out
+
+
+def trajectory(prompts=([1, 2],), responses=([3, 4],), rewards=None, **fields):
+    steps = tuple(
+        Step(np.asarray(p, np.int32), np.asarray(r, np.int32), np.full(len(r), -0.5, np.float32), reward=reward)
+        for p, r, reward in zip(prompts, responses, rewards or [1.0] * len(prompts), strict=True)
+    )
+    fields = {"outcome": Outcome.ANSWERED} | fields
+    return Trajectory("train/0/0", 0, 0, "task/1", seed=5, steps=steps, **fields)
+
+
+BRANCHING = trajectory(
+    prompts=([1, 2], [1, 2, 3, 4, 9], [1, 2, 8], [7]),
+    responses=([3, 4], [5], [], [6]),
+    final_prompt_ids=np.int32([7, 6]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@example(batch=[BRANCHING, trajectory(prompts=(), responses=())])
+@example(batch=[])
+@given(batch=st.lists(trajectories(), max_size=3))
+def test_what_is_written_is_what_is_read_and_equal_content_gives_equal_bytes(batch):
+    with tempfile.TemporaryDirectory() as folder:
+        write_jsonl(f"{folder}/new/a.jsonl.gz", batch)
+        read = list(read_jsonl(f"{folder}/new/a.jsonl.gz"))
+        write_jsonl(f"{folder}/b.jsonl.gz", read)
+        with open(f"{folder}/new/a.jsonl.gz", "rb") as a, open(f"{folder}/b.jsonl.gz", "rb") as b:
+            assert a.read() == b.read()
+    assert list(map(contents, read)) == list(map(contents, batch))
+
+
+def test_float32_logprobs_survive_to_the_last_bit():
+    everything = np.concatenate([-np.geomspace(1e-45, 3e38, 997), [-0.0, 0.0]]).astype(np.float32)
+    step = Step(np.int32([1]), np.zeros(999, np.int32), everything)
+    read = from_json(json.loads(json.dumps(to_json(dataclasses.replace(trajectory(), steps=(step,))))))
+    assert read.steps[0].logprobs.tobytes() == everything.tobytes()
+
+
+def test_a_prompt_is_stored_as_what_it_adds_to_the_step_before():
+    stored = to_json(BRANCHING)
+    assert [step["prompt_ids"] for step in stored["steps"]] == [
+        {"reuse": 0, "new": [1, 2]},
+        {"reuse": 4, "new": [9]},
+        {"reuse": 2, "new": [8]},
+        {"reuse": 0, "new": [7]},
+    ]
+    assert stored["final_prompt_ids"] == {"reuse": 2, "new": []}
+
+
+def test_a_failed_write_leaves_the_file_that_was_there(tmp_path):
+    path = tmp_path / "t.jsonl.gz"
+    write_jsonl(path, [trajectory()])
+    before = path.read_bytes()
+    with pytest.raises(ValueError):
+        write_jsonl(path, [trajectory(), trajectory(metrics={"em": float("nan")})])
+    with pytest.raises(TypeError):
+        write_jsonl(path, [trajectory(info={"a": object()})])
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(ValueError):
+        write_jsonl(tmp_path / "other.jsonl.gz", [trajectory(metrics={"em": float("inf")})])
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def broken_record(**changes):
+    record = to_json(trajectory())
+    record["steps"][0] |= {key: value for key, value in changes.items() if key in record["steps"][0]}
+    return json.dumps(record | {key: value for key, value in changes.items() if key not in record["steps"][0]})
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"uid": "a"',
+        "",
+        "7",
+        "[]",
+        "null",
+        "{}",
+        "[" * 100_000,
+        '{"uid": "\xff"}'.encode("latin-1"),
+        broken_record(unknown_field=1),
+        broken_record(outcome="won"),
+        broken_record(steps=5),
+        broken_record(steps=[5]),
+        broken_record(final_prompt_ids=[1, 2]),
+        broken_record(final_prompt_ids={"reuse": 5, "new": []}),
+        broken_record(prompt_ids=[1, 2]),
+        broken_record(prompt_ids={"reuse": 1, "new": [1]}),
+        broken_record(prompt_ids={"reuse": -1, "new": [1]}),
+        broken_record(prompt_ids={"new": [1]}),
+        broken_record(prompt_ids={"reuse": 0, "new": 7}),
+        broken_record(response_ids=[3.5, 4]),
+        broken_record(response_ids=["3", 4]),
+        broken_record(response_ids=[[3, 4]]),
+        broken_record(response_ids=[3, 2**40]),
+        broken_record(response_ids=None),
+        broken_record(logprobs=[-0.5]),
+        broken_record(logprobs=None),
+        broken_record(logprobs=[None, None]),
+        broken_record(logprobs=[-0.5, "x"]),
+    ],
+    ids=lambda line: str(line)[:24],
+)
+def test_a_corrupt_line_is_named_with_its_file(tmp_path, line):
+    path = tmp_path / "rl_000003.jsonl.gz"
+    good = json.dumps(to_json(trajectory())).encode()
+    bad = line if isinstance(line, bytes) else line.encode()
+    path.write_bytes(gzip.compress(b"\n".join([good, good, bad, good])))
+    read = []
+    with pytest.raises(ValueError, match=r"rl_000003\.jsonl\.gz, line 3: not a trajectory .*delete or repair"):
+        read.extend(read_jsonl(path))
+    assert len(read) == 2
+
+
+def test_a_file_that_is_cut_or_no_gzip_is_named(tmp_path):
+    path = tmp_path / "t.jsonl.gz"
+    # Incompressible contents, so that lines end within the compressed bytes.
+    rng = np.random.default_rng(0)
+    write_jsonl(path, [trajectory(responses=(rng.integers(0, 2**31, 20_000).tolist(),)) for _ in range(3)])
+    whole = path.read_bytes()
+
+    def error_of(data):
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=r"t\.jsonl\.gz, line \d: not a trajectory") as caught:
+            list(read_jsonl(path))
+        return str(caught.value)
+
+    assert "line 1" in error_of(whole[: len(whole) // 6])
+    assert "line 2" in error_of(whole[: len(whole) // 2])
+    damaged = bytearray(whole)
+    middle = len(whole) // 2
+    damaged[middle : middle + 64] = bytes(64)
+    error_of(bytes(damaged))
+    error_of(b"plain text\n")
+
+
+def test_a_missing_file_is_reported_as_missing(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        list(read_jsonl(tmp_path / "none.jsonl.gz"))
+
+
+@pytest.mark.parametrize("field", list(BUDGET))
+def test_a_budget_below_one_is_refused(field):
+    for value in (0, -3):
+        with pytest.raises(ValueError, match=rf"budget\.{field} is {value}; it must be at least 1"):
+            Budget(**BUDGET | {field: value})
+
+
+def test_a_budget_must_leave_room_for_a_prompt():
+    Budget(**BUDGET | {"response_tokens": 63})
+    with pytest.raises(ValueError, match=r"budget\.response_tokens \(64\) leaves no room"):
+        Budget(**BUDGET | {"response_tokens": 64})
+    with pytest.raises(ValueError, match="on_response_cut is 'stop'; choose 'end' or 'continue'"):
+        Budget(**BUDGET, on_response_cut="stop")
+
+
+@pytest.mark.parametrize("outcome", Outcome)
+def test_fault_9_every_outcome_says_what_becomes_of_it(outcome):
+    policy = POLICIES[outcome]
+    assert isinstance(policy, OutcomePolicy)
+    infrastructure = outcome in (Outcome.TOOL_FAILURE, Outcome.ENV_FAILURE, Outcome.ENGINE_FAILURE, Outcome.STALE)
+    cut = (Outcome.MAX_STEPS, Outcome.CONTEXT_OVERFLOW, Outcome.TIME_LIMIT, Outcome.RESPONSE_TRUNCATED)
+    assert (policy.training == "drop") == infrastructure
+    assert (policy.reward == "none") == infrastructure
+    assert policy.bootstrap == (outcome in cut)
+
+
+def test_total_reward_counts_what_the_outcome_lets_count():
+    parts = {"prompts": ([1], [2]), "responses": ([3], [4])}
+    assert trajectory(**parts, rewards=[0.5, -2.0]).total_reward == -1.5
+    assert trajectory(**parts, rewards=[0.5, -2.0], outcome=Outcome.MAX_STEPS).total_reward == -1.5
+    assert trajectory(**parts, rewards=[0.5, None], outcome=Outcome.TOOL_FAILURE).total_reward == 0.0
+    assert trajectory(prompts=(), responses=(), rewards=[], outcome=Outcome.CONTEXT_OVERFLOW).total_reward == 0.0
+
+
+def test_fault_9_a_missing_reward_is_never_zero():
+    for outcome in (o for o in Outcome if POLICIES[o].reward == "use"):
+        unknown = trajectory(
+            prompts=([1], [2], [3]), responses=([3], [4], [5]), rewards=[1.0, None, None], outcome=outcome
+        )
+        with pytest.raises(ValueError, match=rf"train/0/0 \({outcome}\): steps \[1, 2\] have no reward"):
+            _ = unknown.total_reward
