@@ -38,7 +38,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.task.corpus = "full"  # multihop: full | mini
 
     c.tokenizer = ConfigDict()
-    c.tokenizer.path = ""  # Hugging Face folder or hub id, or a SentencePiece *.model; "" trains one on the task's texts
+    c.tokenizer.path = ""  # Hugging Face folder or hub id, or a SentencePiece *.model ({data}: the data folder); "" trains one
     c.tokenizer.vocab_size = 1024  # of the trained one
     c.tokenizer.texts = 4000  # sample texts it is trained on
 
@@ -101,7 +101,6 @@ def get_config() -> ml_collections.ConfigDict:
     c.learner.row_tokens = 512  # length of a packed row
     c.learner.row_reads = 192  # trained tokens a row can hold
     c.learner.rows = 8  # rows of a microbatch, over all processes
-    c.learner.max_microbatches = 64  # most microbatches of an update
     c.learner.minibatches = 1  # updates per pass over a batch
     c.learner.epochs = 1  # passes over a batch
 

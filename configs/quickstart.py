@@ -14,11 +14,12 @@ def get_config() -> ml_collections.ConfigDict:
     """HopWorld, a decoder of 0.7M parameters, step-level credit."""
     c = base.get_config()
     c.run_dir = "runs/quickstart"
-    c.updates = 40
-    c.warm_start_updates = 800
+    c.updates = 50
+    c.warm_start_updates = 1000
     c.task.name = "hopworld"
     c.task.top_k = 2
     c.optimizer.name = "muon"
+    c.optimizer.lr = 5e-4
     c.tokenizer.vocab_size = 1536
     c.budget.max_steps = 6
     c.budget.context_tokens = 320
@@ -26,10 +27,9 @@ def get_config() -> ml_collections.ConfigDict:
     c.learner.row_tokens = 320
     c.learner.row_reads = 256
     c.learner.rows = 4
-    c.learner.max_microbatches = 64
     c.loss.chunk = 128
-    c.warm_start.batch = 32
-    c.warm_start.demonstrations = 8192
+    c.warm_start.batch = 40
+    c.warm_start.demonstrations = 10_000
     c.warm_start.practice = 0.5
     c.budget.response_tokens = 40
     c.budget.observation_tokens = 120

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 from collections.abc import Sequence
@@ -16,9 +17,9 @@ from agentr1_jax.agents.context import context_rule
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity
 from agentr1_jax.credit import get_scheme
-from agentr1_jax.envs.base import Task
+from agentr1_jax.envs.base import Row, Task
 from agentr1_jax.envs.hopworld.task import HopWorldTask
-from agentr1_jax.envs.multihop import MultihopTask
+from agentr1_jax.envs.multihop import MultihopTask, data_folder
 from agentr1_jax.learner.fill import AGGREGATES
 from agentr1_jax.learner.losses import LossConfig
 from agentr1_jax.learner.packing import MODES
@@ -36,6 +37,7 @@ from agentr1_jax.text.sentencepiece import train_sentencepiece
 from agentr1_jax.text.tokenizer import Tokenizer, load_tokenizer
 from agentr1_jax.trajectory import Budget
 
+OPENINGS_CHECKED = 8
 CRITICS = ("none", "shared_trunk")
 
 
@@ -69,6 +71,13 @@ def check(config: ml_collections.ConfigDict) -> None:
         raise UserError(
             f"the last of rollout.live_lengths ({config.rollout.live_lengths[-1]}) is less than "
             f"budget.context_tokens ({config.budget.context_tokens}): a step would not fit the cache"
+        )
+    steps = config.budget.max_steps + config.budget.final_answer_step
+    reads = min(config.budget.context_tokens, steps * config.budget.response_tokens) + 1
+    if config.learner.row_reads < reads:
+        raise UserError(
+            f"learner.row_reads is {config.learner.row_reads}; a trajectory can have {reads} (budget.max_steps x "
+            "budget.response_tokens, and one for the critic)"
         )
     processes_, minibatches = processes.process_count(), config.learner.minibatches
     if config.rollout.groups % (processes_ * minibatches):
@@ -114,6 +123,8 @@ def task(config: ml_collections.ConfigDict) -> Task:
 def tokenizer(config: ml_collections.ConfigDict, task: Task) -> Tokenizer:
     """The tokenizer at `config.tokenizer.path`, or one trained on the task's texts and kept in the run folder."""
     path = os.path.expanduser(config.tokenizer.path)
+    if "{data}" in path:
+        path = path.replace("{data}", str(_data_folder(config)))
     if not path:
         path = os.path.join(config.run_dir, "tokenizer.model")
         if processes.process_index() == 0 and not os.path.exists(path):
@@ -123,6 +134,13 @@ def tokenizer(config: ml_collections.ConfigDict, task: Task) -> Tokenizer:
         return load_tokenizer(path)
     except (ValueError, FileNotFoundError) as error:
         raise UserError(f"tokenizer.path: {error}") from error
+
+
+def _data_folder(config: ml_collections.ConfigDict) -> os.PathLike[str]:
+    try:
+        return data_folder(config.task.data_dir)
+    except FileNotFoundError as error:
+        raise UserError(str(error)) from error
 
 
 def budget(config: ml_collections.ConfigDict) -> Budget:
@@ -138,6 +156,29 @@ def agent(config: ml_collections.ConfigDict, task: Task, tokenizer: Tokenizer) -
         raise UserError(f"tokenizer.path: {error}") from error
     rule = context_rule(config.context)
     return EnvLoop(task.env, tokenizer, chat, rule, config.context, budget(config))
+
+
+def check_openings(config: ml_collections.ConfigDict, task: Task, agent: EnvLoop) -> None:
+    """Refuses a budget that the task's first prompts already exceed.
+
+    Raises:
+      UserError: names the row, its length and the keys to change.
+    """
+
+    async def opening_tokens(row: Row) -> int:
+        observation = await task.env().reset(row, seed=0)
+        return len(agent.opening(observation))
+
+    room = config.budget.context_tokens - config.budget.response_tokens
+    for split in ("train", "eval"):
+        for row in (task.row(split, index) for index in range(OPENINGS_CHECKED)):
+            tokens = asyncio.run(opening_tokens(row))
+            if tokens > room:
+                raise UserError(
+                    f"the prompt of row {row['id']} has {tokens} tokens; budget.context_tokens "
+                    f"({config.budget.context_tokens}) less budget.response_tokens ({config.budget.response_tokens}) "
+                    f"leaves {room}: raise budget.context_tokens"
+                )
 
 
 def policy(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> DecoderConfig:
@@ -202,6 +243,14 @@ def learner_state(
     fresh = jax.jit(lambda seed: make(jax.random.key(seed)), out_shardings=layout)
     restart = jax.jit(lambda params: init_state(params, optimizer), out_shardings=layout)
     return functools.partial(fresh, np.uint32(seed)), restart, (optimizer, checkpoint.abstract(shapes, layout), layout)
+
+
+def microbatches(config: ml_collections.ConfigDict, trajectories: int) -> int:
+    """Microbatches that the worst packing of so many trajectories fills; the update loops over those that hold data."""
+    segments = 1
+    if config.context != "append" or config.learner.packing == "steps":
+        segments = config.budget.max_steps + config.budget.final_answer_step + 1
+    return -(-trajectories * segments // config.learner.rows)
 
 
 def identities(

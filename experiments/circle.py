@@ -28,7 +28,7 @@ from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime import processes
 from agentr1_jax.runtime.seeds import generator
 from agentr1_jax.text.tokenizer import Tokenizer
-from agentr1_jax.trajectory import Trajectory
+from agentr1_jax.trajectory import POLICIES, Trajectory
 from experiments import build
 
 PRACTICE = "practice"
@@ -55,11 +55,13 @@ class Learner:
     Attributes:
       update: one optimizer step.
       score: forward pass for the critic's values; None where nothing needs it.
+      microbatches: most of them that a batch can fill.
       credit: the scheme; None for demonstrations, whose advantage is 1.
     """
 
     update: Callable[..., tuple[LearnerState, dict[str, jax.Array]]]
     score: Callable[..., Scores] | None
+    microbatches: int
     credit: Callable[[CreditBatch], Credit] | None
 
 
@@ -155,6 +157,8 @@ def learn(
     config = run.config
     started = time.perf_counter()
     usable = flat.usable(trajectories)
+    if learner.score is not None:
+        _check_final_prompts(usable)
     parts = _minibatches(usable, config.learner.minibatches)
     packs = [
         packing.pack(
@@ -202,7 +206,7 @@ def learn(
             reads = fill.fill_critic(
                 reads, pack, values=own.values[a:b], targets=targets[tokens], weights=value_weights[a:b]
             )
-        batches.append(_to_device(run, pack.nodes, reads))
+        batches.append(_to_device(run, learner, pack.nodes, reads))
 
     metrics: dict[str, jax.Array] = {}
     for _ in range(config.learner.epochs):
@@ -223,6 +227,15 @@ def learn(
         "time/learner_tokens": float(computed * config.learner.epochs),
     }
     return state, out, with_advantages(ordered, advantages[mine])
+
+
+def _check_final_prompts(trajectories: Sequence[Trajectory]) -> None:
+    for t in trajectories:
+        if POLICIES[t.outcome].bootstrap and t.final_prompt_ids is None:
+            raise ValueError(
+                f"trajectory {t.uid} was cut ({t.outcome}) without final_prompt_ids, where the critic values its future; "
+                "the agent must give them to session.finish()"
+            )
 
 
 def with_advantages(trajectories: Sequence[Trajectory], advantages: np.ndarray) -> list[Trajectory]:
@@ -248,11 +261,11 @@ def _minibatch_of_token(part: Sequence[Trajectory], index: int) -> np.ndarray:
     return np.full(sum(len(s.response_ids) for t in part for s in t.steps), index, np.int32)
 
 
-def _to_device(run: Run, nodes: packing.Nodes, reads: packing.Reads) -> tuple[packing.Batch, np.int32]:
+def _to_device(run: Run, learner: Learner, nodes: packing.Nodes, reads: packing.Reads) -> tuple[packing.Batch, np.int32]:
     """A batch on the learner's mesh, and how many of its microbatches hold data in any process."""
     c = run.config.learner
     rows = c.rows // processes.process_count()
-    batch = packing.to_microbatches(nodes, reads, microbatches=c.max_microbatches, rows=rows)
+    batch = packing.to_microbatches(nodes, reads, microbatches=learner.microbatches, rows=rows)
     used = max(processes.all_gather_json(-(-nodes.tokens.shape[0] // rows)))
     return meshes.global_batch(batch, run.learner_mesh), np.int32(used)
 
@@ -265,7 +278,7 @@ def _critic(
         return None, None
     values, final_values = [], []
     for pack in packs:
-        batch, count = _to_device(run, pack.nodes, pack.reads)
+        batch, count = _to_device(run, learner, pack.nodes, pack.reads)
         value = meshes.local_rows(learner.score(params, batch, count).value, run.learner_mesh)
         per_read = value.reshape(-1, value.shape[-1])[: pack.rows]
         values.append(fill.gather_tokens(pack, per_read))

@@ -90,6 +90,7 @@ def main(argv: Sequence[str]) -> None:
     policy = build.policy(config, tokenizer)
     engine = build.engine(config, policy, rollout_mesh)
     agent = build.agent(config, task, tokenizer)
+    build.check_openings(config, task, agent)
     run = Run(config, task, tokenizer, agent, policy, engine, learner_mesh, rollout_mesh)
     fresh, restart, (optimizer, like, layout) = build.learner_state(config, policy, learner_mesh)
 
@@ -112,6 +113,7 @@ def main(argv: Sequence[str]) -> None:
                 supervised = Learner(
                     update=make_update(policy, build.loss_config(config, clip="none"), optimizer, layout),
                     score=None,
+                    microbatches=build.microbatches(config, config.warm_start.batch),
                     credit=None,
                 )
                 deadline = started - before + config.control_seconds if config.control else None
@@ -126,11 +128,13 @@ def main(argv: Sequence[str]) -> None:
                 position.results["em_control" if config.control else "em_before"] = measured["em"]
                 save(state, config.warm_start_updates + 1)
             if position.phase == "rl" and not config.control:
+                batch = config.rollout.groups * config.rollout.samples // config.learner.minibatches
                 scheme, assign = get_scheme(config.credit.name, build.credit_args(config))
                 loss = build.loss_config(config)
                 reinforced = Learner(
                     update=make_update(policy, loss, optimizer, layout),
                     score=make_score(policy, loss) if scheme.needs_critic else None,
+                    microbatches=build.microbatches(config, batch),
                     credit=jax.jit(assign),
                 )
                 state = reinforce(run, reinforced, state, position, metrics, stop, save, compiles)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import letters
 import numpy as np
@@ -241,6 +242,16 @@ def test_the_first_observation_must_be_a_prompt():
             return Observation(token_ids=np.asarray([7, 8]), state_key="s0")
 
     assert play(WORDS, Numbers(SEEN)).steps[0].prompt_ids.tolist() == [7, 8]
+
+
+def test_a_later_observation_is_no_conversation():
+    class Chatty(ScriptedEnv):
+        async def step(self, action):
+            later = Observation(messages=[{"role": "user", "content": "and?"}])
+            return dataclasses.replace(await super().step(action), observation=later)
+
+    with pytest.raises(ValueError, match="must hold text or token ids, not messages"):
+        play(WORDS, Chatty(SEEN))
 
 
 def test_the_final_answer_is_asked_for_in_one_step_more():

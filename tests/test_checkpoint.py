@@ -13,7 +13,7 @@ from agentr1_jax.policy.decoder import init_params
 from agentr1_jax.policy.sharding import shardings
 from agentr1_jax.runtime.checkpoint import Checkpoints, abstract
 
-OPTIMIZER = make_optimizer(max_grad_norm=1.0, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0)
+OPTIMIZER = make_optimizer(name="adamw", max_grad_norm=1.0, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0)
 RECORD = {"phase": "rl", "update": 7, "seconds": 12.5, "results": {"em_before": 0.25}, "totals": {}, "name": "é"}
 
 

@@ -6,7 +6,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 import tiny
@@ -215,8 +214,7 @@ def test_nothing_compiles_after_warm_up():
 
 @pytest.mark.parametrize("program", ["prefill", "decode"])
 @pytest.mark.parametrize("live", [64, 2048])
-def test_the_donated_cache_is_written_in_place(program, live, monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # `lower` makes trees whose leaves are no arrays
+def test_the_donated_cache_is_written_in_place(program, live):
     policy = dataclasses.replace(POLICY, layers=32)
     config = dataclasses.replace(CONFIG, slots=4, length=2048, live_lengths=(64, 2048), prefill_rows=1)
     engine = Engine(policy, config, tiny.mesh())

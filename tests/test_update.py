@@ -1,228 +1,28 @@
-"""The update: packing changes neither loss nor gradient, only sampled tokens are trained, one program serves all."""
+"""The update: one program for batches of any size, the same on every mesh; its optimizer, its metrics, its caution."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import tiny
-from builders import LONGEST, VOCAB, batches, fixed_batch, with_logprobs
-from hypothesis import assume, given, settings
+from examples import CONFIG, POLICY, check_close, check_nonzero, example, gradient, layout, parameters, scores
 
-from agentr1_jax.learner.fill import aggregate_weights, fill_critic, fill_policy, gather_tokens
-from agentr1_jax.learner.losses import LossConfig
-from agentr1_jax.learner.packing import pack, to_microbatches
-from agentr1_jax.learner.update import init_state, loss_and_metrics, make_optimizer, make_score, make_update
-from agentr1_jax.policy.attention import PackedRows
-from agentr1_jax.policy.config import DecoderConfig
-from agentr1_jax.policy.decoder import Decoder, init_params, values
+from agentr1_jax.learner.packing import to_microbatches
+from agentr1_jax.learner.update import init_state, make_optimizer, make_update
 from agentr1_jax.policy.sharding import shardings
 from agentr1_jax.runtime.mesh import global_batch
 
-POLICY = DecoderConfig(vocab_size=VOCAB, width=16, layers=2, heads=4, kv_heads=2, head_dim=4, hidden=24)
-CONFIG = LossConfig(
-    ratio="token",
-    clip="dual",
-    clip_low=0.2,
-    clip_high=0.28,
-    dual_c=3.0,
-    value_coef=0.5,
-    value_clip=0.5,
-    entropy_coef=0.01,
-    temperature=0.8,
-    chunk=48,
-)
-STEP_RATIO = dataclasses.replace(CONFIG, ratio="step", clip="asymmetric")
-WIDE = dataclasses.replace(POLICY, dtype="float64", param_dtype="float64")
-ROWS, READS, MICROBATCHES = 16, 20, 2
+MICROBATCHES = 2
 ROWS_OF_STEPS = 6
 """Rows of `example("append")` in mode `steps`."""
 RATES = {"decoder": np.float32(1024), "value": np.float32(512)}
 """So large that the old parameters do not round the gradient away."""
-
-
-@functools.cache
-def parameters(critic=True):
-    """Random parameters with a value head that is not 0."""
-    params = {"decoder": tiny.decoder_params(POLICY)}
-    if critic:
-        head = init_params(POLICY, jax.random.key(1), critic=True)["value"]
-        params["value"] = {
-            "kernel": jax.random.normal(jax.random.key(2), head["kernel"].shape) / 4,
-            "bias": jnp.ones(()),
-        }
-    return params
-
-
-@functools.cache
-def score():
-    return make_score(POLICY, CONFIG)
-
-
-def scores(trajectories, mode="chains"):
-    """Log-prob, entropy and value of the sampled tokens, in stream order."""
-    packing = layout(trajectories, mode)
-    batch = to_microbatches(packing.nodes, packing.reads, microbatches=1, rows=ROWS)
-    out = score()(parameters(), batch, np.int32(1))
-    return [gather_tokens(packing, np.asarray(x)[0, : packing.rows]) for x in (out.logprob, out.entropy, out.value)]
-
-
-def layout(trajectories, mode):
-    return pack(trajectories, mode=mode, row_tokens=LONGEST, row_reads=READS, final_reads=True)
-
-
-@dataclasses.dataclass(frozen=True)
-class Example:
-    """A batch and all that credit assignment would have found for it, [K] in stream order."""
-
-    trajectories: list
-    advantages: np.ndarray
-    weights: np.ndarray
-    old_values: np.ndarray
-    targets: np.ndarray
-    value_weights: np.ndarray
-
-    def reads(self, packing, critic=True):
-        reads = fill_policy(packing, advantages=self.advantages, weights=self.weights)
-        if not critic:
-            return reads
-        return fill_critic(reads, packing, values=self.old_values, targets=self.targets, weights=self.value_weights)
-
-    def batch(self, mode="chains", critic=True, microbatches=1, rows=ROWS):
-        packing = layout(self.trajectories, mode)
-        return to_microbatches(packing.nodes, self.reads(packing, critic), microbatches=microbatches, rows=rows)
-
-
-def away_from_edges(rng, step, edges):
-    """log ρ of each token such that ρ and its step's mean stay 1e-3 from the clip's edges."""
-    out = np.zeros(len(step))
-    for unit in np.unique(step):
-        while True:
-            drawn = rng.uniform(-1.5, 1.5, (step == unit).sum())
-            ratios = np.exp([*drawn, drawn.mean()])
-            if np.abs(ratios[:, None] - edges).min() > 2e-3:
-                break
-        out[step == unit] = drawn
-    return out
-
-
-@functools.cache
-def example(context="append", aggregate="token", seed=0):
-    """One untrained trajectory among five; old log-probs and values away from where the losses have corners."""
-    rng = np.random.default_rng(seed)
-    trajectories = fixed_batch(context, seed)
-    logprob, _, value = scores(trajectories)
-    steps = [(i, t.group, s) for i, t in enumerate(trajectories) for s in t.steps]
-    sizes = [len(s.response_ids) for _, _, s in steps]
-    step = np.repeat(np.arange(len(steps)), sizes)
-    trajectory, group = (np.repeat([cell[i] for cell in steps], sizes) for i in (0, 1))
-    trained = trajectory != 1
-    off = rng.uniform(0.1, 1.0, len(step)) * rng.choice([-1, 1], len(step))
-    return Example(
-        trajectories=with_logprobs(trajectories, logprob - away_from_edges(rng, step, np.array([0.8, 1.28, 3.0]))),
-        advantages=rng.normal(size=len(step)).astype(np.float32),
-        weights=aggregate_weights(aggregate, step, trajectory, group, trained, fixed_denominator=10.0),
-        old_values=(value + np.where(np.abs(np.abs(off) - 0.5) < 0.01, 0.3, off)).astype(np.float32),
-        targets=(value + rng.normal(0.5, 1.0, len(step))).astype(np.float32),
-        value_weights=aggregate_weights("token", step, trajectory, group, trained & (rng.random(len(step)) < 0.7)),
-    )
-
-
-@functools.cache
-def gradient(policy, config):
-    """Compiled (params, batch of one microbatch) -> ((loss, metrics), gradient)."""
-    inner = jax.value_and_grad(functools.partial(loss_and_metrics, policy, config), has_aux=True)
-    # Compiled fast rather than to be fast.
-    quick = {"xla_backend_optimization_level": 0}
-    return jax.jit(lambda params, batch: inner(params, jax.tree.map(lambda x: x[0], batch)), compiler_options=quick)
-
-
-def check_close(one, other, relative):
-    """Each leaf within `relative` of its largest entry."""
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=relative * max(np.abs(b).max(), 1e-30))
-
-
-def check_nonzero(grads):
-    assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(grads))
-
-
-GRID = [
-    ("token", "ppo", "token", False),
-    ("token", "dual", "trajectory", True),
-    ("token", "cispo", "group", False),
-    ("token", "none", "fixed", False),
-    ("step", "asymmetric", "step", True),
-    ("step", "dual", "group", False),
-    ("step", "cispo", "trajectory", False),
-]
-
-
-@pytest.mark.parametrize(("ratio", "clip", "aggregate", "critic"), GRID)
-def test_chains_have_the_loss_and_gradient_of_steps(ratio, clip, aggregate, critic):
-    config = dataclasses.replace(CONFIG, ratio=ratio, clip=clip)
-    for context in ("append", "window", "mixed"):
-        case = example(context, aggregate)
-        with jax.enable_x64(True):
-            params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), parameters(critic))
-            chains = gradient(WIDE, config)(params, case.batch("chains", critic))
-            steps = gradient(WIDE, config)(params, case.batch("steps", critic))
-        assert chains[0][0].dtype == np.float64
-        check_close(chains, steps, 1e-9)
-        check_nonzero(steps[1])
-
-
-@settings(max_examples=20, deadline=None)
-@given(batches())
-def test_chains_have_the_loss_and_gradient_of_steps_for_any_batch(trajectories):
-    assume(layout(trajectories, "steps").rows <= ROWS)
-    count = sum(len(s.response_ids) for t in trajectories for s in t.steps)
-    numbers = np.random.default_rng(count).normal(size=(5, count)).astype(np.float32)
-    case = Example(trajectories, *(np.abs(x) if i in (1, 4) else x for i, x in enumerate(numbers)))
-    with jax.enable_x64(True):
-        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), parameters())
-        chains, steps = (gradient(WIDE, STEP_RATIO)(params, case.batch(mode)) for mode in ("chains", "steps"))
-    check_close(chains, steps, 1e-9)
-
-
-@pytest.mark.parametrize("config", [CONFIG, STEP_RATIO])
-@pytest.mark.parametrize("context", ["append", "window", "mixed"])
-def test_chains_have_the_gradient_of_steps_in_single_precision(config, context):
-    case = example(context, "step")
-    chains, steps = (gradient(POLICY, config)(parameters(), case.batch(mode)) for mode in ("chains", "steps"))
-    np.testing.assert_allclose(chains[0][0], steps[0][0], rtol=1e-5)
-    check_close(chains[1], steps[1], 1e-5)
-
-
-@pytest.mark.parametrize("mode", ["chains", "steps"])
-@pytest.mark.parametrize("context", ["append", "mixed"])
-def test_scores_are_those_of_each_step_alone(mode, context):
-    """Independent of packing: one forward pass for each step's own prompt and response."""
-    trajectories = fixed_batch(context)
-    steps = [s for t in trajectories for s in t.steps]
-    sequences = [np.concatenate([s.prompt_ids, s.response_ids]) for s in steps]
-    logits = tiny.full_logits(POLICY, parameters()["decoder"], sequences, LONGEST, rows=ROWS)
-    logprob, entropy = [], []
-    for s, row in zip(steps, logits, strict=True):
-        own = tiny.log_softmax(row[len(s.prompt_ids) - 1 : -1].astype(np.float64) / CONFIG.temperature)
-        logprob += own[np.arange(len(s.response_ids)), s.response_ids].tolist()
-        entropy += (-(np.exp(own) * own).sum(-1)).tolist()
-    got = scores(trajectories, mode)
-    np.testing.assert_allclose(got[0], logprob, atol=1e-5)
-    np.testing.assert_allclose(got[1], entropy, atol=1e-5)
-
-
-def test_values_are_a_linear_head():
-    kernel, hidden = np.arange(3.0), np.array([[1.0, 2.0, 3.0], [0.0, 0.0, -1.0]])
-    params = {"value": {"kernel": jnp.asarray(kernel), "bias": jnp.asarray(0.5)}}
-    np.testing.assert_allclose(values(params, jnp.asarray(hidden)), [8.5, -1.5])
-    assert not np.any(init_params(POLICY, jax.random.key(0), critic=True)["value"]["kernel"])
 
 
 @functools.cache
@@ -231,7 +31,7 @@ def updater(shape, adam=False):
     mesh = tiny.mesh(*shape)
     optimizer = optax.identity()
     if adam:
-        optimizer = make_optimizer(max_grad_norm=0.1, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
+        optimizer = make_optimizer(name="adamw", max_grad_norm=0.1, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
     layout = shardings(init_state(parameters(), optimizer), mesh)
 
     def fresh():
@@ -338,92 +138,11 @@ def test_metrics_say_what_they_are_named_after():
     assert set(metrics) == {*expected, "loss", "grad_norm", "skipped", "skipped_in_a_row"}
 
 
-def probe_gradient(batch):
-    """d loss / d (final hidden state of each node) [rows, length, width]: what reaches the logits of each position."""
-    one = jax.tree.map(lambda x: jnp.asarray(x[0]), batch)
-
-    def loss(probe):
-        def add(call, args, kwargs, context):
-            out = call(*args, **kwargs)
-            return (out[0] + probe, out[1]) if context.module.name is None else out
-
-        with nn.intercept_methods(add):
-            return loss_and_metrics(POLICY, CONFIG, parameters(), one)[0]
-
-    return np.asarray(jax.jit(jax.grad(loss))(jnp.zeros((*one.nodes.tokens.shape, POLICY.width))))
-
-
-def test_fault_11_only_positions_that_predict_trained_tokens_have_a_gradient():
-    """Prompt, tool text, padding and untrained trajectories reach the logits with a gradient of exactly zero."""
-    case = example("mixed")
-    packing = layout(case.trajectories, "chains")
-    reads = case.reads(packing)
-    expected = np.zeros((ROWS, LONGEST), bool)
-    row, column = np.nonzero((reads.weight > 0) | (reads.value_weight > 0))
-    expected[row, reads.src[row, column]] = True
-    np.testing.assert_array_equal(np.abs(probe_gradient(case.batch())).max(axis=-1) > 0, expected)
-
-
-def test_fault_8_what_stands_in_rows_of_no_weight_does_not_matter():
-    batch, rng = example("append").batch(), np.random.default_rng(0)
-    padding = ~(batch.reads.weight[0].any(axis=1) | batch.reads.value_weight[0].any(axis=1))
-    assert padding.any()
-    noise = {
-        "nodes": {"tokens": VOCAB, "position": LONGEST},
-        "reads": {"src": LONGEST, "target": VOCAB, "step": 9, "is_action": 2},
-    }
-    spoilt = jax.tree.map(np.copy, batch)
-    for part, fields in noise.items():
-        for name, bound in fields.items():
-            x = getattr(getattr(spoilt, part), name)
-            x[0, padding] = rng.integers(0, bound, x[0, padding].shape)
-    for name in ("old_logprob", "advantage", "old_value", "value_target"):
-        x = getattr(spoilt.reads, name)
-        x[0, padding] = rng.normal(size=x[0, padding].shape)
-    clean, noisy = (gradient(POLICY, CONFIG)(parameters(), b) for b in (batch, spoilt))
-    jax.tree.map(np.testing.assert_array_equal, noisy, clean)
-
-
-def test_clip_none_with_advantage_one_is_cross_entropy():
-    """Supervised training is the same update: demonstrations store no log-probs, and the loss does not ask for them."""
-    case = example("append")
-    count = len(case.advantages)
-    ones = np.ones(count, np.float32)
-    case = dataclasses.replace(
-        case,
-        trajectories=with_logprobs(case.trajectories, np.zeros(count)),
-        advantages=ones,
-        weights=ones / np.float32(count),
-    )
-    config = dataclasses.replace(CONFIG, clip="none", entropy_coef=0.0, temperature=1.0)
-    params = parameters(critic=False)
-    (loss, _), grads = gradient(POLICY, config)(params, case.batch(critic=False))
-    steps = [s for t in case.trajectories for s in t.steps]
-    tokens, mask = np.zeros((2, ROWS, LONGEST), np.int32)
-    for row, s in enumerate(steps):
-        size = len(s.prompt_ids) + len(s.response_ids)
-        tokens[row, :size] = np.concatenate([s.prompt_ids, s.response_ids])
-        mask[row, len(s.prompt_ids) : size] = 1
-
-    position = jnp.broadcast_to(jnp.arange(LONGEST), tokens.shape)
-    causal = PackedRows(subtree_end=jnp.full(tokens.shape, LONGEST))
-
-    def cross_entropy(decoder):
-        hidden, _ = Decoder(POLICY).apply({"params": decoder}, jnp.asarray(tokens), position, causal)
-        logits = (hidden @ decoder["embed"].T)[:, :-1]
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-        return jnp.sum(losses * mask[:, 1:]) / count
-
-    expected, expected_grads = jax.jit(jax.value_and_grad(cross_entropy))(params["decoder"])
-    np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    check_close(grads["decoder"], expected_grads, 1e-5)
-
-
-def test_the_optimizer_is_adam_on_the_clipped_gradient_and_matrices_alone_decay():
+def test_adamw_takes_the_clipped_gradient_and_lets_kernels_alone_decay():
     """Three steps, of which one is not clipped, against the published update rule."""
     rng = np.random.default_rng(0)
-    params = {"matrix": rng.normal(size=(2, 3)), "vector": rng.normal(size=3)}
-    optimizer = make_optimizer(max_grad_norm=0.5, b1=0.9, b2=0.95, eps=1e-3, weight_decay=0.1)
+    params = {"kernel": rng.normal(size=(2, 3)), "scale": rng.normal(size=3)}
+    optimizer = make_optimizer(name="adamw", max_grad_norm=0.5, b1=0.9, b2=0.95, eps=1e-3, weight_decay=0.1)
     moments = dict.fromkeys(params, (0.0, 0.0))
     with jax.enable_x64(True):
         state = optimizer.init(jax.tree.map(jnp.asarray, params))
@@ -435,8 +154,44 @@ def test_the_optimizer_is_adam_on_the_clipped_gradient_and_matrices_alone_decay(
                 g = grads[name] * min(1, 0.5 / norm)
                 m, v = (b * old + (1 - b) * x for b, old, x in zip((0.9, 0.95), moments[name], (g, g**2), strict=True))
                 moments[name] = m, v
-                expected = m / (1 - 0.9**t) / (np.sqrt(v / (1 - 0.95**t)) + 1e-3) + (0.1 * p if p.ndim > 1 else 0)
+                expected = m / (1 - 0.9**t) / (np.sqrt(v / (1 - 0.95**t)) + 1e-3) + (0.1 * p if name == "kernel" else 0)
                 np.testing.assert_allclose(updates[name], expected, rtol=1e-9)
+
+
+def test_muon_steps_along_the_orthogonal_factor_of_each_layer():
+    """A layer's kernel gets a step with equal singular values, of AdamW's size; the rest gets AdamW's (Nesterov)."""
+    rng = np.random.default_rng(0)
+    shapes = {"layers": {"kernel": (2, 8, 4)}, "embed": (5, 3), "scale": (3,)}
+    params, grads = (
+        jax.tree.map(lambda shape: rng.normal(size=shape), shapes, is_leaf=lambda x: isinstance(x, tuple)) for _ in "pg"
+    )
+    hyper = {"max_grad_norm": 1e9, "b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+
+    def step(grads):
+        optimizer = make_optimizer(name="muon", **hyper)
+        args = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (grads, params))
+        return jax.tree.map(np.asarray, optimizer.update(args[0], optimizer.init(args[1]), args[1])[0])
+
+    muon = step(grads)
+    nadam = optax.scale_by_adam(b1=0.9, b2=0.95, nesterov=True)
+    check_close(
+        muon["embed"], nadam.update(grads["embed"], nadam.init(grads["embed"]))[0] + 0.1 * params["embed"], 1e-5
+    )
+    check_close(muon["scale"], nadam.update(grads["scale"], nadam.init(grads["scale"]))[0], 1e-5)
+    for layer in range(2):
+        update = (muon["layers"]["kernel"] - 0.1 * params["layers"]["kernel"])[layer] / (0.2 * np.sqrt(8))
+        u, sizes, v = np.linalg.svd(grads["layers"]["kernel"][layer], full_matrices=False)
+        aligned = u.T @ update @ v.T
+        assert (np.abs(np.diag(aligned) - 1) < 0.4).all(), "the iteration brings singular values near 1"
+        assert np.abs(aligned - np.diag(np.diag(aligned))).max() < 1e-3
+        assert sizes.max() / sizes.min() > 1.5
+    changed = {**grads, "layers": {"kernel": grads["layers"]["kernel"] * np.array([1, -3])[:, None, None]}}
+    np.testing.assert_allclose(step(changed)["layers"]["kernel"][0], muon["layers"]["kernel"][0], atol=1e-6)
+
+
+def test_an_unknown_optimizer_is_an_error():
+    with pytest.raises(ValueError, match="unknown optimizer.name 'sgd'; choose one of adamw, muon"):
+        make_optimizer(name="sgd", max_grad_norm=1.0, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0)
 
 
 def test_an_update_that_is_not_finite_is_skipped_and_counted():

@@ -43,7 +43,7 @@ class EnvLoop:
         facts = {key: row[key] for key in ROW_FACTS if key in row}
         env = self.make_env()
         observation = await env.reset(row, session.seed)
-        opening = self._opening(observation)
+        opening = self.opening(observation)
         turns: list[Turn] = []
         state_key, spent = observation.state_key, 0
         fits: np.ndarray | None = None
@@ -86,7 +86,7 @@ class EnvLoop:
         final = self.rule(opening, turns)
         session.finish(Outcome.MAX_STEPS, final if len(final) <= budget.context_tokens else fits, env.cut(), facts)
 
-    def _opening(self, observation: Observation) -> np.ndarray:
+    def opening(self, observation: Observation) -> np.ndarray:
         if observation.messages is not None:
             return np.asarray(self.chat.render_opening(observation.messages, observation.tools), np.int32)
         if observation.token_ids is not None:
@@ -97,6 +97,8 @@ class EnvLoop:
         """Ids between a response and the next one: glue, the observation cut to its budget, glue."""
         if observation.token_ids is not None:
             return np.asarray(observation.token_ids, np.int32)
+        if observation.text is None:
+            raise ValueError("a later observation of an environment must hold text or token ids, not messages")
         # The request stands first, where no cut can take it away.
         text = f"{FINAL_REQUEST}\n{observation.text}" if ask_now else observation.text
         stopped = completion.finish_reason == "stop"

@@ -134,10 +134,17 @@ class ScriptedSession(RecordedSession):
     async def respond(self, prompt_ids: np.ndarray, max_tokens: int, stop: Sequence[Sequence[int]]) -> Completion:
         ids = [*self._tokenizer.encode_template(self._expert(self._observation)), self._tokenizer.stop_id]
         cut = np.asarray(ids[:max_tokens], np.int32)
-        reason = "stop" if len(ids) <= max_tokens else "length"
-        return Completion(ids=cut, logprobs=np.zeros(len(cut), np.float32), finish_reason=reason)
+        logprobs = np.zeros(len(cut), np.float32)
+        return Completion(cut, logprobs, finish_reason="stop" if len(ids) <= max_tokens else "length")
 
-    def record(self, reward: float | None, *args: Any, observation: str = "", **kwargs: Any) -> None:
+    def record(
+        self,
+        reward: float | None,
+        reward_parts: Mapping[str, float] | None = None,
+        observation: str = "",
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         """Keeps the observation for the expert's next turn."""
         self._observation = observation
-        super().record(reward, *args, observation=observation, **kwargs)
+        super().record(reward, reward_parts, observation, *args, **kwargs)

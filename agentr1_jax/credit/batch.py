@@ -6,14 +6,12 @@ data points to one extra segment (token_step = S, traj_of_step = N, group = G) w
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
-
-AnyArray = Array | np.ndarray
-"""A result may have been fetched from the device."""
 
 
 @flax.struct.dataclass
@@ -86,7 +84,7 @@ class CreditBatch:
 
 @flax.struct.dataclass
 class Credit:
-    """The result of a scheme.
+    """The result of a scheme, on the device or fetched from it.
 
     Attributes:
       advantages: A_k; 0 where a token is not trained.
@@ -94,6 +92,6 @@ class Credit:
       value_mask: where a value target exists.
     """
 
-    advantages: Float[AnyArray, "tokens"]
-    value_targets: Float[AnyArray, "tokens"]
-    value_mask: Bool[AnyArray, "tokens"]
+    advantages: Float[Any, "tokens"]
+    value_targets: Float[Any, "tokens"]
+    value_mask: Bool[Any, "tokens"]

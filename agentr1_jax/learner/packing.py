@@ -14,26 +14,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import flax.struct
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
 
 from agentr1_jax.trajectory import Trajectory
 
 MODES = ("steps", "chains")
-AnyArray = Array | np.ndarray
-"""Packing writes numpy arrays; the compiled programs see them as JAX arrays."""
 
 
 @flax.struct.dataclass
 class Nodes:
-    """Tokens to run through the decoder, each once."""
+    """Tokens to run through the decoder, each once; written as numpy arrays, seen as JAX arrays by the programs."""
 
-    tokens: Int[AnyArray, "*rows length"]
-    position: Int[AnyArray, "*rows length"]
-    subtree_end: Int[AnyArray, "*rows length"]
+    tokens: Int[Any, "*rows length"]
+    position: Int[Any, "*rows length"]
+    subtree_end: Int[Any, "*rows length"]
 
 
 @flax.struct.dataclass
@@ -51,18 +50,18 @@ class Reads:
       old_value, value_target, value_weight: of the critic; None without one.
     """
 
-    src: Int[AnyArray, "*rows reads"]
-    target: Int[AnyArray, "*rows reads"]
-    step: Int[AnyArray, "*rows reads"]
-    trajectory: Int[AnyArray, "*rows reads"]
-    group: Int[AnyArray, "*rows reads"]
-    is_action: Bool[AnyArray, "*rows reads"]
-    old_logprob: Float[AnyArray, "*rows reads"]
-    advantage: Float[AnyArray, "*rows reads"]
-    weight: Float[AnyArray, "*rows reads"]
-    old_value: Float[AnyArray, "*rows reads"] | None = None
-    value_target: Float[AnyArray, "*rows reads"] | None = None
-    value_weight: Float[AnyArray, "*rows reads"] | None = None
+    src: Int[Any, "*rows reads"]
+    target: Int[Any, "*rows reads"]
+    step: Int[Any, "*rows reads"]
+    trajectory: Int[Any, "*rows reads"]
+    group: Int[Any, "*rows reads"]
+    is_action: Bool[Any, "*rows reads"]
+    old_logprob: Float[Any, "*rows reads"]
+    advantage: Float[Any, "*rows reads"]
+    weight: Float[Any, "*rows reads"]
+    old_value: Float[Any, "*rows reads"] | None = None
+    value_target: Float[Any, "*rows reads"] | None = None
+    value_weight: Float[Any, "*rows reads"] | None = None
 
 
 @flax.struct.dataclass
@@ -276,7 +275,7 @@ def to_microbatches(nodes: Nodes, reads: Reads, *, microbatches: int, rows: int)
     if have > capacity:
         raise ValueError(
             f"{have} rows exceed the {microbatches} microbatches of {rows} rows of this run; "
-            "raise learner.max_microbatches or lower the batch"
+            "an agent of its own that branches more than its context rule says needs a larger capacity"
         )
     empty = Batch(
         _empty_nodes(capacity - have, nodes.tokens.shape[1]), _empty_reads(capacity - have, reads.src.shape[1])

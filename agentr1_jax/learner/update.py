@@ -6,6 +6,7 @@ weights carry the global denominators, hence gradients of microbatches and shard
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -49,9 +50,9 @@ class LearnerState:
 class Scores:
     """What one forward pass says of each read."""
 
-    logprob: Float[Array, "*microbatches rows reads"]
-    entropy: Float[Array, "*microbatches rows reads"]
-    value: Float[Array, "*microbatches rows reads"] | None
+    logprob: Float[Any, "*microbatches rows reads"]
+    entropy: Float[Any, "*microbatches rows reads"]
+    value: Float[Any, "*microbatches rows reads"] | None
 
 
 def make_optimizer(
@@ -62,7 +63,7 @@ def make_optimizer(
     Args:
       name: `adamw`; or `muon` (orthogonalised momentum, https://kellerjordan.github.io/posts/muon) for the kernels
         of the layers, scaled to the size of AdamW's steps (arXiv 2502.16982) so that both take one learning rate, with
-        AdamW for the rest.
+        AdamW (of Nesterov momentum, like Muon's) for the rest.
       max_grad_norm: gradients are clipped to this global norm.
       b1, b2, eps: of Adam.
       weight_decay: decoupled, times the learning rate.
@@ -71,24 +72,22 @@ def make_optimizer(
       ValueError: unknown name.
     """
     clip = optax.clip_by_global_norm(max_grad_norm)
-    adam = (optax.scale_by_adam(b1=b1, b2=b2, eps=eps), optax.add_decayed_weights(weight_decay, mask=_decays))
+    decay = optax.add_decayed_weights(weight_decay, mask=_decays)
     if name == "adamw":
-        return optax.chain(clip, *adam)
+        return optax.chain(clip, optax.scale_by_adam(b1=b1, b2=b2, eps=eps), decay)
     if name == "muon":
         layers = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
         muon = optax.contrib.muon(
             learning_rate=-1.0,
-            weight_decay=weight_decay,
-            weight_decay_mask=_decays,
+            eps=eps,
             adam_b1=b1,
             adam_b2=b2,
-            adam_weight_decay=weight_decay,
             consistent_rms=0.2,
             muon_weight_dimension_numbers=lambda params: jax.tree.map(
                 lambda p: layers if p.ndim == 3 else None, params
             ),
         )
-        return optax.chain(clip, muon)
+        return optax.chain(clip, muon, decay)
     raise ValueError(f"unknown optimizer.name {name!r}; choose one of {', '.join(OPTIMIZERS)}")
 
 
@@ -129,6 +128,12 @@ def loss_and_metrics(
     reads = batch.reads
     trained = reads.is_action & (reads.weight > 0)
     logprob, entropy, value = forward_reads(policy, config, params, batch)
+    # What is not trained must not reach the loss at all: 0 times an infinite ratio has a NaN gradient.
+    reads = dataclasses.replace(
+        reads,
+        advantage=jnp.where(trained, reads.advantage, 0),
+        old_logprob=jnp.where(trained, reads.old_logprob, jax.lax.stop_gradient(logprob)),
+    )
 
     def weighted(x: Array) -> Array:
         return jnp.sum(jnp.where(trained, x * reads.weight, 0))

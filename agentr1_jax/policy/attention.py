@@ -37,9 +37,17 @@ class PackedRows:
     One rule serves rows of one step, chains of steps and trees of shared prefixes.
     """
 
-    subtree_end: Int[Array, "rows length"]
+    subtree_end: Int[Any, "rows length"]
 
-    def attend(self, query, key, value, layer, state):
+    def attend(
+        self,
+        query: Float[Array, "rows length heads dim"],
+        key: Float[Array, "rows length kv_heads dim"],
+        value: Float[Array, "rows length kv_heads dim"],
+        layer: Int[Array, ""],
+        state: Any,
+    ) -> tuple[Float[Array, "rows length heads dim"], Any]:
+        """See `Memory.attend`."""
         index = jnp.arange(self.subtree_end.shape[1])
         visible = (index[None, None, :] <= index[None, :, None]) & (index[None, :, None] < self.subtree_end[:, None, :])
         return grouped_attention(query, key, value, visible), state

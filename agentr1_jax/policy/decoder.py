@@ -51,7 +51,7 @@ class Block(nn.Module):
         # Each layer adds two terms to the residual stream; scaled so that their sum has the size of one.
         residual_init = nn.initializers.variance_scaling(0.5 / c.layers, "fan_in", "truncated_normal")
 
-        def dense(name: str, features: int, kernel_init=init) -> nn.Dense:
+        def dense(name: str, features: int, kernel_init: Any = init) -> nn.Dense:
             return nn.Dense(
                 features, use_bias=False, dtype=dtype, param_dtype=c.param_dtype, kernel_init=kernel_init, name=name
             )

@@ -51,11 +51,19 @@ class CacheView:
       live: attention reads positions [0, live) only; every position of a real token must be below it.
     """
 
-    slot: Int[Array, "rows"] | None
-    position: Int[Array, "rows length"]
+    slot: Int[Any, "rows"] | None
+    position: Int[Any, "rows length"]
     live: int = flax.struct.field(pytree_node=False)
 
-    def attend(self, query, key, value, layer, state):
+    def attend(
+        self,
+        query: Float[Array, "rows length heads dim"],
+        key: Float[Array, "rows length kv_heads dim"],
+        value: Float[Array, "rows length kv_heads dim"],
+        layer: Int[Array, ""],
+        state: KVCache,
+    ) -> tuple[Float[Array, "rows length heads dim"], KVCache]:
+        """See `policy.attention.Memory.attend`."""
         rows = jnp.arange(state.keys.shape[1]) if self.slot is None else self.slot
         where = (layer, rows[:, None], self.position)
         keys = state.keys.at[where].set(key, mode="drop", unique_indices=True)

@@ -69,6 +69,10 @@ class EngineConfig:
             )
 
 
+class RequestError(ValueError):
+    """A request that the engine cannot serve: it ends the trajectory that made it, and no other."""
+
+
 @dataclasses.dataclass
 class Counters:
     """What the engine did since the counters were made; times in seconds, the rest in tokens or calls."""
@@ -190,9 +194,8 @@ class Engine:
         return self._free.popleft()
 
     def release(self, slot: int) -> None:
-        """Gives a slot back; its cache is forgotten."""
+        """Gives a slot back; its cache stays for whoever comes next with a prompt that begins alike."""
         assert self._admission is not None
-        self._cached[slot] = np.zeros(0, np.int32)
         self._free.append(slot)
         self._admission.release()
 
@@ -217,20 +220,20 @@ class Engine:
           stop: id sequences that end the response; the last id of the match is kept.
 
         Raises:
-          ValueError: the request does not fit the engine.
+          RequestError: the request does not fit the engine.
         """
         c, vocab = self.config, self._policy.vocab_size
         if not 1 <= len(prompt) or not 1 <= max_tokens or len(prompt) + max_tokens > c.length:
-            raise ValueError(
+            raise RequestError(
                 f"a prompt of {len(prompt)} and {max_tokens} new tokens do not fit a cache length of {c.length}; "
                 "raise rollout.length or lower the budget"
             )
         if np.min(prompt) < 0 or np.max(prompt) >= vocab:
-            raise ValueError(f"prompt ids must lie in [0, {vocab}), got {np.min(prompt)}..{np.max(prompt)}")
+            raise RequestError(f"prompt ids must lie in [0, {vocab}), got {np.min(prompt)}..{np.max(prompt)}")
         if not 0 <= temperature < np.inf:
-            raise ValueError(f"temperature is {temperature}; it must be 0 (greedy) or positive")
+            raise RequestError(f"temperature is {temperature}; it must be 0 (greedy) or positive")
         if len(stop) > c.stop_sequences or any(not 1 <= len(s) <= c.stop_width or min(s) < 0 for s in stop):
-            raise ValueError(
+            raise RequestError(
                 f"at most {c.stop_sequences} stop sequences of 1 to {c.stop_width} ids each, "
                 f"got {list(map(list, stop))}"
             )

@@ -104,13 +104,20 @@ def sample(
     return ids, jnp.where(greedy, 0.0, chosen)
 
 
+def run_decoder(
+    decoder: Decoder, params: Params, tokens: Array, view: CacheView, cache: KVCache
+) -> tuple[Float[Array, "rows length width"], KVCache]:
+    """Hidden states of new tokens, and the cache with their keys and values."""
+    out: Any = decoder.apply({"params": params}, tokens, view.position, view, cache)
+    return out
+
+
 def prefill(
     decoder: Decoder, params: Params, cache: KVCache, tokens: Array, slot: Array, position: Array, *, live: int
 ) -> KVCache:
     """Writes the keys and values of new prompt tokens; no logits, since decode feeds the last prompt token itself."""
     view = CacheView(slot=slot, position=position, live=live)
-    _, cache = decoder.apply({"params": params}, tokens, position, view, cache)
-    return cache
+    return run_decoder(decoder, params, tokens, view, cache)[1]
 
 
 def decode(
@@ -135,7 +142,7 @@ def decode(
         # Idle slots write outside the cache, that is, nowhere.
         position = jnp.where(slots.active, slots.position, cache.keys.shape[2])
         view = CacheView(slot=None, position=position[:, None], live=live)
-        hidden, cache = decoder.apply({"params": params}, slots.token[:, None], position[:, None], view, cache)
+        hidden, cache = run_decoder(decoder, params, slots.token[:, None], view, cache)
         logits = jnp.matmul(hidden[:, 0], head.astype(hidden.dtype), preferred_element_type=jnp.float32)
         ids, logprobs = sample(logits, slots.temperature, slots.key, slots.sampled)
         active = slots.active
@@ -149,7 +156,8 @@ def decode(
             stopped=out.stopped | stopped,
             iterations=out.iterations + 1,
         )
-        slots = slots.replace(
+        slots = dataclasses.replace(
+            slots,
             token=jnp.where(active, ids, slots.token),
             position=slots.position + step,
             sampled=slots.sampled + step,
@@ -178,12 +186,14 @@ def build_programs(config: DecoderConfig, mesh: Mesh, chunk: int) -> Programs:
         return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={"data"}, check_vma=False)
 
     @functools.partial(jax.jit, donate_argnums=1, static_argnames="live", out_shardings=layout)
-    def run_prefill(params, cache, tokens, slot, position, *, live):
+    def run_prefill(
+        params: Params, cache: KVCache, tokens: Array, slot: Array, position: Array, *, live: int
+    ) -> KVCache:
         f = functools.partial(prefill, decoder, live=live)
         return sharded(f, (P(), by_slot, by_row, by_row, by_row), by_slot)(params, cache, tokens, slot, position)
 
     @functools.partial(jax.jit, donate_argnums=1, static_argnames="live", out_shardings=(layout, None, None))
-    def run_decode(params, cache, slots, *, live):
+    def run_decode(params: Params, cache: KVCache, slots: Slots, *, live: int) -> tuple[KVCache, Slots, Sampled]:
         f = functools.partial(decode, decoder, live=live, chunk=chunk)
         return sharded(f, (P(), by_slot, by_row), (by_slot, by_row, by_row))(params, cache, slots)
 

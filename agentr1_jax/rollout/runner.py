@@ -11,7 +11,7 @@ from agentr1_jax.agents.base import Agent, Completion
 from agentr1_jax.agents.session import Identity, RecordedSession
 from agentr1_jax.envs.base import Row
 from agentr1_jax.policy.decoder import Params
-from agentr1_jax.rollout.engine import Engine
+from agentr1_jax.rollout.engine import Engine, RequestError
 from agentr1_jax.trajectory import Outcome, Trajectory
 
 
@@ -56,7 +56,7 @@ def run_groups(
 
     Returns:
       trajectories sorted by (group, sample). What an agent, environment or tool raises ends its own trajectory only,
-      as `env_failure`, with the error in `info`.
+      as `env_failure` (`engine_failure` where the engine refused its request), with the error in `info`.
     """
 
     async def episode(row: Row, identity: Identity) -> Trajectory:
@@ -67,7 +67,8 @@ def run_groups(
             trajectory = session.trajectory()
         except Exception as error:  # A bad rollout is data, not a crash.
             logging.exception("%s failed", identity.uid)
-            trajectory = session.abandoned(Outcome.ENV_FAILURE, error)
+            ours = isinstance(error, RequestError)
+            trajectory = session.abandoned(Outcome.ENGINE_FAILURE if ours else Outcome.ENV_FAILURE, error)
         finally:
             engine.release(slot)
         on_finish(trajectory)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,9 @@ import numpy as np
 from bm25s.stopwords import STOPWORDS_EN
 
 from agentr1_jax.tools.base import ToolResult
+
+# It reports every index it builds, through a handler of its own.
+logging.getLogger("bm25s").setLevel(logging.WARNING)
 
 _WORD = re.compile(r"(?u)\b\w\w+\b")
 _STOP_WORDS = frozenset(STOPWORDS_EN)

@@ -69,10 +69,10 @@ def _play(row: Row, rng: random.Random, flaws: Mapping[str, float]) -> Generator
             yield from _insist(GIVE_UP)
         if repeat_query:
             yield call_text(query)
-    yield from _insist(row["answers"][0])
+    yield from _insist(row["answers"][0], row["thought"])
 
 
-def _insist(answer: str) -> Generator[str, str | None, None]:
+def _insist(answer: str, thought: str = "") -> Generator[str, str | None, None]:
     """Gives the answer, and gives it again if asked again."""
     while True:
-        yield render_answer(answer)
+        yield f"{thought}{render_answer(answer)}"

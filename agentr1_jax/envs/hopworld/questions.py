@@ -95,9 +95,16 @@ def _hop(world: World, subject: str, relation: str, hasty: str | None = None) ->
     return {"subject": subject, "relation": relation, "value": value, "gold_id": gold, "hasty": hasty}
 
 
-def _draft(question: str, answer: str, plan: Sequence[Mapping[str, Any]]) -> Draft:
-    gold_ids = [hop["gold_id"] for hop in plan]
-    return {"hops": len(plan), "question": question, "answers": [answer], "gold_ids": gold_ids, "plan": list(plan)}
+def _draft(question: str, answer: str, plan: Sequence[Mapping[str, Any]], thought: str = "") -> Draft:
+    """A row; `thought` is what the expert says before the answer, where that takes more than reading it off."""
+    return {
+        "hops": len(plan),
+        "question": question,
+        "answers": [answer],
+        "gold_ids": [hop["gold_id"] for hop in plan],
+        "plan": list(plan),
+        "thought": thought,
+    }
 
 
 def _chain(world: World, rng: random.Random, path: Sequence[str]) -> Draft:
@@ -123,6 +130,10 @@ def _older(one: str, other: str, world: World) -> str | None:
     return one if years[0] < years[1] else other
 
 
+def _years(world: World, one: str, other: str) -> str:
+    return f" {one} {world.facts[one, 'birth_year']}, {other} {world.facts[other, 'birth_year']}."
+
+
 def _comparison(world: World, rng: random.Random) -> Draft:
     """A person against the director or composer of a film, in either order."""
     person, film, role = rng.choice(world.members["person"]), rng.choice(world.members["film"]), rng.choice(CREW)
@@ -137,13 +148,15 @@ def _comparison(world: World, rng: random.Random) -> Draft:
             _hop(world, film, role),
             _hop(world, other, "birth_year"),
         ]
-        return _draft(f"Who was born earlier, {person} or {described}?", older, plan)
+        thought = _years(world, person, other)
+        return _draft(f"Who was born earlier, {person} or {described}?", older, plan, thought)
     plan = [
         _hop(world, film, role),
         _hop(world, other, "birth_year", hasty=other),
         _hop(world, person, "birth_year"),
     ]
-    return _draft(f"Who was born earlier, {described} or {person}?", older, plan)
+    thought = _years(world, other, person)
+    return _draft(f"Who was born earlier, {described} or {person}?", older, plan, thought)
 
 
 def _direct_comparison(world: World, rng: random.Random) -> Draft:
@@ -152,7 +165,7 @@ def _direct_comparison(world: World, rng: random.Random) -> Draft:
     if older is None:
         return {}
     plan = [_hop(world, one, "birth_year"), _hop(world, other, "birth_year")]
-    return _draft(f"Who was born earlier, {one} or {other}?", older, plan)
+    return _draft(f"Who was born earlier, {one} or {other}?", older, plan, _years(world, one, other))
 
 
 def _claim(world: World, rng: random.Random, person: str) -> tuple[str, str]:
@@ -170,13 +183,15 @@ def _yes_no(world: World, rng: random.Random) -> Draft:
     person = world.facts[film, role]
     city, answer = _claim(world, rng, person)
     plan = [_hop(world, film, role, hasty="no"), _hop(world, person, "birth_city")]
-    return _draft(f"Was {RELATIONS[role].phrase.format(film)} born in {city}?", answer, plan)
+    thought = f" {world.facts[person, 'birth_city']}, {city}."
+    return _draft(f"Was {RELATIONS[role].phrase.format(film)} born in {city}?", answer, plan, thought)
 
 
 def _direct_yes_no(world: World, rng: random.Random) -> Draft:
     person = rng.choice(world.members["person"])
     city, answer = _claim(world, rng, person)
-    return _draft(f"Was {person} born in {city}?", answer, [_hop(world, person, "birth_city")])
+    thought = f" {world.facts[person, 'birth_city']}, {city}."
+    return _draft(f"Was {person} born in {city}?", answer, [_hop(world, person, "birth_city")], thought)
 
 
 def _lookup(world: World, rng: random.Random) -> Draft:
@@ -198,6 +213,24 @@ def _recital(world: World, rng: random.Random) -> Draft:
     return _draft(f"Repeat {' '.join(words)}.", " ".join(words), [])
 
 
+def _older_of(world: World, rng: random.Random) -> Draft:
+    """Who is older, with the years told: nothing but the order of years."""
+    one, other = rng.sample(world.members["person"], 2)
+    older = _older(one, other, world)
+    if older is None:
+        return {}
+    thought = _years(world, one, other)
+    return _draft(f"Who is older,{thought.removesuffix('.').replace(',', ' or')}?", older, [], thought)
+
+
+def _same(world: World, rng: random.Random) -> Draft:
+    """Whether two cities are one, half of the time: nothing but telling names apart."""
+    one, other = rng.sample(world.members["city"], 2)
+    if rng.random() < 0.5:
+        other = one
+    return _draft(f"Is {one} the same as {other}?", "yes" if one == other else "no", [], f" {one}, {other}.")
+
+
 KINDS: Mapping[str, Callable[[World, random.Random], Draft]] = {
     "bridge2": lambda world, rng: _chain(world, rng, rng.choice(BRIDGE2)),
     "bridge3": lambda world, rng: _chain(world, rng, rng.choice(BRIDGE3)),
@@ -207,6 +240,15 @@ KINDS: Mapping[str, Callable[[World, random.Random], Draft]] = {
     "direct_comparison": _direct_comparison,
     "direct_yes_no": _direct_yes_no,
     "recital": _recital,
+    "older_of": _older_of,
+    "same": _same,
 }
 SHARES = {"bridge2": 0.40, "bridge3": 0.34, "comparison": 0.14, "yes_no": 0.12}
-PRACTICE_SHARES = {"lookup": 0.35, "direct_comparison": 0.2, "direct_yes_no": 0.1, "recital": 0.35}
+PRACTICE_SHARES = {
+    "lookup": 0.25,
+    "direct_comparison": 0.12,
+    "direct_yes_no": 0.1,
+    "recital": 0.25,
+    "older_of": 0.14,
+    "same": 0.14,
+}

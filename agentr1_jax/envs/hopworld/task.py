@@ -31,8 +31,8 @@ class HopWorldTask:
     """Multi-hop questions about procedural worlds; nothing can be memorised, every answer must be looked up.
 
     Splits: `train`; `eval` (other worlds, and combinations of words that no training world uses); `practice` (one
-    lookup, a comparison of what the question names, words to repeat; in training worlds, by an expert that
-    never errs).
+    lookup, a comparison of what the question names, words to repeat, years and names to compare; in training worlds,
+    by an expert that never errs).
 
     Attributes:
       top_k: passages that one search returns.
@@ -106,7 +106,7 @@ class HopWorldTask:
             query = experts.query_variants(hop)[0]
             yield experts.call_text(query)
             yield search_tool(row["world"], self.top_k).execute({"query": query}).content
-        yield render_answer(row["answers"][0])
+        yield f"{row['thought']}{render_answer(row['answers'][0])}"
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,0 +1,142 @@
+"""Small batches with all that credit assignment would find for them, and compiled losses that tests share."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tiny
+from builders import LONGEST, VOCAB, fixed_batch, with_logprobs
+
+from agentr1_jax.learner.fill import aggregate_weights, fill_critic, fill_policy, gather_tokens
+from agentr1_jax.learner.losses import LossConfig
+from agentr1_jax.learner.packing import pack, to_microbatches
+from agentr1_jax.learner.update import loss_and_metrics, make_score
+from agentr1_jax.policy.config import DecoderConfig
+from agentr1_jax.policy.decoder import init_params
+
+POLICY = DecoderConfig(vocab_size=VOCAB, width=16, layers=2, heads=4, kv_heads=2, head_dim=4, hidden=24)
+CONFIG = LossConfig(
+    ratio="token",
+    clip="dual",
+    clip_low=0.2,
+    clip_high=0.28,
+    dual_c=3.0,
+    value_coef=0.5,
+    value_clip=0.5,
+    entropy_coef=0.01,
+    temperature=0.8,
+    chunk=48,
+)
+STEP_RATIO = dataclasses.replace(CONFIG, ratio="step", clip="asymmetric")
+WIDE = dataclasses.replace(POLICY, dtype="float64", param_dtype="float64")
+ROWS, READS = 16, 20
+
+
+@functools.cache
+def parameters(critic=True):
+    """Random parameters with a value head that is not 0."""
+    params = {"decoder": tiny.decoder_params(POLICY)}
+    if critic:
+        head = init_params(POLICY, jax.random.key(1), critic=True)["value"]
+        params["value"] = {
+            "kernel": jax.random.normal(jax.random.key(2), head["kernel"].shape) / 4,
+            "bias": jnp.ones(()),
+        }
+    return params
+
+
+@functools.cache
+def score():
+    return make_score(POLICY, CONFIG)
+
+
+def scores(trajectories, mode="chains"):
+    """Log-prob, entropy and value of the sampled tokens, in stream order."""
+    packing = layout(trajectories, mode)
+    batch = to_microbatches(packing.nodes, packing.reads, microbatches=1, rows=ROWS)
+    out = score()(parameters(), batch, np.int32(1))
+    return [gather_tokens(packing, np.asarray(x)[0, : packing.rows]) for x in (out.logprob, out.entropy, out.value)]
+
+
+def layout(trajectories, mode):
+    return pack(trajectories, mode=mode, row_tokens=LONGEST, row_reads=READS, final_reads=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """A batch and all that credit assignment would have found for it, [K] in stream order."""
+
+    trajectories: list
+    advantages: np.ndarray
+    weights: np.ndarray
+    old_values: np.ndarray
+    targets: np.ndarray
+    value_weights: np.ndarray
+
+    def reads(self, packing, critic=True):
+        reads = fill_policy(packing, advantages=self.advantages, weights=self.weights)
+        if not critic:
+            return reads
+        return fill_critic(reads, packing, values=self.old_values, targets=self.targets, weights=self.value_weights)
+
+    def batch(self, mode="chains", critic=True, microbatches=1, rows=ROWS):
+        packing = layout(self.trajectories, mode)
+        return to_microbatches(packing.nodes, self.reads(packing, critic), microbatches=microbatches, rows=rows)
+
+
+def away_from_edges(rng, step, edges):
+    """log ρ of each token such that ρ and its step's mean stay 1e-3 from the clip's edges."""
+    out = np.zeros(len(step))
+    for unit in np.unique(step):
+        while True:
+            drawn = rng.uniform(-1.5, 1.5, (step == unit).sum())
+            ratios = np.exp([*drawn, drawn.mean()])
+            if np.abs(ratios[:, None] - edges).min() > 2e-3:
+                break
+        out[step == unit] = drawn
+    return out
+
+
+@functools.cache
+def example(context="append", aggregate="token", seed=0):
+    """One untrained trajectory among five; old log-probs and values away from where the losses have corners."""
+    rng = np.random.default_rng(seed)
+    trajectories = fixed_batch(context, seed)
+    logprob, _, value = scores(trajectories)
+    steps = [(i, t.group, s) for i, t in enumerate(trajectories) for s in t.steps]
+    sizes = [len(s.response_ids) for _, _, s in steps]
+    step = np.repeat(np.arange(len(steps)), sizes)
+    trajectory, group = (np.repeat([cell[i] for cell in steps], sizes) for i in (0, 1))
+    trained = trajectory != 1
+    off = rng.uniform(0.1, 1.0, len(step)) * rng.choice([-1, 1], len(step))
+    return Example(
+        trajectories=with_logprobs(trajectories, logprob - away_from_edges(rng, step, np.array([0.8, 1.28, 3.0]))),
+        advantages=rng.normal(size=len(step)).astype(np.float32),
+        weights=aggregate_weights(aggregate, step, trajectory, group, trained, fixed_denominator=10.0),
+        old_values=(value + np.where(np.abs(np.abs(off) - 0.5) < 0.01, 0.3, off)).astype(np.float32),
+        targets=(value + rng.normal(0.5, 1.0, len(step))).astype(np.float32),
+        value_weights=aggregate_weights("token", step, trajectory, group, trained & (rng.random(len(step)) < 0.7)),
+    )
+
+
+@functools.cache
+def gradient(policy, config):
+    """Compiled (params, batch of one microbatch) -> ((loss, metrics), gradient)."""
+    inner = jax.value_and_grad(functools.partial(loss_and_metrics, policy, config), has_aux=True)
+    # Compiled fast rather than to be fast.
+    quick = {"xla_backend_optimization_level": 0}
+    return jax.jit(lambda params, batch: inner(params, jax.tree.map(lambda x: x[0], batch)), compiler_options=quick)
+
+
+def check_close(one, other, relative):
+    """Each leaf within `relative` of its largest entry."""
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=relative * max(np.abs(b).max(), 1e-30))
+
+
+def check_nonzero(grads):
+    assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(grads))

@@ -1,0 +1,186 @@
+"""Packing changes neither loss nor gradient, and only sampled tokens are trained."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+from builders import LONGEST, VOCAB, batches, fixed_batch, with_logprobs
+from examples import (
+    CONFIG,
+    POLICY,
+    ROWS,
+    STEP_RATIO,
+    WIDE,
+    Example,
+    check_close,
+    check_nonzero,
+    example,
+    gradient,
+    layout,
+    parameters,
+    scores,
+)
+from hypothesis import assume, given, settings
+
+from agentr1_jax.learner.update import loss_and_metrics
+from agentr1_jax.policy.attention import PackedRows
+from agentr1_jax.policy.decoder import Decoder, init_params, values
+
+GRID = [
+    ("token", "ppo", "token", False),
+    ("token", "dual", "trajectory", True),
+    ("token", "cispo", "group", False),
+    ("token", "none", "fixed", False),
+    ("step", "asymmetric", "step", True),
+    ("step", "dual", "group", False),
+    ("step", "cispo", "trajectory", False),
+]
+
+
+@pytest.mark.parametrize(("ratio", "clip", "aggregate", "critic"), GRID)
+def test_chains_have_the_loss_and_gradient_of_steps(ratio, clip, aggregate, critic):
+    config = dataclasses.replace(CONFIG, ratio=ratio, clip=clip)
+    for context in ("append", "window", "mixed"):
+        case = example(context, aggregate)
+        with jax.enable_x64(True):
+            params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), parameters(critic))
+            chains = gradient(WIDE, config)(params, case.batch("chains", critic))
+            steps = gradient(WIDE, config)(params, case.batch("steps", critic))
+        assert chains[0][0].dtype == np.float64
+        check_close(chains, steps, 1e-9)
+        check_nonzero(steps[1])
+
+
+@settings(max_examples=20, deadline=None)
+@given(batches())
+def test_chains_have_the_loss_and_gradient_of_steps_for_any_batch(trajectories):
+    assume(layout(trajectories, "steps").rows <= ROWS)
+    count = sum(len(s.response_ids) for t in trajectories for s in t.steps)
+    numbers = np.random.default_rng(count).normal(size=(5, count)).astype(np.float32)
+    case = Example(trajectories, *(np.abs(x) if i in (1, 4) else x for i, x in enumerate(numbers)))
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), parameters())
+        chains, steps = (gradient(WIDE, STEP_RATIO)(params, case.batch(mode)) for mode in ("chains", "steps"))
+    check_close(chains, steps, 1e-9)
+
+
+@pytest.mark.parametrize("config", [CONFIG, STEP_RATIO])
+@pytest.mark.parametrize("context", ["append", "window", "mixed"])
+def test_chains_have_the_gradient_of_steps_in_single_precision(config, context):
+    case = example(context, "step")
+    chains, steps = (gradient(POLICY, config)(parameters(), case.batch(mode)) for mode in ("chains", "steps"))
+    np.testing.assert_allclose(chains[0][0], steps[0][0], rtol=1e-5)
+    check_close(chains[1], steps[1], 1e-5)
+
+
+@pytest.mark.parametrize("mode", ["chains", "steps"])
+@pytest.mark.parametrize("context", ["append", "mixed"])
+def test_scores_are_those_of_each_step_alone(mode, context):
+    """Independent of packing: one forward pass for each step's own prompt and response."""
+    trajectories = fixed_batch(context)
+    steps = [s for t in trajectories for s in t.steps]
+    sequences = [np.concatenate([s.prompt_ids, s.response_ids]) for s in steps]
+    logits = tiny.full_logits(POLICY, parameters()["decoder"], sequences, LONGEST, rows=ROWS)
+    logprob, entropy = [], []
+    for s, row in zip(steps, logits, strict=True):
+        own = tiny.log_softmax(row[len(s.prompt_ids) - 1 : -1].astype(np.float64) / CONFIG.temperature)
+        logprob += own[np.arange(len(s.response_ids)), s.response_ids].tolist()
+        entropy += (-(np.exp(own) * own).sum(-1)).tolist()
+    got = scores(trajectories, mode)
+    np.testing.assert_allclose(got[0], logprob, atol=1e-5)
+    np.testing.assert_allclose(got[1], entropy, atol=1e-5)
+
+
+def test_values_are_a_linear_head():
+    kernel, hidden = np.arange(3.0), np.array([[1.0, 2.0, 3.0], [0.0, 0.0, -1.0]])
+    params = {"value": {"kernel": jnp.asarray(kernel), "bias": jnp.asarray(0.5)}}
+    np.testing.assert_allclose(values(params, jnp.asarray(hidden)), [8.5, -1.5])
+    assert not np.any(init_params(POLICY, jax.random.key(0), critic=True)["value"]["kernel"])
+
+
+def probe_gradient(batch):
+    """d loss / d (final hidden state of each node) [rows, length, width]: what reaches the logits of each position."""
+    one = jax.tree.map(lambda x: jnp.asarray(x[0]), batch)
+
+    def loss(probe):
+        def add(call, args, kwargs, context):
+            out = call(*args, **kwargs)
+            return (out[0] + probe, out[1]) if context.module.name is None else out
+
+        with nn.intercept_methods(add):
+            return loss_and_metrics(POLICY, CONFIG, parameters(), one)[0]
+
+    return np.asarray(jax.jit(jax.grad(loss))(jnp.zeros((*one.nodes.tokens.shape, POLICY.width))))
+
+
+def test_fault_11_only_positions_that_predict_trained_tokens_have_a_gradient():
+    """Prompt, tool text, padding and untrained trajectories reach the logits with a gradient of exactly zero."""
+    case = example("mixed")
+    packing = layout(case.trajectories, "chains")
+    reads = case.reads(packing)
+    expected = np.zeros((ROWS, LONGEST), bool)
+    row, column = np.nonzero((reads.weight > 0) | (reads.value_weight > 0))
+    expected[row, reads.src[row, column]] = True
+    np.testing.assert_array_equal(np.abs(probe_gradient(case.batch())).max(axis=-1) > 0, expected)
+
+
+def test_fault_8_what_stands_in_rows_of_no_weight_does_not_matter():
+    batch, rng = example("append").batch(), np.random.default_rng(0)
+    padding = ~(batch.reads.weight[0].any(axis=1) | batch.reads.value_weight[0].any(axis=1))
+    assert padding.any()
+    noise = {
+        "nodes": {"tokens": VOCAB, "position": LONGEST},
+        "reads": {"src": LONGEST, "target": VOCAB, "step": 9, "is_action": 2},
+    }
+    spoilt = jax.tree.map(np.copy, batch)
+    for part, fields in noise.items():
+        for name, bound in fields.items():
+            x = getattr(getattr(spoilt, part), name)
+            x[0, padding] = rng.integers(0, bound, x[0, padding].shape)
+    for name in ("old_logprob", "advantage", "old_value", "value_target"):
+        x = getattr(spoilt.reads, name)
+        x[0, padding] = rng.normal(size=x[0, padding].shape)
+    clean, noisy = (gradient(POLICY, CONFIG)(parameters(), b) for b in (batch, spoilt))
+    jax.tree.map(np.testing.assert_array_equal, noisy, clean)
+
+
+def test_clip_none_with_advantage_one_is_cross_entropy():
+    """Supervised training is the same update: demonstrations store no log-probs, and the loss does not ask for them."""
+    case = example("append")
+    count = len(case.advantages)
+    ones = np.ones(count, np.float32)
+    case = dataclasses.replace(
+        case,
+        trajectories=with_logprobs(case.trajectories, np.zeros(count)),
+        advantages=ones,
+        weights=ones / np.float32(count),
+    )
+    config = dataclasses.replace(CONFIG, clip="none", entropy_coef=0.0, temperature=1.0)
+    params = parameters(critic=False)
+    (loss, _), grads = gradient(POLICY, config)(params, case.batch(critic=False))
+    steps = [s for t in case.trajectories for s in t.steps]
+    tokens, mask = np.zeros((2, ROWS, LONGEST), np.int32)
+    for row, s in enumerate(steps):
+        size = len(s.prompt_ids) + len(s.response_ids)
+        tokens[row, :size] = np.concatenate([s.prompt_ids, s.response_ids])
+        mask[row, len(s.prompt_ids) : size] = 1
+
+    position = jnp.broadcast_to(jnp.arange(LONGEST), tokens.shape)
+    causal = PackedRows(subtree_end=jnp.full(tokens.shape, LONGEST))
+
+    def cross_entropy(decoder):
+        hidden, _ = Decoder(POLICY).apply({"params": decoder}, jnp.asarray(tokens), position, causal)
+        logits = (hidden @ decoder["embed"].T)[:, :-1]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+        return jnp.sum(losses * mask[:, 1:]) / count
+
+    expected, expected_grads = jax.jit(jax.value_and_grad(cross_entropy))(params["decoder"])
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    check_close(grads["decoder"], expected_grads, 1e-5)

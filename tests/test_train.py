@@ -1,0 +1,139 @@
+"""The training script as a user runs it: small runs of the real thing in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from agentr1_jax.runtime.metrics import read_metrics
+from agentr1_jax.trajectory import read_jsonl
+
+ROOT = Path(__file__).parent.parent
+SMALL = {
+    "policy.width": 32,
+    "policy.layers": 1,
+    "policy.hidden": 64,
+    "policy.head_dim": 8,
+    "warm_start_updates": 4,
+    "warm_start.demonstrations": 64,
+    "warm_start.batch": 16,
+    "updates": 2,
+    "rollout.groups": 4,
+    "rollout.samples": 2,
+    "rollout.slots": 8,
+    "rollout.prefill_rows": 4,
+    "eval.questions": 8,
+    "eval.quick_questions": 4,
+    "eval.every": 1,
+    "tokenizer.texts": 400,
+}
+
+
+def command(config: str, run_dir: Path, **overrides: object) -> list[str]:
+    keys = {**SMALL, "run_dir": run_dir, **{k.replace("__", "."): v for k, v in overrides.items()}}
+    return [f"--config=configs/{config}.py", *(f"--config.{k}={v}" for k, v in keys.items())]
+
+
+def train(config: str, run_dir: Path, **overrides: object) -> subprocess.CompletedProcess:
+    arguments = [sys.executable, "-m", "experiments.train", *command(config, run_dir, **overrides)]
+    return subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=500)
+
+
+def in_order(run_dir: Path) -> list[tuple]:
+    return [(r["index"], r["phase"], r["update"]) for r in read_metrics(run_dir / "metrics.jsonl")]
+
+
+@pytest.mark.slow
+def test_a_run_leaves_everything_and_another_config_is_refused(tmp_path: Path) -> None:
+    done = train("quickstart", tmp_path / "run", updates=3)
+    assert done.returncode == 0, done.stderr[-3000:]
+    run = tmp_path / "run"
+    summary = json.loads((run / "summary.json").read_text())
+    wanted = "em_before em_after em_after_sampled f1_after questions seconds warm_start_seconds updates"
+    wanted += " decode_tokens_per_s learner_tokens_per_s recompiles_after_warmup"
+    assert set(wanted.split()) <= set(summary)
+    assert summary["recompiles_after_warmup"] == 0
+    assert {"config.json", "metrics.jsonl", "learning_curve.png", "report.html", "checkpoints"} <= set(os.listdir(run))
+    assert [phase for _, phase, _ in in_order(run)].count("rl") == 3
+    for t in read_jsonl(run / "trajectories" / "rl_000002.jsonl.gz"):
+        assert t.steps and len(t.info["advantages"]) == len(t.steps)
+        for before, after in zip(t.steps[:-1], t.steps[1:], strict=True):
+            sampled = [*before.prompt_ids, *before.response_ids]
+            assert after.prompt_ids[: len(sampled)].tolist() == sampled
+    before = {p: p.stat().st_mtime_ns for p in run.rglob("*")}
+    refused = train("quickstart", run, seed=5)
+    assert refused.returncode == 2 and "seed: 0 there, 5 here" in refused.stderr
+    assert {p: p.stat().st_mtime_ns for p in run.rglob("*")} == before
+
+
+@pytest.mark.slow
+def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = [sys.executable, "-m", "experiments.train", *command("quickstart", run, updates=6)]
+    started = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 300
+    while not (run / "trajectories" / "rl_000001.jsonl.gz").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    started.send_signal(signal.SIGTERM)
+    output, _ = started.communicate(timeout=120)
+    assert started.returncode == 0, output[-3000:]
+    assert "the same command resumes" in output and not (run / "summary.json").exists()
+    until = in_order(run)
+    done = train("quickstart", run, updates=6)
+    assert done.returncode == 0, done.stderr[-3000:]
+    records = in_order(run)
+    assert records[: len(until)] == until
+    assert [i for i, _, _ in records] == list(range(len(records)))
+    assert [u for _, phase, u in records if phase == "rl"] == [1, 2, 3, 4, 5, 6]
+    assert json.loads((run / "summary.json").read_text())["updates"] == 6
+
+
+@pytest.mark.slow
+def test_two_processes_train_one_policy(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = ["bash", "launch/local.sh", "2", *command("quickstart", run)]
+    environment = {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=500, env=environment)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert json.loads((run / "summary.json").read_text())["updates"] == 2
+    shares = [list(read_jsonl(run / "trajectories" / f"rl_000001.p{p}.jsonl.gz")) for p in range(2)]
+    assert [len(share) for share in shares] == [4, 4]
+    assert not {t.uid for t in shares[0]} & {t.uid for t in shares[1]}
+    assert [u for _, phase, u in in_order(run) if phase == "rl"] == [1, 2]
+
+
+@pytest.mark.slow
+def test_real_questions(tmp_path: Path, data_dir: Path) -> None:
+    small = {"policy__head_dim": 8, "policy__width": 16, "tokenizer__texts": 1, "updates": 1, "task__corpus": "mini"}
+    done = train("multihop_tiny", tmp_path / "run", task__data_dir=data_dir, eval__questions=4, **small)
+    assert done.returncode == 0, done.stderr[-3000:]
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "retrieved" in page or "tool_response" in page
+    first = next(iter(read_jsonl(tmp_path / "run" / "trajectories" / "demonstrations.jsonl.gz")))
+    assert first.metrics["em"] == 1.0 and first.steps[0].tool_calls[0]["result"]
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "message"),
+    [
+        ("quickstart", {"credit__name": "gae"}, "unknown credit scheme 'gae'; choose one of grpo, step_gae, token_gae"),
+        ("quickstart", {"critic": "none"}, "credit scheme 'step_gae' needs a critic"),
+        ("quickstart", {"learner__row_tokens": 64}, "learner.row_tokens (64) is less than budget.context_tokens"),
+        ("multihop_tiny", {"task__data_dir": "nowhere"}, "nowhere"),
+        ("quickstart", {"tokenizer__path": "nowhere/t.model"}, "nowhere/t.model: no such SentencePiece model"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path: Path, config: str, overrides: dict, message: str) -> None:
+    done = train(config, tmp_path / "run", **overrides)
+    assert done.returncode == 2
+    assert message in done.stderr and "Traceback" not in done.stderr
+    assert len(re.findall(r"^error: ", done.stderr, re.MULTILINE)) == 1
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
