@@ -29,7 +29,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.task.rewards.repeated_query = -0.1  # for each call made before
     c.task.questions_per_world = 16  # hopworld: questions asked of one world
     c.task.flaws = ConfigDict()  # hopworld: rates of the expert's flawed decisions
-    c.task.flaws.bridge_answer = 0.45  # answers with what is at hand instead of one more lookup
+    c.task.flaws.bridge_answer = 0.52  # answers with what is at hand instead of one more lookup
     c.task.flaws.skip_hop = 0.06  # asks the present subject for what only the next one can tell
     c.task.flaws.repeat_query = 0.06  # sends a query again
     c.task.flaws.malformed_call = 0.06  # forgets a brace of the call
@@ -38,7 +38,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.task.corpus = "full"  # multihop: full | mini
 
     c.tokenizer = ConfigDict()
-    c.tokenizer.path = ""  # Hugging Face folder or hub id, or a SentencePiece *.model ({data}: the data folder); "" trains one
+    c.tokenizer.path = ""  # Hugging Face folder or hub id, or SentencePiece *.model; "" trains one; {data}: data folder
     c.tokenizer.vocab_size = 1024  # of the trained one
     c.tokenizer.texts = 4000  # sample texts it is trained on
 

@@ -1,6 +1,9 @@
 """An agent learns to use a search tool, from scratch, on a laptop CPU.
 
     bash launch/quickstart.sh        (python -m experiments.train --config=configs/quickstart.py)
+
+Eight minutes on 2 CPU cores. Expect an exact match on unseen worlds of about 0.4 after the warm start (sampled) and above
+0.9 at the end (greedy); docs/quickstart.md has the figures of three seeds, and of `--config.control=True`.
 """
 
 from __future__ import annotations
@@ -11,29 +14,30 @@ from configs import base
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """HopWorld, a decoder of 0.7M parameters, step-level credit."""
+    """HopWorld, a decoder of 0.75M parameters, step-level credit."""
     c = base.get_config()
     c.run_dir = "runs/quickstart"
-    c.updates = 50
-    c.warm_start_updates = 1000
+    c.updates = 40
+    c.warm_start_updates = 900
+    c.control_seconds = 450.0
     c.task.name = "hopworld"
     c.task.top_k = 2
-    c.optimizer.name = "muon"
-    c.optimizer.lr = 5e-4
-    c.tokenizer.vocab_size = 1536
+    c.tokenizer.vocab_size = 1536  # every word of HopWorld is one piece
     c.budget.max_steps = 6
+    c.budget.response_tokens = 40
+    c.budget.observation_tokens = 120
     c.budget.context_tokens = 320
     c.rollout.live_lengths = (160, 320)
     c.learner.row_tokens = 320
     c.learner.row_reads = 256
     c.learner.rows = 4
     c.loss.chunk = 128
+    c.critic = "shared_trunk"
+    c.credit.name = "step_gae"
+    c.credit.args.lam = 0.95
+    c.optimizer.name = "muon"
+    c.optimizer.lr = 3e-4
     c.warm_start.batch = 40
     c.warm_start.demonstrations = 10_000
     c.warm_start.practice = 0.5
-    c.budget.response_tokens = 40
-    c.budget.observation_tokens = 120
-    c.credit.name = "step_gae"
-    c.credit.args.lam = 0.95
-    c.critic = "shared_trunk"
     return c

@@ -1,4 +1,4 @@
-"""From config to the parts of a run: task, tokenizer, policy, engine, learner. Plain functions, shared by all experiments."""
+"""From config to the parts of a run: task, tokenizer, policy, engine, learner; shared by all experiments."""
 
 from __future__ import annotations
 
@@ -55,9 +55,13 @@ def check(config: ml_collections.ConfigDict) -> None:
         engine_config(config)
     except ValueError as error:
         raise UserError(str(error)) from error
-    choices = (("critic", config.critic, CRITICS), ("learner.packing", config.learner.packing, MODES))
-    choices += (("optimizer.name", config.optimizer.name, OPTIMIZERS),)
-    for key, value, known in (*choices, ("loss.aggregate", config.loss.aggregate, AGGREGATES)):
+    choices: dict[str, tuple[str, Sequence[str]]] = {
+        "critic": (config.critic, CRITICS),
+        "learner.packing": (config.learner.packing, MODES),
+        "loss.aggregate": (config.loss.aggregate, AGGREGATES),
+        "optimizer.name": (config.optimizer.name, OPTIMIZERS),
+    }
+    for key, (value, known) in choices.items():
         if value not in known:
             raise UserError(f"unknown {key} {value!r}; choose one of {', '.join(known)}")
     if scheme.needs_critic and config.critic == "none":
@@ -85,6 +89,8 @@ def check(config: ml_collections.ConfigDict) -> None:
             f"rollout.groups ({config.rollout.groups}) must be a multiple of processes x learner.minibatches "
             f"({processes_} x {minibatches})"
         )
+    if config.control and processes_ > 1:
+        raise UserError("a control run is timed, and clocks of several processes differ; run it in one process")
     shards = max(jax.device_count() // config.mesh.tensor, 1)
     if config.learner.rows % shards:
         raise UserError(f"learner.rows ({config.learner.rows}) must be a multiple of the {shards} shards of a batch")
@@ -120,14 +126,17 @@ def task(config: ml_collections.ConfigDict) -> Task:
     raise UserError(f"unknown task.name {c.name!r}; choose 'hopworld' or 'multihop'")
 
 
-def tokenizer(config: ml_collections.ConfigDict, task: Task) -> Tokenizer:
-    """The tokenizer at `config.tokenizer.path`, or one trained on the task's texts and kept in the run folder."""
+def tokenizer(config: ml_collections.ConfigDict, task: Task, *, resumes: bool) -> Tokenizer:
+    """The tokenizer at `config.tokenizer.path`, or one trained on the task's texts and kept in the run folder.
+
+    A run that `resumes` has trained its own already.
+    """
     path = os.path.expanduser(config.tokenizer.path)
     if "{data}" in path:
         path = path.replace("{data}", str(_data_folder(config)))
     if not path:
         path = os.path.join(config.run_dir, "tokenizer.model")
-        if processes.process_index() == 0 and not os.path.exists(path):
+        if processes.process_index() == 0 and not resumes:
             train_sentencepiece(task.texts(config.tokenizer.texts), path, config.tokenizer.vocab_size)
         processes.barrier("tokenizer")
     try:
@@ -218,9 +227,7 @@ def credit_args(config: ml_collections.ConfigDict) -> dict[str, float]:
     return {key: value for key, value in config.credit.args.to_dict().items() if value is not None}
 
 
-def learner_state(
-    config: ml_collections.ConfigDict, policy: DecoderConfig, mesh: Mesh
-) -> tuple[Any, Any, Any]:
+def learner_state(config: ml_collections.ConfigDict, policy: DecoderConfig, mesh: Mesh) -> tuple[Any, Any, Any]:
     """How to make the learner's state and how it lies.
 
     Returns:

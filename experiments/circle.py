@@ -86,7 +86,15 @@ def demonstrations(run: Run) -> list[Trajectory]:
 
 
 def roll_out(
-    run: Run, params: Params, phase: str, split: str, visits: Sequence[int], *, samples: int, temperature: float, version: int
+    run: Run,
+    params: Params,
+    phase: str,
+    split: str,
+    visits: Sequence[int],
+    *,
+    samples: int,
+    temperature: float,
+    version: int,
 ) -> list[Trajectory]:
     """This process's share of the groups with the given running indices, sampled by its engine."""
     groups = build.dealt(len(visits))
@@ -94,13 +102,17 @@ def roll_out(
     rows = [run.task.row(split, visit) for visit in own]
     names = build.identities(run.task, run.config.seed, phase, groups, own, samples)
     view = meshes.rollout_view(params["decoder"], run.learner_mesh, run.rollout_mesh)
-    return run_groups(
-        run.engine, view, run.agent, rows, names, temperature=temperature, policy_version=version
-    )
+    return run_groups(run.engine, view, run.agent, rows, names, temperature=temperature, policy_version=version)
 
 
-def evaluate(run: Run, params: Params, questions: int, *, temperature: float, phase: str, version: int) -> tuple[dict[str, float], list[Trajectory]]:
-    """EM, F1 and more over the first `questions` of the evaluation split; means over all processes, trajectories of this one."""
+def evaluate(
+    run: Run, params: Params, questions: int, *, temperature: float, phase: str, version: int
+) -> tuple[dict[str, float], list[Trajectory]]:
+    """EM, F1 and more over the first `questions` of the evaluation split.
+
+    Returns:
+      means over all processes, and the trajectories of this one.
+    """
     trajectories = roll_out(
         run, params, phase, "eval", range(questions), samples=1, temperature=temperature, version=version
     )
@@ -185,21 +197,11 @@ def learn(
     minibatch = np.concatenate([_minibatch_of_token(part, i) for i, part in enumerate(parts)])
     minibatch = np.concatenate([g["m"] for g in processes.all_gather_arrays({"m": minibatch})])
     trained = streams.trained[streams.token_trajectory]
-    token_group = np.unique(streams.group, return_inverse=True)[1][streams.token_trajectory]
-
-    def weights(aggregate: str, mask: np.ndarray) -> np.ndarray:
-        units = (streams.token_step, streams.token_trajectory, token_group)
-        denominator = config.loss.fixed_denominator
-        masks = [mask & (minibatch == i) for i in range(len(parts))]
-        return np.sum(
-            [fill.aggregate_weights(aggregate, *units, m, fixed_denominator=denominator) for m in masks], axis=0
-        ).astype(np.float32)
-
-    policy_weights = weights(config.loss.aggregate, trained)[mine]
-    value_weights = weights("token", trained & has_target)[mine]
+    policy_weights = _weights(run, streams, minibatch, config.loss.aggregate, trained)[mine]
+    value_weights = _weights(run, streams, minibatch, "token", trained & has_target)[mine]
     batches = []
     edges = np.cumsum([0, *(len(p.token_read) for p in packs)])
-    for pack, a, b in zip(packs, edges[:-1], edges[1:]):
+    for pack, a, b in zip(packs, edges[:-1], edges[1:], strict=True):
         tokens = slice(first + a, first + b)
         reads = fill.fill_policy(pack, advantages=advantages[tokens], weights=policy_weights[a:b])
         if learner.score is not None:
@@ -229,12 +231,24 @@ def learn(
     return state, out, with_advantages(ordered, advantages[mine])
 
 
+def _weights(run: Run, streams: flat.Streams, minibatch: np.ndarray, aggregate: str, mask: np.ndarray) -> np.ndarray:
+    """Loss weights of the masked tokens, [K] over all processes; each minibatch is a batch of its own."""
+    group = np.unique(streams.group, return_inverse=True)[1]
+    units = (streams.token_step, streams.token_trajectory, group[streams.token_trajectory])
+    weights = np.zeros(len(mask), np.float32)
+    for i in range(run.config.learner.minibatches):
+        weights += fill.aggregate_weights(
+            aggregate, *units, mask & (minibatch == i), fixed_denominator=run.config.loss.fixed_denominator
+        )
+    return weights
+
+
 def _check_final_prompts(trajectories: Sequence[Trajectory]) -> None:
     for t in trajectories:
         if POLICIES[t.outcome].bootstrap and t.final_prompt_ids is None:
             raise ValueError(
-                f"trajectory {t.uid} was cut ({t.outcome}) without final_prompt_ids, where the critic values its future; "
-                "the agent must give them to session.finish()"
+                f"trajectory {t.uid} was cut ({t.outcome}) without final_prompt_ids, where the critic values its "
+                "future; the agent must give them to session.finish()"
             )
 
 
@@ -261,7 +275,9 @@ def _minibatch_of_token(part: Sequence[Trajectory], index: int) -> np.ndarray:
     return np.full(sum(len(s.response_ids) for t in part for s in t.steps), index, np.int32)
 
 
-def _to_device(run: Run, learner: Learner, nodes: packing.Nodes, reads: packing.Reads) -> tuple[packing.Batch, np.int32]:
+def _to_device(
+    run: Run, learner: Learner, nodes: packing.Nodes, reads: packing.Reads
+) -> tuple[packing.Batch, np.int32]:
     """A batch on the learner's mesh, and how many of its microbatches hold data in any process."""
     c = run.config.learner
     rows = c.rows // processes.process_count()
@@ -279,8 +295,10 @@ def _critic(
     values, final_values = [], []
     for pack in packs:
         batch, count = _to_device(run, learner, pack.nodes, pack.reads)
-        value = meshes.local_rows(learner.score(params, batch, count).value, run.learner_mesh)
-        per_read = value.reshape(-1, value.shape[-1])[: pack.rows]
+        value = learner.score(params, batch, count).value
+        assert value is not None, "a program that scores for a critic has one"
+        rows = meshes.local_rows(value, run.learner_mesh)
+        per_read = rows.reshape(-1, rows.shape[-1])[: pack.rows]
         values.append(fill.gather_tokens(pack, per_read))
         final_values.append(fill.gather_final(pack, per_read))
     return np.concatenate(values), np.concatenate(final_values)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import ml_collections
 import numpy as np
 from absl import logging
 from rich.console import Console
@@ -49,6 +50,7 @@ class Position:
     Attributes:
       phase: `warm_start`, `rl` or `done`: the phase that comes next.
       update: updates (batches) of that phase which are done.
+      first_checkpoint: number of the checkpoint at update 0 of that phase.
       metrics_index: index of the next record of metrics.jsonl.
       seconds: time spent so far, set-up included.
       warm_start_seconds: of which until the end of the warm start.
@@ -58,11 +60,59 @@ class Position:
 
     phase: str = "warm_start"
     update: int = 0
+    first_checkpoint: int = 0
     metrics_index: int = 0
     seconds: float = 0.0
     warm_start_seconds: float = 0.0
     results: dict[str, Any] = dataclasses.field(default_factory=dict)
     totals: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def enter(self, phase: str) -> None:
+        """Moves to the start of the next phase."""
+        self.first_checkpoint += self.update + 1
+        self.phase, self.update = phase, 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Journal:
+    """What a run writes down as it goes, and what it looks up to know whether to go on.
+
+    Attributes:
+      position: where it stands.
+      metrics: the writer of metrics.jsonl.
+      checkpoints: of its state.
+      stop: whether somebody asked it to stop.
+      compiles: counts compiled programs.
+      started: `time.perf_counter()` at its start; earlier by the time of earlier starts where it was resumed.
+    """
+
+    position: Position
+    metrics: MetricsWriter
+    checkpoints: Checkpoints
+    stop: processes.StopRequest
+    compiles: CompileCounter
+    started: float
+
+    @property
+    def seconds(self) -> float:
+        """Time spent so far, over all starts."""
+        return time.perf_counter() - self.started
+
+    def save(self, state: LearnerState) -> None:
+        """Writes a checkpoint from which the run goes on as if nothing had happened."""
+        position = self.position
+        position.metrics_index = self.metrics.next_index
+        position.seconds = self.seconds
+        number = position.first_checkpoint + position.update
+        self.checkpoints.save(number, state, dataclasses.asdict(position))
+
+    def save_if_due(self, state: LearnerState, every: int) -> None:
+        """Saves after `every` updates, and where the run is to stop. Raises Stopped then."""
+        stop = self.stop.agreed()
+        if stop or self.position.update % every == 0:
+            self.save(state)
+        if stop:
+            raise Stopped
 
 
 class Stopped(Exception):
@@ -76,83 +126,48 @@ def main(argv: Sequence[str]) -> None:
     config = CONFIG.value
     processes.initialize()
     first = processes.process_index() == 0
-    build.check(config)
-    resumes = configs.check_same_config(config.run_dir, config)
-    if config.compilation_cache:
-        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.compilation_cache))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    task = build.task(config)
-    processes.barrier("checked")
-    if first and not resumes:
-        configs.write_config(config.run_dir, config)
-    tokenizer = build.tokenizer(config, task)
-    learner_mesh, rollout_mesh = build.learner_mesh(config), meshes.rollout_mesh()
-    policy = build.policy(config, tokenizer)
-    engine = build.engine(config, policy, rollout_mesh)
-    agent = build.agent(config, task, tokenizer)
-    build.check_openings(config, task, agent)
-    run = Run(config, task, tokenizer, agent, policy, engine, learner_mesh, rollout_mesh)
-    fresh, restart, (optimizer, like, layout) = build.learner_state(config, policy, learner_mesh)
+    run = set_up(config)
+    fresh, restart, (optimizer, like, layout) = build.learner_state(config, run.policy, run.learner_mesh)
 
     checkpoints = Checkpoints(config.run_dir, config.checkpoints_kept)
     restored = checkpoints.restore(like)
     state, position = (fresh(), Position()) if restored is None else (restored[0], Position(**restored[1]))
-    before = position.seconds
-    compiles = CompileCounter()
+    started -= position.seconds
 
     with MetricsWriter(config.run_dir, position.metrics_index, first) as metrics, processes.StopRequest() as stop:
-
-        def save(state: LearnerState, step: int) -> None:
-            position.metrics_index = metrics.next_index
-            position.seconds = before + time.perf_counter() - started
-            checkpoints.save(step, state, dataclasses.asdict(position))
-
+        journal = Journal(position, metrics, checkpoints, stop, CompileCounter(), started)
         try:
-            engine.compile(meshes.rollout_view(state.params["decoder"], learner_mesh, rollout_mesh))
+            run.engine.compile(meshes.rollout_view(state.params["decoder"], run.learner_mesh, run.rollout_mesh))
             if position.phase == "warm_start":
                 supervised = Learner(
-                    update=make_update(policy, build.loss_config(config, clip="none"), optimizer, layout),
+                    update=make_update(run.policy, build.loss_config(config, clip="none"), optimizer, layout),
                     score=None,
                     microbatches=build.microbatches(config, config.warm_start.batch),
                     credit=None,
                 )
-                deadline = started - before + config.control_seconds if config.control else None
-                state = warm_start(run, supervised, state, position, metrics, stop, save, compiles, deadline)
-                position.phase, position.update = "rl", 0
-                position.warm_start_seconds = before + time.perf_counter() - started
-                state = restart(state.params)
-                measured, shown = circle.evaluate(
-                    run, state.params, config.eval.questions, temperature=1.0, phase="eval_before", version=0
-                )
-                record_evaluation(run, metrics, measured, shown, 0, "eval_before")
+                state = restart(warm_start(run, journal, supervised, state).params)
+                position.enter("rl")
+                position.warm_start_seconds = journal.seconds
+                measured = evaluate(run, journal, state, "eval_before", temperature=1.0)
                 position.results["em_control" if config.control else "em_before"] = measured["em"]
-                save(state, config.warm_start_updates + 1)
+                journal.save(state)
             if position.phase == "rl" and not config.control:
                 batch = config.rollout.groups * config.rollout.samples // config.learner.minibatches
                 scheme, assign = get_scheme(config.credit.name, build.credit_args(config))
                 loss = build.loss_config(config)
                 reinforced = Learner(
-                    update=make_update(policy, loss, optimizer, layout),
-                    score=make_score(policy, loss) if scheme.needs_critic else None,
+                    update=make_update(run.policy, loss, optimizer, layout),
+                    score=make_score(run.policy, loss) if scheme.needs_critic else None,
                     microbatches=build.microbatches(config, batch),
                     credit=jax.jit(assign),
                 )
-                state = reinforce(run, reinforced, state, position, metrics, stop, save, compiles)
+                state = reinforce(run, journal, reinforced, state)
                 for label, temperature in (("after", 0.0), ("after_sampled", 1.0)):
-                    measured, shown = circle.evaluate(
-                        run,
-                        state.params,
-                        config.eval.questions,
-                        temperature=temperature,
-                        phase=f"eval_{label}",
-                        version=config.updates,
-                    )
-                    record_evaluation(run, metrics, measured, shown, config.updates, f"eval_{label}")
-                    position.results |= {
-                        f"{name}_{label}": value for name, value in measured.items() if name[:2] in ("em", "f1")
-                    }
-            position.phase = "done"
-            save(state, config.warm_start_updates + config.updates + 2)
+                    measured = evaluate(run, journal, state, f"eval_{label}", temperature=temperature)
+                    position.results |= {f"{k}_{label}": v for k, v in measured.items() if k[:2] in ("em", "f1")}
+            if position.phase != "done":
+                position.enter("done")
+                journal.save(state)
         except Stopped:
             logging.info("stopped and saved; the same command resumes the run in %s", config.run_dir)
             return
@@ -162,43 +177,56 @@ def main(argv: Sequence[str]) -> None:
         finish(run, position)
 
 
-def warm_start(
-    run: Run, learner: Learner, state: LearnerState, position: Position, metrics: MetricsWriter, stop: Any, save: Any, compiles: CompileCounter, deadline: float | None
-) -> LearnerState:
-    """Supervised updates on expert trajectories; until `deadline` (perf_counter seconds) where there is one."""
-    config = run.config
-    c, first = config.warm_start, processes.process_index() == 0
-    total = config.warm_start_updates
+def set_up(config: ml_collections.ConfigDict) -> Run:
+    """The parts of a run. Writes nothing but config and tokenizer, and those only after all processes agree.
+
+    Raises:
+      UserError: the config cannot work, or the run folder holds something else.
+    """
+    build.check(config)
+    resumes = configs.check_same_config(config.run_dir, config)
+    if config.compilation_cache:
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.compilation_cache))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    task = build.task(config)
+    processes.barrier("checked")
+    if processes.process_index() == 0 and not resumes:
+        configs.write_config(config.run_dir, config)
+    tokenizer = build.tokenizer(config, task, resumes=resumes)
+    learner_mesh, rollout_mesh = build.learner_mesh(config), meshes.rollout_mesh()
+    policy = build.policy(config, tokenizer)
+    engine = build.engine(config, policy, rollout_mesh)
+    agent = build.agent(config, task, tokenizer)
+    build.check_openings(config, task, agent)
+    return Run(config, task, tokenizer, agent, policy, engine, learner_mesh, rollout_mesh)
+
+
+def warm_start(run: Run, journal: Journal, learner: Learner, state: LearnerState) -> LearnerState:
+    """Supervised updates on expert trajectories: a number of them, or as many as a control's time allows."""
+    config, position = run.config, journal.position
+    total, first = config.warm_start_updates, processes.process_index() == 0
     if not total:
         return state
     expert = circle.demonstrations(run)
     if position.update == 0:
         write_trajectories(run, "demonstrations", expert[:REPORTED_PER_FILE])
         logging.info("%d demonstrations, em %.3f", len(expert), circle.means(expert)["em"])
-    per_process = c.batch // processes.process_count()
-    begun = time.perf_counter()
+    per_process = config.warm_start.batch // processes.process_count()
+    warmed_up = False
     with progress("warm start", position.update, total, first) as show:
-        update = position.update
-        while update < total if deadline is None else time.perf_counter() < deadline:
-            compiled = compiles.count
-            batch = draw(expert, per_process, config.seed, update)
-            done = update / total
-            if deadline is not None:
-                done = (time.perf_counter() - begun) / (deadline - begun)
-            rate = c.lr * warm_start_schedule(done)
+        while (done := journal.seconds / config.control_seconds if config.control else position.update / total) < 1:
+            compiled = journal.compiles.count
+            batch = draw(expert, per_process, config.seed, position.update)
+            rate = config.warm_start.lr * warm_start_schedule(done)
             state, record, _ = circle.learn(run, learner, state, batch, dict.fromkeys(state.params, rate))
-            update += 1
-            position.update = update
-            if update > 1:
-                count_recompiles(position, compiles.count - compiled)
-            if update % 10 == 0 or update == total:
-                metrics.write({"phase": "warm_start", "update": update, "learner/lr": rate, **record})
-                show(update, f"loss {record['learner/loss']:.3f}")
-            stop_now = stop.agreed()
-            if stop_now or update % (100 * config.checkpoint_every) == 0:
-                save(state, update)
-            if stop_now:
-                raise Stopped
+            position.update += 1
+            if warmed_up:
+                count_recompiles(position, journal.compiles.count - compiled)
+            warmed_up = True
+            if position.update % 10 == 0 or position.update == total:
+                journal.metrics.write({"phase": "warm_start", "update": position.update, "learner/lr": rate, **record})
+                show(position.update, f"loss {record['learner/loss']:.3f}")
+            journal.save_if_due(state, 100 * config.checkpoint_every)
     return state
 
 
@@ -214,65 +242,51 @@ def draw(expert: Sequence[Trajectory], size: int, seed: int, update: int) -> lis
     return [expert[i] for i in order[(update % per_epoch) * size :][:size]]
 
 
-def reinforce(
-    run: Run, learner: Learner, state: LearnerState, position: Position, metrics: MetricsWriter, stop: Any, save: Any, compiles: CompileCounter
-) -> LearnerState:
+def reinforce(run: Run, journal: Journal, learner: Learner, state: LearnerState) -> LearnerState:
     """The circle: roll out, learn, and again."""
-    config = run.config
-    first = processes.process_index() == 0
-    fresh = True
+    config, position = run.config, journal.position
+    c, first = config.rollout, processes.process_index() == 0
+    warmed_up = False
     with progress("rl", position.update, config.updates, first) as show:
         for update in range(position.update, config.updates):
-            compiled = compiles.count
+            compiled = journal.compiles.count
             run.engine.counters = Counters()
-            visits = range(update * config.rollout.groups, (update + 1) * config.rollout.groups)
+            visits = range(update * c.groups, (update + 1) * c.groups)
             trajectories = circle.roll_out(
                 run,
                 state.params,
                 "rl",
                 "train",
                 visits,
-                samples=config.rollout.samples,
-                temperature=config.rollout.temperature,
+                samples=c.samples,
+                temperature=c.temperature,
                 version=update,
             )
             rollout = circle.engine_metrics(run.engine.counters)
             warm = min(1.0, (update + 1) / max(config.optimizer.warmup, 1))
             rates = {"decoder": config.optimizer.lr * warm, "value": config.optimizer.value_lr}
-            state, record, trained = circle.learn(
-                run, learner, state, trajectories, {part: rates[part] for part in state.params}
-            )
+            rates = {part: rates[part] for part in state.params}
+            state, record, trained = circle.learn(run, learner, state, trajectories, rates)
+            position.update = update + 1
             write_trajectories(run, f"rl_{update:06d}", trained)
             sampled = circle.means(trajectories)
             record |= rollout | {f"rollout/{key}": value for key, value in sampled.items()}
             record["learner/lr"] = rates["decoder"]
-            metrics.write({"phase": "rl", "update": update + 1, **record})
+            journal.metrics.write({"phase": "rl", "update": position.update, **record})
             add_totals(position, record)
-            show(update + 1, f"reward {sampled['reward']:.3f} em {sampled.get('em', 0):.3f}")
+            show(position.update, f"reward {sampled['reward']:.3f} em {sampled.get('em', 0):.3f}")
             if record.get("learner/skipped_in_a_row", 0) >= SKIPPED_IN_A_ROW:
                 raise UserError(
                     f"{SKIPPED_IN_A_ROW} updates in a row were not finite; the last good checkpoint is kept. "
                     "Lower optimizer.lr or look at learner/* in metrics.jsonl"
                 )
-            position.update = update + 1
             if config.eval.every and position.update % config.eval.every == 0 and position.update < config.updates:
-                measured, shown = circle.evaluate(
-                    run,
-                    state.params,
-                    config.eval.quick_questions,
-                    temperature=0.0,
-                    phase="eval",
-                    version=position.update,
-                )
-                record_evaluation(run, metrics, measured, shown, position.update, f"eval_{position.update:06d}")
-            if not fresh:
-                count_recompiles(position, compiles.count - compiled)
-            fresh = False
-            stop_now = stop.agreed()
-            if stop_now or position.update % config.checkpoint_every == 0:
-                save(state, config.warm_start_updates + 1 + position.update)
-            if stop_now:
-                raise Stopped
+                name = f"eval_{position.update:06d}"
+                evaluate(run, journal, state, name, temperature=0.0, questions=config.eval.quick_questions)
+            if warmed_up:
+                count_recompiles(position, journal.compiles.count - compiled)
+            warmed_up = True
+            journal.save_if_due(state, config.checkpoint_every)
     return state
 
 
@@ -289,14 +303,17 @@ def add_totals(position: Position, record: dict[str, float]) -> None:
         position.totals[key] = position.totals.get(key, 0.0) + record.get(key, 0.0)
 
 
-def record_evaluation(
-    run: Run, metrics: MetricsWriter, measured: dict[str, float], shown: Sequence[Trajectory], update: int, name: str
-) -> None:
-    """Writes an evaluation to metrics.jsonl and its trajectories to a file."""
-    kind = "eval_sampled" if name in ("eval_before", "eval_after_sampled") else "eval"
-    metrics.write({"phase": kind, "update": update, **{f"eval/{key}": value for key, value in measured.items()}})
+def evaluate(
+    run: Run, journal: Journal, state: LearnerState, name: str, *, temperature: float, questions: int | None = None
+) -> dict[str, float]:
+    """Evaluates on unseen rows (`eval.questions` of them unless told); writes metrics and trajectories."""
+    count, update = questions or run.config.eval.questions, journal.position.update
+    measured, shown = circle.evaluate(run, state.params, count, temperature=temperature, phase=name, version=update)
+    kind = "eval_sampled" if temperature else "eval"
+    journal.metrics.write({"phase": kind, "update": update, **{f"eval/{key}": x for key, x in measured.items()}})
     write_trajectories(run, name, shown)
-    logging.info("%s: em %.3f over %d questions", name, measured.get("em", math.nan), run.config.eval.questions)
+    logging.info("%s: em %.3f over %d questions", name, measured.get("em", math.nan), count)
+    return measured
 
 
 def write_trajectories(run: Run, name: str, trajectories: Sequence[Trajectory]) -> None:

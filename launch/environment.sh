@@ -1,6 +1,7 @@
 # Sourced by the scripts beside it: enters the project's folder and leaves in VENV_PYTHON the interpreter of a virtual
 # environment with requirements.txt installed, made at the first start and reused afterwards.
 # PYTHON selects the interpreter it is made from (default: python3); each minor version has its own, .venv/3.11 etc.
+# An interpreter that has the requirements already can be given in VENV_PYTHON: it is used as it is, nothing is made.
 # shellcheck shell=bash
 set -euo pipefail
 
@@ -28,16 +29,23 @@ make_environment() {
   cp requirements.txt "$venv/requirements.installed"
 }
 
-python=$(command -v "${PYTHON:-python3}") || fail "no ${PYTHON:-python3} found; set PYTHON=/path/to/python3 (3.11 or newer)"
-version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') ||
-  fail "$python does not run; set PYTHON=/path/to/python3 (3.11 or newer)"
+given=PYTHON
+[[ -n ${VENV_PYTHON:-} ]] && given=VENV_PYTHON
+name=${!given:-python3}
+hint="set $given=/path/to/python3 (3.11 or newer)"
+python=$(command -v "$name") || fail "no $name found; $hint"
+version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') || fail "$python does not run; $hint"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
-  fail "$python is Python $version; 3.11 or newer is needed: set PYTHON=/path/to/python3"
+  fail "$python is Python $version; 3.11 or newer is needed: $hint"
 [[ $python == */* && $python != /* ]] && python=$PWD/$python
 
 unset CDPATH
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-venv=.venv/$version
-environment_is_ready "$venv" || make_environment "$venv" "$python"
-VENV_PYTHON=$PWD/$venv/bin/python
+if [[ $given == VENV_PYTHON ]]; then
+  VENV_PYTHON=$python
+else
+  venv=.venv/$version
+  environment_is_ready "$venv" || make_environment "$venv" "$python"
+  VENV_PYTHON=$PWD/$venv/bin/python
+fi
 export VENV_PYTHON

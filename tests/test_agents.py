@@ -76,7 +76,7 @@ def test_an_answered_question_is_recorded_as_it_happened():
     assert [s.reward for s in t.steps] == [1.0, 2.0, 3.0]
     assert [s.reward_parts for s in t.steps] == [{"part": 1.0}, {"part": 2.0}, {"part": 3.0}]
     assert [s.observation for s in t.steps] == [*SEEN[:2], ""]
-    assert [s.info for s in t.steps] == [{"n": 1}, {"n": 2}, {"n": 3}]
+    assert [s.info for s in t.steps] == [{"n": n, "finish_reason": "stop"} for n in (1, 2, 3)]
     assert t.steps[1].tool_calls == ({"name": "look", "arguments": {"n": 2}},)
     assert {s.context_rule for s in t.steps} == {"append"}
     assert [a.text for a in env.actions] == WORDS[:3]
@@ -158,6 +158,7 @@ def test_a_cut_response_ends_the_trajectory_at_its_last_token():
     t = play(["look", LONG], env)
     check(t, Outcome.RESPONSE_TRUNCATED, 2, ids_after(t))
     assert t.steps[1].response_ids.tolist() == TOKENIZER.encode_data(LONG)[:12]
+    assert [s.info["finish_reason"] for s in t.steps] == ["stop", "length"]
     assert env.actions[1].truncated and env.actions[1].text == TOKENIZER.decode(t.steps[1].response_ids)
     assert t.metrics == {"em": 0.0}
 

@@ -50,12 +50,15 @@ def project(tmp_path: pathlib.Path) -> pathlib.Path:
     return root
 
 
-def start(project: pathlib.Path, script: str, *arguments: str, python: str = PYTHON) -> subprocess.Popen[str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("AGENTR1_")}
+def start(
+    project: pathlib.Path, script: str, *arguments: str, python: str = PYTHON, variable: str = "PYTHON"
+) -> subprocess.Popen[str]:
+    unset = [name for name in os.environ if name.startswith("AGENTR1_") or name == "VENV_PYTHON"]
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
     return subprocess.Popen(
         ["bash", str(project / "launch" / script), *arguments],
         cwd=project.parent,
-        env=environment | {"PYTHON": python},
+        env=environment | {variable: python},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -63,8 +66,10 @@ def start(project: pathlib.Path, script: str, *arguments: str, python: str = PYT
     )
 
 
-def run(project: pathlib.Path, script: str, *arguments: str, python: str = PYTHON) -> tuple[int, str]:
-    with start(project, script, *arguments, python=python) as process:
+def run(
+    project: pathlib.Path, script: str, *arguments: str, python: str = PYTHON, variable: str = "PYTHON"
+) -> tuple[int, str]:
+    with start(project, script, *arguments, python=python, variable=variable) as process:
         output, _ = process.communicate(timeout=120)
         return process.returncode, output
 
@@ -121,10 +126,19 @@ def test_an_unfit_python_is_named(project: pathlib.Path, python: str, message: s
     assert output.splitlines()[-1].startswith(f"error: {project / 'python'} ")
 
 
-def test_a_missing_python_is_named(project: pathlib.Path) -> None:
-    status, output = run(project, "quickstart.sh", python="no-such-python")
+@pytest.mark.parametrize("variable", ["PYTHON", "VENV_PYTHON"])
+def test_a_missing_python_is_named(project: pathlib.Path, variable: str) -> None:
+    status, output = run(project, "quickstart.sh", python="no-such-python", variable=variable)
     assert status == 2
-    assert output.startswith("error: no no-such-python found")
+    assert output == f"error: no no-such-python found; set {variable}=/path/to/python3 (3.11 or newer)\n"
+
+
+def test_an_environment_of_ones_own_is_used_as_it_is(project: pathlib.Path) -> None:
+    shutil.rmtree(project / ".venv")
+    status, output = run(project, "local.sh", "2", "--config=x.py", variable="VENV_PYTHON")
+    assert status == 0
+    assert "[1] process 1 of 2 2" in output and "making" not in output
+    assert not (project / ".venv").exists()
 
 
 def test_local_starts_all_processes_and_prefixes_their_lines(project: pathlib.Path) -> None:

@@ -56,16 +56,6 @@ def test_smoothed_is_a_mean_over_what_is_there():
     np.testing.assert_allclose(curves.smoothed(np.full(30, 7.0), 5), 7.0)
 
 
-def test_read_metrics_names_file_and_line(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"update": 1}\n\n{"update": 2, "x": NaN}\n')
-    assert [r["update"] for r in tables.read_metrics(path)] == [1, 2]
-    for bad in ('{"update": 3', "[1]", "\udcff"):
-        path.write_bytes(b'{"update": 1}\n\n' + bad.encode(errors="surrogateescape") + b"\n")
-        with pytest.raises(ValueError, match=r"metrics\.jsonl, line 3: not a metrics record"):
-            tables.read_metrics(path)
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -13,8 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.runtime.metrics import read_metrics
-from agentr1_jax.trajectory import read_jsonl
+from agentr1_jax.trajectory import Outcome, Trajectory, read_jsonl
+from configs import quickstart
+from experiments import build
 
 ROOT = Path(__file__).parent.parent
 SMALL = {
@@ -49,6 +53,27 @@ def train(config: str, run_dir: Path, **overrides: object) -> subprocess.Complet
 
 def in_order(run_dir: Path) -> list[tuple]:
     return [(r["index"], r["phase"], r["update"]) for r in read_metrics(run_dir / "metrics.jsonl")]
+
+
+def test_the_quickstart_budget_lets_the_right_way_through(tmp_path: Path) -> None:
+    """A flawless expert answers everything within the limits on steps and tokens, and on practice rows too."""
+    with quickstart.get_config().unlocked() as config:
+        config.run_dir = str(tmp_path)
+        config.task.flaws = dict.fromkeys(config.task.flaws, 0.0)
+    task = build.task(config)
+    tokenizer = build.tokenizer(config, task, resumes=False)
+    agent = build.agent(config, task, tokenizer)
+
+    async def play(split: str, index: int) -> Trajectory:
+        row = task.row(split, index)
+        session = ScriptedSession(Identity("u", 0, 0, task.name, index), task.expert(row, index), tokenizer)
+        await agent.run(session, row)
+        return session.trajectory()
+
+    for split in ("eval", "practice"):
+        played = [asyncio.run(play(split, index)) for index in range(128)]
+        assert sum(t.metrics["em"] for t in played) / len(played) >= 0.99
+        assert {t.outcome for t in played} == {Outcome.ANSWERED}
 
 
 @pytest.mark.slow
@@ -100,7 +125,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:
 def test_two_processes_train_one_policy(tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = ["bash", "launch/local.sh", "2", *command("quickstart", run)]
-    environment = {**os.environ, "PYTHON": sys.executable}
+    environment = {**os.environ, "VENV_PYTHON": sys.executable}
     done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=500, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert json.loads((run / "summary.json").read_text())["updates"] == 2
@@ -127,6 +152,7 @@ def test_real_questions(tmp_path: Path, data_dir: Path) -> None:
         ("quickstart", {"credit__name": "gae"}, "unknown credit scheme 'gae'; choose one of grpo, step_gae, token_gae"),
         ("quickstart", {"critic": "none"}, "credit scheme 'step_gae' needs a critic"),
         ("quickstart", {"learner__row_tokens": 64}, "learner.row_tokens (64) is less than budget.context_tokens"),
+        ("quickstart", {"budget__context_tokens": 60}, "leaves 20: raise budget.context_tokens"),
         ("multihop_tiny", {"task__data_dir": "nowhere"}, "nowhere"),
         ("quickstart", {"tokenizer__path": "nowhere/t.model"}, "nowhere/t.model: no such SentencePiece model"),
     ],

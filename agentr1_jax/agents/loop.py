@@ -68,7 +68,7 @@ class EnvLoop:
                 tool_calls=transition.tool_calls,
                 state_key=state_key,
                 context_rule=self.rule_name,
-                info=transition.info,
+                info={**transition.info, "finish_reason": completion.finish_reason},
             )
             fits = np.concatenate([prompt, completion.ids])
             if transition.terminated or transition.truncated:

@@ -103,13 +103,17 @@ class Env(Protocol):
 class Task(Protocol):
     """A source of rows, environments for them and, where one exists, an expert.
 
-    Rows are plain JSON with at least `id`; `question` and `answers` where the task is question answering, `kind` where it has kinds.
+    Rows are plain JSON with at least `id`; `question` and `answers` where the task is question answering, `kind` where
+    it has kinds.
     """
 
-    name: str
+    @property
+    def name(self) -> str:
+        """The task's name, kept with each trajectory."""
+        ...
 
     def row(self, split: str, index: int) -> Row:
-        """Row `index` of a split, `train` or `eval`; any index >= 0 is valid (finite data sets wrap around, reshuffled)."""
+        """Row `index` >= 0 of a split, `train` or `eval`; finite data sets wrap around, reshuffled."""
         ...
 
     def size(self, split: str) -> int | None:

@@ -6,6 +6,8 @@ batch of all processes. A loss is then a plain sum, and neither microbatches, no
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
@@ -76,16 +78,15 @@ def place(packing: Packing, per_token: np.ndarray) -> np.ndarray:
 
 def fill_policy(packing: Packing, *, advantages: np.ndarray, weights: np.ndarray) -> Reads:
     """Reads with advantages and loss weights, both [K] in stream order."""
-    return packing.reads.replace(advantage=place(packing, advantages), weight=place(packing, weights))
+    return dataclasses.replace(packing.reads, advantage=place(packing, advantages), weight=place(packing, weights))
 
 
 def fill_critic(
     reads: Reads, packing: Packing, *, values: np.ndarray, targets: np.ndarray, weights: np.ndarray
 ) -> Reads:
     """Reads with the critic's old values, targets and loss weights, all [K] in stream order."""
-    return reads.replace(
-        old_value=place(packing, values), value_target=place(packing, targets), value_weight=place(packing, weights)
-    )
+    old_value, target, weight = (place(packing, x) for x in (values, targets, weights))
+    return dataclasses.replace(reads, old_value=old_value, value_target=target, value_weight=weight)
 
 
 def gather_tokens(packing: Packing, per_read: np.ndarray) -> np.ndarray:

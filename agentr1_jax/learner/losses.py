@@ -109,5 +109,6 @@ def policy_loss(
 def value_loss(config: LossConfig, value: Float[Array, "rows reads"], reads: Reads) -> Float[Array, "rows reads"]:
     """½·max((V − R)², (clip(V, V_old ± c) − R)²) of each read, before weighting."""
     old, target = reads.old_value, reads.value_target
+    assert old is not None and target is not None, "these reads were not filled for a critic"
     near = jnp.clip(value, old - config.value_clip, old + config.value_clip)
     return 0.5 * jnp.maximum((value - target) ** 2, (near - target) ** 2)

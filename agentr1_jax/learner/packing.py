@@ -282,7 +282,8 @@ def to_microbatches(nodes: Nodes, reads: Reads, *, microbatches: int, rows: int)
     )
     if reads.old_value is not None:
         zeros = np.zeros_like(empty.reads.weight)
-        empty = empty.replace(reads=empty.reads.replace(old_value=zeros, value_target=zeros, value_weight=zeros))
+        reads_ = dataclasses.replace(empty.reads, old_value=zeros, value_target=zeros, value_weight=zeros)
+        empty = dataclasses.replace(empty, reads=reads_)
     return jax.tree.map(
         lambda x, pad: np.concatenate([x, pad]).reshape(microbatches, rows, *x.shape[1:]), Batch(nodes, reads), empty
     )

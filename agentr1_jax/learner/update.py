@@ -195,8 +195,10 @@ def make_update(
     gradient = jax.value_and_grad(functools.partial(loss_and_metrics, policy, loss), has_aux=True)
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=(layout, None))
-    def update(state: LearnerState, batch: Batch, count: Array, rates: dict[str, Array]):
-        def microbatch(i: Array) -> Batch:
+    def update(
+        state: LearnerState, batch: Batch, count: Array, rates: dict[str, Array]
+    ) -> tuple[LearnerState, dict[str, Array]]:
+        def microbatch(i: Array | int) -> Batch:
             return jax.tree.map(lambda x: x[i], batch)
 
         def body(i: Array, carry: tuple[Params, dict[str, Array]]) -> tuple[Params, dict[str, Array]]:

@@ -147,7 +147,7 @@ function rewardChips(step) {
 }
 
 function stepNode(trajectory, step, context, t, scale) {
-  const finish = step.info.finish_reason ?? step.info.finish;
+  const finish = step.info.finish_reason;
   const advantage = stepAdvantage(step);
   const spread = Array.isArray(step.advantages) ? "mean advantage " : "advantage ";
   const title = el("h3", "", `Step ${t + 1}`, el("small", "", ` of ${trajectory.steps.length}`));
@@ -162,7 +162,7 @@ function stepNode(trajectory, step, context, t, scale) {
     step.state_key !== null && ["state ", el("code", "", json(step.state_key))],
   ];
   const last = t === trajectory.steps.length - 1 && !trajectory.final;
-  const info = Object.fromEntries(Object.entries(step.info).filter(([key]) => key !== "finish_reason" && key !== "finish"));
+  const info = Object.fromEntries(Object.entries(step.info).filter(([key]) => key !== "finish_reason"));
   const observation = data.texts[step.observation];
   return el(
     "article",

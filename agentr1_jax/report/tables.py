@@ -1,38 +1,13 @@
-"""Summary numbers as tables for the terminal, for markdown and for the inspector; reading metrics back."""
+"""Summary numbers as tables for the terminal, for markdown and for the inspector."""
 
 from __future__ import annotations
 
-import json
 import numbers
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
-
-
-def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Reads a `metrics.jsonl`: one record per line, in order; blank lines are skipped.
-
-    Raises:
-      ValueError: a line is not a JSON object; the message names file and line.
-    """
-    records = []
-    with open(path, "rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-                if not isinstance(record, dict):
-                    raise TypeError(f"expected an object, found {type(record).__name__}")
-            except (ValueError, TypeError) as error:
-                raise ValueError(
-                    f"{os.fspath(path)}, line {number}: not a metrics record ({error}); repair or delete the line"
-                ) from error
-            records.append(record)
-    return records
 
 
 def flatten(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -86,5 +86,5 @@ async def call(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
     try:
         result = tool.execute(arguments)
         return await result if inspect.isawaitable(result) else result
-    except Exception as error:  # noqa: BLE001 - nothing a tool does may end the batch
+    except Exception as error:  # Nothing that a tool does may end the batch.
         return failed("exception", f"Error: {tool.name} raised {type(error).__name__}: {error}", "infrastructure")

@@ -14,7 +14,7 @@ from agentr1_jax.text.tool_calls import render_answer, render_call
 
 FLAWS: Mapping[str, float] = {
     # Answers with what is at hand instead of one more lookup: the entity just found, the first one named, or `no`.
-    "bridge_answer": 0.45,
+    "bridge_answer": 0.52,
     # Asks the present subject for what only the next one can tell.
     "skip_hop": 0.06,
     # Sends a query again whose result is already there.

@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from agentr1_jax.envs.hopworld.names import POOLS, name_split
-from agentr1_jax.envs.hopworld.world import World
+from agentr1_jax.envs.hopworld.world import BIRTH_YEARS, World
 
 MIN_YEARS_APART = 4
+CLAIMED_YEARS = range(1936, 1945)
 RECITED = 24
 
 
@@ -124,7 +125,7 @@ def _chain(world: World, rng: random.Random, path: Sequence[str]) -> Draft:
 
 def _older(one: str, other: str, world: World) -> str | None:
     """Who of two people was born earlier; None where the years are not clearly apart."""
-    years = [int(world.facts[person, "birth_year"]) for person in (one, other)]
+    years = [_birth_year(world, person) for person in (one, other)]
     if abs(years[0] - years[1]) < MIN_YEARS_APART:
         return None
     return one if years[0] < years[1] else other
@@ -168,30 +169,33 @@ def _direct_comparison(world: World, rng: random.Random) -> Draft:
     return _draft(f"Who was born earlier, {one} or {other}?", older, plan, _years(world, one, other))
 
 
-def _claim(world: World, rng: random.Random, person: str) -> tuple[str, str]:
-    """A city and whether the person was born there, true half of the time; a false one is the spouse's if possible."""
-    truth, spouse = world.facts[person, "birth_city"], world.facts[person, "spouse"]
-    if rng.random() < 0.5:
-        return truth, "yes"
-    others = [city for city in world.members["city"] if city != truth]
-    rival = world.facts[spouse, "birth_city"]
-    return (rival if rival in others else rng.choice(others)), "no"
+def _claim(rng: random.Random, born: Mapping[Any, int]) -> tuple[Any, int, str]:
+    """Somebody, a year, and whether the birth (`born`, by who) was before it: yes and no are alike for every year."""
+    year, answer = rng.choice(CLAIMED_YEARS), rng.choice(("yes", "no"))
+    sign = 1 if answer == "yes" else -1
+    return rng.choice([who for who, y in born.items() if sign * (year - y) >= MIN_YEARS_APART]), year, answer
 
 
 def _yes_no(world: World, rng: random.Random) -> Draft:
-    film, role = rng.choice(world.members["film"]), rng.choice(CREW)
+    crew = {
+        (film, role): _birth_year(world, world.facts[film, role]) for film in world.members["film"] for role in CREW
+    }
+    (film, role), year, answer = _claim(rng, crew)
     person = world.facts[film, role]
-    city, answer = _claim(world, rng, person)
-    plan = [_hop(world, film, role, hasty="no"), _hop(world, person, "birth_city")]
-    thought = f" {world.facts[person, 'birth_city']}, {city}."
-    return _draft(f"Was {RELATIONS[role].phrase.format(film)} born in {city}?", answer, plan, thought)
+    plan = [_hop(world, film, role, hasty="no"), _hop(world, person, "birth_year")]
+    question = f"Was {RELATIONS[role].phrase.format(film)} born before {year}?"
+    return _draft(question, answer, plan, f" {crew[film, role]}, {year}.")
 
 
 def _direct_yes_no(world: World, rng: random.Random) -> Draft:
-    person = rng.choice(world.members["person"])
-    city, answer = _claim(world, rng, person)
-    thought = f" {world.facts[person, 'birth_city']}, {city}."
-    return _draft(f"Was {person} born in {city}?", answer, [_hop(world, person, "birth_city")], thought)
+    born = {person: _birth_year(world, person) for person in world.members["person"]}
+    person, year, answer = _claim(rng, born)
+    plan = [_hop(world, person, "birth_year")]
+    return _draft(f"Was {person} born before {year}?", answer, plan, f" {born[person]}, {year}.")
+
+
+def _birth_year(world: World, person: str) -> int:
+    return int(world.facts[person, "birth_year"])
 
 
 def _lookup(world: World, rng: random.Random) -> Draft:
@@ -223,12 +227,10 @@ def _older_of(world: World, rng: random.Random) -> Draft:
     return _draft(f"Who is older,{thought.removesuffix('.').replace(',', ' or')}?", older, [], thought)
 
 
-def _same(world: World, rng: random.Random) -> Draft:
-    """Whether two cities are one, half of the time: nothing but telling names apart."""
-    one, other = rng.sample(world.members["city"], 2)
-    if rng.random() < 0.5:
-        other = one
-    return _draft(f"Is {one} the same as {other}?", "yes" if one == other else "no", [], f" {one}, {other}.")
+def _before(world: World, rng: random.Random) -> Draft:
+    """Whether one year is before another: nothing but their order, again."""
+    one, other, answer = _claim(rng, {year: year for year in BIRTH_YEARS})
+    return _draft(f"Is {one} before {other}?", answer, [], f" {one}, {other}.")
 
 
 KINDS: Mapping[str, Callable[[World, random.Random], Draft]] = {
@@ -241,14 +243,14 @@ KINDS: Mapping[str, Callable[[World, random.Random], Draft]] = {
     "direct_yes_no": _direct_yes_no,
     "recital": _recital,
     "older_of": _older_of,
-    "same": _same,
+    "before": _before,
 }
 SHARES = {"bridge2": 0.40, "bridge3": 0.34, "comparison": 0.14, "yes_no": 0.12}
 PRACTICE_SHARES = {
-    "lookup": 0.25,
-    "direct_comparison": 0.12,
+    "lookup": 0.22,
+    "direct_comparison": 0.16,
     "direct_yes_no": 0.1,
-    "recital": 0.25,
-    "older_of": 0.14,
-    "same": 0.14,
+    "recital": 0.22,
+    "older_of": 0.18,
+    "before": 0.12,
 }

@@ -31,7 +31,7 @@ class HopWorldTask:
     """Multi-hop questions about procedural worlds; nothing can be memorised, every answer must be looked up.
 
     Splits: `train`; `eval` (other worlds, and combinations of words that no training world uses); `practice` (one
-    lookup, a comparison of what the question names, words to repeat, years and names to compare; in training worlds,
+    lookup, a comparison of what the question names, words to repeat, years to compare; in training worlds,
     by an expert that never errs).
 
     Attributes:
