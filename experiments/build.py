@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 from collections.abc import Sequence
@@ -143,6 +144,13 @@ def tokenizer(config: ml_collections.ConfigDict, task: Task, *, resumes: bool) -
         return load_tokenizer(path)
     except (ValueError, FileNotFoundError) as error:
         raise UserError(f"tokenizer.path: {error}") from error
+
+
+def discard_tokenizer(config: ml_collections.ConfigDict) -> None:
+    """Takes back what `tokenizer` left in the folder of a run that cannot start."""
+    with contextlib.suppress(OSError):
+        os.remove(os.path.join(config.run_dir, "tokenizer.model"))
+        os.rmdir(config.run_dir)
 
 
 def _data_folder(config: ml_collections.ConfigDict) -> os.PathLike[str]:

@@ -190,14 +190,20 @@ def set_up(config: ml_collections.ConfigDict) -> Run:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     task = build.task(config)
     processes.barrier("checked")
-    if processes.process_index() == 0 and not resumes:
+    owner = processes.process_index() == 0 and not resumes
+    try:
+        tokenizer = build.tokenizer(config, task, resumes=resumes)
+        agent = build.agent(config, task, tokenizer)
+        build.check_openings(config, task, agent)
+        policy = build.policy(config, tokenizer)
+        learner_mesh, rollout_mesh = build.learner_mesh(config), meshes.rollout_mesh()
+        engine = build.engine(config, policy, rollout_mesh)
+    except UserError:
+        if owner:
+            build.discard_tokenizer(config)  # The corrected command must find the folder as this one did.
+        raise
+    if owner:
         configs.write_config(config.run_dir, config)
-    tokenizer = build.tokenizer(config, task, resumes=resumes)
-    learner_mesh, rollout_mesh = build.learner_mesh(config), meshes.rollout_mesh()
-    policy = build.policy(config, tokenizer)
-    engine = build.engine(config, policy, rollout_mesh)
-    agent = build.agent(config, task, tokenizer)
-    build.check_openings(config, task, agent)
     return Run(config, task, tokenizer, agent, policy, engine, learner_mesh, rollout_mesh)
 
 
@@ -225,7 +231,7 @@ def warm_start(run: Run, journal: Journal, learner: Learner, state: LearnerState
             warmed_up = True
             if position.update % 10 == 0 or position.update == total:
                 journal.metrics.write({"phase": "warm_start", "update": position.update, "learner/lr": rate, **record})
-                show(position.update, f"loss {record['learner/loss']:.3f}")
+                show(position.update, f"loss {record['learner/loss']:.3f}, {tokens_per_second(record)}")
             journal.save_if_due(state, 100 * config.checkpoint_every)
     return state
 
@@ -274,7 +280,8 @@ def reinforce(run: Run, journal: Journal, learner: Learner, state: LearnerState)
             record["learner/lr"] = rates["decoder"]
             journal.metrics.write({"phase": "rl", "update": position.update, **record})
             add_totals(position, record)
-            show(position.update, f"reward {sampled['reward']:.3f} em {sampled.get('em', 0):.3f}")
+            quality = f"reward {sampled['reward']:.3f} em {sampled.get('em', 0):.3f}"
+            show(position.update, f"{quality}, {tokens_per_second(record)}")
             if record.get("learner/skipped_in_a_row", 0) >= SKIPPED_IN_A_ROW:
                 raise UserError(
                     f"{SKIPPED_IN_A_ROW} updates in a row were not finite; the last good checkpoint is kept. "
@@ -295,6 +302,15 @@ def count_recompiles(position: Position, count: int) -> None:
     position.totals["recompiles"] = position.totals.get("recompiles", 0) + count
     if count:
         logging.warning("%d programs were compiled after warm-up", count)
+
+
+def tokens_per_second(record: dict[str, float]) -> str:
+    """Rates of the last update, for the progress line."""
+    rates = []
+    for what, tokens, seconds in (("learned", "learner_tokens", "learn"), ("decoded", "decode_tokens", "rollout")):
+        if record.get(f"time/{seconds}"):
+            rates.append(f"{record[f'time/{tokens}'] / record[f'time/{seconds}']:,.0f} {what}")
+    return f"tokens/s: {', '.join(rates)}"
 
 
 def add_totals(position: Position, record: dict[str, float]) -> None:
@@ -369,7 +385,10 @@ def reported(folder: str) -> list[Trajectory]:
     out = []
     for name in chosen:
         if name.endswith(".jsonl.gz"):
-            out += list(read_jsonl(os.path.join(folder, "trajectories", name)))[:REPORTED_PER_FILE]
+            try:
+                out += list(read_jsonl(os.path.join(folder, "trajectories", name)))[:REPORTED_PER_FILE]
+            except ValueError as error:
+                raise UserError(str(error)) from error
     return out
 
 

@@ -12,16 +12,16 @@ from agentr1_jax.runtime.progress import progress
 
 
 def test_without_a_terminal_lines_come_now_and_then_and_at_the_end(monkeypatch, caplog):
-    clock = iter([100.0, 101.0, 105.0, 110.5, 111.5, 111.6, 111.7])
+    clock = iter([100.0, 101.0, 105.0, 110.5, 111.5, 112.0])
     monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
     caplog.set_level("INFO", logger="absl")
     with progress("rl", 0, 5, enabled=True) as show:
         for update in range(1, 6):
             show(update, f"reward {update}")
     assert [record.getMessage() for record in caplog.records] == [
-        "rl 1/5  reward 1",
-        "rl 4/5  reward 4",
-        "rl 5/5  reward 5",
+        "rl 1/5, 4 s left  reward 1",
+        "rl 4/5, 3 s left  reward 4",
+        "rl 5/5, 0 s left  reward 5",
     ]
 
 

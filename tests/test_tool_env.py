@@ -188,4 +188,7 @@ PIECES = st.sampled_from([search("harbor"), render_answer("Ada"), "<tool_call>{"
 
 @given(st.lists(st.lists(PIECES, max_size=3).map("".join), max_size=4))
 def test_no_response_breaks_an_episode(texts):
-    play(*texts)
+    transitions, _ = play(*texts)
+    for transition in transitions:
+        assert transition.terminated == (transition.outcome is Outcome.ANSWERED) == (transition.observation is None)
+        assert transition.reward == pytest.approx(sum(transition.reward_parts.values()))

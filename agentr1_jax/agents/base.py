@@ -11,6 +11,8 @@ import numpy as np
 from agentr1_jax.envs.base import Row
 from agentr1_jax.trajectory import Outcome
 
+__all__ = ["Agent", "Completion", "Row", "Session"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Completion:

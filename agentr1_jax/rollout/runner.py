@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from absl import logging
 
-from agentr1_jax.agents.base import Agent, Completion
+from agentr1_jax.agents.base import Agent, Completion, Row
 from agentr1_jax.agents.session import Identity, RecordedSession
-from agentr1_jax.envs.base import Row
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.rollout.engine import Engine, RequestError
 from agentr1_jax.trajectory import Outcome, Trajectory

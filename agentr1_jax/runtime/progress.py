@@ -25,12 +25,15 @@ def progress(title: str, done: int, total: int, enabled: bool) -> Iterator[Calla
     """
     console = Console(stderr=True)
     if not enabled or not console.is_terminal:
-        last = [-SECONDS_BETWEEN_LINES]
+        started, last = time.monotonic(), -SECONDS_BETWEEN_LINES
 
         def line(now: int, text: str) -> None:
-            if enabled and (now == total or time.monotonic() - last[0] > SECONDS_BETWEEN_LINES):
-                last[0] = time.monotonic()
-                logging.info("%s %d/%d  %s", title, now, total, text)
+            nonlocal last
+            time_now = time.monotonic()
+            if enabled and (now == total or time_now - last > SECONDS_BETWEEN_LINES):
+                last = time_now
+                left = (total - now) * (time_now - started) / max(now - done, 1)
+                logging.info("%s %d/%d, %.0f s left  %s", title, now, total, max(left, 0), text)
 
         yield line
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gzip
 import json
 import logging
@@ -11,17 +12,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import bm25s
 import numpy as np
-from bm25s.stopwords import STOPWORDS_EN
 
 from agentr1_jax.tools.base import ToolResult
 
-# It reports every index it builds, through a handler of its own.
-logging.getLogger("bm25s").setLevel(logging.WARNING)
-
 _WORD = re.compile(r"(?u)\b\w\w+\b")
-_STOP_WORDS = frozenset(STOPWORDS_EN)
 EMPTY_RESULT = "No results."
 
 
@@ -42,9 +37,24 @@ class Passage:
 Corpus = Sequence[Passage]
 
 
+@functools.cache
+def _library() -> tuple[Any, frozenset[str]]:
+    """The class BM25 and the stop words of bm25s.
+
+    Imported late: the import runs a JAX program, and the processes of a run have to find each other before any does.
+    """
+    import bm25s
+    from bm25s.stopwords import STOPWORDS_EN
+
+    # It reports every index it builds, through a handler of its own.
+    logging.getLogger("bm25s").setLevel(logging.WARNING)
+    return bm25s.BM25, frozenset(STOPWORDS_EN)
+
+
 def words(text: str) -> list[str]:
     """Terms of a text for BM25: lower-cased words of two or more characters without English stop words."""
-    return [word for word in _WORD.findall(text.lower()) if word not in _STOP_WORDS]
+    _, stop_words = _library()
+    return [word for word in _WORD.findall(text.lower()) if word not in stop_words]
 
 
 def read_corpus(path: str | os.PathLike[str]) -> list[Passage]:
@@ -101,7 +111,8 @@ class SearchTool:
             raise ValueError(f"top_k is {top_k}; it must be at least 1")
         self.corpus = corpus
         self.top_k = top_k
-        self._index = bm25s.BM25(k1=0.9, b=0.4)
+        bm25, _ = _library()
+        self._index = bm25(k1=0.9, b=0.4)
         self._index.index([words(f"{p.title} {p.text}") for p in corpus], show_progress=False)
 
     def search(self, query: str, top_k: int | None = None) -> list[int]:
