@@ -132,7 +132,8 @@ def means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
             add(key, value)
         if "em" in t.metrics and "kind" in t.info:
             add(f"em_{t.info['kind']}", t.metrics["em"])
-        add("reward", t.total_reward)
+        if POLICIES[t.outcome].reward == "use":
+            add("reward", t.total_reward)
         add("steps", len(t.steps))
         add("response_tokens", sum(len(s.response_ids) for s in t.steps))
         for outcome in {u.outcome for u in trajectories}:
@@ -142,7 +143,7 @@ def means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         for key, (total, count) in part.items():
             have = joined.setdefault(key, [0.0, 0])
             have[0], have[1] = have[0] + total, have[1] + count
-    everything = joined.get("reward", [0.0, 0])[1]
+    everything = joined.get("steps", [0.0, 0])[1]
     # A process that saw no such outcome adds nothing to its count.
     return {
         key: total / max(everything if key.startswith("outcome/") else count, 1)
@@ -163,12 +164,14 @@ def learn(
       rates: learning rate of each part of the parameters.
 
     Returns:
-      the new state, metrics of the last update and of the batch, and the trained trajectories with their advantages in
-      `info`.
+      the new state, metrics of the last update and of the batch, and all trajectories, the trained ones with their
+      advantages in `info`.
     """
     config = run.config
     started = time.perf_counter()
     usable = flat.usable(trajectories)
+    kept = set(map(id, usable))
+    dropped = [t for t in trajectories if id(t) not in kept]
     if learner.score is not None:
         _check_final_prompts(usable)
     parts = _minibatches(usable, config.learner.minibatches)
@@ -191,7 +194,7 @@ def learn(
     mine = slice(first, first + len(own.logprobs))
     if not len(streams.logprobs):
         logging.warning("no usable trajectory in this batch; it is skipped")
-        return state, {"batch/dropped": float(len(trajectories))}, []
+        return state, {"batch/dropped": float(len(dropped))}, dropped
 
     advantages, targets, has_target = _credit(run, learner, streams)
     minibatch = np.concatenate([_minibatch_of_token(part, i) for i, part in enumerate(parts)])
@@ -221,14 +224,14 @@ def learn(
         "batch/trajectories": float(len(streams.outcome)),
         "batch/steps": float(len(streams.rewards)),
         "batch/tokens": float(len(streams.logprobs)),
-        "batch/dropped": float(len(trajectories) - len(usable)),
+        "batch/dropped": float(len(dropped)),
         "batch/sharing": sum(p.tokens_stored for p in packs) / max(computed, 1),
         "batch/fill": computed / max(sum(p.nodes.tokens.size for p in packs), 1),
         "batch/advantage_std": float(advantages[trained].std()),
         "time/learn": seconds,
         "time/learner_tokens": float(computed * config.learner.epochs),
     }
-    return state, out, with_advantages(ordered, advantages[mine])
+    return state, out, with_advantages(ordered, advantages[mine]) + dropped
 
 
 def _weights(run: Run, streams: flat.Streams, minibatch: np.ndarray, aggregate: str, mask: np.ndarray) -> np.ndarray:

@@ -272,9 +272,9 @@ def reinforce(run: Run, journal: Journal, learner: Learner, state: LearnerState)
             warm = min(1.0, (update + 1) / max(config.optimizer.warmup, 1))
             rates = {"decoder": config.optimizer.lr * warm, "value": config.optimizer.value_lr}
             rates = {part: rates[part] for part in state.params}
-            state, record, trained = circle.learn(run, learner, state, trajectories, rates)
+            state, record, trajectories = circle.learn(run, learner, state, trajectories, rates)
             position.update = update + 1
-            write_trajectories(run, f"rl_{update:06d}", trained)
+            write_trajectories(run, f"rl_{update:06d}", trajectories)
             sampled = circle.means(trajectories)
             record |= rollout | {f"rollout/{key}": value for key, value in sampled.items()}
             record["learner/lr"] = rates["decoder"]
