@@ -7,13 +7,11 @@ A run owns its folder (`config.run_dir`); the same command again resumes it. SIG
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import ml_collections
@@ -37,86 +35,11 @@ from agentr1_jax.runtime.seeds import generator
 from agentr1_jax.trajectory import Trajectory, read_jsonl, write_jsonl
 from experiments import build, circle
 from experiments.circle import Learner, Run
+from experiments.journal import Journal, Position, Stopped, add_totals, count_recompiles
 
 CONFIG = configs.define_config_flag()
 SKIPPED_IN_A_ROW = 3
 REPORTED_PER_FILE = 24
-
-
-@dataclasses.dataclass
-class Position:
-    """Where a run stands; stored with every checkpoint.
-
-    Attributes:
-      phase: `warm_start`, `rl` or `done`: the phase that comes next.
-      update: updates (batches) of that phase which are done.
-      first_checkpoint: number of the checkpoint at update 0 of that phase.
-      metrics_index: index of the next record of metrics.jsonl.
-      seconds: time spent so far, set-up included.
-      warm_start_seconds: of which until the end of the warm start.
-      results: figures for the summary.
-      totals: tokens and seconds for rates.
-    """
-
-    phase: str = "warm_start"
-    update: int = 0
-    first_checkpoint: int = 0
-    metrics_index: int = 0
-    seconds: float = 0.0
-    warm_start_seconds: float = 0.0
-    results: dict[str, Any] = dataclasses.field(default_factory=dict)
-    totals: dict[str, float] = dataclasses.field(default_factory=dict)
-
-    def enter(self, phase: str) -> None:
-        """Moves to the start of the next phase."""
-        self.first_checkpoint += self.update + 1
-        self.phase, self.update = phase, 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Journal:
-    """What a run writes down as it goes, and what it looks up to know whether to go on.
-
-    Attributes:
-      position: where it stands.
-      metrics: the writer of metrics.jsonl.
-      checkpoints: of its state.
-      stop: whether somebody asked it to stop.
-      compiles: counts compiled programs.
-      started: `time.perf_counter()` at its start; earlier by the time of earlier starts where it was resumed.
-    """
-
-    position: Position
-    metrics: MetricsWriter
-    checkpoints: Checkpoints
-    stop: processes.StopRequest
-    compiles: CompileCounter
-    started: float
-
-    @property
-    def seconds(self) -> float:
-        """Time spent so far, over all starts."""
-        return time.perf_counter() - self.started
-
-    def save(self, state: LearnerState) -> None:
-        """Writes a checkpoint from which the run goes on as if nothing had happened."""
-        position = self.position
-        position.metrics_index = self.metrics.next_index
-        position.seconds = self.seconds
-        number = position.first_checkpoint + position.update
-        self.checkpoints.save(number, state, dataclasses.asdict(position))
-
-    def save_if_due(self, state: LearnerState, every: int) -> None:
-        """Saves after `every` updates, and where the run is to stop. Raises Stopped then."""
-        stop = self.stop.agreed()
-        if stop or self.position.update % every == 0:
-            self.save(state)
-        if stop:
-            raise Stopped
-
-
-class Stopped(Exception):
-    """Somebody asked the run to stop; its state is saved."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -198,7 +121,7 @@ def set_up(config: ml_collections.ConfigDict) -> Run:
         policy = build.policy(config, tokenizer)
         learner_mesh, rollout_mesh = build.learner_mesh(config), meshes.rollout_mesh()
         engine = build.engine(config, policy, rollout_mesh)
-    except UserError:
+    except BaseException:
         if owner:
             build.discard_tokenizer(config)  # The corrected command must find the folder as this one did.
         raise
@@ -280,7 +203,7 @@ def reinforce(run: Run, journal: Journal, learner: Learner, state: LearnerState)
             record["learner/lr"] = rates["decoder"]
             journal.metrics.write({"phase": "rl", "update": position.update, **record})
             add_totals(position, record)
-            quality = f"reward {sampled['reward']:.3f} em {sampled.get('em', 0):.3f}"
+            quality = f"reward {sampled.get('reward', math.nan):.3f} em {sampled.get('em', 0):.3f}"
             show(position.update, f"{quality}, {tokens_per_second(record)}")
             if record.get("learner/skipped_in_a_row", 0) >= SKIPPED_IN_A_ROW:
                 raise UserError(
@@ -297,13 +220,6 @@ def reinforce(run: Run, journal: Journal, learner: Learner, state: LearnerState)
     return state
 
 
-def count_recompiles(position: Position, count: int) -> None:
-    """Adds programs compiled after warm-up; there should be none."""
-    position.totals["recompiles"] = position.totals.get("recompiles", 0) + count
-    if count:
-        logging.warning("%d programs were compiled after warm-up", count)
-
-
 def tokens_per_second(record: dict[str, float]) -> str:
     """Rates of the last update, for the progress line."""
     rates = []
@@ -311,12 +227,6 @@ def tokens_per_second(record: dict[str, float]) -> str:
         if record.get(f"time/{seconds}"):
             rates.append(f"{record[f'time/{tokens}'] / record[f'time/{seconds}']:,.0f} {what}")
     return f"tokens/s: {', '.join(rates)}"
-
-
-def add_totals(position: Position, record: dict[str, float]) -> None:
-    """Keeps sums over RL batches, for the rates of the summary."""
-    for key in ("time/decode_tokens", "time/rollout", "time/learner_tokens", "time/learn"):
-        position.totals[key] = position.totals.get(key, 0.0) + record.get(key, 0.0)
 
 
 def evaluate(

@@ -192,8 +192,6 @@ def test_a_run_folder_keeps_to_its_config(tmp_path: pathlib.Path) -> None:
     run_dir = tmp_path / "run"
     assert not config_lib.check_same_config(run_dir, config())
     config_lib.write_config(run_dir, config())
-    assert not config_lib.check_same_config(run_dir, config(seed=1)), "nothing is lost before the first metrics"
-    (run_dir / "metrics.jsonl").touch()
     assert config_lib.check_same_config(run_dir, config(run_dir="b"))
     assert config_lib.check_same_config(run_dir, config(eval={"every": 6, "rows": 8}), may_differ=("run_dir", "eval"))
     before = (run_dir / "config.json").read_bytes()
@@ -204,7 +202,7 @@ def test_a_run_folder_keeps_to_its_config(tmp_path: pathlib.Path) -> None:
     assert "new: '(no such key)' there, 2 here" in str(caught.value)
     assert "eval" not in str(caught.value)
     assert (run_dir / "config.json").read_bytes() == before
-    assert sorted(path.name for path in run_dir.iterdir()) == ["config.json", "metrics.jsonl"]
+    assert sorted(path.name for path in run_dir.iterdir()) == ["config.json"]
 
 
 def test_other_folders_are_refused(tmp_path: pathlib.Path) -> None:

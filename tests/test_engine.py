@@ -42,7 +42,7 @@ def ends_with(ids, stops):
 @settings(max_examples=25, deadline=None)
 @given(
     rows=st.lists(episodes, min_size=1, max_size=6),
-    slots=st.sampled_from([1, 3, 8]),
+    slots=st.sampled_from([1, 3]),
     temperature=st.sampled_from([0.0, 0.7, 1.0]),
 )
 def test_cached_steps_equal_full_forward_passes(rows, slots, temperature):

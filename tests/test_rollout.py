@@ -58,7 +58,7 @@ class Unreliable(Planned):
 
 FAULTS = {
     "at once": "OSError: no environment",
-    "bad prompt": "ValueError: prompt ids must lie in",
+    "bad prompt": "RequestError: prompt ids must lie in",
     "after a step": "KeyError: 'tool'",
     "impatient": "TimeoutError",
     "unfinished": "RuntimeError: t/4: the agent returned without finish",
@@ -73,7 +73,8 @@ def test_fault_9_an_exception_ends_its_own_trajectory_only(slots, caplog):
     out = sampled(rows, slots, agent=Unreliable())
     healthy = sampled(MANY, slots)
     for t, fault in zip(out, FAULTS, strict=False):
-        assert t.outcome is Outcome.ENV_FAILURE and POLICIES[t.outcome].training == "drop"
+        blamed = Outcome.ENGINE_FAILURE if fault == "bad prompt" else Outcome.ENV_FAILURE
+        assert t.outcome is blamed and POLICIES[t.outcome].training == "drop"
         assert t.info["error"].startswith(FAULTS[fault]) and t.uid in caplog.text
         assert len(t.steps) == (fault == "after a step")
     assert all_ids(out[5:]) == all_ids(healthy[5:])

@@ -132,8 +132,7 @@ def check_same_config(
 ) -> bool:
     """Whether `run_dir` already holds a run of this config, to be resumed; False if there is nothing yet.
 
-    A start that failed before its first metrics left nothing to lose: another config may take its place. With several
-    processes, let all of them check before one of them writes.
+    With several processes, let all of them check before one of them writes.
 
     Args:
       run_dir: folder of the run.
@@ -153,8 +152,6 @@ def check_same_config(
             stored = dict(flatten(json.load(lines)))
     except (ValueError, AttributeError) as error:
         raise UserError(f"{path}: not a config ({error}); restore it or choose another --config.run_dir") from error
-    if not os.path.exists(os.path.join(run_dir, "metrics.jsonl")):
-        return False
     given = dict(flatten(resolve(config)))
     missing = "(no such key)"
     differing = [

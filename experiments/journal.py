@@ -1,0 +1,104 @@
+"""What a run writes down as it goes: where it stands, its checkpoints, what it adds up for the summary."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+from absl import logging
+
+from agentr1_jax.learner.update import LearnerState
+from agentr1_jax.runtime.checkpoint import Checkpoints
+from agentr1_jax.runtime.compiles import CompileCounter
+from agentr1_jax.runtime.metrics import MetricsWriter
+from agentr1_jax.runtime.processes import StopRequest
+
+
+@dataclasses.dataclass
+class Position:
+    """Where a run stands; stored with every checkpoint.
+
+    Attributes:
+      phase: `warm_start`, `rl` or `done`: the phase that comes next.
+      update: updates (batches) of that phase which are done.
+      first_checkpoint: number of the checkpoint at update 0 of that phase.
+      metrics_index: index of the next record of metrics.jsonl.
+      seconds: time spent so far, set-up included.
+      warm_start_seconds: of which until the end of the warm start.
+      results: figures for the summary.
+      totals: tokens and seconds for rates.
+    """
+
+    phase: str = "warm_start"
+    update: int = 0
+    first_checkpoint: int = 0
+    metrics_index: int = 0
+    seconds: float = 0.0
+    warm_start_seconds: float = 0.0
+    results: dict[str, Any] = dataclasses.field(default_factory=dict)
+    totals: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def enter(self, phase: str) -> None:
+        """Moves to the start of the next phase."""
+        self.first_checkpoint += self.update + 1
+        self.phase, self.update = phase, 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Journal:
+    """The writers and watchers of a run.
+
+    Attributes:
+      position: where it stands.
+      metrics: the writer of metrics.jsonl.
+      checkpoints: of its state.
+      stop: whether somebody asked it to stop.
+      compiles: counts compiled programs.
+      started: `time.perf_counter()` at its start; earlier by the time of earlier starts where it was resumed.
+    """
+
+    position: Position
+    metrics: MetricsWriter
+    checkpoints: Checkpoints
+    stop: StopRequest
+    compiles: CompileCounter
+    started: float
+
+    @property
+    def seconds(self) -> float:
+        """Time spent so far, over all starts."""
+        return time.perf_counter() - self.started
+
+    def save(self, state: LearnerState) -> None:
+        """Writes a checkpoint from which the run goes on as if nothing had happened."""
+        position = self.position
+        position.metrics_index = self.metrics.next_index
+        position.seconds = self.seconds
+        number = position.first_checkpoint + position.update
+        self.checkpoints.save(number, state, dataclasses.asdict(position))
+
+    def save_if_due(self, state: LearnerState, every: int) -> None:
+        """Saves after `every` updates, and where the run is to stop. Raises Stopped then."""
+        stop = self.stop.agreed()
+        if stop or self.position.update % every == 0:
+            self.save(state)
+        if stop:
+            raise Stopped
+
+
+class Stopped(Exception):
+    """Somebody asked the run to stop; its state is saved."""
+
+
+def count_recompiles(position: Position, count: int) -> None:
+    """Adds programs compiled after warm-up; there should be none."""
+    position.totals["recompiles"] = position.totals.get("recompiles", 0) + count
+    if count:
+        logging.warning("%d programs were compiled after warm-up", count)
+
+
+def add_totals(position: Position, record: dict[str, float]) -> None:
+    """Keeps sums over RL batches, for the rates of the summary."""
+    for key in ("time/decode_tokens", "time/rollout", "time/learner_tokens", "time/learn"):
+        position.totals[key] = position.totals.get(key, 0.0) + record.get(key, 0.0)
