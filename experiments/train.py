@@ -71,8 +71,10 @@ def main(argv: Sequence[str]) -> None:
                 state = restart(warm_start(run, journal, supervised, state).params)
                 position.enter("rl")
                 position.warm_start_seconds = journal.seconds
-                measured = evaluate(run, journal, state, "eval_before", temperature=1.0)
-                position.results["em_control" if config.control else "em_before"] = measured["em"]
+                label = "control" if config.control else "before"
+                for name, temperature in ((label, 1.0), (f"{label}_greedy", 0.0)):
+                    measured = evaluate(run, journal, state, f"eval_{name}", temperature=temperature)
+                    position.results[f"em_{name}"] = measured["em"]
                 journal.save(state)
             if position.phase == "rl" and not config.control:
                 batch = config.rollout.groups * config.rollout.samples // config.learner.minibatches

@@ -60,10 +60,15 @@ def test_cached_steps_equal_full_forward_passes(rows, slots, temperature):
 
 
 def check_accounts(trajectories, engine):
-    """Tokens are computed once: what a slot holds of the next prompt is never prefilled again."""
+    """Tokens are computed once: what a slot holds of the next prompt is never prefilled again.
+
+    A single slot also holds what the trajectory before left there; of several it is unknown who had which.
+    """
+    slots = engine.config.slots
     computed = saved = 0
+    held = np.zeros(0, np.int32)
     for t in trajectories:
-        held = np.zeros(0, np.int32)
+        held = held if slots == 1 else np.zeros(0, np.int32)
         for step in t.steps:
             n = min(len(held), len(step.prompt_ids) - 1)
             differs = np.flatnonzero(held[:n] != step.prompt_ids[:n])
@@ -71,8 +76,10 @@ def check_accounts(trajectories, engine):
             computed, saved = computed + len(step.prompt_ids) - 1 - reuse, saved + reuse
             held = np.concatenate([step.prompt_ids, step.response_ids[:-1]])
     counters = engine.counters
-    assert (counters.prefill_tokens, counters.prefill_tokens_saved) == (computed, saved)
-    assert counters.prefill_tokens_padded >= computed
+    assert counters.prefill_tokens + counters.prefill_tokens_saved == computed + saved
+    assert counters.prefill_tokens_saved >= saved
+    assert counters.prefill_tokens_saved == saved or 1 < slots < len(trajectories)
+    assert counters.prefill_tokens_padded >= counters.prefill_tokens
     assert counters.decode_tokens == sum(len(s.response_ids) for t in trajectories for s in t.steps)
     assert counters.decode_slot_steps >= counters.decode_tokens
     assert engine._programs.prefill._cache_size() + engine._programs.decode._cache_size() == PROGRAMS
