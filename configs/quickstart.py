@@ -2,7 +2,7 @@
 
     bash launch/quickstart.sh        (python -m experiments.train --config=configs/quickstart.py)
 
-Eight minutes on 2 CPU cores. Expect an exact match on unseen worlds of about 0.4 after the warm start (sampled) and
+Two CPU cores are enough. Expect an exact match on unseen worlds of about 0.4 after the warm start (sampled) and
 above 0.9 at the end (greedy); docs/quickstart.md has the figures of three seeds.
 """
 

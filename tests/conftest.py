@@ -11,11 +11,16 @@ from typing import Any
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import beartype
+import hypothesis
 import jax
 import jaxtyping
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+# Tests assert no times: a busy machine must not fail them.
+hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("untimed")
 
 
 def check_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
