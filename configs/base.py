@@ -122,7 +122,8 @@ def get_config() -> ml_collections.ConfigDict:
     c.warm_start.batch = 64  # trajectories per update, over all processes
 
     c.eval = ConfigDict()
-    c.eval.questions = 256  # of the eval split
+    c.eval.split = "eval"  # what is evaluated on; hopworld has dev too: choose a config there, report on eval
+    c.eval.questions = 256  # of the split
     c.eval.every = 10  # RL batches between evaluations
     c.eval.quick_questions = 64  # questions of those evaluations
 

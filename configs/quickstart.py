@@ -19,7 +19,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.run_dir = "runs/quickstart"
     c.updates = 40
     c.warm_start_updates = 900
-    c.control_seconds = 450.0
+    c.control_seconds = 430.0
     c.task.name = "hopworld"
     c.task.top_k = 2
     c.tokenizer.vocab_size = 1536  # every word of HopWorld is one piece
@@ -27,6 +27,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.budget.response_tokens = 40
     c.budget.observation_tokens = 120
     c.budget.context_tokens = 320
+    c.rollout.prefill_lengths = (40, 64)  # first prompts have up to 40 tokens, a call and its result up to 60
     c.rollout.live_lengths = (160, 320)
     c.learner.row_tokens = 320
     c.learner.row_reads = 256

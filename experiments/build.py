@@ -176,10 +176,10 @@ def agent(config: ml_collections.ConfigDict, task: Task, tokenizer: Tokenizer) -
 
 
 def check_openings(config: ml_collections.ConfigDict, task: Task, agent: EnvLoop) -> None:
-    """Refuses a budget that the task's first prompts already exceed.
+    """Refuses a split that the task lacks, and a budget that the task's first prompts already exceed.
 
     Raises:
-      UserError: names the row, its length and the keys to change.
+      UserError: names the splits there are, or the row, its length and the keys to change.
     """
 
     async def opening_tokens(row: Row) -> int:
@@ -187,8 +187,12 @@ def check_openings(config: ml_collections.ConfigDict, task: Task, agent: EnvLoop
         return len(agent.opening(observation))
 
     room = config.budget.context_tokens - config.budget.response_tokens
-    for split in ("train", "eval"):
-        for row in (task.row(split, index) for index in range(OPENINGS_CHECKED)):
+    for split in ("train", config.eval.split):
+        try:
+            rows = [task.row(split, index) for index in range(OPENINGS_CHECKED)]
+        except ValueError as error:
+            raise UserError(f"eval.split: {error}") from error
+        for row in rows:
             tokens = asyncio.run(opening_tokens(row))
             if tokens > room:
                 raise UserError(

@@ -108,13 +108,13 @@ def roll_out(
 def evaluate(
     run: Run, params: Params, questions: int, *, temperature: float, phase: str, version: int
 ) -> tuple[dict[str, float], list[Trajectory]]:
-    """EM, F1 and more over the first `questions` of the evaluation split.
+    """EM, F1 and more over the first `questions` of `eval.split`.
 
     Returns:
       means over all processes, and the trajectories of this one.
     """
     trajectories = roll_out(
-        run, params, phase, "eval", range(questions), samples=1, temperature=temperature, version=version
+        run, params, phase, run.config.eval.split, range(questions), samples=1, temperature=temperature, version=version
     )
     return means(trajectories), trajectories
 

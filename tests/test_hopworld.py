@@ -102,6 +102,14 @@ def test_no_combination_of_training_occurs_in_evaluation():
     training = combinations("train", 20) | combinations("practice", 20)
     assert len(training) > 1000
     assert not training & combinations("eval", 20)
+    assert not training & combinations("dev", 20)
+
+
+def test_dev_and_eval_are_different_worlds():
+    questions = {split: {TASK.row(split, i)["question"] for i in range(320)} for split in ("dev", "eval")}
+    assert len(questions["dev"] & questions["eval"]) <= 16  # Pools are shared, so a question can come again by chance.
+    for number in range(20):
+        assert world(f"dev/{number}").facts != world(f"eval/{number}").facts
 
 
 def test_words_are_distinct_and_belong_to_one_pool():

@@ -176,6 +176,7 @@ def test_real_questions(tmp_path: Path, data_dir: Path) -> None:
         ("quickstart", {"critic": "none"}, "credit scheme 'step_gae' needs a critic"),
         ("quickstart", {"learner__row_tokens": 64}, "learner.row_tokens (64) is less than budget.context_tokens"),
         ("quickstart", {"budget__context_tokens": 70}, "the prompt of row hopworld/train/0 has"),
+        ("quickstart", {"eval__split": "test"}, "eval.split: hopworld has no row 'test' 0; splits are"),
         ("multihop_tiny", {"task__data_dir": "nowhere"}, "nowhere"),
         ("quickstart", {"tokenizer__path": "nowhere/t.model"}, "nowhere/t.model: no such SentencePiece model"),
     ],

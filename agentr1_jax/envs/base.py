@@ -113,7 +113,11 @@ class Task(Protocol):
         ...
 
     def row(self, split: str, index: int) -> Row:
-        """Row `index` >= 0 of a split, `train` or `eval`; finite data sets wrap around, reshuffled."""
+        """Row `index` >= 0 of a split: `train`, `eval` or one of its own; finite data sets wrap around, reshuffled.
+
+        Raises:
+          ValueError: no such split; the message lists them.
+        """
         ...
 
     def size(self, split: str) -> int | None:

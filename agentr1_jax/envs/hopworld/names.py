@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 NameSplit = Literal["train", "eval"]
@@ -38,6 +38,8 @@ TRADE = "Pictures Films Studios Media".split()
 COUNTRY = """Alvaria Belovia Cordania Dravia Estovia Fenland Gorvia Hestia Ilmaria Jorvik Kelland Lutania
 Moravia Nordia Ostmark Pelagia Quorra Rovinia Sarvia Tamora Ulvania Vestria Wolland Zembla""".split()
 
+# Words that a name can begin and end with where it need not sound like one.
+ANY = (*FIRST, *LAST, *ADJECTIVE, *NOUN, *SITE, *TOWN, *BRAND)
 POOLS = (FIRST, LAST, ADJECTIVE, NOUN, SITE, TOWN, BRAND, TRADE, COUNTRY)
 _EVALUATION_ONE_IN = 4
 
@@ -47,11 +49,18 @@ def name_split(name: str) -> NameSplit:
     return "eval" if zlib.crc32(name.encode()) % _EVALUATION_ONE_IN == 0 else "train"
 
 
-def draw(rng: random.Random, first: Sequence[str], second: Sequence[str], count: int, split: NameSplit) -> list[str]:
-    """`count` different names of two words from one side of the split.
+def draw(
+    rng: random.Random,
+    first: Sequence[str],
+    second: Sequence[str],
+    count: int,
+    split: NameSplit,
+    taken: Collection[str] = (),
+) -> list[str]:
+    """`count` different names of two words from one side of the split, none of them `taken`.
 
     Raises:
       ValueError: the pools hold too few combinations of that side.
     """
-    names = [name for a in first for b in second if name_split(name := f"{a} {b}") == split]
-    return rng.sample(names, count)
+    names = [f"{a} {b}" for a in first for b in second if a != b]
+    return rng.sample([name for name in names if name_split(name) == split and name not in taken], count)

@@ -203,28 +203,34 @@ def _lookup(world: World, rng: random.Random) -> Draft:
     return _chain(world, rng, (kind, rng.choice(LOOKUPS[kind])))
 
 
-def _recital(world: World, rng: random.Random) -> Draft:
-    """Words of names to repeat, without a lookup: nothing but copying, which a decoder from scratch has to learn first.
+def _mixed_words(rng: random.Random, count: int) -> list[str]:
+    """Words of names in any order: which words follow each other in names does not help to copy them.
 
-    The words are mixed, so that which words follow each other in names does not help; none follow each other as in a
-    name of evaluation.
+    None follow each other as in a name of evaluation.
     """
     words: list[str] = []
-    while len(words) < RECITED:
+    while len(words) < count:
         word = rng.choice(rng.choice(POOLS))
         if not words or name_split(f"{words[-1]} {word}") == "train":
             words.append(word)
-    return _draft(f"Repeat {' '.join(words)}.", " ".join(words), [])
+    return words
+
+
+def _recital(world: World, rng: random.Random) -> Draft:
+    """Words to repeat, without a lookup: nothing but copying, which a decoder from scratch has to learn first."""
+    words = " ".join(_mixed_words(rng, RECITED))
+    return _draft(f"Repeat {words}.", words, [])
 
 
 def _older_of(world: World, rng: random.Random) -> Draft:
-    """Who is older, with the years told: nothing but the order of years."""
-    one, other = rng.sample(world.members["person"], 2)
-    older = _older(one, other, world)
-    if older is None:
+    """Who is older, with the years told: nothing but the order of years, and copying of the one name out of two."""
+    one, other = (" ".join(_mixed_words(rng, 2)) for _ in range(2))
+    years = rng.sample(BIRTH_YEARS, 2)
+    if one == other or abs(years[0] - years[1]) < MIN_YEARS_APART:
         return {}
-    thought = _years(world, one, other)
-    return _draft(f"Who is older,{thought.removesuffix('.').replace(',', ' or')}?", older, [], thought)
+    thought = f" {one} {years[0]}, {other} {years[1]}."
+    question = f"Who is older,{thought.removesuffix('.').replace(',', ' or')}?"
+    return _draft(question, one if years[0] < years[1] else other, [], thought)
 
 
 def _before(world: World, rng: random.Random) -> Draft:

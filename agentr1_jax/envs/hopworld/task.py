@@ -19,7 +19,7 @@ from agentr1_jax.envs.tool_env import NO_ACTION, ToolEnv
 from agentr1_jax.text.tool_calls import PARSE_MESSAGES, render_answer
 from agentr1_jax.tools.search import EMPTY_RESULT
 
-SPLITS = {"train": SHARES, "eval": SHARES, "practice": PRACTICE_SHARES}
+SPLITS = {"train": SHARES, "eval": SHARES, "dev": SHARES, "practice": PRACTICE_SHARES}
 SYSTEM = "Search, then answer."
 # Little of many worlds, so that sample texts hold every name often.
 _PASSAGES_OF_A_WORLD, _ROWS_OF_A_WORLD = 120, 4
@@ -30,9 +30,9 @@ DEFAULT_WEIGHTS = {"answer": 1.0, "format": 0.1, "gold_passage": 0.1, "repeated_
 class HopWorldTask:
     """Multi-hop questions about procedural worlds; nothing can be memorised, every answer must be looked up.
 
-    Splits: `train`; `eval` (other worlds, and combinations of words that no training world uses); `practice` (one
-    lookup, a comparison of what the question names, words to repeat, years to compare; in training worlds,
-    by an expert that never errs).
+    Splits: `train`; `eval` (other worlds, and combinations of words that no training world uses); `dev` (the like, for
+    choosing a config: its worlds are not those of `eval`); `practice` (one lookup, a comparison of what the question
+    names, words to repeat, years to compare; in training worlds, by an expert that never errs).
 
     Attributes:
       top_k: passages that one search returns.
@@ -61,7 +61,7 @@ class HopWorldTask:
         self.env()  # a wrong reward weight shows here, not in the first episode
 
     def row(self, split: str, index: int) -> Row:
-        """Row `index` of `train`, `eval` or `practice`. Raises ValueError on another split or a negative index."""
+        """Row `index` of a split. Raises ValueError on another split or a negative index."""
         if split not in SPLITS or index < 0:
             raise ValueError(f"hopworld has no row {split!r} {index}; splits are {list(SPLITS)}, rows start at 0")
         number, slot = divmod(index, self.questions_per_world)

@@ -16,6 +16,10 @@ NOISE = 150
 ADJECTIVES_USED, NOUNS_USED, SURNAMES_USED = 14, 24, 20
 BIRTH_YEARS = range(1930, 1950)
 RELEASE_YEARS = range(1960, 1980)
+UNSEEN_SPLITS = ("eval", "dev")
+# Here people are called by any two words. Where first names meet the same surnames again and again, a decoder learns by
+# rote which ones never meet, and reads the unseen names of evaluation as others.
+MIXED_SPLITS = ("practice",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +52,10 @@ def world_key(split: str, number: int) -> str:
 
 @functools.lru_cache(maxsize=64)
 def world(key: str) -> World:
-    """The world of a key, from its seed alone. Splits other than `eval` share the training side of all names."""
+    """The world of a key, from its seed alone. All but `UNSEEN_SPLITS` share the training side of all names."""
     rng = random.Random(f"hopworld/{key}")
-    members = _members(rng, "eval" if key.startswith("eval/") else "train")
+    split = key.split("/")[0]
+    members = _members(rng, "eval" if split in UNSEEN_SPLITS else "train", mixed=split in MIXED_SPLITS)
     facts = _facts(rng, members)
     pages = [(name, _page(kind, name, facts)) for kind, group in members.items() for name in group]
     entries = [(name, text, True) for name, text in pages] + [(*entry, False) for entry in _noise(rng, members)]
@@ -70,17 +75,19 @@ def search_tool(key: str, top_k: int) -> SearchTool:
     return SearchTool(world(key).passages, top_k)
 
 
-def _members(rng: random.Random, split: names.NameSplit) -> dict[str, list[str]]:
+def _members(rng: random.Random, split: names.NameSplit, mixed: bool) -> dict[str, list[str]]:
     adjectives = rng.sample(names.ADJECTIVE, ADJECTIVES_USED)
     nouns = rng.sample(names.NOUN, NOUNS_USED)
-    surnames = rng.sample(names.LAST, SURNAMES_USED)
-    return {
+    first = rng.sample(names.ANY, len(names.FIRST)) if mixed else names.FIRST
+    surnames = rng.sample(names.ANY if mixed else names.LAST, SURNAMES_USED)
+    members = {
         "film": names.draw(rng, adjectives, nouns, FILMS, split),
-        "person": names.draw(rng, names.FIRST, surnames, PEOPLE, split),
         "city": names.draw(rng, names.SITE, names.TOWN, CITIES, split),
         "studio": names.draw(rng, names.BRAND, names.TRADE, STUDIOS, split),
         "country": rng.sample(names.COUNTRY, COUNTRIES),
     }
+    taken = {name for group in members.values() for name in group}
+    return members | {"person": names.draw(rng, first, surnames, PEOPLE, split, taken)}
 
 
 def _facts(rng: random.Random, members: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], str]:
