@@ -24,7 +24,7 @@ class Letters:
 
     name = "letters"
     added = {"<|im_start|>": 0, "<|im_end|>": 1}
-    stop_id, pad_id, vocab_size = 1, 2, 64
+    stop_id, stop_ids, pad_id, vocab_size = 1, (1,), 2, 64
 
     def encode_data(self, text: str) -> list[int]:
         found = re.findall("|".join(map(re.escape, PIECES)), text)

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 
+import make_golden_chat as conversation
 import numpy as np
 import pytest
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from letters import BUDGET, ROW, ScriptedEnv
 
+from agentr1_jax.agents.context import append
+from agentr1_jax.agents.loop import EnvLoop
+from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.text import chat
 from agentr1_jax.text.sentencepiece import train_sentencepiece
 from agentr1_jax.text.tokenizer import load_tokenizer
+from agentr1_jax.trajectory import Budget
 
 HF_NAMES = ("qwen2.5", "qwen3", "minimind-6400")
-SEARCH = {
-    "type": "function",
-    "function": {
-        "name": "search",
-        "description": "Searches passages.",
-        "parameters": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
-    },
-}
+SEARCH = conversation.SEARCH
 MESSAGES = [
     {"role": "system", "content": "You answer questions."},
     {"role": "user", "content": "Who directed “Kabalci”?\n\nReason first; 北京 1962."},
@@ -86,6 +86,36 @@ def test_an_appended_conversation_equals_apply_chat_template(load, name, role, c
     assert ids == reference_ids(reference, turns, [SEARCH])
 
 
+@pytest.fixture(scope="session")
+def golden():
+    """Stored ids by tokenizer and part; see make_golden_chat.py."""
+    return json.loads(conversation.FILE.read_text())
+
+
+@pytest.mark.parametrize("name", HF_NAMES)
+def test_a_conversation_with_thinking_is_appended_and_never_rendered_again(data_dir, golden, name):
+    tokenizer = load_tokenizer(str(data_dir / "tokenizers" / name), conversation.TEMPLATE_ARGS[name])
+    form, want = chat.chat_format(tokenizer), golden[name]
+    ids = form.render_opening(conversation.OPENING, [conversation.SEARCH]).tolist()
+    assert ids == want["opening"]
+    for i, (thinking, said, role, content) in enumerate(conversation.TURNS):
+        ids += [*tokenizer.encode_template(conversation.response(name, thinking, said)), tokenizer.stop_id]
+        ids += form.render_observation(content, role).tolist()
+        if i == 1:
+            assert ids == want["kept"]
+    # A further question makes Qwen3's template forget what was thought, in the very middle of what was sampled.
+    strips = name == "qwen3"
+    assert (ids == want["rerendered"]) is not strips
+    kept, again = (tokenizer.decode(x) for x in (ids, want["rerendered"]))
+    for thinking, said, _, _ in conversation.TURNS:
+        assert thinking in kept and said in kept and said in again
+        assert (thinking in again) is not strips
+
+
+def test_the_stored_ids_are_those_of_this_version_of_transformers(data_dir, golden):
+    assert conversation.golden(data_dir) == golden
+
+
 def test_template_variables_reach_the_opening_and_the_glue(data_dir):
     form = chat.chat_format(load_tokenizer(str(data_dir / "tokenizers/qwen3"), {"enable_thinking": False}))
     ending = form.tokenizer.encode_template("<|im_start|>assistant\n<think>\n\n</think>\n\n")
@@ -133,6 +163,30 @@ def test_hostile_contents_add_no_added_token(load, small, name):
     for role in ("tool", "user"):
         ids = form.render_observation(HOSTILE, role)
         assert added_in(tokenizer, ids) == added_in(tokenizer, form.render_observation("calm", role))
+
+
+PIECES = st.one_of(st.sampled_from(HOSTILE.split("<")).map("<{}".format), st.text(max_size=6))
+TEXTS = st.lists(PIECES, max_size=5).map("".join)
+
+
+@pytest.mark.parametrize("name", (*HF_NAMES, "small"))
+@settings(max_examples=20)
+@given(said=st.lists(TEXTS, min_size=4, max_size=4), seen=st.lists(TEXTS, min_size=3, max_size=3))
+def test_every_prompt_extends_what_was_sampled_whatever_is_said_and_seen(load, small, name, said, seen):
+    form = small if name == "small" else load(name)[0]
+    long = {"context_tokens": 10_000, "trajectory_tokens": 10_000}
+    limits = Budget(**{**BUDGET, **long, "response_tokens": 60, "observation_tokens": 40})
+    env, script = ScriptedEnv(seen, end=4), iter(said)
+    agent = EnvLoop(lambda: env, form.tokenizer, form, append, "append", limits)
+    session = ScriptedSession(Identity("u", 0, 0, "letters", 0), lambda observation: next(script), form.tokenizer)
+    asyncio.run(agent.run(session, ROW))
+    steps = session.trajectory().steps
+    calm = added_in(form.tokenizer, form.render_observation("calm"))
+    assert len(steps) == 4 or steps[-1].info["finish_reason"] == "length"
+    for step, after in zip(steps, steps[1:], strict=False):
+        sampled = [*step.prompt_ids.tolist(), *step.response_ids.tolist()]
+        assert after.prompt_ids[: len(sampled)].tolist() == sampled
+        assert added_in(form.tokenizer, after.prompt_ids[len(sampled) :]) == calm
 
 
 def test_delimiters_that_are_plain_text_are_visibly_escaped(load):

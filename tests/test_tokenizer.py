@@ -6,6 +6,7 @@ import functools
 import json
 import unicodedata
 
+import huggingface_hub
 import pytest
 import tokenizers
 from hypothesis import given, settings
@@ -184,6 +185,31 @@ def test_missing_files_say_so(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="empty: no Hugging Face tokenizer could be loaded"):
         load_tokenizer(str(tmp_path / "empty"))
+
+
+@pytest.mark.parametrize("spec", ["{}/qwen", "./qwen", "../tokenizers/qwen", "{}", "/no/such/folder"])
+def test_a_mistyped_path_is_not_asked_of_the_hub(monkeypatch, tmp_path, spec):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **kwargs: pytest.fail("asked the hub"))
+    with pytest.raises((FileNotFoundError, ValueError), match=r"no such tokenizer; give a folder|could be loaded"):
+        load_tokenizer(spec.format("here"))
+
+
+def test_the_hub_is_asked_once_and_named_in_the_error(monkeypatch, data_dir):
+    asked = []
+
+    def offline(hub_id, **kwargs):
+        asked.append(hub_id)
+        raise huggingface_hub.errors.LocalEntryNotFoundError("no connection\nand more")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(FileNotFoundError, match=r"qwn/qwn: no such folder here, and .*no connection\); correct"):
+        load_tokenizer("qwn/qwn")
+    assert asked == ["qwn/qwn"]
+    folder = str(data_dir / "tokenizers/minimind-6400")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda hub_id, **kwargs: folder)
+    assert load_tokenizer("owner/name").name == "owner/name"
 
 
 def test_a_plain_sentencepiece_model_lacks_what_a_chat_needs(data_dir):

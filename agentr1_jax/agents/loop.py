@@ -12,6 +12,7 @@ from agentr1_jax.agents.context import ContextRule, Turn
 from agentr1_jax.envs.base import Action, Env, Observation, Row
 from agentr1_jax.text.chat import ChatFormat
 from agentr1_jax.text.tokenizer import Tokenizer
+from agentr1_jax.text.tool_calls import HOUSE, CallTags, to_house
 from agentr1_jax.trajectory import Budget, Outcome
 
 FINAL_REQUEST = "No more calls. Give the final answer now."
@@ -28,6 +29,7 @@ class EnvLoop:
       chat: renders observations as ids.
       rule: builds the next prompt; `rule_name` is what steps record of it.
       budget: every length limit.
+      tags: how the policy marks tool calls; environments read the house's tags.
     """
 
     make_env: Callable[[], Env]
@@ -36,6 +38,7 @@ class EnvLoop:
     rule: ContextRule
     rule_name: str
     budget: Budget
+    tags: CallTags = HOUSE
 
     async def run(self, session: Session, row: Row) -> None:
         """Runs one episode on `row`."""
@@ -44,6 +47,7 @@ class EnvLoop:
         env = self.make_env()
         observation = await env.reset(row, session.seed)
         opening = self.opening(observation)
+        stops = [(i,) for i in self.tokenizer.stop_ids]
         turns: list[Turn] = []
         state_key, spent = observation.state_key, 0
         fits: np.ndarray | None = None
@@ -54,9 +58,7 @@ class EnvLoop:
             if room < 1:
                 session.finish(Outcome.CONTEXT_OVERFLOW, fits, env.cut(), facts)
                 return
-            completion = await session.generate(
-                prompt, min(budget.response_tokens, room), stop=((self.tokenizer.stop_id,),)
-            )
+            completion = await session.generate(prompt, min(budget.response_tokens, room), stop=stops)
             cut = completion.finish_reason == "length"
             last = index + 1 == steps
             transition = await env.step(Action(completion.ids, self._text(completion), truncated=cut, final=last))
@@ -107,4 +109,4 @@ class EnvLoop:
 
     def _text(self, completion: Completion) -> str:
         ids = completion.ids[:-1] if completion.finish_reason == "stop" else completion.ids
-        return self.tokenizer.decode(ids.tolist())
+        return to_house(self.tokenizer.decode(ids.tolist()), self.tags)

@@ -11,6 +11,7 @@ import numpy as np
 from agentr1_jax.agents.base import Completion
 from agentr1_jax.envs.base import Expert
 from agentr1_jax.text.tokenizer import Tokenizer
+from agentr1_jax.text.tool_calls import HOUSE, CallTags, from_house
 from agentr1_jax.trajectory import Outcome, Step, Trajectory
 
 
@@ -125,14 +126,16 @@ class ScriptedSession(RecordedSession):
     Log-probabilities are 0: demonstrations are trained with clip `none`, which does not use them.
     """
 
-    def __init__(self, identity: Identity, expert: Expert, tokenizer: Tokenizer) -> None:
+    def __init__(self, identity: Identity, expert: Expert, tokenizer: Tokenizer, tags: CallTags = HOUSE) -> None:
         super().__init__(identity, policy_version=0)
         self._expert = expert
         self._tokenizer = tokenizer
+        self._tags = tags
         self._observation: str | None = None
 
     async def respond(self, prompt_ids: np.ndarray, max_tokens: int, stop: Sequence[Sequence[int]]) -> Completion:
-        ids = [*self._tokenizer.encode_template(self._expert(self._observation)), self._tokenizer.stop_id]
+        text = from_house(self._expert(self._observation), self._tags)
+        ids = [*self._tokenizer.encode_template(text), self._tokenizer.stop_id]
         cut = np.asarray(ids[:max_tokens], np.int32)
         logprobs = np.zeros(len(cut), np.float32)
         return Completion(cut, logprobs, finish_reason="stop" if len(ids) <= max_tokens else "length")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import jinja2
 import numpy as np
 import tokenizers
@@ -16,6 +18,10 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 import transformers
 
 from agentr1_jax.text.tokenizer import encode_parts, split_added, well_formed
+
+TOKENIZER_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
+RESPONSE = "\U000f0000"
+"""Stands for what the assistant says where a template is asked how it goes on."""
 
 
 def _without_added_tokens(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
@@ -27,22 +33,49 @@ def _without_added_tokens(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer
     return tokenizers.Tokenizer.from_str(json.dumps({**spec, "added_tokens": []}))
 
 
+def _fetched(hub_id: str) -> str:
+    """Folder with the tokenizer's files; one attempt, then what an earlier one left in the cache."""
+    try:
+        return huggingface_hub.snapshot_download(hub_id, allow_patterns=TOKENIZER_FILES)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise FileNotFoundError(
+            f"{hub_id}: no such folder here, and the hub gives no tokenizer of that name ({type(error).__name__}: "
+            f"{reason}); correct the path, or the hub id and the connection"
+        ) from error
+
+
+def _eos_ids(generation_config: Path) -> list[int]:
+    """The ids of `eos_token_id` in a generation config; none where there is no such file."""
+    if not generation_config.exists():
+        return []
+    try:
+        ids = json.loads(generation_config.read_text(encoding="utf-8")).get("eos_token_id")
+        return [] if ids is None else [int(i) for i in (ids if isinstance(ids, list) else [ids])]
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{generation_config}: not a generation config ({error}); repair or remove it") from error
+
+
 class HFTokenizer:
     """A fast tokenizer with a chat template, from a local folder or a hub id.
 
+    A `generation_config.json` beside it may name further stop ids.
+
     Raises:
+      FileNotFoundError: the hub id cannot be fetched.
       ValueError: it cannot be loaded, or lacks a chat template or an end-of-turn token; the message says which.
     """
 
     def __init__(self, path: str | os.PathLike[str], template_args: Mapping[str, Any] | None = None) -> None:
         self.name = os.fspath(path)
         self._template_args = dict(template_args or {})
+        folder = self.name if os.path.isdir(self.name) else _fetched(self.name)
         try:
-            self._hf = transformers.AutoTokenizer.from_pretrained(self.name)
+            self._hf = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except Exception as error:
+            reason = " ".join(str(error).split())
             raise ValueError(
-                f"{self.name}: no Hugging Face tokenizer could be loaded, neither from a folder of that name nor from "
-                f"the hub ({type(error).__name__}: {error})"
+                f"{self.name}: no Hugging Face tokenizer could be loaded ({type(error).__name__}: {reason})"
             ) from error
         self.added: Mapping[str, int] = {token.content: i for i, token in self._hf.added_tokens_decoder.items()}
         missing = {
@@ -60,7 +93,8 @@ class HFTokenizer:
         self._plain = _without_added_tokens(self._backend)
         self._added_ids = frozenset(self.added.values())
         self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
-        self.stop_id = self.added[self._hf.eos_token]
+        self.stop_ids = self._stop_ids(Path(folder) / "generation_config.json")
+        self.stop_id = self.stop_ids[0]
         self.pad_id = self.stop_id if self._hf.pad_token_id is None else self._hf.pad_token_id
 
     def encode_template(self, text: str) -> list[int]:
@@ -89,6 +123,20 @@ class HFTokenizer:
         except jinja2.TemplateError as error:
             raise ValueError(f"{self.name}: its chat template refuses these messages: {error}") from error
         return str(text)
+
+    def _stop_ids(self, generation_config: Path) -> tuple[int, ...]:
+        """eos_token and those of the generation config; first the one that ends an assistant's turn in the template."""
+        stops = dict.fromkeys([self.added[self._hf.eos_token], *_eos_ids(generation_config)])
+        unknown = [i for i in stops if i not in self._added_ids]
+        if unknown:
+            raise ValueError(
+                f"{generation_config}: eos_token_id {unknown} are no added tokens of this tokenizer; take the file "
+                "that belongs to it, or remove it"
+            )
+        strings = {i: string for string, i in self.added.items()}
+        ended = self.render_chat([{"role": "user", "content": "?"}, {"role": "assistant", "content": RESPONSE}])
+        after = ended.partition(RESPONSE)[2]
+        return tuple(sorted(stops, key=lambda i: not after.startswith(strings[i])))
 
     def _encode_plain(self, text: str) -> list[int]:
         return self._plain.encode(text, add_special_tokens=False).ids

@@ -72,6 +72,7 @@ class SentencePieceTokenizer:
         self._strings = {i: string for string, i in self.added.items()}
         self._space = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
         self.stop_id = self.added[TURN_END]
+        self.stop_ids: tuple[int, ...] = (self.stop_id,)
         self.pad_id = self.added.get(PAD, self.stop_id)
 
     def encode_template(self, text: str) -> list[int]:

@@ -25,6 +25,7 @@ class Tokenizer(Protocol):
       vocab_size: every id is below it.
       added: added-token string -> id; only templates and the policy produce these ids.
       stop_id: the id that ends an assistant turn; an id of `added`.
+      stop_ids: all ids that end a response, `stop_id` first.
       pad_id: an id for padding; it carries no weight anywhere.
     """
 
@@ -32,6 +33,7 @@ class Tokenizer(Protocol):
     vocab_size: int
     added: Mapping[str, int]
     stop_id: int
+    stop_ids: tuple[int, ...]
     pad_id: int
 
     def encode_template(self, text: str) -> list[int]:
@@ -59,7 +61,7 @@ def load_tokenizer(spec: str, template_args: Mapping[str, Any] | None = None) ->
       template_args: further variables of a Hugging Face chat template, e.g. `{"enable_thinking": False}`.
 
     Raises:
-      FileNotFoundError: there is no such file or folder, and `spec` cannot be a hub id.
+      FileNotFoundError: there is no such file or folder, and `spec` is no hub id that can be fetched.
       ValueError: the tokenizer cannot be read, or lacks what a chat needs.
     """
     # Both libraries are imported only where used: transformers alone takes a second.
@@ -70,11 +72,17 @@ def load_tokenizer(spec: str, template_args: Mapping[str, Any] | None = None) ->
         from agentr1_jax.text.sentencepiece import SentencePieceTokenizer
 
         return SentencePieceTokenizer(path)
-    if not path.is_dir() and not HUB_ID.fullmatch(spec):
+    if not path.is_dir() and not _may_be_hub_id(spec):
         raise FileNotFoundError(f"{spec}: no such tokenizer; give a folder, a hub id (owner/name) or a *.model file")
     from agentr1_jax.text.hf import HFTokenizer
 
     return HFTokenizer(spec, template_args)
+
+
+def _may_be_hub_id(spec: str) -> bool:
+    """False for what is rather a mistyped path: one that starts with a dot, or lies in a folder that exists here."""
+    parent = Path(spec).parent
+    return bool(HUB_ID.fullmatch(spec)) and not spec.startswith(".") and (parent == Path() or not parent.is_dir())
 
 
 def one_of(strings: Iterable[str]) -> str:

@@ -1,0 +1,205 @@
+"""A tokenizer in the manner of Llama 3, made here: several stop ids, bare tool calls, tags unlike the house's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from letters import BUDGET, ROW, ScriptedEnv
+
+from agentr1_jax.agents.base import Completion
+from agentr1_jax.agents.context import append
+from agentr1_jax.agents.loop import EnvLoop
+from agentr1_jax.agents.session import Identity, RecordedSession, ScriptedSession
+from agentr1_jax.text.chat import chat_format
+from agentr1_jax.text.sentencepiece import train_sentencepiece
+from agentr1_jax.text.tokenizer import load_tokenizer
+from agentr1_jax.text.tool_calls import HOUSE, CallTags, call_tags, from_house, parse_tool_calls, render_call, to_house
+from agentr1_jax.trajectory import Budget
+
+ADDED = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>")
+HEADER = "<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}<|end_header_id|>\n\n"
+FUNCTION = '{"name": "{{ f.name }}", "%s": {{ f.arguments | tojson }}}'
+BARE = FUNCTION % "parameters"
+BRACKETS = f"[CALL]{FUNCTION % 'arguments'}[/CALL]"
+
+
+def template(call: str) -> str:
+    """A chat template that writes a tool call as `call`, of a function `f`."""
+    call = "{% set f = m.tool_calls[0].function %}" + call
+    content = "{% if m.tool_calls %}" + call + "{% else %}{{ m.content }}{% endif %}"
+    # Jinja drops a newline at the very end of a template, but not within a string.
+    ask = "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+    return f"<|begin_of_text|>{{% for m in messages %}}{HEADER}{content}<|eot_id|>{{% endfor %}}{ask}"
+
+
+def write(folder, call=BARE, eos_token="<|eot_id|>", generation=None, added=ADDED):
+    """Writes a tokenizer; `generation` is the text of its generation config."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    merges = [("t", "h"), ("th", "e"), ("i", "n"), ("in", "g"), ("|", ">")]
+    words = [*alphabet, *map("".join, merges)]
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({word: i for i, word in enumerate(words)}, merges))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(list(added))
+    folder.mkdir(exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos_token, "chat_template": template(call)}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(generation)
+    return str(folder)
+
+
+FIRST = 256 + 5
+"""Id of the first added token: bytes and merges come before it."""
+END, EOM, EOT = (FIRST + ADDED.index(token) for token in ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"))
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory):
+    generation = json.dumps({"eos_token_id": [END, EOM, EOT]})
+    return load_tokenizer(write(tmp_path_factory.mktemp("llama"), BRACKETS, generation=generation))
+
+
+@pytest.mark.parametrize(
+    ("eos_token", "generation", "expected"),
+    [
+        ("<|eot_id|>", None, (EOT,)),
+        ("<|eot_id|>", "{}", (EOT,)),
+        ("<|eot_id|>", f'{{"eos_token_id": {EOT}}}', (EOT,)),
+        ("<|eot_id|>", f'{{"eos_token_id": [{END}, {EOM}, {EOT}]}}', (EOT, END, EOM)),
+        # A base model's tokenizer with a chat template: what ends a text does not end a turn.
+        ("<|end_of_text|>", f'{{"eos_token_id": [{END}, {EOT}]}}', (EOT, END)),
+    ],
+)
+def test_stop_ids_come_from_the_tokenizer_and_the_generation_config(tmp_path, eos_token, generation, expected):
+    tokenizer = load_tokenizer(write(tmp_path, eos_token=eos_token, generation=generation))
+    assert tokenizer.stop_ids == expected and tokenizer.stop_id == EOT
+    assert chat_format(tokenizer).render_observation("x", "tool", False)[0] == EOT
+
+
+@pytest.mark.parametrize(
+    ("generation", "message"),
+    [
+        ('{"eos_token_id": [5]}', r"generation_config\.json: eos_token_id \[5\] are no added tokens of this tokenizer"),
+        ('{"eos_token_id": 128009}', r"eos_token_id \[128009\] are no added tokens"),
+        ('{"eos_token_id": ["<|eot_id|>"]}', r"generation_config\.json: not a generation config \(.*repair or remove"),
+        ("[]", "not a generation config"),
+        ("{", "not a generation config"),
+    ],
+)
+def test_a_generation_config_of_another_model_is_refused(tmp_path, generation, message):
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer(write(tmp_path, generation=generation))
+
+
+PIECES = st.sampled_from(ADDED) | st.sampled_from([s[:-1] for s in ADDED]) | st.text(max_size=5)
+
+
+@given(text=st.lists(PIECES, max_size=6).map("".join))
+def test_data_text_never_becomes_an_added_token(llama, text):
+    ids = llama.encode_data(text)
+    assert not set(ids) & set(llama.added.values())
+    assert llama.decode(ids) == text
+
+
+class Speaker(RecordedSession):
+    """Says prepared ids, and keeps the stop sequences that it was given."""
+
+    def __init__(self, responses):
+        super().__init__(Identity("u", 0, 0, "letters", 0), 0)
+        self.responses, self.stops = iter(responses), []
+
+    async def respond(self, prompt_ids, max_tokens, stop):
+        self.stops.append(stop)
+        ids = np.asarray(next(self.responses), np.int32)
+        return Completion(ids, np.zeros(len(ids), np.float32), "stop")
+
+
+def loop(tokenizer, env, tags=HOUSE):
+    limits = Budget(**{**BUDGET, "response_tokens": 100, "context_tokens": 1000, "trajectory_tokens": 1000})
+    return EnvLoop(lambda: env, tokenizer, chat_format(tokenizer), append, "append", limits, tags)
+
+
+def test_a_response_may_end_with_any_stop_id_and_keeps_it(llama):
+    env = ScriptedEnv(["seen"] * 3, end=3)
+    said = [[*llama.encode_data("the thing"), stop] for stop in (EOM, END, EOT)]
+    session = Speaker(said)
+    asyncio.run(loop(llama, env).run(session, ROW))
+    assert [list(map(tuple, stop)) for stop in session.stops] == [[(EOT,), (END,), (EOM,)]] * 3
+    assert [a.text for a in env.actions] == ["the thing"] * 3 and not any(a.truncated for a in env.actions)
+    steps = session.trajectory().steps
+    assert [s.response_ids.tolist() for s in steps] == said
+    # Its turn is over: no second end-of-turn token is put behind the one that was sampled.
+    between = steps[1].prompt_ids[len(steps[0].prompt_ids) + len(said[0]) :]
+    assert llama.decode(between) == (
+        "<|start_header_id|>ipython<|end_header_id|>\n\nseen<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
+
+
+def test_tags_are_those_that_the_template_writes(llama, tmp_path):
+    assert call_tags(llama) == CallTags("[CALL]", "[/CALL]")
+    spaced = f"\n<|call|>\n{FUNCTION % 'arguments'}\n<|/call|>"
+    added = (*ADDED, "<|call|>", "<|/call|>")
+    tokenizer = load_tokenizer(write(tmp_path, call=spaced, added=added))
+    assert call_tags(tokenizer) == CallTags("<|call|>", "<|/call|>")
+
+
+def test_tags_of_a_template_that_writes_no_calls_are_a_pair_of_added_tokens(tmp_path):
+    added = (*ADDED, "<toolcall>", "</toolcall>")
+    for call in ("", "{{ raise_exception('no tools') }}"):
+        tokenizer = load_tokenizer(write(tmp_path, call=call, added=added))
+        assert call_tags(tokenizer) == CallTags("<toolcall>", "</toolcall>")
+    train_sentencepiece(["some words"] * 9, tmp_path / "c.model", vocab_size=400)
+    assert call_tags(load_tokenizer(str(tmp_path / "c.model"))) == HOUSE
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "minimind-6400"])
+def test_tags_of_real_tokenizers_are_added_tokens(data_dir, name):
+    tokenizer = load_tokenizer(str(data_dir / "tokenizers" / name))
+    tags = call_tags(tokenizer)
+    assert tags == HOUSE and {tags.open, tags.close} <= tokenizer.added.keys()
+
+
+@pytest.mark.parametrize(
+    ("call", "added", "message"),
+    [
+        (BARE, (), r"writes calls as '\{\"name\": .*\"parameters\": .*tags of their own.*chat_template\.jinja"),
+        (f"[CALL]{BARE}[/CALL]", (), r"writes calls as '\[CALL\]\{.*\"parameters\""),
+        (f"[CALLS][{FUNCTION % 'arguments'}]", (), r"writes calls as '\[CALLS\]\[\{"),
+        ("", (), "its chat template writes no tool calls, and tools need"),
+        ("", ("<tool_call>",), "its chat template writes no tool calls"),
+    ],
+)
+def test_a_tokenizer_without_tags_is_refused_for_tools(tmp_path, call, added, message):
+    with pytest.raises(ValueError, match=f"{tmp_path.name}.*{message}"):
+        call_tags(load_tokenizer(write(tmp_path, call=call, added=(*ADDED, *added))))
+
+
+@given(
+    st.lists(
+        st.sampled_from(["[CALL]", "[/CALL]", "<tool_call>", "</tool_call>", '{"name": "a", "arguments": {}}', "x"])
+    ).map("".join)
+)
+def test_only_a_policys_own_tags_make_a_call(text):
+    tags = CallTags("[CALL]", "[/CALL]")
+    # The same text with unlike tags in both places says what the calls are.
+    other = text.replace("<", "(").replace("[CALL]", HOUSE.open).replace("[/CALL]", HOUSE.close)
+    assert len(parse_tool_calls(to_house(text, tags))) == len(parse_tool_calls(other))
+    assert to_house(text, HOUSE) == text
+
+
+def test_an_expert_speaks_with_the_policys_tags_and_is_understood(llama):
+    env, tags = ScriptedEnv(["seen"], end=1), call_tags(llama)
+    call = render_call("search", {"query": "the thing"})
+    session = ScriptedSession(Identity("u", 0, 0, "letters", 0), lambda observation: call, llama, tags)
+    asyncio.run(loop(llama, env, tags).run(session, ROW))
+    (step,) = session.trajectory().steps
+    assert llama.decode(step.response_ids) == f"{from_house(call, tags)}<|eot_id|>"
+    assert "[CALL]" in llama.decode(step.response_ids) and env.actions[0].text == call
