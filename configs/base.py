@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ml_collections
 from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
 
 
 def get_config() -> ml_collections.ConfigDict:
@@ -42,20 +43,24 @@ def get_config() -> ml_collections.ConfigDict:
     c.tokenizer.vocab_size = 1024  # of the trained one
     c.tokenizer.texts = 4000  # sample texts it is trained on
 
-    c.policy = ConfigDict()  # see agentr1_jax/policy/config.py; the vocabulary is the tokenizer's
-    c.policy.width = 128
-    c.policy.layers = 3
-    c.policy.heads = 4
-    c.policy.kv_heads = 2
-    c.policy.head_dim = 32
-    c.policy.hidden = 352
-    c.policy.rope_theta = 10_000.0
-    c.policy.norm_eps = 1e-6
-    c.policy.tied = True
-    c.policy.dtype = "float32"
-    c.policy.param_dtype = "float32"
-    c.policy.remat = "none"  # none | full
-    c.critic = "none"  # none | shared_trunk: a value head on the policy's trunk
+    c.policy = ConfigDict()  # see agentr1_jax/policy/config.py
+    c.policy.weights = ""  # Hugging Face folder or hub id, or llama2.c folder, that it starts from; "" for random ones
+    c.policy.preset = ""  # shape of random weights, a name in agentr1_jax/policy/presets.py
+    for key in ("width", "layers", "heads", "kv_heads", "head_dim", "hidden"):
+        c.policy[key] = placeholder(int)  # changes the preset
+    c.policy.rope_theta = placeholder(float)
+    c.policy.norm_eps = placeholder(float)
+    for key in ("tied", "qkv_bias", "qk_norm"):
+        c.policy[key] = placeholder(bool)
+    c.policy.dtype = "float32"  # of activations; bfloat16 on accelerators
+    c.policy.param_dtype = "float32"  # of parameters
+    c.policy.remat = "none"  # none | dots | full: what the backward pass computes again
+    c.policy.attention = "xla"  # xla | cudnn | splash, for packed rows
+    c.policy.lora = ConfigDict()  # low-rank adapters: they are then all that is trained of the decoder
+    c.policy.lora.rank = 0  # 0 for none
+    c.policy.lora.alpha = 16.0
+    c.policy.lora.targets = ("query", "key", "value", "out", "gate", "up", "down")
+    c.critic = "none"  # none | shared_trunk: a value head on the policy's trunk | separate: on a decoder of its own
 
     c.budget = ConfigDict()  # see Budget in agentr1_jax/trajectory.py
     c.budget.max_steps = 5
@@ -71,6 +76,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.rollout.groups = 16  # task rows per batch, over all processes
     c.rollout.samples = 8  # trajectories per row
     c.rollout.temperature = 1.0  # of sampling, and of the learner's log-probs
+    c.rollout.tensor = 1  # devices that share the heads of one slot; the others of a process share the slots
     c.rollout.slots = 64  # trajectories decoded together by each process
     c.rollout.decode_chunk = 8  # most tokens between two looks of the host
     c.rollout.prefill_rows = 16  # slots prefilled in one call, per device
@@ -80,8 +86,8 @@ def get_config() -> ml_collections.ConfigDict:
     c.credit = ConfigDict()
     c.credit.name = "grpo"  # a scheme of agentr1_jax/credit
     c.credit.args = ConfigDict()  # its hyper-parameters where they differ from its defaults
-    c.credit.args.gamma = ml_collections.config_dict.placeholder(float)  # discount
-    c.credit.args.lam = ml_collections.config_dict.placeholder(float)  # lambda of GAE
+    c.credit.args.gamma = placeholder(float)  # discount
+    c.credit.args.lam = placeholder(float)  # lambda of GAE
 
     c.loss = ConfigDict()
     c.loss.ratio = "token"  # token | step
@@ -107,7 +113,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.optimizer = ConfigDict()
     c.optimizer.name = "adamw"  # adamw | muon (for the kernels of the layers; AdamW for the rest)
     c.optimizer.lr = 1e-4  # of the policy in RL
-    c.optimizer.value_lr = 1e-3  # of the value head
+    c.optimizer.value_lr = 1e-3  # of the value head, and of a critic of its own
     c.optimizer.warmup = 5  # updates over which the rate rises
     c.optimizer.b1 = 0.9
     c.optimizer.b2 = 0.95

@@ -23,6 +23,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.task.name = "multihop"
     c.task.top_k = 3
     c.tokenizer.path = "{data}/tokenizers/qwen2.5"
+    c.policy.preset = "tiny"
     c.policy.width = 64
     c.policy.layers = 2
     c.policy.head_dim = 16

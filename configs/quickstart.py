@@ -19,9 +19,10 @@ def get_config() -> ml_collections.ConfigDict:
     c.run_dir = "runs/quickstart"
     c.updates = 40
     c.warm_start_updates = 900
-    c.control_seconds = 430.0
+    c.control_seconds = 450.0
     c.task.name = "hopworld"
     c.task.top_k = 2
+    c.policy.preset = "tiny"
     c.tokenizer.vocab_size = 1536  # every word of HopWorld is one piece
     c.budget.max_steps = 6
     c.budget.response_tokens = 40

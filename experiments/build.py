@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import dataclasses
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,16 +17,24 @@ from jax.sharding import Mesh
 from agentr1_jax.agents.context import context_rule
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity
-from agentr1_jax.credit import get_scheme
-from agentr1_jax.envs.base import Row, Task
+from agentr1_jax.envs.base import Task
 from agentr1_jax.envs.hopworld.task import HopWorldTask
 from agentr1_jax.envs.multihop import MultihopTask, data_folder
-from agentr1_jax.learner.fill import AGGREGATES
 from agentr1_jax.learner.losses import LossConfig
-from agentr1_jax.learner.packing import MODES
-from agentr1_jax.learner.update import OPTIMIZERS, LearnerState, init_state, make_optimizer
-from agentr1_jax.policy.config import DecoderConfig
-from agentr1_jax.policy.decoder import init_params
+from agentr1_jax.learner.update import LearnerState, init_state, make_optimizer
+from agentr1_jax.policy import weights
+from agentr1_jax.policy.config import DecoderConfig, Lora
+from agentr1_jax.policy.decoder import Params
+from agentr1_jax.policy.params import (
+    adapters,
+    cast_for_compute,
+    init_decoder,
+    init_params,
+    join,
+    split,
+    with_critic,
+)
+from agentr1_jax.policy.presets import PRESETS
 from agentr1_jax.policy.sharding import shardings
 from agentr1_jax.rollout.engine import Engine, EngineConfig
 from agentr1_jax.runtime import checkpoint, processes
@@ -36,70 +44,13 @@ from agentr1_jax.runtime.seeds import seed_of
 from agentr1_jax.text.chat import chat_format
 from agentr1_jax.text.sentencepiece import train_sentencepiece
 from agentr1_jax.text.tokenizer import Tokenizer, load_tokenizer
+from agentr1_jax.text.tool_calls import call_tags
 from agentr1_jax.trajectory import Budget
 
-OPENINGS_CHECKED = 8
-CRITICS = ("none", "shared_trunk")
 
-
-def check(config: ml_collections.ConfigDict) -> None:
-    """Refuses what cannot work before anything is made or written.
-
-    Raises:
-      UserError: with the keys at fault and what to do.
-    """
-    try:
-        budget(config)
-        context_rule(config.context)
-        scheme, _ = get_scheme(config.credit.name, credit_args(config))
-        loss_config(config)
-        engine_config(config)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    choices: dict[str, tuple[str, Sequence[str]]] = {
-        "critic": (config.critic, CRITICS),
-        "learner.packing": (config.learner.packing, MODES),
-        "loss.aggregate": (config.loss.aggregate, AGGREGATES),
-        "optimizer.name": (config.optimizer.name, OPTIMIZERS),
-    }
-    for key, (value, known) in choices.items():
-        if value not in known:
-            raise UserError(f"unknown {key} {value!r}; choose one of {', '.join(known)}")
-    if scheme.needs_critic and config.critic == "none":
-        raise UserError(f"credit scheme {scheme.name!r} needs a critic; set config.critic=shared_trunk")
-    if config.learner.row_tokens < config.budget.context_tokens:
-        raise UserError(
-            f"learner.row_tokens ({config.learner.row_tokens}) is less than budget.context_tokens "
-            f"({config.budget.context_tokens}): a step would not fit a row"
-        )
-    if config.rollout.live_lengths[-1] < config.budget.context_tokens:
-        raise UserError(
-            f"the last of rollout.live_lengths ({config.rollout.live_lengths[-1]}) is less than "
-            f"budget.context_tokens ({config.budget.context_tokens}): a step would not fit the cache"
-        )
-    steps = config.budget.max_steps + config.budget.final_answer_step
-    reads = min(config.budget.context_tokens, steps * config.budget.response_tokens) + 1
-    if config.learner.row_reads < reads:
-        raise UserError(
-            f"learner.row_reads is {config.learner.row_reads}; a trajectory can have {reads} (budget.max_steps x "
-            "budget.response_tokens, and one for the critic)"
-        )
-    processes_, minibatches = processes.process_count(), config.learner.minibatches
-    if config.rollout.groups % (processes_ * minibatches):
-        raise UserError(
-            f"rollout.groups ({config.rollout.groups}) must be a multiple of processes x learner.minibatches "
-            f"({processes_} x {minibatches})"
-        )
-    if config.control and processes_ > 1:
-        raise UserError("a control run is timed, and clocks of several processes differ; run it in one process")
-    shards = max(jax.device_count() // config.mesh.tensor, 1)
-    if config.learner.rows % shards:
-        raise UserError(f"learner.rows ({config.learner.rows}) must be a multiple of the {shards} shards of a batch")
-
-
-def learner_mesh(config: ml_collections.ConfigDict) -> Mesh:
-    """The learner's mesh over all devices of all processes."""
-    return meshes.learner_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+def learner_mesh(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The learner's mesh over all devices of all processes, unless others are given."""
+    return meshes.learner_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, devices)
 
 
 def task(config: ml_collections.ConfigDict) -> Task:
@@ -168,43 +119,68 @@ def budget(config: ml_collections.ConfigDict) -> Budget:
 def agent(config: ml_collections.ConfigDict, task: Task, tokenizer: Tokenizer) -> EnvLoop:
     """The default agent on a task's environments."""
     try:
-        chat = chat_format(tokenizer)
+        chat, tags = chat_format(tokenizer), call_tags(tokenizer)
     except ValueError as error:
         raise UserError(f"tokenizer.path: {error}") from error
+    if len(tokenizer.stop_ids) > EngineConfig.stop_sequences:
+        raise UserError(
+            f"tokenizer.path: {tokenizer.name} has {len(tokenizer.stop_ids)} stop ids, the engine knows at most "
+            f"{EngineConfig.stop_sequences}; shorten eos_token_id in its generation_config.json"
+        )
     rule = context_rule(config.context)
-    return EnvLoop(task.env, tokenizer, chat, rule, config.context, budget(config))
+    return EnvLoop(task.env, tokenizer, chat, rule, config.context, budget(config), tags)
 
 
-def check_openings(config: ml_collections.ConfigDict, task: Task, agent: EnvLoop) -> None:
-    """Refuses a split that the task lacks, and a budget that the task's first prompts already exceed.
+def policy(config: ml_collections.ConfigDict, tokenizer: Tokenizer | None) -> DecoderConfig:
+    """The decoder's shape: that of its weights or of a preset, with the changes that the config names.
+
+    A preset without a vocabulary gets the tokenizer's, padded to a multiple of 128, which every mesh divides. Others
+    need no tokenizer here, and without one (a dry run) it is not compared with theirs.
 
     Raises:
-      UserError: names the splits there are, or the row, its length and the keys to change.
+      UserError: no shape is named, or it does not fit tokenizer or budget.
     """
+    c = config.policy
+    if bool(c.weights) == bool(c.preset):
+        raise UserError(f"set one of policy.weights and policy.preset (among {', '.join(PRESETS)})")
+    if c.preset and c.preset not in PRESETS:
+        raise UserError(f"unknown policy.preset {c.preset!r}; choose one of {', '.join(PRESETS)}")
+    changes = {k: v for k, v in c.to_dict().items() if k not in ("weights", "preset") and v is not None}
+    try:
+        shape = weights.read_config(c.weights) if c.weights else PRESETS[c.preset]
+        vocab_size = shape.vocab_size or (-(-tokenizer.vocab_size // 128) * 128 if tokenizer else 0)
+        lora = Lora(**changes.pop("lora"))
+        shape = dataclasses.replace(shape, vocab_size=vocab_size, lora=lora, **changes)
+    except (ValueError, FileNotFoundError) as error:
+        raise UserError(f"policy: {error}") from error
+    if tokenizer and tokenizer.vocab_size > shape.vocab_size:
+        raise UserError(
+            f"tokenizer {tokenizer.name} has ids up to {tokenizer.vocab_size - 1}, but the policy's embedding has "
+            f"{shape.vocab_size} rows ({c.weights or c.preset}): they do not belong together; set tokenizer.path to "
+            "the tokenizer of the weights"
+        )
+    if 0 < shape.max_positions < config.budget.context_tokens:
+        raise UserError(
+            f"budget.context_tokens ({config.budget.context_tokens}) exceeds the {shape.max_positions} positions that "
+            f"{c.weights or c.preset} was made for"
+        )
+    for key, tensor in (("mesh.tensor", config.mesh.tensor), ("rollout.tensor", config.rollout.tensor)):
+        if tensor > 0 and shape.heads % tensor:
+            fitting = [n for n in range(1, shape.heads + 1) if shape.heads % n == 0]
+            raise UserError(
+                f"{key} is {tensor}, which does not divide {shape.heads} query heads; choose among {fitting}"
+            )
+    return shape
 
-    async def opening_tokens(row: Row) -> int:
-        observation = await task.env().reset(row, seed=0)
-        return len(agent.opening(observation))
 
-    room = config.budget.context_tokens - config.budget.response_tokens
-    for split in ("train", config.eval.split):
-        try:
-            rows = [task.row(split, index) for index in range(OPENINGS_CHECKED)]
-        except ValueError as error:
-            raise UserError(f"eval.split: {error}") from error
-        for row in rows:
-            tokens = asyncio.run(opening_tokens(row))
-            if tokens > room:
-                raise UserError(
-                    f"the prompt of row {row['id']} has {tokens} tokens; budget.context_tokens "
-                    f"({config.budget.context_tokens}) less budget.response_tokens ({config.budget.response_tokens}) "
-                    f"leaves {room}: raise budget.context_tokens"
-                )
+def rollout_params(policy: DecoderConfig, trained: Params, frozen: Params) -> Params:
+    """The policy's parameters as the engine wants them: whole, in their compute dtype."""
+    return cast_for_compute(policy, join({"decoder": trained["decoder"]}, frozen)["decoder"])
 
 
-def policy(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> DecoderConfig:
-    """The decoder's shape; the embedding is padded to a multiple of 128 rows, which every mesh divides."""
-    return DecoderConfig(vocab_size=-(-tokenizer.vocab_size // 128) * 128, **config.policy.to_dict())
+def rollout_view(policy: DecoderConfig, learner: Mesh, rollout: Mesh) -> Callable[[Params, Params], Params]:
+    """(trained, frozen parameters) -> the policy's on the rollout mesh, in its compute dtype."""
+    return meshes.make_rollout_view(learner, rollout, shardings, functools.partial(rollout_params, policy))
 
 
 def engine_config(config: ml_collections.ConfigDict) -> EngineConfig:
@@ -239,29 +215,59 @@ def credit_args(config: ml_collections.ConfigDict) -> dict[str, float]:
     return {key: value for key, value in config.credit.args.to_dict().items() if value is not None}
 
 
+def frozen(config: ml_collections.ConfigDict, policy: DecoderConfig, mesh: Mesh) -> Params:
+    """What LoRA leaves as it is, on the learner's mesh; empty without it."""
+    if not policy.lora.rank:
+        return {}
+    return {"decoder": _decoder(config, dataclasses.replace(policy, lora=Lora()), mesh)}
+
+
+def _decoder(config: ml_collections.ConfigDict, policy: DecoderConfig, mesh: Mesh) -> Params:
+    """The decoder that training starts from, made in place on the mesh."""
+    if config.policy.weights:
+        try:
+            return weights.load(config.policy.weights, policy, functools.partial(shardings, mesh=mesh))
+        except (ValueError, FileNotFoundError) as error:
+            raise UserError(f"policy.weights: {error}") from error
+    return _made(lambda key: init_decoder(policy, key), config, mesh)
+
+
+def _made(make: Callable[[jax.Array], Params], config: ml_collections.ConfigDict, mesh: Mesh) -> Params:
+    layout = shardings(jax.eval_shape(make, jax.random.key(0)), mesh)
+    seed = np.uint32(seed_of(config.seed, "parameters") % 2**32)
+    return jax.jit(lambda seed: make(jax.random.key(seed)), out_shardings=layout)(seed)
+
+
 def learner_state(config: ml_collections.ConfigDict, policy: DecoderConfig, mesh: Mesh) -> tuple[Any, Any, Any]:
-    """How to make the learner's state and how it lies.
+    """How the learner's state comes to be.
 
     Returns:
-      fresh: () -> LearnerState with random parameters, made in place on the mesh.
+      fresh: () -> LearnerState with the parameters that training starts from, made in place on the mesh.
       restart: params -> LearnerState that keeps the parameters and starts the optimizer anew.
-      like: its shape structs with shardings.
+      the optimizer, the state's shape structs with shardings, and its shardings.
     """
     c = config.optimizer
     optimizer = make_optimizer(
         name=c.name, max_grad_norm=c.max_grad_norm, b1=c.b1, b2=c.b2, eps=c.eps, weight_decay=c.weight_decay
     )
-    init = functools.partial(init_params, policy, critic=config.critic == "shared_trunk")
 
-    def make(key: jax.Array) -> LearnerState:
-        return init_state(init(key), optimizer)
+    def trained(key: jax.Array) -> Params:
+        return split(policy, init_params(policy, key, config.critic))[0]
 
-    seed = seed_of(config.seed, "parameters") % 2**32
-    shapes = jax.eval_shape(make, jax.random.key(0))
+    shapes = jax.eval_shape(lambda key: init_state(trained(key), optimizer), jax.random.key(0))
     layout = shardings(shapes, mesh)
-    fresh = jax.jit(lambda seed: make(jax.random.key(seed)), out_shardings=layout)
+
+    @functools.partial(jax.jit, out_shardings=layout)
+    def start(decoder: Params) -> LearnerState:
+        return init_state(with_critic(policy, decoder, config.critic), optimizer)
+
+    def fresh() -> LearnerState:
+        if policy.lora.rank:
+            return start(_made(lambda key: adapters(init_decoder(policy, key)), config, mesh))
+        return start(_decoder(config, policy, mesh))
+
     restart = jax.jit(lambda params: init_state(params, optimizer), out_shardings=layout)
-    return functools.partial(fresh, np.uint32(seed)), restart, (optimizer, checkpoint.abstract(shapes, layout), layout)
+    return fresh, restart, (optimizer, checkpoint.abstract(shapes, layout), layout)
 
 
 def microbatches(config: ml_collections.ConfigDict, trajectories: int) -> int:

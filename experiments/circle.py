@@ -36,16 +36,22 @@ PRACTICE = "practice"
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The parts of a run that do not change while it runs."""
+    """The parts of a run that do not change while it runs.
+
+    Attributes:
+      frozen: parameters that LoRA does not train; empty without it.
+      view: (trained, frozen parameters) -> the policy's on the rollout mesh.
+    """
 
     config: ml_collections.ConfigDict
     task: Task
     tokenizer: Tokenizer
     agent: EnvLoop
     policy: DecoderConfig
+    frozen: Params
     engine: Engine
     learner_mesh: Mesh
-    rollout_mesh: Mesh
+    view: Callable[[Params, Params], Params]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +83,7 @@ def demonstrations(run: Run) -> list[Trajectory]:
         out = []
         for index, (identity,) in zip(indices, names, strict=True):
             row = run.task.row(PRACTICE if practice[index] else "train", index)
-            session = ScriptedSession(identity, run.task.expert(row, identity.seed), run.tokenizer)
+            session = ScriptedSession(identity, run.task.expert(row, identity.seed), run.tokenizer, run.agent.tags)
             await run.agent.run(session, row)
             out.append(session.trajectory())
         return out
@@ -101,8 +107,15 @@ def roll_out(
     own = [visits[g] for g in groups]
     rows = [run.task.row(split, visit) for visit in own]
     names = build.identities(run.task, run.config.seed, phase, groups, own, samples)
-    view = meshes.rollout_view(params["decoder"], run.learner_mesh, run.rollout_mesh)
-    return run_groups(run.engine, view, run.agent, rows, names, temperature=temperature, policy_version=version)
+    return run_groups(
+        run.engine,
+        run.view(params, run.frozen),
+        run.agent,
+        rows,
+        names,
+        temperature=temperature,
+        policy_version=version,
+    )
 
 
 def evaluate(
@@ -216,7 +229,9 @@ def learn(
     metrics: dict[str, jax.Array] = {}
     for _ in range(config.learner.epochs):
         for batch, count in batches:
-            state, metrics = learner.update(state, batch, count, {k: np.float32(v) for k, v in rates.items()})
+            state, metrics = learner.update(
+                state, run.frozen, batch, count, {k: np.float32(v) for k, v in rates.items()}
+            )
     out = {f"learner/{key}": float(value) for key, value in jax.device_get(metrics).items()}
     seconds = time.perf_counter() - started
     computed = sum(p.tokens_computed for p in packs)
@@ -298,7 +313,7 @@ def _critic(
     values, final_values = [], []
     for pack in packs:
         batch, count = _to_device(run, learner, pack.nodes, pack.reads)
-        value = learner.score(params, batch, count).value
+        value = learner.score(params, run.frozen, batch, count).value
         assert value is not None, "a program that scores for a critic has one"
         rows = meshes.local_rows(value, run.learner_mesh)
         per_read = rows.reshape(-1, rows.shape[-1])[: pack.rows]

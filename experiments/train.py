@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import jax
 import ml_collections
 import numpy as np
-from absl import logging
+from absl import flags, logging
 from rich.console import Console
 
 from agentr1_jax import report
@@ -33,11 +33,13 @@ from agentr1_jax.runtime.metrics import MetricsWriter, read_metrics
 from agentr1_jax.runtime.progress import progress
 from agentr1_jax.runtime.seeds import generator
 from agentr1_jax.trajectory import Trajectory, read_jsonl, write_jsonl
-from experiments import build, circle
+from experiments import build, checks, circle, dry_run
 from experiments.circle import Learner, Run
 from experiments.journal import Journal, Position, Stopped, add_totals, count_recompiles
 
 CONFIG = configs.define_config_flag()
+DRY_RUN = flags.DEFINE_bool("dry_run", False, "print sizes and programs of the run, and leave")
+TOPOLOGY = flags.DEFINE_string("topology", "", "with --dry_run: compile for a TPU slice that is not here, e.g. v5e:4x4")
 SKIPPED_IN_A_ROW = 3
 REPORTED_PER_FILE = 24
 
@@ -47,6 +49,8 @@ def main(argv: Sequence[str]) -> None:
     del argv
     started = time.perf_counter()
     config = CONFIG.value
+    if DRY_RUN.value or TOPOLOGY.value:
+        return dry_run.show(config, TOPOLOGY.value)
     processes.initialize()
     first = processes.process_index() == 0
     run = set_up(config)
@@ -60,7 +64,7 @@ def main(argv: Sequence[str]) -> None:
     with MetricsWriter(config.run_dir, position.metrics_index, first) as metrics, processes.StopRequest() as stop:
         journal = Journal(position, metrics, checkpoints, stop, CompileCounter(), started)
         try:
-            run.engine.compile(meshes.rollout_view(state.params["decoder"], run.learner_mesh, run.rollout_mesh))
+            run.engine.compile(run.view(state.params, run.frozen))
             if position.phase == "warm_start":
                 supervised = Learner(
                     update=make_update(run.policy, build.loss_config(config, clip="none"), optimizer, layout),
@@ -82,7 +86,7 @@ def main(argv: Sequence[str]) -> None:
                 loss = build.loss_config(config)
                 reinforced = Learner(
                     update=make_update(run.policy, loss, optimizer, layout),
-                    score=make_score(run.policy, loss) if scheme.needs_critic else None,
+                    score=make_score(run.policy, loss, run.learner_mesh) if scheme.needs_critic else None,
                     microbatches=build.microbatches(config, batch),
                     credit=jax.jit(assign),
                 )
@@ -108,7 +112,7 @@ def set_up(config: ml_collections.ConfigDict) -> Run:
     Raises:
       UserError: the config cannot work, or the run folder holds something else.
     """
-    build.check(config)
+    checks.check(config)
     resumes = configs.check_same_config(config.run_dir, config)
     if config.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.compilation_cache))
@@ -119,17 +123,21 @@ def set_up(config: ml_collections.ConfigDict) -> Run:
     try:
         tokenizer = build.tokenizer(config, task, resumes=resumes)
         agent = build.agent(config, task, tokenizer)
-        build.check_openings(config, task, agent)
+        checks.check_openings(config, task, agent)
         policy = build.policy(config, tokenizer)
-        learner_mesh, rollout_mesh = build.learner_mesh(config), meshes.rollout_mesh()
+        learner_mesh = build.learner_mesh(config)
+        checks.check_attention(config, policy, learner_mesh)
+        rollout_mesh = meshes.rollout_mesh(learner_mesh, config.rollout.tensor)
+        frozen = build.frozen(config, policy, learner_mesh)
         engine = build.engine(config, policy, rollout_mesh)
+        view = build.rollout_view(policy, learner_mesh, rollout_mesh)
     except BaseException:
         if owner:
             build.discard_tokenizer(config)  # The corrected command must find the folder as this one did.
         raise
     if owner:
         configs.write_config(config.run_dir, config)
-    return Run(config, task, tokenizer, agent, policy, engine, learner_mesh, rollout_mesh)
+    return Run(config, task, tokenizer, agent, policy, frozen, engine, learner_mesh, view)
 
 
 def warm_start(run: Run, journal: Journal, learner: Learner, state: LearnerState) -> LearnerState:
@@ -195,7 +203,9 @@ def reinforce(run: Run, journal: Journal, learner: Learner, state: LearnerState)
             )
             rollout = circle.engine_metrics(run.engine.counters)
             warm = min(1.0, (update + 1) / max(config.optimizer.warmup, 1))
-            rates = {"decoder": config.optimizer.lr * warm, "value": config.optimizer.value_lr}
+            rates = {"decoder": config.optimizer.lr * warm} | dict.fromkeys(
+                ("value", "critic"), config.optimizer.value_lr
+            )
             rates = {part: rates[part] for part in state.params}
             state, record, trajectories = circle.learn(run, learner, state, trajectories, rates)
             position.update = update + 1

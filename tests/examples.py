@@ -16,7 +16,7 @@ from agentr1_jax.learner.losses import LossConfig
 from agentr1_jax.learner.packing import pack, to_microbatches
 from agentr1_jax.learner.update import loss_and_metrics, make_score
 from agentr1_jax.policy.config import DecoderConfig
-from agentr1_jax.policy.decoder import init_params
+from agentr1_jax.policy.params import init_params
 
 POLICY = DecoderConfig(vocab_size=VOCAB, width=16, layers=2, heads=4, kv_heads=2, head_dim=4, hidden=24)
 CONFIG = LossConfig(
@@ -41,7 +41,7 @@ def parameters(critic=True):
     """Random parameters with a value head that is not 0."""
     params = {"decoder": tiny.decoder_params(POLICY)}
     if critic:
-        head = init_params(POLICY, jax.random.key(1), critic=True)["value"]
+        head = init_params(POLICY, jax.random.key(1), critic="shared_trunk")["value"]
         params["value"] = {
             "kernel": jax.random.normal(jax.random.key(2), head["kernel"].shape) / 4,
             "bias": jnp.ones(()),
@@ -58,7 +58,7 @@ def scores(trajectories, mode="chains"):
     """Log-prob, entropy and value of the sampled tokens, in stream order."""
     packing = layout(trajectories, mode)
     batch = to_microbatches(packing.nodes, packing.reads, microbatches=1, rows=ROWS)
-    out = score()(parameters(), batch, np.int32(1))
+    out = score()(parameters(), {}, batch, np.int32(1))
     return [gather_tokens(packing, np.asarray(x)[0, : packing.rows]) for x in (out.logprob, out.entropy, out.value)]
 
 
@@ -126,10 +126,10 @@ def example(context="append", aggregate="token", seed=0):
 @functools.cache
 def gradient(policy, config):
     """Compiled (params, batch of one microbatch) -> ((loss, metrics), gradient)."""
-    inner = jax.value_and_grad(functools.partial(loss_and_metrics, policy, config), has_aux=True)
+    inner = jax.value_and_grad(functools.partial(loss_and_metrics, policy, config, None), has_aux=True)
     # Compiled fast rather than to be fast.
     quick = {"xla_backend_optimization_level": 0}
-    return jax.jit(lambda params, batch: inner(params, jax.tree.map(lambda x: x[0], batch)), compiler_options=quick)
+    return jax.jit(lambda params, batch: inner(params, {}, jax.tree.map(lambda x: x[0], batch)), compiler_options=quick)
 
 
 def check_close(one, other, relative):

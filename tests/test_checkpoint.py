@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 from agentr1_jax.learner.update import init_state, make_optimizer
-from agentr1_jax.policy.decoder import init_params
+from agentr1_jax.policy.params import init_params
 from agentr1_jax.policy.sharding import shardings
 from agentr1_jax.runtime.checkpoint import Checkpoints, abstract
 
@@ -18,7 +18,7 @@ RECORD = {"phase": "rl", "update": 7, "seconds": 12.5, "results": {"em_before": 
 
 
 def make(key):
-    return init_state(init_params(tiny.POLICY, key, critic=True), OPTIMIZER)
+    return init_state(init_params(tiny.POLICY, key, critic="shared_trunk"), OPTIMIZER)
 
 
 def state_on(mesh, seed=0):

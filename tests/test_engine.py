@@ -82,7 +82,7 @@ def check_accounts(trajectories, engine):
     assert counters.prefill_tokens_padded >= counters.prefill_tokens
     assert counters.decode_tokens == sum(len(s.response_ids) for t in trajectories for s in t.steps)
     assert counters.decode_slot_steps >= counters.decode_tokens
-    assert engine._programs.prefill._cache_size() + engine._programs.decode._cache_size() == PROGRAMS
+    assert engine.programs.prefill._cache_size() + engine.programs.decode._cache_size() == PROGRAMS
 
 
 def test_appending_computes_prompts_and_observations_once_and_one_token_a_step():
@@ -189,10 +189,10 @@ def test_a_response_may_fill_the_cache_to_its_last_place():
         ([1, -1], {}, r"prompt ids must lie in \[0, 64\), got -1\.\.1"),
         ([1], {"temperature": -0.5}, "temperature is -0.5; it must be 0"),
         ([1], {"temperature": float("nan")}, "temperature is nan; it must be 0"),
-        ([1], {"stop": [[]]}, "at most 2 stop sequences of 1 to 4 ids each"),
-        ([1], {"stop": [[1], [2], [3]]}, "at most 2 stop sequences of 1 to 4 ids each"),
-        ([1], {"stop": [[1, 2, 3, 4, 5]]}, "at most 2 stop sequences of 1 to 4 ids each"),
-        ([1], {"stop": [[-1]]}, "at most 2 stop sequences of 1 to 4 ids each"),
+        ([1], {"stop": [[]]}, "at most 4 stop sequences of 1 to 4 ids each"),
+        ([1], {"stop": [[1], [2], [3], [4], [5]]}, "at most 4 stop sequences of 1 to 4 ids each"),
+        ([1], {"stop": [[1, 2, 3, 4, 5]]}, "at most 4 stop sequences of 1 to 4 ids each"),
+        ([1], {"stop": [[-1]]}, "at most 4 stop sequences of 1 to 4 ids each"),
     ],
 )
 def test_a_request_that_does_not_fit_is_refused(prompt, request_, message):
@@ -227,10 +227,10 @@ def test_the_donated_cache_is_written_in_place(program, live):
     engine = Engine(policy, config, tiny.mesh())
     cache, params = engine._new_cache(), tiny.decoder_params(policy)
     if program == "decode":
-        lowered = engine._programs.decode.lower(params, cache, engine._slots, live=live)
+        lowered = engine.programs.decode.lower(params, cache, engine._slots, live=live)
     else:
         new = np.zeros((config.prefill_rows, config.prefill_lengths[-1]), np.int32)
-        lowered = engine._programs.prefill.lower(params, cache, new, new[:, 0], new, live=live)
+        lowered = engine.programs.prefill.lower(params, cache, new, new[:, 0], new, live=live)
     memory = lowered.compile().memory_analysis()
     size = cache.keys.nbytes + cache.values.nbytes
     assert memory.alias_size_in_bytes >= size

@@ -31,7 +31,8 @@ from hypothesis import assume, given, settings
 
 from agentr1_jax.learner.update import loss_and_metrics
 from agentr1_jax.policy.attention import PackedRows
-from agentr1_jax.policy.decoder import Decoder, init_params, values
+from agentr1_jax.policy.decoder import Decoder
+from agentr1_jax.policy.params import init_params, values
 
 GRID = [
     ("token", "ppo", "token", False),
@@ -102,7 +103,7 @@ def test_values_are_a_linear_head():
     kernel, hidden = np.arange(3.0), np.array([[1.0, 2.0, 3.0], [0.0, 0.0, -1.0]])
     params = {"value": {"kernel": jnp.asarray(kernel), "bias": jnp.asarray(0.5)}}
     np.testing.assert_allclose(values(params, jnp.asarray(hidden)), [8.5, -1.5])
-    assert not np.any(init_params(POLICY, jax.random.key(0), critic=True)["value"]["kernel"])
+    assert not np.any(init_params(POLICY, jax.random.key(0), critic="shared_trunk")["value"]["kernel"])
 
 
 def probe_gradient(batch):
@@ -115,7 +116,7 @@ def probe_gradient(batch):
             return (out[0] + probe, out[1]) if context.module.name is None else out
 
         with nn.intercept_methods(add):
-            return loss_and_metrics(POLICY, CONFIG, parameters(), one)[0]
+            return loss_and_metrics(POLICY, CONFIG, None, parameters(), {}, one)[0]
 
     return np.asarray(jax.jit(jax.grad(loss))(jnp.zeros((*one.nodes.tokens.shape, POLICY.width))))
 

@@ -34,36 +34,40 @@ def test_the_message_counts_the_devices_that_would_be_needed():
         meshes.learner_mesh(-1, 16, 1)
 
 
-@pytest.mark.parametrize("rollout", [meshes.rollout_mesh(), tiny.mesh(3)], ids=["all devices", "three"])
-def test_the_engine_sees_the_learners_parameters_whole_on_each_device(rollout):
+def viewed(tensor, prepare=lambda params: params):
+    """A decoder on the learner's mesh, the rollout mesh, and what the engine sees of the decoder."""
     learner = meshes.learner_mesh(2, 2, 2)
+    rollout = meshes.rollout_mesh(learner, tensor)
     params = tiny.decoder_params()
-    sharded = jax.device_put(params, shardings(params, learner))
-    view = meshes.rollout_view(sharded, learner, rollout)
-    for seen, original in zip(jax.tree.leaves(view), jax.tree.leaves(params), strict=True):
-        assert seen.sharding == NamedSharding(rollout, P())
-        assert {shard.device for shard in seen.addressable_shards} == set(rollout.devices.flat)
-        for shard in seen.addressable_shards:
-            np.testing.assert_array_equal(shard.data, original)
-
-
-def test_the_view_is_made_of_the_very_buffers_that_the_devices_hold(monkeypatch):
-    learner, rollout = meshes.learner_mesh(2, 2, 2), meshes.rollout_mesh()
-    params = tiny.decoder_params()
-    whole = []
-    replicate = meshes._replicate(learner)
-    monkeypatch.setattr(meshes, "_replicate", lambda mesh: lambda x: whole.append(replicate(x)) or whole[-1])
     sharded = jax.device_put(params, shardings(params, learner))
     with jax.transfer_guard("disallow"):
-        view = meshes.rollout_view(sharded, learner, rollout)
+        return params, rollout, meshes.make_rollout_view(learner, rollout, shardings, prepare)(sharded)
 
-    def buffers(tree):
-        return [
-            {shard.device: shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards}
-            for leaf in jax.tree.leaves(tree)
-        ]
 
-    assert buffers(view) == buffers(whole[0])
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+def test_the_engine_sees_the_learners_parameters_with_heads_over_tensor_alone(tensor):
+    params, rollout, view = viewed(tensor)
+    assert dict(rollout.shape) == {"data": 8 // tensor, "fsdp": 1, "tensor": tensor}
+    for seen, original in zip(jax.tree.leaves(view), jax.tree.leaves(params), strict=True):
+        assert seen.sharding.mesh == rollout
+        assert {shard.device for shard in seen.addressable_shards} == set(rollout.devices.flat)
+        for shard in seen.addressable_shards:
+            np.testing.assert_array_equal(shard.data, original[shard.index])
+    heads = {"query": 4, "key": 2}
+    for name, count in heads.items():
+        local = view["layers"][name]["kernel"].addressable_shards[0].data.shape[2]
+        assert local == (count // tensor if count % tensor == 0 else count), "two key heads on four devices are replicated"
+
+
+def test_the_engine_sees_what_it_wants_of_the_parameters():
+    params, _, view = viewed(1, prepare=lambda params: jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
+    assert {x.dtype for x in jax.tree.leaves(view)} == {jnp.dtype(jnp.bfloat16)}
+    np.testing.assert_array_equal(view["embed"], params["embed"].astype(jnp.bfloat16))
+
+
+def test_a_rollout_tensor_that_does_not_divide_is_refused():
+    with pytest.raises(UserError, match=r"rollout\.tensor is 3; it must divide the 8 devices of a process"):
+        meshes.rollout_mesh(meshes.learner_mesh(2, 2, 2), 3)
 
 
 def test_a_batch_is_split_by_rows_and_comes_back():

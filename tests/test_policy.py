@@ -17,8 +17,10 @@ from jax.sharding import PartitionSpec as P
 
 from agentr1_jax.learner.update import init_state, make_optimizer
 from agentr1_jax.policy import sharding
-from agentr1_jax.policy.attention import PackedRows, grouped_attention, rotate
-from agentr1_jax.policy.decoder import Decoder, head_kernel, init_params, values
+from agentr1_jax.policy.attention import PackedRows, grouped_attention
+from agentr1_jax.policy.decoder import Decoder, head_kernel
+from agentr1_jax.policy.params import init_params, values
+from agentr1_jax.policy.rope import frequencies, rotate
 
 POLICY = tiny.POLICY
 UNTIED = dataclasses.replace(POLICY, tied=False, rope_theta=500.0)
@@ -56,15 +58,19 @@ def numpy_logits(policy, params, tokens):
     for i in range(policy.layers):
         layer = jax.tree.map(lambda p, i=i: p[i], params["layers"])
         y = norm(x, layer["attention_norm"]["scale"])
+
+        def project(name, head, y=y, layer=layer):
+            out = y @ layer[name]["kernel"][:, head] + (layer[name]["bias"][head] if policy.qkv_bias else 0)
+            normed = policy.qk_norm and name != "value"
+            return norm(out, layer[f"{name}_norm"]["scale"]) if normed else out
+
         heads = []
         for h in range(policy.heads):
-            own, shared = slice(h * d, (h + 1) * d), h // (policy.heads // policy.kv_heads)
-            kv = slice(shared * d, (shared + 1) * d)
-            query = rotary(y @ layer["query"]["kernel"][:, own])
-            key = rotary(y @ layer["key"]["kernel"][:, kv])
+            shared = h // (policy.heads // policy.kv_heads)
+            query, key = rotary(project("query", h)), rotary(project("key", shared))
             scores = np.where(np.tri(length, dtype=bool), query @ key.T / np.sqrt(d), -np.inf)
-            heads.append(np.exp(tiny.log_softmax(scores)) @ (y @ layer["value"]["kernel"][:, kv]))
-        x = x + np.concatenate(heads, -1) @ layer["out"]["kernel"]
+            heads.append(np.exp(tiny.log_softmax(scores)) @ project("value", shared))
+        x = x + sum(mixed @ layer["out"]["kernel"][h] for h, mixed in enumerate(heads))
         y = norm(x, layer["mlp_norm"]["scale"])
         gate = y @ layer["gate"]["kernel"]
         x = x + (gate / (1 + np.exp(-gate)) * (y @ layer["up"]["kernel"])) @ layer["down"]["kernel"]
@@ -73,7 +79,15 @@ def numpy_logits(policy, params, tokens):
 
 
 @pytest.mark.parametrize(
-    "policy", [POLICY, UNTIED, dataclasses.replace(POLICY, kv_heads=4)], ids=["tied", "untied", "mha"]
+    "policy",
+    [
+        POLICY,
+        UNTIED,
+        dataclasses.replace(POLICY, kv_heads=4),
+        dataclasses.replace(POLICY, qkv_bias=True),
+        dataclasses.replace(POLICY, qk_norm=True),
+    ],
+    ids=["tied", "untied", "mha", "biases", "normed heads"],
 )
 def test_it_equals_a_forward_pass_written_out_in_numpy(policy):
     params = tiny.decoder_params(policy)
@@ -186,7 +200,7 @@ def test_rotary_scores_depend_on_the_distance_alone(first, second, shift):
     assert (turned(query, np.int32([[0]])) == query).all()
 
 
-turned = jax.jit(lambda x, position: rotate(x, position, 10_000.0))
+turned = jax.jit(lambda x, position: rotate(x, position, frequencies(x.shape[-1], 10_000.0)))
 
 
 def test_a_far_position_turns_as_exactly_as_float32_allows():
@@ -197,18 +211,18 @@ def test_a_far_position_turns_as_exactly_as_float32_allows():
 
 
 def test_the_value_head_is_linear_and_starts_at_zero():
-    params = init_params(POLICY, jax.random.key(0), critic=True)
+    params = init_params(POLICY, jax.random.key(0), critic="shared_trunk")
     hidden = jax.random.normal(jax.random.key(1), (2, 3, POLICY.width))
     assert (values(params, hidden) == np.zeros((2, 3))).all()
     params["value"] = {"kernel": jnp.arange(16.0), "bias": jnp.float32(2)}
     np.testing.assert_allclose(values(params, hidden), np.asarray(hidden) @ np.arange(16.0) + 2, rtol=1e-5, atol=1e-5)
-    assert "value" not in init_params(POLICY, jax.random.key(0), critic=False)
+    assert "value" not in init_params(POLICY, jax.random.key(0), critic="none")
 
 
 def trees():
     """Everything whose layout the table must know: parameters and the learner's whole state, tied and untied."""
     for policy, name in itertools.product((POLICY, UNTIED), ("adamw", "muon")):
-        params = jax.eval_shape(lambda key, p=policy: init_params(p, key, critic=True), jax.random.key(0))
+        params = jax.eval_shape(lambda key, p=policy: init_params(p, key, critic="shared_trunk"), jax.random.key(0))
         optimizer = make_optimizer(name=name, max_grad_norm=1.0, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
         yield params
         yield jax.eval_shape(lambda p, o=optimizer: init_state(p, o), params)
@@ -227,8 +241,8 @@ def test_every_parameter_and_optimizer_moment_has_a_layout():
 
 def test_matrices_of_a_block_are_split_so_that_only_out_and_down_need_a_sum():
     specs = {name: sharding.spec_of(f"decoder/layers/{name}/kernel") for name in ("query", "gate", "out", "down")}
-    assert specs["query"] == specs["gate"] == P(None, "fsdp", "tensor")
-    assert specs["out"] == specs["down"] == P(None, "tensor", "fsdp")
+    assert specs["query"] == P(None, "fsdp", "tensor", None) and specs["gate"] == P(None, "fsdp", "tensor")
+    assert specs["out"] == P(None, "tensor", None, "fsdp") and specs["down"] == P(None, "tensor", "fsdp")
 
 
 def test_an_axis_that_does_not_divide_is_replicated():
@@ -264,10 +278,11 @@ def test_remat_changes_neither_value_nor_gradient():
     def result(policy):
         return jax.jit(jax.value_and_grad(loss(policy)))(params)
 
-    full = dataclasses.replace(POLICY, remat="full")
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), result(full), result(POLICY))
-    saved = [str(jax.make_jaxpr(jax.grad(loss(p)))(params)).count("remat") for p in (POLICY, full)]
-    assert saved[0] == 0 < saved[1]
+    dots, full = (dataclasses.replace(POLICY, remat=name) for name in ("dots", "full"))
+    for policy in (dots, full):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), result(policy), result(POLICY))
+    matmuls = [str(jax.make_jaxpr(jax.grad(loss(p)))(params)).count("dot_general") for p in (POLICY, dots, full)]
+    assert matmuls[0] < matmuls[1] < matmuls[2], "scores are computed again by `dots`, all matmuls by `full`"
 
 
 @pytest.mark.parametrize(
@@ -275,7 +290,8 @@ def test_remat_changes_neither_value_nor_gradient():
     [
         ({"kv_heads": 3}, r"policy\.kv_heads \(3\) must divide policy\.heads \(4\)"),
         ({"head_dim": 7}, r"policy\.head_dim is 7; rotary embeddings need an even number"),
-        ({"remat": "some"}, r"policy\.remat is 'some'; choose 'none' or 'full'"),
+        ({"remat": "some"}, r"policy\.remat is 'some'; choose one of none, dots, full"),
+        ({"attention": "flash"}, r"policy\.attention is 'flash'; choose one of xla, cudnn, splash"),
         ({"dtype": "int32"}, r"policy\.dtype is 'int32'; it must be a floating-point dtype"),
     ],
 )

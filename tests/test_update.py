@@ -43,7 +43,7 @@ def updater(shape, adam=False):
 def one_update(batch, count, shape=(1, 1, 1)):
     """The gradient that an update applied, and its metrics."""
     update, fresh, mesh = updater(shape)
-    state, metrics = update(fresh(), global_batch(batch, mesh), np.int32(count), RATES)
+    state, metrics = update(fresh(), {}, global_batch(batch, mesh), np.int32(count), RATES)
     assert int(state.updates) == 1 and int(state.skipped) == 0
     moved = jax.tree.map(lambda old, new: np.asarray(old) - np.asarray(new), parameters(), state.params)
     grads = {part: jax.tree.map(lambda x, rate=RATES[part]: x / rate, tree) for part, tree in moved.items()}
@@ -200,15 +200,15 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted():
     bad = dataclasses.replace(good, advantages=np.where(np.arange(len(good.weights)) == 2, np.nan, good.advantages))
     good, bad = (global_batch(case.batch(microbatches=MICROBATCHES, rows=8), mesh) for case in (good, bad))
     rates = {"decoder": np.float32(1e-2), "value": np.float32(1e-1)}
-    before, _ = update(fresh(), good, np.int32(2), rates)
+    before, _ = update(fresh(), {}, good, np.int32(2), rates)
     kept = jax.device_get((before.params, before.opt_state))
-    after, metrics = update(before, bad, np.int32(2), rates)
+    after, metrics = update(before, {}, bad, np.int32(2), rates)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get((after.params, after.opt_state)), kept)
     assert (int(after.updates), int(after.skipped), int(after.skipped_in_a_row)) == (1, 1, 1)
     assert not np.isfinite(metrics["loss"]) and int(metrics["skipped_in_a_row"]) == 1
-    twice, _ = update(after, bad, np.int32(2), rates)
+    twice, _ = update(after, {}, bad, np.int32(2), rates)
     assert (int(twice.skipped), int(twice.skipped_in_a_row)) == (2, 2)
-    again, _ = update(twice, good, np.int32(2), rates)
+    again, _ = update(twice, {}, good, np.int32(2), rates)
     assert (int(again.updates), int(again.skipped), int(again.skipped_in_a_row)) == (2, 2, 0)
     assert np.isfinite(jax.tree.leaves(jax.device_get(again.params))[0]).all()
     assert update._cache_size() == 1
@@ -218,5 +218,5 @@ def test_the_old_state_is_donated():
     update, fresh, mesh = updater((1, 1, 1))
     state = fresh()
     batch = global_batch(example("append").batch(microbatches=MICROBATCHES, rows=8), mesh)
-    update(state, batch, np.int32(2), RATES)
+    update(state, {}, batch, np.int32(2), RATES)
     assert all(x.is_deleted() for x in jax.tree.leaves(state.params))

@@ -11,7 +11,8 @@ from jax.sharding import AxisType, Mesh
 
 from agentr1_jax.policy.attention import PackedRows
 from agentr1_jax.policy.config import DecoderConfig
-from agentr1_jax.policy.decoder import Decoder, head_kernel, init_params
+from agentr1_jax.policy.decoder import Decoder, head_kernel
+from agentr1_jax.policy.params import init_params
 from agentr1_jax.runtime.mesh import AXES
 
 POLICY = DecoderConfig(vocab_size=64, width=16, layers=2, heads=4, kv_heads=2, head_dim=8, hidden=24)
@@ -26,7 +27,7 @@ def mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
 @functools.cache
 def decoder_params(policy: DecoderConfig = POLICY, seed: int = 0):
     """Random decoder parameters with logits of some size, so that distributions are far from uniform."""
-    params = init_params(policy, jax.random.key(seed), critic=False)["decoder"]
+    params = init_params(policy, jax.random.key(seed), critic="none")["decoder"]
     return {**params, "final_norm": {"scale": params["final_norm"]["scale"] * 2}}
 
 

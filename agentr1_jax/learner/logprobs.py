@@ -6,7 +6,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
+
+from agentr1_jax.policy.sharding import ROWS, constrain, fit
 
 
 def token_logprobs(
@@ -17,6 +21,7 @@ def token_logprobs(
     *,
     temperature: float,
     chunk: int,
+    mesh: Mesh | None = None,
 ) -> tuple[Float[Array, "rows reads"], Float[Array, "rows reads"]]:
     """log softmax(h·W/τ)[target] and the entropy of that softmax, in float32 or wider.
 
@@ -30,12 +35,35 @@ def token_logprobs(
       head: output head W.
       temperature: τ, the sampler's.
       chunk: reads per chunk, rounded to whole columns.
+      mesh: the vocabulary is dealt over its `tensor` axis; None leaves that to the compiler.
 
     Returns:
       log-probabilities and entropies in nats.
     """
     rows, reads = target.shape
     columns = max(1, min(chunk // rows, reads))
+    by_chunks = functools.partial(_by_chunks, temperature=temperature, columns=columns, split=mesh is not None)
+    if mesh is None:
+        return by_chunks(hidden, target, used, head)
+    # By hand over the rows: each device sums the head's gradient over its own chunks, and devices exchange it once. The
+    # compiler would gather the head and reduce its gradient for every chunk.
+    own = P(*fit((ROWS,), (rows,), mesh).spec)
+    by_rows = jax.shard_map(
+        by_chunks,
+        mesh=mesh,
+        in_specs=(own, own, own, P()),
+        out_specs=(own, own),
+        axis_names=set(ROWS),
+        check_vma=False,
+    )
+    return by_rows(hidden, target, used, constrain(head, mesh, None, "tensor"))
+
+
+def _by_chunks(
+    hidden: Array, target: Array, used: Array, head: Array, *, temperature: float, columns: int, split: bool
+) -> tuple[Array, Array]:
+    """`token_logprobs` of the rows of one shard; with `split`, the vocabulary is dealt over the mesh's `tensor`."""
+    rows, reads = target.shape
     pad = -reads % columns
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
 
@@ -45,6 +73,8 @@ def token_logprobs(
 
     def one_chunk(h: Array, ids: Array, mask: Array) -> tuple[Array, Array]:
         logits = jnp.matmul(h, head.astype(h.dtype), preferred_element_type=wide) / temperature
+        if split:
+            logits = jax.lax.with_sharding_constraint(logits, P(None, None, "tensor"))
         logprobs = jax.nn.log_softmax(logits)
         entropy = -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
         chosen = jnp.take_along_axis(logprobs, ids[..., None], axis=-1)[..., 0]

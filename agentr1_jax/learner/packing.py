@@ -265,6 +265,17 @@ def _empty_reads(rows: int, reads: int) -> Reads:
     )
 
 
+def batch_shapes(*, microbatches: int, rows: int, row_tokens: int, row_reads: int, critic: bool) -> Batch:
+    """The shape structs of a batch, as `to_microbatches` makes it; with the critic's reads or without."""
+    reads = _empty_reads(1, row_reads)
+    if critic:
+        reads = dataclasses.replace(reads, old_value=reads.weight, value_target=reads.weight, value_weight=reads.weight)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((microbatches, rows, *x.shape[1:]), x.dtype),
+        Batch(_empty_nodes(1, row_tokens), reads),
+    )
+
+
 def to_microbatches(nodes: Nodes, reads: Reads, *, microbatches: int, rows: int) -> Batch:
     """Pads B rows with rows of zero weight to [microbatches, rows, ...].
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from agentr1_jax.learner.logprobs import token_logprobs
@@ -23,7 +24,8 @@ from agentr1_jax.learner.losses import LossConfig, policy_loss, value_loss
 from agentr1_jax.learner.packing import Batch
 from agentr1_jax.policy.attention import PackedRows
 from agentr1_jax.policy.config import DecoderConfig
-from agentr1_jax.policy.decoder import Decoder, Params, head_kernel, values
+from agentr1_jax.policy.decoder import Decoder, Params, head_kernel
+from agentr1_jax.policy.params import join, values
 
 OPTIMIZERS = ("adamw", "muon")
 
@@ -33,7 +35,7 @@ class LearnerState:
     """What training changes.
 
     Attributes:
-      params: `{"decoder": ..., "value": ...}`.
+      params: what is trained of `policy.params`: `{"decoder": ..., "value": ..., "critic": ...}`.
       opt_state: of the gradient transformation.
       updates: updates applied; int32 scalars, these three (no shape in their types, since the leaves may be shardings).
       skipped: updates skipped since something was not finite, in all and in a row.
@@ -76,19 +78,26 @@ def make_optimizer(
     if name == "adamw":
         return optax.chain(clip, optax.scale_by_adam(b1=b1, b2=b2, eps=eps), decay)
     if name == "muon":
-        layers = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
         muon = optax.contrib.muon(
             learning_rate=-1.0,
             eps=eps,
             adam_b1=b1,
             adam_b2=b2,
             consistent_rms=0.2,
-            muon_weight_dimension_numbers=lambda params: jax.tree.map(
-                lambda p: layers if p.ndim == 3 else None, params
-            ),
+            muon_weight_dimension_numbers=lambda params: jax.tree_util.tree_map_with_path(_matrix, params),
         )
         return optax.chain(clip, muon, decay)
     raise ValueError(f"unknown optimizer.name {name!r}; choose one of {', '.join(OPTIMIZERS)}")
+
+
+def _matrix(path: Any, leaf: Array) -> optax.contrib.MuonDimensionNumbers | None:
+    """Which axes of a kernel of the layers are its inputs and its outputs; heads belong with their dimensions."""
+    names = [key.key for key in path]
+    if names[-1] != "kernel" or leaf.ndim < 3:
+        return None
+    inputs = 2 if names[-2] == "out" else 1
+    axes = tuple(range(leaf.ndim))
+    return optax.contrib.MuonDimensionNumbers(axes[1 : 1 + inputs], axes[1 + inputs :])
 
 
 def _decays(params: Params) -> Any:
@@ -102,13 +111,17 @@ def init_state(params: Params, optimizer: optax.GradientTransformation) -> Learn
 
 
 def forward_reads(
-    policy: DecoderConfig, loss: LossConfig, params: Params, batch: Batch
+    policy: DecoderConfig, loss: LossConfig, mesh: Mesh | None, params: Params, batch: Batch
 ) -> tuple[Float[Array, "rows reads"], Float[Array, "rows reads"], Float[Array, "rows reads"] | None]:
-    """Log-probability, entropy and (with a critic) value of every read of one microbatch."""
+    """Log-probability, entropy and (with a critic) value of every read of one microbatch, all parameters given."""
     nodes, reads = batch.nodes, batch.reads
-    memory = PackedRows(subtree_end=nodes.subtree_end)
-    hidden, _ = Decoder(policy).apply({"params": params["decoder"]}, nodes.tokens, nodes.position, memory)
-    read_hidden = jnp.take_along_axis(hidden, reads.src[..., None], axis=1)
+    memory = PackedRows(nodes.subtree_end, policy.attention, mesh)
+
+    def hidden_of_reads(decoder: Params) -> Float[Array, "rows reads width"]:
+        hidden, _ = Decoder(policy, mesh).apply({"params": decoder}, nodes.tokens, nodes.position, memory)
+        return jnp.take_along_axis(hidden, reads.src[..., None], axis=1)
+
+    read_hidden = hidden_of_reads(params["decoder"])
     logprob, entropy = token_logprobs(
         read_hidden,
         reads.target,
@@ -116,18 +129,21 @@ def forward_reads(
         head_kernel(params["decoder"]),
         temperature=loss.temperature,
         chunk=loss.chunk,
+        mesh=mesh,
     )
-    value = values(params, read_hidden) if "value" in params else None
+    if "value" not in params:
+        return logprob, entropy, None
+    value = values(params, hidden_of_reads(params["critic"]) if "critic" in params else read_hidden)
     return logprob, entropy, value
 
 
 def loss_and_metrics(
-    policy: DecoderConfig, config: LossConfig, params: Params, batch: Batch
+    policy: DecoderConfig, config: LossConfig, mesh: Mesh | None, trained_params: Params, frozen: Params, batch: Batch
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Σₖ wₖ·lₖ of one microbatch, and sums over its trained tokens for the metrics."""
     reads = batch.reads
     trained = reads.is_action & (reads.weight > 0)
-    logprob, entropy, value = forward_reads(policy, config, params, batch)
+    logprob, entropy, value = forward_reads(policy, config, mesh, join(trained_params, frozen), batch)
     # What is not trained must not reach the loss at all: 0 times an infinite ratio has a NaN gradient.
     reads = dataclasses.replace(
         reads,
@@ -165,17 +181,20 @@ def loss_and_metrics(
     return loss, metrics
 
 
-def make_score(policy: DecoderConfig, loss: LossConfig) -> Callable[[Params, Batch, Array], Scores]:
-    """The jitted forward pass: (params, batch, number of microbatches that hold data) -> Scores."""
+def make_score(
+    policy: DecoderConfig, loss: LossConfig, mesh: Mesh | None = None
+) -> Callable[[Params, Params, Batch, Array], Scores]:
+    """The jitted forward pass: (trained params, frozen params, batch, microbatches that hold data) -> Scores."""
 
     @jax.jit
-    def score(params: Params, batch: Batch, count: Array) -> Scores:
+    def score(trained_params: Params, frozen: Params, batch: Batch, count: Array) -> Scores:
+        params = join(trained_params, frozen)
         shape = batch.reads.src.shape
         empty = jnp.zeros(shape, jnp.float32)
         out = Scores(logprob=empty, entropy=empty, value=empty if "value" in params else None)
 
         def body(i: Array, out: Scores) -> Scores:
-            logprob, entropy, value = forward_reads(policy, loss, params, jax.tree.map(lambda x: x[i], batch))
+            logprob, entropy, value = forward_reads(policy, loss, mesh, params, jax.tree.map(lambda x: x[i], batch))
             new = Scores(logprob, entropy, value)
             return jax.tree.map(lambda all_, one: all_.at[i].set(one.astype(all_.dtype)), out, new)
 
@@ -186,31 +205,34 @@ def make_score(policy: DecoderConfig, loss: LossConfig) -> Callable[[Params, Bat
 
 def make_update(
     policy: DecoderConfig, loss: LossConfig, optimizer: optax.GradientTransformation, layout: Any
-) -> Callable[[LearnerState, Batch, Array, dict[str, Array]], tuple[LearnerState, dict[str, Array]]]:
-    """The jitted, donated update: (state, batch, microbatches that hold data, learning rates) -> (state, metrics).
+) -> Callable[[LearnerState, Params, Batch, Array, dict[str, Array]], tuple[LearnerState, dict[str, Array]]]:
+    """The jitted update: (state, frozen params, batch, microbatches that hold data, learning rates) -> (state, metrics).
 
-    Learning rates are `{"decoder": ..., "value": ...}`. The new state lies as `layout` (shardings) says. If loss or
-    gradient is not finite, the parameters stay as they are and the update is counted as skipped.
+    The state is donated; the new one lies as `layout` (shardings, on the mesh of the batch) says. Learning rates are by
+    part of the parameters. If loss or gradient is not finite, the parameters stay as they are and the update is counted
+    as skipped.
     """
-    gradient = jax.value_and_grad(functools.partial(loss_and_metrics, policy, loss), has_aux=True)
+    mesh = jax.tree.leaves(layout)[0].mesh
+    objective = functools.partial(loss_and_metrics, policy, loss, mesh)
+    gradient = jax.value_and_grad(objective, has_aux=True)
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=(layout, None))
     def update(
-        state: LearnerState, batch: Batch, count: Array, rates: dict[str, Array]
+        state: LearnerState, frozen: Params, batch: Batch, count: Array, rates: dict[str, Array]
     ) -> tuple[LearnerState, dict[str, Array]]:
         def microbatch(i: Array | int) -> Batch:
             return jax.tree.map(lambda x: x[i], batch)
 
         def body(i: Array, carry: tuple[Params, dict[str, Array]]) -> tuple[Params, dict[str, Array]]:
             grads, metrics = carry
-            (_, new_metrics), new_grads = gradient(state.params, microbatch(i))
+            (_, new_metrics), new_grads = gradient(state.params, frozen, microbatch(i))
             joined = {
                 key: jnp.maximum(metrics[key], x) if key.startswith("max/") else metrics[key] + x
                 for key, x in new_metrics.items()
             }
             return jax.tree.map(jnp.add, grads, new_grads), joined
 
-        shapes = jax.eval_shape(functools.partial(loss_and_metrics, policy, loss), state.params, microbatch(0))[1]
+        shapes = jax.eval_shape(objective, state.params, frozen, microbatch(0))[1]
         zero = (jax.tree.map(jnp.zeros_like, state.params), jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes))
         grads, sums = jax.lax.fori_loop(0, count, body, zero)
         norm = optax.tree.norm(grads)

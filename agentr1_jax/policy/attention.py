@@ -1,4 +1,4 @@
-"""Grouped-query attention, rotary positions, and the memory that a decoder attends to.
+"""Grouped-query attention and the memory that a decoder attends to.
 
 The decoder knows two kinds of memory. In training (`PackedRows`, here) a token sees its ancestors among the nodes of
 its own row. In sampling (`rollout.cache.CacheView`) it sees the KV cache of its slot. Both answer the same call, so
@@ -7,12 +7,19 @@ that there is one decoder and one set of parameters.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Protocol
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
+
+from agentr1_jax.policy.sharding import ROWS, fit
+
+SPLASH_BLOCK = 128
+"""Rows for `splash` must be a multiple of this many tokens."""
 
 
 class Memory(Protocol):
@@ -35,9 +42,18 @@ class PackedRows:
     """Ancestor attention over packed rows: token i sees token j iff j ≤ i < subtree_end[j].
 
     One rule serves rows of one step, chains of steps and trees of shared prefixes.
+
+    Attributes:
+      subtree_end: of each node.
+      implementation: `xla` (dense scores, any rows), `cudnn` (NVIDIA, 16-bit dtypes, the mask as a bias) or `splash` (TPU,
+        rows of steps or chains only: in those all nodes of a sequence have one subtree end, which serves as its segment
+        id).
+      mesh: where the rows lie; `splash` runs in a `shard_map` over it.
     """
 
     subtree_end: Int[Any, "rows length"]
+    implementation: str = flax.struct.field(pytree_node=False, default="xla")
+    mesh: Mesh | None = flax.struct.field(pytree_node=False, default=None)
 
     def attend(
         self,
@@ -48,8 +64,13 @@ class PackedRows:
         state: Any,
     ) -> tuple[Float[Array, "rows length heads dim"], Any]:
         """See `Memory.attend`."""
+        if self.implementation == "splash":
+            return splash_attention(query, key, value, self.subtree_end, self.mesh), state
         index = jnp.arange(self.subtree_end.shape[1])
         visible = (index[None, None, :] <= index[None, :, None]) & (index[None, :, None] < self.subtree_end[:, None, :])
+        if self.implementation == "cudnn":
+            mask = visible[:, None]
+            return jax.nn.dot_product_attention(query, key, value, mask=mask, implementation="cudnn"), state
         return grouped_attention(query, key, value, visible), state
 
 
@@ -69,14 +90,40 @@ def grouped_attention(
     return jnp.einsum("bkgqs,bskd->bqkgd", weights, value).reshape(query.shape)
 
 
-def rotate(
-    x: Float[Array, "rows length heads dim"], position: Int[Array, "rows length"], theta: float
+def splash_attention(
+    query: Float[Array, "rows length heads dim"],
+    key: Float[Array, "rows length kv_heads dim"],
+    value: Float[Array, "rows length kv_heads dim"],
+    segment: Int[Array, "rows length"],
+    mesh: Mesh | None,
+    *,
+    interpret: bool = False,
 ) -> Float[Array, "rows length heads dim"]:
-    """Rotary position embedding (Su et al. 2021) in the half-split layout of Llama and Qwen weights."""
-    half = x.shape[-1] // 2
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    frequency = theta ** (-jnp.arange(half, dtype=wide) / half)
-    angle = position[..., None, None].astype(wide) * frequency
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    first, second = x[..., :half].astype(wide), x[..., half:].astype(wide)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    """Causal attention within segments by JAX's splash kernel for TPU (`jax.experimental.pallas.ops.tpu`).
+
+    Args:
+      query, key, value: `length` is a multiple of `SPLASH_BLOCK`.
+      segment: tokens see each other iff theirs are equal.
+      mesh: rows are dealt over (data, fsdp) and heads over tensor, where it divides both kinds of heads; None for one
+        device.
+      interpret: runs the kernel on any backend, slowly, for tests.
+    """
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    def local(query: Array, key: Array, value: Array, segment: Array) -> Array:
+        rows, length, heads, dim = query.shape
+        mask = splash.MultiHeadMask([splash.CausalMask((length, length))] * heads)
+        kernel = splash.make_splash_mha(mask, head_shards=1, q_seq_shards=1, interpret=interpret)
+        q, k, v = (jnp.swapaxes(x, 1, 2) for x in (query * dim**-0.5, key, value))
+        out = jax.vmap(kernel)(q, k, v, splash.SegmentIds(segment, segment))
+        return jnp.swapaxes(out, 1, 2).astype(query.dtype)
+
+    if mesh is None:
+        return local(query, key, value, segment)
+    if key.shape[2] % mesh.shape["tensor"]:  # Each device needs the key heads of its own query heads.
+        key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
+    spec = functools.partial(fit, (ROWS, None, "tensor", None), mesh=mesh)
+    specs = (*(spec(shape=x.shape).spec for x in (query, key, value)), fit((ROWS, None), segment.shape, mesh).spec)
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)(
+        query, key, value, segment
+    )

@@ -1,6 +1,6 @@
 """The decoder: pre-norm blocks of grouped-query attention and SwiGLU, scanned over layers.
 
-`Decoder` is used functionally: policy, reference and old policy are this module with other parameter trees.
+`Decoder` is used functionally: policy, critic, reference and old policy are this module with other parameter trees.
 It returns hidden states; logits are made where and when they are needed (`head_kernel`), since they decide memory.
 """
 
@@ -11,16 +11,19 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from agentr1_jax.policy.attention import Memory, PackedRows, rotate
+from agentr1_jax.policy.attention import Memory
 from agentr1_jax.policy.config import DecoderConfig
+from agentr1_jax.policy.rope import frequencies, rotate
+from agentr1_jax.policy.sharding import ROWS, constrain
 
 Params = Any
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) · scale, in float32 or wider."""
+    """x / rms(x) · scale over the last axis, in float32 or wider."""
 
     config: DecoderConfig
 
@@ -32,10 +35,49 @@ class RMSNorm(nn.Module):
         return (normed * scale).astype(x.dtype)
 
 
+class Projection(nn.Module):
+    """xW (+ b) over the last axes of x, W of shape [*inputs, *outputs]; + α/r · (xA)B where the module has an adapter.
+
+    Heads are axes of their own, so that the table of shardings can see them.
+    """
+
+    config: DecoderConfig
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    bias: bool = False
+    variance: float = 1.0
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "rows length *inputs"]) -> Float[Array, "rows length *outputs"]:
+        c, n = self.config, len(self.inputs)
+        dtype = jnp.dtype(c.dtype)
+
+        def fan_in(variance: float, inputs: int, outputs: int) -> Any:
+            axes = range(inputs + outputs)
+            return nn.initializers.variance_scaling(
+                variance, "fan_in", "truncated_normal", in_axis=axes[:inputs], out_axis=axes[inputs:]
+            )
+
+        kernel = self.param(
+            "kernel", fan_in(self.variance, n, len(self.outputs)), (*self.inputs, *self.outputs), c.param_dtype
+        )
+        y = jnp.tensordot(x, kernel.astype(dtype), axes=n)
+        if self.bias:
+            y = y + self.param("bias", nn.initializers.zeros, self.outputs, c.param_dtype).astype(dtype)
+        if c.lora.rank and self.name in c.lora.targets:
+            # B starts at zero: an adapter that was never trained changes nothing.
+            a = self.param("lora_a", fan_in(1.0, n, 1), (*self.inputs, c.lora.rank), c.param_dtype)
+            b = self.param("lora_b", nn.initializers.zeros, (c.lora.rank, *self.outputs), c.param_dtype)
+            low = jnp.tensordot(x, a.astype(dtype), axes=n)
+            y = y + c.lora.alpha / c.lora.rank * jnp.tensordot(low, b.astype(dtype), axes=1)
+        return y
+
+
 class Block(nn.Module):
     """One layer; `carry` is the residual stream and the memory's state."""
 
     config: DecoderConfig
+    mesh: Mesh | None
 
     @nn.compact
     def __call__(
@@ -47,36 +89,50 @@ class Block(nn.Module):
     ) -> tuple[tuple[Float[Array, "rows length width"], Any], None]:
         c = self.config
         x, state = carry
-        dtype, init = jnp.dtype(c.dtype), nn.initializers.lecun_normal()
+        frequency = frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
         # Each layer adds two terms to the residual stream; scaled so that their sum has the size of one.
-        residual_init = nn.initializers.variance_scaling(0.5 / c.layers, "fan_in", "truncated_normal")
+        residual = 0.5 / c.layers
 
-        def dense(name: str, features: int, kernel_init: Any = init) -> nn.Dense:
-            return nn.Dense(
-                features, use_bias=False, dtype=dtype, param_dtype=c.param_dtype, kernel_init=kernel_init, name=name
-            )
-
-        def split(y: Array, heads: int) -> Array:
-            return y.reshape(*y.shape[:2], heads, c.head_dim)
+        def heads(name: str, count: int, y: Array) -> Array:
+            split = Projection(c, (c.width,), (count, c.head_dim), bias=c.qkv_bias, name=name)(y)
+            return constrain(split, self.mesh, ROWS, None, "tensor", None)
 
         y = RMSNorm(c, name="attention_norm")(x)
-        query = split(dense("query", c.heads * c.head_dim)(y), c.heads)
-        key = split(dense("key", c.kv_heads * c.head_dim)(y), c.kv_heads)
-        value = split(dense("value", c.kv_heads * c.head_dim)(y), c.kv_heads)
-        query, key = rotate(query, position, c.rope_theta), rotate(key, position, c.rope_theta)
+        query, key, value = heads("query", c.heads, y), heads("key", c.kv_heads, y), heads("value", c.kv_heads, y)
+        if c.qk_norm:
+            query, key = RMSNorm(c, name="query_norm")(query), RMSNorm(c, name="key_norm")(key)
+        query, key = rotate(query, position, frequency), rotate(key, position, frequency)
         mixed, state = memory.attend(query, key, value, layer, state)
-        x = x + dense("out", c.width, residual_init)(mixed.reshape(*mixed.shape[:2], -1))
+        x = x + Projection(c, (c.heads, c.head_dim), (c.width,), variance=residual, name="out")(mixed)
+        x = constrain(x, self.mesh, ROWS, None, None)
 
         y = RMSNorm(c, name="mlp_norm")(x)
-        gated = nn.silu(dense("gate", c.hidden)(y)) * dense("up", c.hidden)(y)
-        x = x + dense("down", c.width, residual_init)(gated)
-        return (x, state), None
+        gate = Projection(c, (c.width,), (c.hidden,), name="gate")(y)
+        gated = constrain(
+            nn.silu(gate) * Projection(c, (c.width,), (c.hidden,), name="up")(y), self.mesh, ROWS, None, "tensor"
+        )
+        x = x + Projection(c, (c.hidden,), (c.width,), variance=residual, name="down")(gated)
+        return (constrain(x, self.mesh, ROWS, None, None), state), None
+
+
+def _remat(config: DecoderConfig) -> type[Block]:
+    if config.remat == "none":
+        return Block
+    policies = jax.checkpoint_policies
+    policy = policies.dots_with_no_batch_dims_saveable if config.remat == "dots" else policies.nothing_saveable
+    return nn.remat(Block, prevent_cse=False, policy=policy)
 
 
 class Decoder(nn.Module):
-    """Token ids to final hidden states."""
+    """Token ids to final hidden states.
+
+    Attributes:
+      config: shape and numerics.
+      mesh: activations are laid out on it; None leaves that to the compiler.
+    """
 
     config: DecoderConfig
+    mesh: Mesh | None = None
 
     @nn.compact
     def __call__(
@@ -103,39 +159,18 @@ class Decoder(nn.Module):
         embedding = self.param("embed", init, (c.vocab_size, c.width), c.param_dtype)
         if not c.tied:
             self.param("head", init, (c.width, c.vocab_size), c.param_dtype)
-        block = nn.remat(Block, prevent_cse=False) if c.remat == "full" else Block
         layers = nn.scan(
-            block,
+            _remat(c),
             variable_axes={"params": 0},
             split_rngs={"params": True},
             in_axes=(0, nn.broadcast, nn.broadcast),
             length=c.layers,
         )
-        x = jnp.take(embedding, tokens, axis=0).astype(c.dtype)
-        (x, state), _ = layers(c, name="layers")((x, state), jnp.arange(c.layers), position, memory)
+        x = constrain(jnp.take(embedding, tokens, axis=0).astype(c.dtype), self.mesh, ROWS, None, None)
+        (x, state), _ = layers(c, self.mesh, name="layers")((x, state), jnp.arange(c.layers), position, memory)
         return RMSNorm(c, name="final_norm")(x), state
 
 
 def head_kernel(params: Params) -> Float[Array, "width vocab"]:
     """The output head: logits = hidden @ head_kernel(params)."""
     return params["head"] if "head" in params else params["embed"].T
-
-
-def init_params(config: DecoderConfig, key: Array, critic: bool) -> Params:
-    """Random parameters: `{"decoder": ..., "value": ...}`, the value head only with a critic.
-
-    The value head starts at zero, so that the first advantages are returns to go.
-    """
-    ids = jnp.zeros((1, 2), jnp.int32)
-    memory = PackedRows(subtree_end=jnp.full((1, 2), 2, jnp.int32))
-    params = {"decoder": Decoder(config).init(key, ids, ids, memory)["params"]}
-    if critic:
-        wide = jnp.promote_types(config.param_dtype, jnp.float32)
-        params["value"] = {"kernel": jnp.zeros((config.width,), wide), "bias": jnp.zeros((), wide)}
-    return params
-
-
-def values(params: Params, hidden: Float[Array, "*batch width"]) -> Float[Array, "*batch"]:
-    """V at a hidden state: a linear head on the policy's trunk, in float32 or wider."""
-    kernel = params["value"]["kernel"]
-    return hidden.astype(kernel.dtype) @ kernel + params["value"]["bias"]

@@ -1,18 +1,35 @@
-"""Where each parameter lives: one table from parameter path to PartitionSpec over the mesh `(data, fsdp, tensor)`."""
+"""Where things live on the mesh `(data, fsdp, tensor)`: one table from parameter path to PartitionSpec.
+
+An axis of the mesh that does not divide an axis of the array is dropped, so that two key heads on four devices of
+`tensor` are simply on all of them.
+"""
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-# First match wins. Layer parameters have a leading [layers] axis.
+ROWS = ("data", "fsdp")
+"""Mesh axes over which rows of a batch are dealt."""
+
+# First match wins. Layer parameters have a leading [layers] axis, heads are axes of their own: query [layers, width,
+# heads, dim], out [layers, heads, dim, width].
 RULES: tuple[tuple[str, P], ...] = (
-    (r"layers/(query|key|value|gate|up)/kernel$", P(None, "fsdp", "tensor")),
-    (r"layers/(out|down)/kernel$", P(None, "tensor", "fsdp")),
+    (r"layers/(query|key|value)/kernel$", P(None, "fsdp", "tensor", None)),
+    (r"layers/out/kernel$", P(None, "tensor", None, "fsdp")),
+    (r"layers/(gate|up)/kernel$", P(None, "fsdp", "tensor")),
+    (r"layers/down/kernel$", P(None, "tensor", "fsdp")),
+    (r"layers/(query|key|value)/bias$", P(None, "tensor", None)),
+    (r"layers/(query|key|value|gate|up)/lora_a$", P(None, "fsdp", None)),
+    (r"layers/(query|key|value|gate|up)/lora_b$", P(None, None, "tensor")),
+    (r"layers/(out|down)/lora_a$", P(None, "tensor")),
+    (r"layers/(out|down)/lora_b$", P(None, None, "fsdp")),
     (r"embed$", P("tensor", "fsdp")),
     (r"head$", P("fsdp", "tensor")),
     (r"scale$", P()),
@@ -27,20 +44,30 @@ def spec_of(path: str) -> P:
     raise KeyError(f"no sharding rule for parameter {path!r}; add one to policy/sharding.py")
 
 
+def fit(spec: P | Sequence[Any], shape: Sequence[int], mesh: Mesh) -> NamedSharding:
+    """The sharding of an array by a spec, without the mesh axes that do not divide their axis of the array."""
+
+    def kept(axes: Any, size: int) -> Any:
+        names = (axes,) if isinstance(axes, str) else axes or ()
+        return axes if size % math.prod(mesh.shape[name] for name in names) == 0 else None
+
+    return NamedSharding(mesh, P(*map(kept, spec, shape)))
+
+
 def shardings(tree: Any, mesh: Mesh) -> Any:
     """A NamedSharding for every leaf of a tree of parameters, or of anything shaped like them (optimizer moments).
 
-    Scalars and vectors are replicated, and so is an axis that does not divide its dimension.
+    Scalars and vectors are replicated.
     """
 
-    def fit(path: Any, leaf: Any) -> NamedSharding:
+    def sharding(path: Any, leaf: Any) -> NamedSharding:
         if leaf.ndim < 2:
             return NamedSharding(mesh, P())
-        spec = spec_of(jax.tree_util.keystr(path, simple=True, separator="/"))
-        axes = [
-            a if a is not None and size % mesh.shape[a] == 0 else None
-            for a, size in zip(spec, leaf.shape, strict=False)
-        ]
-        return NamedSharding(mesh, P(*axes))
+        return fit(spec_of(jax.tree_util.keystr(path, simple=True, separator="/")), leaf.shape, mesh)
 
-    return jax.tree_util.tree_map_with_path(fit, tree)
+    return jax.tree_util.tree_map_with_path(sharding, tree)
+
+
+def constrain(x: jax.Array, mesh: Mesh | None, *spec: Any) -> jax.Array:
+    """Lays an activation out as the spec says; leaves it to the compiler without a mesh."""
+    return x if mesh is None else jax.lax.with_sharding_constraint(x, fit(spec, x.shape, mesh))

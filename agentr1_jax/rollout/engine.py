@@ -19,13 +19,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from agentr1_jax.agents.base import Completion
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
-from agentr1_jax.rollout.cache import KVCache, empty_cache
+from agentr1_jax.rollout.cache import KVCache, cache_sharding, empty_cache
 from agentr1_jax.rollout.programs import NO_TOKEN, Slots, build_programs
 
 
@@ -50,7 +49,7 @@ class EngineConfig:
     prefill_rows: int
     prefill_lengths: tuple[int, ...]
     live_lengths: tuple[int, ...]
-    stop_sequences: int = 2
+    stop_sequences: int = 4
     stop_width: int = 4
 
     def __post_init__(self) -> None:
@@ -67,6 +66,11 @@ class EngineConfig:
                 f"rollout.live_lengths ends with {self.live_lengths[-1]}; "
                 f"its last bucket must be the cache length {self.length}"
             )
+
+    @property
+    def prefill_buckets(self) -> list[tuple[int, int]]:
+        """(new tokens, live length) of each prefill program."""
+        return [(width, live) for live in self.live_lengths for width in self.prefill_lengths if width <= live]
 
 
 class RequestError(ValueError):
@@ -134,15 +138,15 @@ class Engine:
         self._policy = policy
         self._mesh = mesh
         self._shards = shards
-        self._programs = build_programs(policy, mesh, config.decode_chunk)
+        self.programs = build_programs(policy, mesh, config.decode_chunk)
         self._new_cache = jax.jit(
-            functools.partial(empty_cache, policy, config.slots, config.length),
-            out_shardings=NamedSharding(mesh, P(None, "data")),
+            functools.partial(empty_cache, policy, config.slots, config.length, mesh.shape["tensor"]),
+            out_shardings=cache_sharding(policy, mesh),
         )
         self._params: Params = None
         self._cache: KVCache | None = None
         self._cached: list[np.ndarray] = []
-        self._slots = self._idle_slots()
+        self._slots = idle_slots(self.config)
         self._free: collections.deque[int] = collections.deque()
         self._admission: asyncio.Semaphore | None = None
         self._waiting: list[_Request] = []
@@ -172,17 +176,17 @@ class Engine:
         finally:
             self._params = self._cache = None
             self._waiting, self._open = [], {}
-            self._slots = self._idle_slots()
+            self._slots = idle_slots(self.config)
             self.counters.seconds += time.perf_counter() - start
 
     def compile(self, params: Params) -> int:
         """Compiles every program the engine can need by running each once on idle slots; returns their number."""
         self._params, self._cache = params, self._new_cache()
-        buckets = [(p, live) for live in self.config.live_lengths for p in self.config.prefill_lengths if p <= live]
+        buckets = self.config.prefill_buckets
         for width, live in buckets:
             self._prefill_call([], width, live)
         for live in self.config.live_lengths:
-            self._cache, *_ = self._programs.decode(self._params, self._cache, self._slots, live=live)
+            self._cache, *_ = self.programs.decode(self._params, self._cache, self._slots, live=live)
         jax.block_until_ready(self._cache)
         self._params = self._cache = None
         return len(buckets) + len(self.config.live_lengths)
@@ -338,7 +342,7 @@ class Engine:
             tokens[i, : len(new)] = new
             position[i, : len(new)] = np.arange(start, start + len(new))
             slots[i] = slot % per_shard
-        self._cache = self._programs.prefill(self._params, self._cache, tokens, slots, position, live=live)
+        self._cache = self.programs.prefill(self._params, self._cache, tokens, slots, position, live=live)
         self.counters.prefill_tokens_padded += tokens.size
 
     def _decode_chunk(self) -> list[_Request]:
@@ -346,7 +350,7 @@ class Engine:
         started = time.perf_counter()
         reach = max(int(s.position[slot]) + min(c.decode_chunk, int(s.budget[slot])) for slot in self._open)
         live = _bucket(reach, c.live_lengths)
-        self._cache, slots, out = self._programs.decode(self._params, self._cache, s, live=live)
+        self._cache, slots, out = self.programs.decode(self._params, self._cache, s, live=live)
         out, slots = jax.device_get((out, slots))
         self._slots = jax.tree.map(np.array, slots)
         finished = []
@@ -370,16 +374,18 @@ class Engine:
         stopped = bool((((request.stops == tail) | ~used).all(1) & used.any(1)).any())
         return Completion(ids, np.concatenate(request.logprobs), "stop" if stopped else "length")
 
-    def _idle_slots(self) -> Slots:
-        n, c = self.config.slots, self.config
-        return Slots(
-            token=np.zeros(n, np.int32),
-            position=np.zeros(n, np.int32),
-            sampled=np.zeros(n, np.int32),
-            budget=np.zeros(n, np.int32),
-            temperature=np.ones(n, np.float32),
-            key=np.zeros((n, 2), np.uint32),
-            active=np.zeros(n, bool),
-            tail=np.full((n, c.stop_width), NO_TOKEN, np.int32),
-            stops=np.full((n, c.stop_sequences, c.stop_width), NO_TOKEN, np.int32),
-        )
+
+def idle_slots(config: EngineConfig) -> Slots:
+    """Slots that hold no response."""
+    n, c = config.slots, config
+    return Slots(
+        token=np.zeros(n, np.int32),
+        position=np.zeros(n, np.int32),
+        sampled=np.zeros(n, np.int32),
+        budget=np.zeros(n, np.int32),
+        temperature=np.ones(n, np.float32),
+        key=np.zeros((n, 2), np.uint32),
+        active=np.zeros(n, bool),
+        tail=np.full((n, c.stop_width), NO_TOKEN, np.int32),
+        stops=np.full((n, c.stop_sequences, c.stop_width), NO_TOKEN, np.int32),
+    )

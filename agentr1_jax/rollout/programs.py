@@ -14,13 +14,13 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Decoder, Params, head_kernel
-from agentr1_jax.rollout.cache import CacheView, KVCache
+from agentr1_jax.rollout.cache import CacheView, KVCache, cache_sharding
 
 NO_TOKEN = -1
 
@@ -171,16 +171,16 @@ def decode(
 
 
 def build_programs(config: DecoderConfig, mesh: Mesh, chunk: int) -> Programs:
-    """Jits the programs for a mesh with a `data` axis; the cache is donated.
+    """Jits the programs for a mesh; the cache is donated.
 
     Args:
       config: the decoder.
-      mesh: slots are sharded over `data`; parameters may be sharded over the other axes.
+      mesh: slots are sharded over `data`, heads of parameters and cache over `tensor`.
       chunk: most tokens a decode call samples per slot.
     """
     decoder = Decoder(config)
     by_row, by_slot = P("data"), P(None, "data")
-    layout = NamedSharding(mesh, by_slot)  # Said aloud: on one device it would be P(), another entry of jit's cache.
+    layout = cache_sharding(config, mesh)  # Said aloud: on one device it would be P(), another entry of jit's cache.
 
     def sharded(f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={"data"}, check_vma=False)

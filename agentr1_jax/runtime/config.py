@@ -8,6 +8,7 @@ reported at once.
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib.util
 import json
 import math
@@ -31,8 +32,11 @@ def define_config_flag(default: str | None = None) -> flags.FlagHolder[ml_collec
     return config_flags.DEFINE_config_file("config", default, "path of a config file", lock_config=True)
 
 
-def run_main(main: Callable[[Sequence[str]], Any]) -> None:
+def run_main(main: Callable[[Sequence[str]], Any], arguments: Sequence[str] = ()) -> None:
     """Runs `main(argv)` as `absl.app.run` does, but a user's mistake is one message and exit status 2.
+
+    `arguments` names the positional arguments of the command, those that may be left out in brackets. A command that
+    has any needs no `--config`.
 
     One process of several leaves at once when it fails: `jax.distributed` would have it wait at exit for the others,
     which wait for it in a collective.
@@ -40,7 +44,7 @@ def run_main(main: Callable[[Sequence[str]], Any]) -> None:
     one_of_many = "AGENTR1_COORDINATOR" in os.environ
     status = 2
     try:
-        app.run(main, flags_parser=parse_flags)
+        app.run(main, flags_parser=functools.partial(parse_flags, arguments=arguments))
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
     except FileNotFoundError as error:
@@ -57,28 +61,33 @@ def run_main(main: Callable[[Sequence[str]], Any]) -> None:
     sys.exit(status)
 
 
-def parse_flags(argv: Sequence[str]) -> list[str]:
+def parse_flags(argv: Sequence[str], arguments: Sequence[str] = ()) -> list[str]:
     """Parses all flags; the `flags_parser` of `absl.app.run`.
 
     Raises:
-      UserError: an unknown flag or key, a value of the wrong type, a config file that is missing or does not load.
+      UserError: an unknown flag or key, a value of the wrong type, a config file that is missing or does not load, a
+        positional argument too many or too few.
     """
     argv = list(argv)
     if "config" in flags.FLAGS and not _asks_for_help(argv):
         path = _config_argument(argv) or flags.FLAGS["config"].default
-        if not path:
+        if path:
+            config = load_config(path)
+            for key in _overridden_keys(argv):
+                _check_key(path, key, config)
+        elif not arguments or _overridden_keys(argv):
             raise UserError("no config given; add --config=FILE, e.g. --config=configs/quickstart.py")
-        config = load_config(path)
-        for key in _overridden_keys(argv):
-            _check_key(path, key, config)
     try:
         rest = flags.FLAGS(argv)
     except flags.IllegalFlagValueError as error:
         raise UserError(_describe_illegal_value(error, argv)) from error
     except flags.Error as error:
         raise UserError(_first_line(error).partition(". ")[0]) from error
-    if rest[1:]:
-        raise UserError(f"unexpected argument {rest[1]!r}; flags are written --name=value")
+    given = len(rest) - 1
+    if given > len(arguments):
+        raise UserError(f"unexpected argument {rest[1 + len(arguments)]!r}; flags are written --name=value")
+    if given < len([name for name in arguments if not name.startswith("[")]):
+        raise UserError(f"{arguments[given]} is missing; the command takes {' '.join(arguments)}")
     _show_own_info_logs()
     return rest
 

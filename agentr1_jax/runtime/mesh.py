@@ -1,12 +1,12 @@
 """The two meshes of a run and what moves between them.
 
 Learning is one global program over all processes; rolling out is one program per process on its own devices. The
-parameters have one view for each: sharded on the learner's mesh, and whole on every device of a process for its engine.
+parameters have one view for each: sharded on the learner's mesh, and on the devices of each process for its engine.
 """
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from agentr1_jax.runtime import processes
 from agentr1_jax.runtime.errors import UserError
 
 AXES = ("data", "fsdp", "tensor")
@@ -22,43 +23,73 @@ ROWS = P(None, ("data", "fsdp"))
 """Layout of a batch [microbatches, rows, ...]."""
 
 
-def learner_mesh(data: int, fsdp: int, tensor: int) -> Mesh:
+def learner_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh over all devices of all processes; `data` = -1 takes what the other axes leave.
+
+    Args:
+      data, fsdp, tensor: sizes of the axes.
+      devices: takes the place of all devices (those of a topology that is only compiled for).
 
     Raises:
       UserError: the axes do not multiply to the number of devices.
     """
-    devices = jax.device_count()
-    sizes = [max(devices // max(fsdp * tensor, 1), 1) if data == -1 else data, fsdp, tensor]
-    if min(sizes) < 1 or np.prod(sizes) != devices:
+    count = jax.device_count() if devices is None else len(devices)
+    sizes = [max(count // max(fsdp * tensor, 1), 1) if data == -1 else data, fsdp, tensor]
+    if min(sizes) < 1 or np.prod(sizes) != count:
         raise UserError(
-            f"mesh {dict(zip(AXES, sizes, strict=True))} needs {np.prod(sizes)} devices, there are {devices}; "
+            f"mesh {dict(zip(AXES, sizes, strict=True))} needs {np.prod(sizes)} devices, there are {count}; "
             "set config.mesh.* so that they multiply to it (data = -1 takes the rest)"
         )
-    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 
-def rollout_mesh() -> Mesh:
-    """This process's devices; slots are sharded over its `data` axis."""
-    devices = np.array(jax.local_devices()).reshape(-1, 1, 1)
-    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+def rollout_mesh(learner: Mesh, tensor: int = 1) -> Mesh:
+    """This process's devices; slots are dealt over `data`, heads over `tensor`.
+
+    Raises:
+      UserError: `tensor` does not divide the devices of a process.
+    """
+    return _local_mesh(learner, tensor, processes.process_index())
 
 
-@functools.cache
-def _replicate(mesh: Mesh) -> Any:
-    return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
+def _local_mesh(learner: Mesh, tensor: int, process: int) -> Mesh:
+    local = [d for d in learner.devices.flat if d.process_index == process]
+    if tensor < 1 or len(local) % tensor:
+        raise UserError(f"rollout.tensor is {tensor}; it must divide the {len(local)} devices of a process")
+    return Mesh(np.array(local).reshape(-1, 1, tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def rollout_view(params: Any, learner: Mesh, rollout: Mesh) -> Any:
-    """The parameters whole on each device of the rollout mesh: resharded on the devices, then viewed without a copy."""
-    whole = _replicate(learner)(params)
-    local = set(rollout.devices.flat)
+def make_rollout_view(
+    learner: Mesh, rollout: Mesh, shardings: Callable[[Any, Mesh], Any], prepare: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A function from parameters on the learner's mesh to what this process's engine wants, moved on the devices alone.
 
-    def view(x: jax.Array) -> jax.Array:
-        shards = [s.data for s in x.addressable_shards if s.device in local]
-        return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(rollout, P()), shards)
+    They are resharded over all devices with one more axis for the processes, along which they are whole; then each
+    process looks at its own shards as arrays of its own.
 
-    return jax.tree.map(view, whole)
+    Args:
+      learner: the learner's mesh.
+      rollout: this process's mesh.
+      shardings: (tree, mesh) -> shardings of its leaves.
+      prepare: what the engine wants of the parameters, e.g. their compute dtype; its arguments are the function's.
+    """
+    tensor = rollout.shape["tensor"]
+    hosts = [_local_mesh(learner, tensor, p).devices for p in sorted({d.process_index for d in learner.devices.flat})]
+    everywhere = Mesh(np.stack(hosts), ("process", *AXES), axis_types=(AxisType.Auto,) * (len(AXES) + 1))
+
+    @jax.jit
+    def reshard(*args: Any) -> Any:
+        params = prepare(*args)
+        return jax.tree.map(jax.lax.with_sharding_constraint, params, shardings(params, everywhere))
+
+    def view(*args: Any) -> Any:
+        def own(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+            return jax.make_array_from_single_device_arrays(x.shape, sharding, [s.data for s in x.addressable_shards])
+
+        resharded = reshard(*args)
+        return jax.tree.map(own, resharded, shardings(resharded, rollout))
+
+    return view
 
 
 def global_batch(batch: Any, mesh: Mesh) -> Any:

@@ -1,0 +1,7 @@
+"""Weights of published models in and out: Hugging Face folders and hub ids, and llama2.c checkpoints."""
+
+from agentr1_jax.policy.weights.hf_config import from_hf, to_hf
+from agentr1_jax.policy.weights.load import load, read_config
+from agentr1_jax.policy.weights.save import save
+
+__all__ = ["from_hf", "load", "read_config", "save", "to_hf"]

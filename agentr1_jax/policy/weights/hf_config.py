@@ -1,0 +1,211 @@
+"""`config.json` of Hugging Face models, to a `DecoderConfig` and back.
+
+What a file leaves out means what it means to `transformers`. What the decoder cannot compute is refused: a model that
+runs with half of its config ignored is a silent error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from agentr1_jax.policy.config import DecoderConfig, RopeScaling
+
+FAMILIES: Mapping[str, Mapping[str, bool]] = {
+    "llama": {"qkv_bias": False, "qk_norm": False},
+    "qwen2": {"qkv_bias": True, "qk_norm": False},
+    "qwen3": {"qkv_bias": False, "qk_norm": True},
+}
+"""`model_type` -> what tells the families apart. Qwen2.5 is `qwen2`; all Llamas are `llama`."""
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ROPE_KINDS = ("default", "linear", "llama3")
+THETA = 10_000.0
+NORM_EPS = 1e-6
+QWEN3_HEAD_DIM = 128
+SLIDING_WINDOW = 4096
+MAX_WINDOW_LAYERS = 28
+
+
+def from_hf(record: Mapping[str, Any], source: str) -> DecoderConfig:
+    """The decoder that a `config.json` describes.
+
+    Args:
+      record: the file's content; rotary embeddings in the older form (`rope_theta`, `rope_scaling`) or in that of
+        transformers 5 (`rope_parameters`).
+      source: the file's name, for error messages.
+
+    Raises:
+      ValueError: unknown family, a key that is missing or not a number, or something that the decoder cannot compute;
+        the message names file, key and remedy.
+    """
+    if not isinstance(record, Mapping):
+        raise ValueError(f"{source}: not a JSON object; it should be the config.json of a Hugging Face model")
+    family = record.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise ValueError(
+            f"{source}: model_type is {family!r}; known families are {', '.join(FAMILIES)}: choose a checkpoint of one "
+            "of these"
+        )
+    layers = _count(record, "num_hidden_layers", source)
+    for key, reason in _unsupported(record, family, layers):
+        raise ValueError(f"{source}: {key} is {record[key]!r}, {reason}; choose another checkpoint")
+    width, heads = _count(record, "hidden_size", source), _count(record, "num_attention_heads", source)
+    theta, scaling = _rope(record, source)
+    shape: dict[str, Any] = {
+        "vocab_size": _count(record, "vocab_size", source),
+        "width": width,
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": _count(record, "num_key_value_heads", source, heads),
+        "head_dim": _head_dim(record, family, width, heads, source),
+        "hidden": _count(record, "intermediate_size", source),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "norm_eps": _number(record, "rms_norm_eps", source, NORM_EPS),
+        "tied": bool(record.get("tie_word_embeddings", False)),
+        "max_positions": _count(record, "max_position_embeddings", source, 0),
+        **FAMILIES[family],
+    }
+    try:
+        return DecoderConfig(**shape)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
+
+
+def to_hf(config: DecoderConfig) -> dict[str, Any]:
+    """The `config.json` of a decoder, without token ids; the inverse of `from_hf` but for numerics and adapters.
+
+    Rotary embeddings are in the older form, which every version of transformers and most other tools read.
+
+    Raises:
+      ValueError: no family computes what this decoder does.
+    """
+    kind = {"qkv_bias": config.qkv_bias, "qk_norm": config.qk_norm}
+    family = next((name for name, has in FAMILIES.items() if has == kind), None)
+    if family is None:
+        raise ValueError("policy.qkv_bias and policy.qk_norm are both true; no Hugging Face family has both: unset one")
+    if family == "llama" and config.width % config.heads:
+        raise ValueError(
+            f"policy.heads ({config.heads}) does not divide policy.width ({config.width}), which transformers demands "
+            "of the llama family; change one of them, or set policy.qk_norm"
+        )
+    record = {
+        "architectures": [ARCHITECTURES[family]],
+        "model_type": family,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.width,
+        "intermediate_size": config.hidden,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": _scaling_to_hf(config.rope_scaling),
+        "tie_word_embeddings": config.tied,
+        "torch_dtype": str(config.param_dtype),
+        # Llama's defaults are 1 and 2, whatever the tokenizer.
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    if config.max_positions:
+        record["max_position_embeddings"] = config.max_positions
+    return record
+
+
+def _unsupported(record: Mapping[str, Any], family: str, layers: int) -> Iterator[tuple[str, str]]:
+    """(key, reason) of what the decoder cannot compute."""
+    if record.get("hidden_act", "silu") != "silu":
+        yield "hidden_act", "but only silu is known"
+    # Qwen2 has its biases whatever this key says.
+    if family != "qwen2" and record.get("attention_bias"):
+        yield "attention_bias", "but a bias of the output projection is not known"
+    if family == "llama" and record.get("mlp_bias"):
+        yield "mlp_bias", "but a bias in the MLP is not known"
+    if record.get("quantization_config"):
+        yield "quantization_config", "but quantised weights are not read"
+    if family == "llama":
+        return
+    window = record.get("sliding_window", SLIDING_WINDOW) if record.get("use_sliding_window") else None
+    if record.get("layer_types") is not None:
+        if set(record["layer_types"]) != {"full_attention"}:
+            yield "layer_types", "but only full attention is known"
+    elif window is not None and record.get("max_window_layers", MAX_WINDOW_LAYERS) < layers:
+        yield "use_sliding_window", "but only full attention is known"
+
+
+def _head_dim(record: Mapping[str, Any], family: str, width: int, heads: int, source: str) -> int:
+    """What the file says; else 128 for Qwen3 and width / heads for the others (and where it is null)."""
+    default = QWEN3_HEAD_DIM if family == "qwen3" and "head_dim" not in record else width // heads
+    if record.get("head_dim") is None and default * heads != width and family != "qwen3":
+        raise ValueError(f"{source}: num_attention_heads ({heads}) does not divide hidden_size ({width}); set head_dim")
+    return _count(record, "head_dim", source, default)
+
+
+def _rope(record: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | None]:
+    """Base and scaling of the rotary embeddings."""
+    key = "rope_scaling" if record.get("rope_scaling") else "rope_parameters"
+    rope = record.get(key) or {}
+    if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
+        raise ValueError(f"{source}: {key} must be one flat object, the same for all layers; choose another checkpoint")
+    where = f"{source}: {key}"
+    theta = _number(rope, "rope_theta", where) if "rope_theta" in rope else _number(record, "rope_theta", source, THETA)
+    for holder in (rope, record):
+        if holder.get("partial_rotary_factor") not in (None, 1, 1.0):
+            raise ValueError(f"{source}: partial_rotary_factor must be 1 or absent; choose another checkpoint")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ROPE_KINDS:
+        raise ValueError(
+            f"{where} has rope_type {kind!r}; known are {', '.join(ROPE_KINDS)}: take the key out if the weights were "
+            "trained without it, else choose another checkpoint"
+        )
+    if kind == "default":
+        return theta, None
+    factor = _number(rope, "factor", where)
+    if kind == "linear":
+        return theta, RopeScaling("linear", factor)
+    original = "original_max_position_embeddings"
+    trained = _count(record, "max_position_embeddings", source, 0) or None
+    return theta, RopeScaling(
+        "llama3",
+        factor,
+        low_frequency=_number(rope, "low_freq_factor", where),
+        high_frequency=_number(rope, "high_freq_factor", where),
+        original_positions=_count(record if record.get(original) else rope, original, where, trained),
+    )
+
+
+def _scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    if scaling.kind == "linear":
+        return {"rope_type": "linear", "factor": scaling.factor}
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_frequency,
+        "high_freq_factor": scaling.high_frequency,
+        "original_max_position_embeddings": scaling.original_positions,
+    }
+
+
+def _number(record: Mapping[str, Any], key: str, source: str, default: float | None = None) -> float:
+    """A positive number, or the default where the key is absent or null."""
+    value = record.get(key)
+    if value is None and default is not None:
+        return default
+    if value is None:
+        raise ValueError(f"{source}: {key} is missing; complete the file from where the checkpoint was published")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ValueError(f"{source}: {key} is {value!r}; it must be a positive number")
+    return float(value)
+
+
+def _count(record: Mapping[str, Any], key: str, source: str, default: int | None = None) -> int:
+    """A positive whole number, or the default."""
+    value = _number(record, key, source, default)
+    if value != int(value):
+        raise ValueError(f"{source}: {key} is {value}; it must be a whole number")
+    return int(value)

@@ -1,0 +1,45 @@
+"""Where weights are: a path, or an id on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
+"""Weights, configs, and all that tokenizers consist of."""
+
+TIMEOUT = 10.0
+
+
+def locate(path_or_hub_id: str | os.PathLike[str]) -> Path:
+    """The folder (or llama2.c file) of a path; of an `owner/name` on the hub its download, which is kept in the cache.
+
+    A path whose parent is a folder here is never looked up on the hub. HF_HUB_OFFLINE=1 keeps to the cache.
+
+    Raises:
+      FileNotFoundError: there is no such path, and the hub cannot give it; the message says why.
+    """
+    spec = os.fspath(path_or_hub_id)
+    path = Path(spec).expanduser()
+    if path.exists():
+        return path
+    if not HUB_ID.fullmatch(spec) or path.parent.is_dir():
+        raise FileNotFoundError(f"{spec}: no such folder; give a folder with weights, or a hub id (owner/name)")
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                spec, allow_patterns=list(FILES), ignore_patterns=["*/*"], etag_timeout=TIMEOUT
+            )
+        )
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise FileNotFoundError(
+            f"{spec}: no such folder here, and the hub could not give it ({type(error).__name__}: {reason}); check "
+            "the spelling and the network, log in (`hf auth login`) if access to the model is granted to some only, or "
+            "download it elsewhere and give its folder"
+        ) from error

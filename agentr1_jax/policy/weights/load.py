@@ -1,0 +1,161 @@
+"""Weights in: from files straight into sharded, stacked arrays."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from agentr1_jax.policy.config import DecoderConfig
+from agentr1_jax.policy.decoder import Params
+from agentr1_jax.policy.weights import files, hub, llama2c, names
+from agentr1_jax.policy.weights.files import Tensor
+from agentr1_jax.policy.weights.hf_config import from_hf
+
+HARMLESS = re.compile(r"rotary_emb\.inv_freq$")
+"""Tensors that old checkpoints hold and nobody needs: frequencies that follow from the config."""
+
+LISTED = 4
+COMPARED_ROWS = 4096
+HEAD, EMBEDDING = names.tensor_name("head"), names.tensor_name("embed")
+
+
+def read_config(path_or_hub_id: str | os.PathLike[str]) -> DecoderConfig:
+    """The decoder whose weights lie at a path or hub id; float32, without adapters.
+
+    Args:
+      path_or_hub_id: a Hugging Face folder, a llama2.c checkpoint or its folder, or `owner/name` on the hub.
+
+    Raises:
+      FileNotFoundError: there is nothing.
+      ValueError: there is something else; see `hf_config.from_hf` and `llama2c.read_config`.
+    """
+    path = hub.locate(path_or_hub_id)
+    if checkpoint := llama2c.find(path):
+        return llama2c.read_config(checkpoint)
+    return from_hf(files.read_json(_config_file(path)), str(path / "config.json"))
+
+
+def load(path_or_hub_id: str | os.PathLike[str], config: DecoderConfig, layout: Callable[[Params], Any]) -> Params:
+    """A decoder's parameters from files, placed on devices.
+
+    Each process reads only the slices that its own devices hold, each of them once, casts them to `param_dtype` on the
+    host and hands them to the devices one parameter at a time. Beside the arrays themselves the host holds at most this
+    process's distinct shards of one parameter (stacked over layers, in `param_dtype`) and its part of one tensor of the
+    file (one layer, in the file's dtype). Files are mapped into memory; their pages are the system's to drop.
+
+    Args:
+      path_or_hub_id: see `read_config`.
+      config: the decoder. Its adapters, if any, are not part of the result.
+      layout: tree of ShapeDtypeStruct -> tree of NamedSharding, e.g. `functools.partial(shardings, mesh=mesh)`.
+
+    Returns:
+      the parameters of `policy.decoder.Decoder`.
+
+    Raises:
+      FileNotFoundError: there is nothing.
+      ValueError: a tensor is missing, unexpected or of another shape, a tied head differs from the embedding, or a file
+        is broken; tensor and file are named.
+    """
+    path = hub.locate(path_or_hub_id)
+    checkpoint = llama2c.find(path)
+    if checkpoint is None:
+        _config_file(path)
+    tensors = files.open_folder(path) if checkpoint is None else llama2c.open_file(checkpoint)
+    shapes = names.expected(config)
+    _check(shapes, tensors, config, path)
+
+    def place(keys: Any, shape: jax.ShapeDtypeStruct, sharding: jax.sharding.NamedSharding) -> jax.Array:
+        return _array(jax.tree_util.keystr(keys, simple=True, separator="/"), shape, sharding, tensors)
+
+    return jax.tree_util.tree_map_with_path(place, shapes, layout(shapes))
+
+
+def _config_file(path: Path) -> Path:
+    file = path / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{path}: neither a Hugging Face folder (no config.json) nor a llama2.c checkpoint (*.bin); give another"
+        )
+    return file
+
+
+def _check(shapes: Params, tensors: Mapping[str, Tensor], config: DecoderConfig, path: Path) -> None:
+    wanted: dict[str, tuple[int, ...]] = {}
+    for keys, shape in jax.tree_util.tree_leaves_with_path(shapes):
+        name = jax.tree_util.keystr(keys, simple=True, separator="/")
+        stacked = names.is_stacked(name)
+        theirs = names.their_shape(name, shape.shape[1:] if stacked else shape.shape)
+        wanted |= {names.tensor_name(name, i): theirs for i in (range(config.layers) if stacked else (None,))}
+    if missing := [name for name in wanted if name not in tensors]:
+        hint = ' or, if its head is the embedding, set "tie_word_embeddings": true' if HEAD in missing else ""
+        raise ValueError(
+            f"{path}: {_listed(missing)} missing, which config.json asks for; download the missing files{hint}"
+        )
+    for name, shape in wanted.items():
+        if tensors[name].shape != shape:
+            raise ValueError(
+                f"{tensors[name].file}: tensor {name!r} has shape {tensors[name].shape}; the config asks for {shape}: "
+                "config.json or policy.* do not belong to these weights"
+            )
+    extra = [name for name in tensors if name not in wanted and not HARMLESS.search(name)]
+    if config.tied and HEAD in extra:
+        _check_tied(tensors)
+        extra.remove(HEAD)
+    if extra:
+        raise ValueError(
+            f"{tensors[extra[0]].file}: {_listed(extra)} unexpected: config.json or policy.* do not belong to these "
+            "weights"
+        )
+
+
+def _listed(tensors: list[str]) -> str:
+    more = f" and {len(tensors) - LISTED} more" if len(tensors) > LISTED else ""
+    return f"tensors {', '.join(map(repr, tensors[:LISTED]))}{more} are" if tensors[1:] else f"tensor {tensors[0]!r} is"
+
+
+def _check_tied(tensors: Mapping[str, Tensor]) -> None:
+    """A head in the file of a tied model is ignored if it repeats the embedding; transformers does alike."""
+    head, embedding = tensors[HEAD], tensors[EMBEDDING]
+    rows, width = embedding.shape
+    parts = ((slice(i, min(i + COMPARED_ROWS, rows)), slice(0, width)) for i in range(0, rows, COMPARED_ROWS))
+    same = head.shape == embedding.shape
+    if not same or not all(np.array_equal(head.read(part), embedding.read(part)) for part in parts):
+        raise ValueError(
+            f"{head.file}: tensor {HEAD!r} differs from {EMBEDDING!r}, though config.json says that they are tied; "
+            'set "tie_word_embeddings": false there'
+        )
+
+
+def _array(
+    path: str, shape: jax.ShapeDtypeStruct, sharding: jax.sharding.NamedSharding, tensors: Mapping[str, Tensor]
+) -> jax.Array:
+    """One of our parameters."""
+    stacked = names.is_stacked(path)
+    made: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
+
+    def shard(index: Any) -> np.ndarray:
+        bounds = tuple(s.indices(n)[:2] for s, n in zip(index, shape.shape, strict=True))
+        if bounds not in made:  # Devices that hold the same share it.
+            made[bounds] = read(bounds)
+        return made[bounds]
+
+    def read(bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
+        parts = [slice(*b) for b in bounds]
+        if not stacked:
+            return one(None, shape.shape, parts).astype(shape.dtype, order="C")
+        # Never written again: a CPU device may use this memory as its own.
+        out = np.empty([s.stop - s.start for s in parts], shape.dtype)
+        for row, layer in enumerate(range(parts[0].start, parts[0].stop)):
+            out[row] = one(layer, shape.shape[1:], parts[1:])
+        return out
+
+    def one(layer: int | None, whole: tuple[int, ...], parts: list[slice]) -> np.ndarray:
+        return names.read_ours(path, whole, parts, tensors[names.tensor_name(path, layer)].read)
+
+    return jax.make_array_from_callback(shape.shape, sharding, shard, shape.dtype)

@@ -1,0 +1,133 @@
+"""What is refused before a run makes or writes anything, each with the keys at fault and what to do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import jax
+import ml_collections
+from jax.sharding import Mesh
+
+from agentr1_jax.agents.context import context_rule
+from agentr1_jax.agents.loop import EnvLoop
+from agentr1_jax.credit import get_scheme
+from agentr1_jax.envs.base import Row, Task
+from agentr1_jax.learner.fill import AGGREGATES
+from agentr1_jax.learner.packing import MODES
+from agentr1_jax.learner.update import OPTIMIZERS
+from agentr1_jax.policy import attention_check
+from agentr1_jax.policy.config import DecoderConfig
+from agentr1_jax.policy.params import CRITICS
+from agentr1_jax.runtime.errors import UserError
+from experiments import build
+
+OPENINGS_CHECKED = 8
+
+
+def check(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | None = None) -> None:
+    """Refuses what cannot work before anything is made or written.
+
+    Args:
+      config: of the run.
+      devices: those it is to run on; None for all there are.
+
+    Raises:
+      UserError: with the keys at fault and what to do.
+    """
+    try:
+        build.budget(config)
+        context_rule(config.context)
+        scheme, _ = get_scheme(config.credit.name, build.credit_args(config))
+        build.loss_config(config)
+        build.engine_config(config)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    choices: dict[str, tuple[str, Sequence[str]]] = {
+        "critic": (config.critic, CRITICS),
+        "learner.packing": (config.learner.packing, MODES),
+        "loss.aggregate": (config.loss.aggregate, AGGREGATES),
+        "optimizer.name": (config.optimizer.name, OPTIMIZERS),
+    }
+    for key, (value, known) in choices.items():
+        if value not in known:
+            raise UserError(f"unknown {key} {value!r}; choose one of {', '.join(known)}")
+    if scheme.needs_critic and config.critic == "none":
+        raise UserError(f"credit scheme {scheme.name!r} needs a critic; set config.critic=shared_trunk")
+    _check_lengths(config)
+    _check_placement(config, jax.devices() if devices is None else devices)
+
+
+def _check_lengths(config: ml_collections.ConfigDict) -> None:
+    """A trajectory that keeps to the budget fits everywhere."""
+    if config.learner.row_tokens < config.budget.context_tokens:
+        raise UserError(
+            f"learner.row_tokens ({config.learner.row_tokens}) is less than budget.context_tokens "
+            f"({config.budget.context_tokens}): a step would not fit a row"
+        )
+    if config.rollout.live_lengths[-1] < config.budget.context_tokens:
+        raise UserError(
+            f"the last of rollout.live_lengths ({config.rollout.live_lengths[-1]}) is less than "
+            f"budget.context_tokens ({config.budget.context_tokens}): a step would not fit the cache"
+        )
+    steps = config.budget.max_steps + config.budget.final_answer_step
+    reads = min(config.budget.context_tokens, steps * config.budget.response_tokens) + 1
+    if config.learner.row_reads < reads:
+        raise UserError(
+            f"learner.row_reads is {config.learner.row_reads}; a trajectory can have {reads} (budget.max_steps x "
+            "budget.response_tokens, and one for the critic)"
+        )
+
+
+def _check_placement(config: ml_collections.ConfigDict, devices: Sequence[jax.Device]) -> None:
+    """Groups and rows can be dealt evenly."""
+    processes, minibatches = len({d.process_index for d in devices}), config.learner.minibatches
+    if config.rollout.groups % (processes * minibatches):
+        raise UserError(
+            f"rollout.groups ({config.rollout.groups}) must be a multiple of processes x learner.minibatches "
+            f"({processes} x {minibatches})"
+        )
+    if config.control and processes > 1:
+        raise UserError("a control run is timed, and clocks of several processes differ; run it in one process")
+    shards = max(len(devices) // max(config.mesh.tensor, 1), 1)
+    if config.learner.rows % shards:
+        raise UserError(f"learner.rows ({config.learner.rows}) must be a multiple of the {shards} shards of a batch")
+
+
+def check_openings(config: ml_collections.ConfigDict, task: Task, agent: EnvLoop) -> None:
+    """Refuses a split that the task lacks, and a budget that the task's first prompts already exceed.
+
+    Raises:
+      UserError: names the splits there are, or the row, its length and the keys to change.
+    """
+
+    async def opening_tokens(row: Row) -> int:
+        observation = await task.env().reset(row, seed=0)
+        return len(agent.opening(observation))
+
+    room = config.budget.context_tokens - config.budget.response_tokens
+    for split in ("train", config.eval.split):
+        try:
+            rows = [task.row(split, index) for index in range(OPENINGS_CHECKED)]
+        except ValueError as error:
+            raise UserError(f"eval.split: {error}") from error
+        for row in rows:
+            tokens = asyncio.run(opening_tokens(row))
+            if tokens > room:
+                raise UserError(
+                    f"the prompt of row {row['id']} has {tokens} tokens; budget.context_tokens "
+                    f"({config.budget.context_tokens}) less budget.response_tokens ({config.budget.response_tokens}) "
+                    f"leaves {room}: raise budget.context_tokens"
+                )
+
+
+def check_attention(config: ml_collections.ConfigDict, policy: DecoderConfig, mesh: Mesh, *, call: bool = True) -> None:
+    """Refuses an attention implementation that the learner's devices or rows do not allow, by a tiny call of it.
+
+    Raises:
+      UserError: see `policy.attention_check`.
+    """
+    try:
+        attention_check.check_attention(policy, mesh, config.learner.row_tokens, config.learner.packing, call=call)
+    except ValueError as error:
+        raise UserError(str(error)) from error
