@@ -1,0 +1,248 @@
+"""Asks an agent one question and shows its steps as they happen.
+
+    python -m experiments.ask RUN "Who directed Pale River?" [--world=eval/3] [--temperature=0.7]
+    python -m experiments.ask RUN --question_row=eval/5
+    python -m experiments.ask WEIGHTS "Who directed Jaws?" --config=configs/multihop_tiny.py
+
+RUN is the folder of a run: its task, tools, tokenizer and newest checkpoint answer. WEIGHTS is a Hugging Face folder or
+hub id: the config names task, tools and budget; the tokenizer is that of the weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import ml_collections
+import numpy as np
+from absl import flags
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.text import Text
+
+from agentr1_jax.agents.base import Completion, Session
+from agentr1_jax.agents.loop import EnvLoop
+from agentr1_jax.agents.session import Identity
+from agentr1_jax.envs.base import Row, Task
+from agentr1_jax.envs.hopworld.world import world_key
+from agentr1_jax.policy import weights
+from agentr1_jax.policy.config import DecoderConfig, Lora
+from agentr1_jax.policy.decoder import Params
+from agentr1_jax.policy.sharding import shardings
+from agentr1_jax.rollout.runner import run_groups
+from agentr1_jax.runtime import config as configs
+from agentr1_jax.runtime import mesh as meshes
+from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.text.tokenizer import Tokenizer
+from agentr1_jax.text.tool_calls import extract_answer
+from agentr1_jax.trajectory import Outcome, Trajectory
+from configs import base
+from experiments import build
+from experiments.export_hf import newest_policy, stored_config
+
+CONFIG = configs.define_config_flag()
+TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "of sampling; 0 is greedy", lower_bound=0.0)
+SEED = flags.DEFINE_integer("seed", 0, "of sampling")
+WORLD = flags.DEFINE_string("world", None, "hopworld: the world that the question is about, eval/0 unless given")
+QUESTION_ROW = flags.DEFINE_string("question_row", None, "a row of the task to ask instead of a question, e.g. eval/5")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Who is asked, what, how it goes, what comes of it."""
+    source, question = argv[1], " ".join(argv[2:]).strip()
+    if bool(question) == bool(QUESTION_ROW.value):
+        raise UserError("give either a question that is not empty or --question_row=SPLIT/INDEX, e.g. eval/5")
+    is_run = CONFIG.value is None
+    config = config_of_run(source) if is_run else config_of_weights(CONFIG.value, source)
+    for_one_trajectory(config)
+    task = build.task(config)
+    row = task_row(task, QUESTION_ROW.value) if QUESTION_ROW.value else free_row(task, question, WORLD.value)
+    tokenizer = build.tokenizer(config, task, resumes=True)
+    agent = build.agent(config, task, tokenizer)
+    policy = build.policy(config, tokenizer)
+
+    mesh = meshes.learner_mesh(1, jax.device_count(), 1)
+    rollout_mesh = meshes.rollout_mesh(mesh, config.rollout.tensor)
+    decoder = newest_policy(config, policy) if is_run else loaded(policy, source, mesh)
+    policy = dataclasses.replace(policy, lora=Lora())
+    params = build.rollout_view(policy, mesh, rollout_mesh)({"decoder": decoder}, {})
+
+    console = Console(soft_wrap=True)
+    show(console, "Question", row["question"])
+    (trajectory,) = run_groups(
+        build.engine(config, policy, rollout_mesh),
+        params,
+        ShownAgent(agent, console),
+        [row],
+        [[Identity("ask", 0, 0, task.name, SEED.value)]],
+        temperature=TEMPERATURE.value,
+        policy_version=0,
+    )
+    for label, text in conclusion(trajectory, row, tokenizer):
+        show(console, label, text)
+
+
+def config_of_run(source: str) -> ml_collections.ConfigDict:
+    """The config of a run. Raises UserError if `source` is none."""
+    try:
+        return stored_config(source)
+    except UserError as error:
+        raise UserError(f"{error}; to ask published weights, name their task with --config=FILE") from error
+
+
+def config_of_weights(config: ml_collections.ConfigDict, source: str) -> ml_collections.ConfigDict:
+    """The config with weights and tokenizer of `source`, whose shape stays as it is."""
+    for key, value in base.get_config().policy.items():
+        if value is None:
+            config.policy[key] = None
+    config.policy.preset, config.policy.weights, config.tokenizer.path = "", source, source
+    config.policy.lora.rank = 0
+    return config
+
+
+def for_one_trajectory(config: ml_collections.ConfigDict) -> None:
+    """Changes what a config says of devices and slots to those that there are, and one trajectory."""
+    devices = jax.local_device_count()
+    config.mesh.tensor = 1
+    config.rollout.tensor = math.gcd(config.rollout.tensor, devices)
+    config.rollout.slots = devices // config.rollout.tensor
+    config.rollout.prefill_rows = 1
+    if config.compilation_cache:
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.compilation_cache))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def task_row(task: Task, place: str) -> Row:
+    """The row at `split/index`. Raises UserError if there is none."""
+    split, index = split_and_number(place, "question_row")
+    try:
+        return task.row(split, index)
+    except ValueError as error:
+        raise UserError(f"--question_row={place}: {error}") from error
+
+
+def free_row(task: Task, question: str, world: str | None) -> Row:
+    """A row for a question of one's own, without answers; HopWorld's tools need a world to search."""
+    row = {"id": "asked", "question": question, "answers": []}
+    if task.name != "hopworld":
+        if world is not None:
+            raise UserError(f"--world={world}: the task is {task.name}, and only hopworld has worlds; leave it out")
+        return row
+    split, number = split_and_number(world or "eval/0", "world")
+    try:
+        task.row(split, 0)
+    except ValueError as error:
+        raise UserError(f"--world={world}: {error}") from error
+    return {**row, "world": world_key(split, number)}
+
+
+def split_and_number(place: str, flag: str) -> tuple[str, int]:
+    """`eval/5` in two parts. Raises UserError if it has not two."""
+    split, _, number = place.rpartition("/")
+    if not split or not number.isdecimal():
+        raise UserError(f"--{flag}={place}: write SPLIT/NUMBER, e.g. eval/5")
+    return split, int(number)
+
+
+def loaded(policy: DecoderConfig, source: str, mesh: Mesh) -> Params:
+    """The decoder's parameters from published weights."""
+    try:
+        return weights.load(source, policy, functools.partial(shardings, mesh=mesh))
+    except (ValueError, FileNotFoundError) as error:
+        raise UserError(str(error)) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class ShownAgent:
+    """An agent whose steps are shown."""
+
+    agent: EnvLoop
+    console: Console
+
+    async def run(self, session: Session, row: Row) -> None:
+        """Runs one episode on `row`."""
+        await self.agent.run(ShownSession(session, self.agent.tokenizer, self.console), row)
+
+
+class ShownSession:
+    """A session that shows each response and what comes back of it."""
+
+    def __init__(self, session: Session, tokenizer: Tokenizer, console: Console) -> None:
+        self.seed = session.seed
+        self._session = session
+        self._tokenizer = tokenizer
+        self._console = console
+
+    async def generate(self, prompt_ids: np.ndarray, max_tokens: int, stop: Sequence[Sequence[int]] = ()) -> Completion:
+        """See `Session.generate`."""
+        completion = await self._session.generate(prompt_ids, max_tokens, stop)
+        self._console.rule(style="dim")
+        cut = "" if completion.finish_reason == "stop" else " (cut)"
+        show(self._console, f"Agent{cut}", spoken(completion.ids, self._tokenizer))
+        return completion
+
+    def record(
+        self,
+        reward: float | None,
+        reward_parts: Mapping[str, float] | None = None,
+        observation: str = "",
+        tool_calls: Sequence[Mapping[str, Any]] = (),
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """See `Session.record`."""
+        self._session.record(reward, reward_parts, observation, tool_calls, *args, **kwargs)
+        for label, text in came_back(observation, tool_calls):
+            show(self._console, label, text)
+
+    def finish(self, *args: Any, **kwargs: Any) -> None:
+        """See `Session.finish`."""
+        self._session.finish(*args, **kwargs)
+
+
+def spoken(ids: np.ndarray, tokenizer: Tokenizer) -> str:
+    """Text of a response without its stop token."""
+    ended = len(ids) > 0 and int(ids[-1]) in tokenizer.stop_ids
+    return tokenizer.decode(ids[: len(ids) - ended])
+
+
+def came_back(observation: str, tool_calls: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """What a step led to, as label and text: each call and its result, else the observation."""
+    for call in tool_calls:
+        arguments = ", ".join(f"{key}={value!r}" for key, value in (call["arguments"] or {}).items())
+        yield "Call", f"{call['name']}({arguments})" if call["name"] else "(not readable)"
+        yield "Result", call["result"]
+    if observation and not tool_calls:
+        yield "Environment", observation
+
+
+def conclusion(trajectory: Trajectory, row: Row, tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:
+    """How it ended, as label and text.
+
+    Raises:
+      UserError: something other than the agent ended it.
+    """
+    steps, outcome = trajectory.steps, trajectory.outcome
+    if "error" in trajectory.info:
+        raise UserError(f"the episode broke off ({outcome}): {trajectory.info['error']}")
+    if outcome is Outcome.CONTEXT_OVERFLOW and not steps:
+        raise UserError("the question leaves no room for a response in budget.context_tokens; ask a shorter one")
+    answer = extract_answer(spoken(steps[-1].response_ids, tokenizer)) if outcome is Outcome.ANSWERED else None
+    yield "Answer", f"none ({outcome})" if answer is None else answer
+    if row["answers"]:
+        verdict = "right" if trajectory.metrics.get("em") == 1 else "wrong"
+        yield "Gold answer", f"{' | '.join(row['answers'])} ({verdict})"
+
+
+def show(console: Console, label: str, text: str) -> None:
+    """One paragraph behind its label; what an agent or a tool says is never markup."""
+    console.print(Text.assemble((f"{label}: ", "bold"), text.strip()))
+
+
+if __name__ == "__main__":
+    configs.run_main(main, arguments=("RUN_OR_WEIGHTS", "[QUESTION]"))

@@ -1,0 +1,185 @@
+"""Asking one question: what is shown while an agent works, which row is asked, how a run and its weights answer."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from test_train import ROOT, train
+
+from agentr1_jax.agents.session import Identity, ScriptedSession
+from agentr1_jax.envs.hopworld.expert import NO_FLAWS
+from agentr1_jax.envs.hopworld.task import HopWorldTask
+from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.trajectory import Outcome, Trajectory
+from configs import quickstart
+from experiments import ask, build
+
+SAID = ["[red]so[/red] <tool_call>{</tool_call>", "hm", "<answer> :smile: </answer>"]
+TASK = HopWorldTask(top_k=2, flaws=NO_FLAWS)
+
+
+@pytest.fixture(scope="session")
+def agent(tmp_path_factory):
+    config = quickstart.get_config()
+    config.run_dir, config.tokenizer.texts = str(tmp_path_factory.mktemp("ask")), 400
+    return build.agent(config, TASK, build.tokenizer(config, TASK, resumes=False))
+
+
+def play(agent, row, expert, shown=None):
+    """The trajectory of an expert, and what a console shows of it where there is one."""
+    session = ScriptedSession(Identity("u", 0, 0, TASK.name, 0), expert, agent.tokenizer)
+    asyncio.run((agent if shown is None else ask.ShownAgent(agent, shown)).run(session, row))
+    return session.trajectory()
+
+
+def console():
+    return Console(file=io.StringIO(), soft_wrap=True, width=40)
+
+
+def test_steps_are_shown_in_order_and_change_nothing(agent):
+    row, shown = TASK.row("eval", 3), console()
+    trajectory = play(agent, row, TASK.expert(row, 0), shown)
+    plain = play(agent, row, TASK.expert(row, 0))
+    assert [s.response_ids.tolist() for s in trajectory.steps] == [s.response_ids.tolist() for s in plain.steps]
+    text = shown.file.getvalue()
+    at = 0
+    for step in trajectory.steps:
+        said = agent.tokenizer.decode(step.response_ids[:-1]).strip()
+        for part in (
+            f"Agent: {said}\n",
+            *(f"Call: search(query={c['arguments']['query']!r})\n" for c in step.tool_calls),
+        ):
+            at = text.index(part, at) + len(part)
+        for call in step.tool_calls:
+            at = text.index(f"Result: {call['result']}\n", at)
+    assert len(trajectory.steps) > 1 and "reward" not in text and "<|im_end|>" not in text
+    answer = dict(ask.conclusion(trajectory, row, agent.tokenizer))
+    assert answer == {"Answer": row["answers"][0], "Gold answer": f"{row['answers'][0]} (right)"}
+
+
+def test_a_response_is_shown_before_its_tools_have_answered(agent):
+    """Also: what an agent says is no markup, and calls that cannot be read are shown as such."""
+    script, shown, seen = iter(SAID), console(), []
+
+    def expert(observation):
+        seen.append(shown.file.getvalue())
+        return next(script)
+
+    row = ask.free_row(TASK, "Who?", None)
+    trajectory = play(agent, row, expert, shown)
+    assert seen[0] == "" and "Agent: [red]so[/red]" in seen[1] and "Call: (not readable)\nResult: Error: the" in seen[1]
+    assert seen[2].endswith("Environment: Error: neither a tool call nor an answer.\n")
+    assert dict(ask.conclusion(trajectory, row, agent.tokenizer)) == {"Answer": ":smile:"}
+
+
+def test_how_an_episode_ended_without_an_answer(agent):
+    row = TASK.row("eval", 0)
+    cut = play(agent, row, lambda observation: "so " * 200)
+    assert dict(ask.conclusion(cut, row, agent.tokenizer)) == {
+        "Answer": "none (response_truncated)",
+        "Gold answer": f"{row['answers'][0]} (wrong)",
+    }
+    long = ask.free_row(TASK, "word " * 400, None)
+    with pytest.raises(UserError, match=r"no room for a response in budget\.context_tokens; ask a shorter one"):
+        list(ask.conclusion(play(agent, long, lambda observation: ""), long, agent.tokenizer))
+    broken = Trajectory("u", 0, 0, "t", 0, (), Outcome.ENV_FAILURE, info={"error": "OSError: gone"})
+    with pytest.raises(UserError, match=r"the episode broke off \(env_failure\): OSError: gone"):
+        list(ask.conclusion(broken, row, agent.tokenizer))
+
+
+def test_which_row_is_asked():
+    assert ask.task_row(TASK, "eval/5") == TASK.row("eval", 5)
+    assert ask.free_row(TASK, "Who?", None) == {"id": "asked", "question": "Who?", "answers": [], "world": "eval/0"}
+    assert ask.free_row(TASK, "Who?", "dev/3")["world"] == "dev/3"
+    for wrong in ("eval", "eval/", "/3", "eval/-1", "eval/x"):
+        with pytest.raises(UserError, match=f"--question_row={wrong}: write SPLIT/NUMBER"):
+            ask.task_row(TASK, wrong)
+        with pytest.raises(UserError, match=f"--world={wrong}: write SPLIT/NUMBER"):
+            ask.free_row(TASK, "Who?", wrong)
+    with pytest.raises(UserError, match="--question_row=test/1: hopworld has no row 'test' 1; splits are"):
+        ask.task_row(TASK, "test/1")
+    with pytest.raises(UserError, match="--world=test/1: hopworld has no row"):
+        ask.free_row(TASK, "Who?", "test/1")
+
+
+def test_weights_are_asked_in_their_own_shape():
+    config = quickstart.get_config()
+    config.policy.width, config.policy.qk_norm, config.policy.lora.rank, config.policy.dtype = 48, True, 4, "bfloat16"
+    config = ask.config_of_weights(config, "owner/name")
+    policy = config.policy.to_dict()
+    assert policy.pop("weights") == config.tokenizer.path == "owner/name"
+    assert policy.pop("lora")["rank"] == 0 and policy.pop("dtype") == "bfloat16"
+    assert {key for key, value in policy.items() if value} == {"param_dtype", "remat", "attention"}
+    ask.for_one_trajectory(config)
+    assert config.rollout.slots * config.rollout.tensor == 8 and config.rollout.prefill_rows == 1
+
+
+def asked(*arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "experiments.ask", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def refused(done: subprocess.CompletedProcess) -> str:
+    """The one line of an error."""
+    assert done.returncode == 2 and "Traceback" not in done.stderr and done.stdout == ""
+    assert len(re.findall(r"^error: ", done.stderr, re.MULTILINE)) == 1
+    return done.stderr[done.stderr.index("error: ") :].rstrip("\n")
+
+
+def test_bad_input_is_one_line():
+    line = refused(asked("nowhere", "Who?"))
+    assert "nowhere: no run (it has no config.json)" in line and "\n" not in line
+    assert line.endswith("to ask published weights, name their task with --config=FILE")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "RUN_OR_WEIGHTS is missing; the command takes RUN_OR_WEIGHTS [QUESTION]"),
+        (("nowhere", "Who", "is?"), "unexpected argument 'is?'"),
+        (("nowhere", "  "), "give either a question that is not empty or --question_row"),
+        (("nowhere", "Who?", "--question_row=eval/1"), "give either a question"),
+        (("nowhere", "Who?", "--config.seed=1"), "no config given"),
+        (("no/where", "Who?", "--config=configs/quickstart.py"), "tokenizer.path: no/where: no such folder here"),
+    ],
+)
+def test_each_bad_input_is_one_line(arguments, message):
+    line = refused(asked(*arguments))
+    assert message in line and "\n" not in line
+
+
+@pytest.mark.slow
+def test_a_run_and_its_exported_weights_answer_alike(tmp_path: Path) -> None:
+    run, out = tmp_path / "run", tmp_path / "weights"
+    assert train("quickstart", run, eval__every=0, updates=1).returncode == 0
+    done = asked(run, "--question_row=eval/5")
+    assert done.returncode == 0, done.stderr[-3000:]
+    row = HopWorldTask().row("eval", 5)
+    assert done.stdout.startswith(f"Question: {row['question']}\n")
+    assert re.search(
+        rf"^Answer: .+\nGold answer: {re.escape(row['answers'][0])} \((right|wrong)\)\n\Z", done.stdout, re.M
+    )
+    assert done.stdout.count("Agent") >= 1
+    export = [sys.executable, "-m", "experiments.export_hf", str(run), str(out)]
+    subprocess.run(export, cwd=ROOT, check=True, capture_output=True, timeout=300)
+    assert asked(out, "--question_row=eval/5", "--config=configs/quickstart.py").stdout == done.stdout
+    sampled = asked(run, "Who is it?", "--world=dev/2", "--temperature=1")
+    assert sampled.returncode == 0 and "Gold" not in sampled.stdout
+    assert sampled.stdout == asked(run, "Who is it?", "--world=dev/2", "--temperature=1").stdout
+    assert "to ask published weights" in refused(asked(out, "Who?"))
+    for checkpoint in (run / "checkpoints").iterdir():
+        checkpoint.rename(tmp_path / checkpoint.name)
+    assert "has no checkpoint yet" in refused(asked(run, "Who?"))
+    record = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps({**record, "unheard_of": 1}))
+    line = refused(asked(run, "Who?"))
+    assert "config.json: not a config of this version" in line and "unheard_of" in line and "\n" not in line
