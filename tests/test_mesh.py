@@ -56,7 +56,9 @@ def test_the_engine_sees_the_learners_parameters_with_heads_over_tensor_alone(te
     heads = {"query": 4, "key": 2}
     for name, count in heads.items():
         local = view["layers"][name]["kernel"].addressable_shards[0].data.shape[2]
-        assert local == (count // tensor if count % tensor == 0 else count), "two key heads on four devices are replicated"
+        assert local == (count // tensor if count % tensor == 0 else count), (
+            "two key heads on four devices are replicated"
+        )
 
 
 def test_the_engine_sees_what_it_wants_of_the_parameters():

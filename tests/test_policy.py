@@ -280,7 +280,9 @@ def test_remat_changes_neither_value_nor_gradient():
 
     dots, full = (dataclasses.replace(POLICY, remat=name) for name in ("dots", "full"))
     for policy in (dots, full):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), result(policy), result(POLICY))
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), result(policy), result(POLICY)
+        )
     matmuls = [str(jax.make_jaxpr(jax.grad(loss(p)))(params)).count("dot_general") for p in (POLICY, dots, full)]
     assert matmuls[0] < matmuls[1] < matmuls[2], "scores are computed again by `dots`, all matmuls by `full`"
 

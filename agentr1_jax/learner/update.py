@@ -206,7 +206,7 @@ def make_score(
 def make_update(
     policy: DecoderConfig, loss: LossConfig, optimizer: optax.GradientTransformation, layout: Any
 ) -> Callable[[LearnerState, Params, Batch, Array, dict[str, Array]], tuple[LearnerState, dict[str, Array]]]:
-    """The jitted update: (state, frozen params, batch, microbatches that hold data, learning rates) -> (state, metrics).
+    """The jitted update: (state, frozen parameters, batch, microbatches with data, rates) -> (state, metrics).
 
     The state is donated; the new one lies as `layout` (shardings, on the mesh of the batch) says. Learning rates are by
     part of the parameters. If loss or gradient is not finite, the parameters stay as they are and the update is counted

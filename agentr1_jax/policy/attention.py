@@ -45,9 +45,9 @@ class PackedRows:
 
     Attributes:
       subtree_end: of each node.
-      implementation: `xla` (dense scores, any rows), `cudnn` (NVIDIA, 16-bit dtypes, the mask as a bias) or `splash` (TPU,
-        rows of steps or chains only: in those all nodes of a sequence have one subtree end, which serves as its segment
-        id).
+      implementation: `xla` (dense scores, any rows), `cudnn` (NVIDIA, 16-bit dtypes, the mask as a bias) or `splash`
+        (TPU, rows of steps or chains only: in those all nodes of a sequence have one subtree end, which serves as its
+        segment id).
       mesh: where the rows lie; `splash` runs in a `shard_map` over it.
     """
 

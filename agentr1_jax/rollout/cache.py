@@ -60,8 +60,8 @@ class CacheView:
     """Attention of new tokens to the cache of their slots.
 
     Attributes:
-      slot: slot of each row; None if row i is slot i, of one token each. An index ≥ slots marks a padding row: nothing is
-        written.
+      slot: slot of each row; None if row i is slot i, of one token each. An index ≥ slots marks a padding row: nothing
+        is written.
       position: position of each token in its slot; a position ≥ length marks a padding token: nothing is written.
       live: attention reads positions [0, live) only; every position of a real token must be below it.
     """

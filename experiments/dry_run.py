@@ -1,0 +1,147 @@
+"""What a run would hold and compile, without holding or running it: `--dry_run`, and `--topology=v5e:4x4` beside it."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import jax
+import ml_collections
+from rich.console import Console
+from rich.table import Table
+
+from agentr1_jax.runtime.errors import UserError
+from experiments import build, topology
+from experiments.plan import Plan, activation_bytes, device_bytes, make_plan, programs, total_bytes
+
+WIDTH = 120
+"""Columns of the tables where the output is no terminal."""
+
+
+def show(config: ml_collections.ConfigDict, topology_name: str = "") -> None:
+    """Prints sizes, meshes and programs of a run; with a topology, also what its compiler says of the large ones.
+
+    Nothing is written, and no model is allocated.
+
+    Raises:
+      UserError: the config cannot work, the topology is unknown, or a program does not compile for it.
+    """
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
+    plan = make_plan(config, topology_name)
+    console.print(run_table(plan))
+    console.print(bytes_table(plan))
+    console.print(programs_table(plan))
+    if not topology_name:
+        return
+    table, failed = compiled_table(plan, topology_name)
+    console.print(table)
+    if failed:
+        raise UserError(f"{', '.join(failed)}: not accepted by the compiler for {topology_name}; see the table")
+
+
+def run_table(plan: Plan) -> Table:
+    """Counts, meshes and the arithmetic of a batch."""
+    config, policy = plan.config, plan.policy
+    table = _table("Run", "", "")
+    trained, frozen = (sum(x.size for x in jax.tree.leaves(t)) for t in (plan.state.params, plan.frozen))
+    table.add_row("parameters", f"{trained + frozen:,}" + (f", {trained:,} of them trained" if frozen else ""))
+    table.add_row(
+        "policy",
+        f"{policy.layers} layers, width {policy.width}, {policy.heads} query heads, {policy.kv_heads} key heads of "
+        f"{policy.head_dim}, vocabulary {policy.vocab_size:,}; parameters {policy.param_dtype}, "
+        f"computes in {policy.dtype}, attention {policy.attention}, remat {policy.remat}",
+    )
+    for name, mesh, where in (
+        ("learner mesh", plan.learner_mesh, "all devices"),
+        ("rollout mesh", plan.rollout_mesh, "each process on its own"),
+    ):
+        device = mesh.devices.flat[0].device_kind
+        axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+        table.add_row(name, f"{axes}: {mesh.size} x {device}, {where}")
+    r, c = config.rollout, config.learner
+    n, rows = r.groups * r.samples, f"{c.rows} rows x {c.row_tokens} tokens"
+    most = build.microbatches(config, n // c.minibatches)
+    table.add_row(
+        "RL batch",
+        f"{r.groups} groups x {r.samples} samples = {n} trajectories; updates: {c.minibatches * c.epochs}, each of at "
+        f"most {most} microbatches of {rows}",
+    )
+    return table
+
+
+def bytes_table(plan: Plan) -> Table:
+    """Who holds how much."""
+    table = _table("Memory", "what", "in all", "per device", "when")
+    hosts = len({d.process_index for d in plan.learner_mesh.devices.flat})
+    parameters = (plan.state.params, plan.frozen)
+    for name, tree, copies, when in (
+        ("parameters", parameters, 1, "always"),
+        ("optimizer state", plan.state.opt_state, 1, "always"),
+        ("rollout parameters", plan.view, hosts, "rolling out"),
+        ("KV cache", plan.cache, hosts, "rolling out"),
+        ("gradients, two (estimate)", (plan.state.params,) * 2, 1, "learning"),
+    ):
+        table.add_row(name, size(copies * total_bytes(tree)), size(device_bytes(tree)), when)
+    table.add_row("activations (estimate)", "", size(activation_bytes(plan)), "learning")
+    return table
+
+
+def programs_table(plan: Plan) -> Table:
+    """What will be compiled."""
+    listed = list(programs(plan))
+    table = _table(f"{len(listed)} programs", "program", "shape")
+    for program in listed:
+        table.add_row(program.name, program.shape)
+    return table
+
+
+def compiled_table(plan: Plan, topology_name: str) -> tuple[Table, list[str]]:
+    """What the TPU compiler says of the large programs (of prefill and decode the largest), and which it refused."""
+    table = _table(
+        f"Compiled for {topology_name}, not run; GiB on each device",
+        *("program", "arguments", "outputs", "aliased", "temporary", "in all", "Gflop *", "GB moved *", "seconds"),
+    )
+    table.caption = (
+        "* the body of a loop (layers, tokens of a decode chunk, microbatches, chunks of logits) counts once"
+    )
+    failed = []
+    for program in programs(plan):
+        if program.lower is None:
+            continue
+        started = time.perf_counter()
+        try:
+            with topology.uncached():
+                compiled = program.lower().compile()
+        except jax.errors.JaxRuntimeError as error:
+            failed.append(program.name)
+            table.add_row(program.name, str(error).strip().splitlines()[0])
+            continue
+        memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
+        arguments, outputs, aliased, temporary = (
+            getattr(memory, f"{kind}_size_in_bytes") for kind in ("argument", "output", "alias", "temp")
+        )
+        table.add_row(
+            program.name,
+            *(
+                f"{count / 2**30:,.2f}"
+                for count in (arguments, outputs, aliased, temporary, arguments + outputs - aliased + temporary)
+            ),
+            *(f"{cost.get(key, math.nan) / 1e9:,.1f}" for key in ("flops", "bytes accessed")),
+            f"{time.perf_counter() - started:.0f}",
+        )
+    return table, failed
+
+
+def size(count: float) -> str:
+    """Bytes for people: GiB, or MiB below a tenth of one."""
+    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 / 10 else f"{count / 2**20:,.2f} MiB"
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", show_header=any(columns))
+    for i, column in enumerate(columns):
+        number = column in ("in all", "per device", "arguments", "outputs", "aliased", "temporary", "seconds")
+        table.add_column(column, justify="right" if number or column.endswith("*") else "left", no_wrap=i == 0)
+    return table

@@ -1,0 +1,224 @@
+"""A run as shapes: what it would hold, and the programs it would compile, without holding or compiling anything."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from agentr1_jax.credit import get_scheme
+from agentr1_jax.learner.packing import batch_shapes
+from agentr1_jax.learner.update import make_score, make_update
+from agentr1_jax.policy.config import DecoderConfig, Lora
+from agentr1_jax.policy.params import init_decoder
+from agentr1_jax.policy.presets import PRESETS
+from agentr1_jax.policy.sharding import shardings
+from agentr1_jax.rollout.cache import cache_sharding, empty_cache
+from agentr1_jax.rollout.engine import Engine, idle_slots
+from agentr1_jax.runtime import mesh as meshes
+from agentr1_jax.runtime.checkpoint import abstract
+from experiments import build, checks, topology
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The parts of a run: every tree holds `jax.ShapeDtypeStruct`s with shardings.
+
+    Attributes:
+      config: of the run.
+      policy: its decoder.
+      learner_mesh: over all devices.
+      engine: that of one process; it has allocated nothing.
+      rollout_mesh: the engine's.
+      optimizer, layout: of the update.
+      state: the learner's.
+      frozen: parameters that LoRA does not train.
+      view: the engine's parameters.
+      cache: the engine's.
+    """
+
+    config: ml_collections.ConfigDict
+    policy: DecoderConfig
+    learner_mesh: Mesh
+    engine: Engine
+    rollout_mesh: Mesh
+    optimizer: Any
+    layout: Any
+    state: Any
+    frozen: Any
+    view: Any
+    cache: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program that the run compiles; `lower` traces it, None for those too small to look at."""
+
+    name: str
+    shape: str
+    lower: Callable[[], Any] | None = None
+
+
+def make_plan(config: ml_collections.ConfigDict, topology_name: str = "") -> Plan:
+    """The shapes of a run on the devices here, or on those of a TPU slice.
+
+    A vocabulary that the shape of the policy leaves open is learnt by training the tokenizer in a temporary folder;
+    otherwise no tokenizer and no data are looked at.
+    """
+    devices = topology.devices(topology_name) if topology_name else jax.devices()
+    checks.check(config, devices)
+    policy = _policy(config)
+    learner_mesh = build.learner_mesh(config, devices)
+    checks.check_attention(config, policy, learner_mesh, call=False)
+    rollout_mesh = meshes.rollout_mesh(learner_mesh, config.rollout.tensor)
+    if topology_name:
+        alone = meshes.learner_mesh(-1, 1, 1, topology.one_host(topology_name, devices))
+        rollout_mesh = meshes.rollout_mesh(alone, config.rollout.tensor)
+    _, _, (optimizer, state, layout) = build.learner_state(config, policy, learner_mesh)
+    frozen = {}
+    if policy.lora.rank:
+        base = functools.partial(init_decoder, dataclasses.replace(policy, lora=Lora()))
+        frozen = _laid_out({"decoder": jax.eval_shape(base, jax.random.key(0))}, learner_mesh)
+    view = jax.eval_shape(functools.partial(build.rollout_params, policy), state.params, frozen)
+    engine = build.engine(config, policy, rollout_mesh)
+    c, tensor = engine.config, config.rollout.tensor
+    cache = jax.eval_shape(functools.partial(empty_cache, policy, c.slots, c.length, tensor))
+    return Plan(
+        config=config,
+        policy=policy,
+        learner_mesh=learner_mesh,
+        engine=engine,
+        rollout_mesh=rollout_mesh,
+        optimizer=optimizer,
+        layout=layout,
+        state=state,
+        frozen=frozen,
+        view=_laid_out(view, rollout_mesh),
+        cache=_all_as(cache, cache_sharding(policy, rollout_mesh)),
+    )
+
+
+def _policy(config: ml_collections.ConfigDict) -> DecoderConfig:
+    preset = PRESETS.get(config.policy.preset)
+    if preset is None or preset.vocab_size:
+        return build.policy(config, None)
+    with tempfile.TemporaryDirectory() as folder, ml_collections.ConfigDict(config).unlocked() as elsewhere:
+        elsewhere.run_dir = folder
+        task: Any = None if config.tokenizer.path else build.task(config)  # Only needed to train a tokenizer on.
+        return build.policy(config, build.tokenizer(elsewhere, task, resumes=False))
+
+
+def _laid_out(shapes: Any, mesh: Mesh) -> Any:
+    return abstract(shapes, shardings(shapes, mesh))
+
+
+def _all_as(shapes: Any, sharding: NamedSharding) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
+
+
+def device_bytes(tree: Any) -> int:
+    """Bytes that one device holds of a tree of shape structs with shardings."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def total_bytes(tree: Any) -> int:
+    """Bytes of a tree, each array counted once."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def activation_bytes(plan: Plan) -> int:
+    """Estimate of what the backward pass of one microbatch keeps, per device.
+
+    What `remat` keeps of every layer, all of one layer while its gradient is taken, one chunk of logits, and the output
+    head with its gradient, both whole but for `tensor`.
+    """
+    p, c, mesh = plan.policy, plan.config.learner, plan.learner_mesh.shape
+    tensor, rows = mesh["tensor"], -(-c.rows // (mesh["data"] * mesh["fsdp"]))
+    tokens, size = rows * c.row_tokens, jnp.dtype(p.dtype).itemsize
+    stream = tokens * p.width * size
+    matmuls = tokens * size * ((p.heads + 2 * p.kv_heads) * p.head_dim + 2 * p.hidden) // tensor + 2 * stream
+    scores = 2 * 4 * rows * c.row_tokens**2 * p.heads // tensor if p.attention == "xla" else 0
+    layer = matmuls + tokens * size * (p.heads * p.head_dim + p.hidden) // tensor + 2 * stream + scores
+    kept = {"full": stream, "dots": stream + matmuls, "none": layer}[p.remat]
+    logits = 3 * 4 * max(plan.config.loss.chunk // c.rows, 1) * rows * p.vocab_size // tensor
+    head = (size + 3 * 4) * p.vocab_size * p.width // tensor
+    trunks = 2 if "critic" in plan.state.params else 1
+    return trunks * p.layers * kept + layer + logits + head
+
+
+def programs(plan: Plan) -> Iterator[Program]:
+    """Every program of the run, in the order in which it compiles them."""
+    config, policy, mesh = plan.config, plan.policy, plan.learner_mesh
+    if plan.frozen and not config.policy.weights:
+        yield Program("frozen parameters", "random, on the learner mesh")
+    if plan.frozen or not config.policy.weights:
+        yield Program("parameters", "random, on the learner mesh")
+    yield Program("learner state", "made of them")
+    yield Program("rollout view", "parameters from learner mesh to rollout mesh")
+    yield from _engine_programs(plan)
+    rates = dict.fromkeys(plan.state.params, np.float32(0))
+    scheme, _ = get_scheme(config.credit.name, build.credit_args(config))
+    c, per_minibatch = config.learner, config.rollout.groups * config.rollout.samples // config.learner.minibatches
+
+    def phase(trajectories: int, critic: bool) -> tuple[Any, str]:
+        """The batch of a phase, on the mesh, and its shape in words."""
+        n = build.microbatches(config, trajectories)
+        shapes = batch_shapes(
+            microbatches=n, rows=c.rows, row_tokens=c.row_tokens, row_reads=c.row_reads, critic=critic
+        )
+        batch = _all_as(shapes, NamedSharding(mesh, meshes.ROWS))
+        return batch, f"{n} x {c.rows} rows x {c.row_tokens} tokens, {c.row_reads} reads"
+
+    def update(trajectories: int, critic: bool, **changes: Any) -> tuple[str, Callable[[], Any]]:
+        program: Any = make_update(policy, build.loss_config(config, **changes), plan.optimizer, plan.layout)
+        batch, shape = phase(trajectories, critic)
+        return shape, lambda: program.lower(plan.state, plan.frozen, batch, np.int32(1), rates)
+
+    if config.warm_start_updates or config.control:
+        shape, _ = update(config.warm_start.batch, critic=False, clip="none")
+        yield Program("update (warm start)", shape)
+        yield Program("learner state, restarted", "a new optimizer for RL")
+    if config.control:
+        return
+    if scheme.needs_critic:
+        batch, shape = phase(per_minibatch, critic=False)
+        score: Any = make_score(policy, build.loss_config(config), mesh)
+        yield Program("score", shape, lambda: score.lower(plan.state.params, plan.frozen, batch, np.int32(1)))
+    n = config.rollout.groups * config.rollout.samples
+    steps = n * (config.budget.max_steps + config.budget.final_answer_step)
+    tokens = steps * config.budget.response_tokens
+    yield Program("credit", f"{scheme.name}: {n} trajectories, {steps} steps, {tokens} tokens")
+    yield Program("update (RL)", *update(per_minibatch, critic=scheme.needs_critic))
+
+
+def _engine_programs(plan: Plan) -> Iterator[Program]:
+    c, shards = plan.engine.config, plan.rollout_mesh.shape["data"]
+    run: Any = plan.engine.programs
+    slots = idle_slots(c)
+    yield Program("empty cache", f"{c.slots} slots x {c.length} tokens")
+    for width, live in c.prefill_buckets:
+        tokens = jax.ShapeDtypeStruct((shards * c.prefill_rows, width), jnp.int32)
+        slot = jax.ShapeDtypeStruct(tokens.shape[:1], jnp.int32)
+        prefill = functools.partial(run.prefill.lower, plan.view, plan.cache, tokens, slot, tokens, live=live)
+        largest = (width, live) == c.prefill_buckets[-1]
+        yield Program(
+            f"prefill {width} of {live}",
+            f"{tokens.shape[0]} rows x {width} tokens, attends to {live}",
+            prefill if largest else None,
+        )
+    for live in c.live_lengths:
+        decode = functools.partial(run.decode.lower, plan.view, plan.cache, slots, live=live)
+        yield Program(
+            f"decode {live}",
+            f"{c.slots} slots x {c.decode_chunk} tokens, attends to {live}",
+            decode if live == c.length else None,
+        )

@@ -1,0 +1,76 @@
+"""TPU slices that are not here: libtpu describes them and compiles for them, on any machine."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Iterator, Sequence
+
+import jax
+from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
+
+from agentr1_jax.runtime.errors import UserError
+
+# libtpu asks for them while it loads; off a TPU it would wait for a metadata server that does not answer. It guards the
+# chips of a machine by a lock, which who only compiles does not need.
+ENVIRONMENT = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+}
+
+
+def devices(name: str) -> list[jax.Device]:
+    """The devices of a TPU slice such as `v5e:4x4`, to compile for and not to run on.
+
+    Args:
+      name: generation and chips along each axis: two for v5e and v6e, three for v4 and v5p.
+
+    Raises:
+      UserError: libtpu is missing or does not know the slice.
+    """
+    if importlib.util.find_spec("libtpu") is None:
+        raise UserError(
+            "--topology needs libtpu, which compiles for TPUs on any machine: "
+            f"pip install 'jax[tpu]=={jax.__version__}'"
+        )
+    for variable, value in ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
+    with contextlib.suppress(RuntimeError):  # Set after the first use of a device: then it is chosen already.
+        jax.config.update("jax_platforms", "cpu")
+    try:
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
+    except Exception as error:  # jax.errors.JaxRuntimeError, or what libtpu raises while it loads.
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"--topology={name}: {reason}; examples: v5e:4x4, v6e:4x4, v5p:2x2x2") from error
+
+
+def one_host(name: str, slice_devices: Sequence[jax.Device]) -> list[jax.Device]:
+    """The devices of process 0 of a slice, as a slice of their own.
+
+    libtpu refuses programs for some devices of a larger slice whose ids have gaps (v5e:4x4 gives 0, 1, 4, 5 to the
+    first host), at least where there is no TPU.
+    """
+    own = [d for d in slice_devices if d.process_index == 0]
+    if len(own) == len(slice_devices):
+        return list(slice_devices)
+    generation, _, chips = name.partition(":")
+    extents = [len({d.coords[axis] for d in own}) for axis in range(len(chips.split("x")))]
+    return devices(f"{generation}:{'x'.join(map(str, extents))}")
+
+
+@contextlib.contextmanager
+def uncached() -> Iterator[None]:
+    """Compiles without the persistent cache: what is read back from it needs the devices that it was compiled for."""
+    before = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # It remembers from the first compilation whether it is used.
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()

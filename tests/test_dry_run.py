@@ -1,0 +1,203 @@
+"""The dry run against what a run really holds; and, where libtpu is, what the TPU compiler makes of its programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import ml_collections
+import pytest
+from examples import example
+
+from agentr1_jax.learner.packing import batch_shapes
+from agentr1_jax.runtime.errors import UserError
+from configs import multihop_tiny, quickstart, scale_qwen2_5_3b
+from experiments import build, checks, topology
+from experiments.plan import device_bytes, make_plan, programs, total_bytes
+
+ROOT = Path(__file__).parent.parent
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="no libtpu")
+
+
+def changed(config, **changes):
+    """A config with some keys (`__` for the dots) changed, as the command line does it."""
+    with ml_collections.ConfigDict(config).unlocked() as config:
+        config.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
+    return config
+
+
+def small(run_dir, **changes):
+    """The quickstart on 8 devices."""
+    sizes = {"mesh__fsdp": 2, "mesh__tensor": 2, "rollout__tensor": 2, "learner__rows": 8, "tokenizer__texts": 400}
+    return changed(quickstart.get_config(), run_dir=str(run_dir), **sizes | changes)
+
+
+def held(tree):
+    """Bytes of real arrays on the first device."""
+    first = jax.devices()[0]
+    return sum(s.data.nbytes for x in jax.tree.leaves(tree) for s in x.addressable_shards if s.device == first)
+
+
+def shapes(tree):
+    return [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("changes", [{}, {"policy__lora__rank": 4, "critic": "separate"}])
+def test_what_it_says_is_what_a_run_holds(tmp_path, changes):
+    config = small(tmp_path / "run", **changes)
+    plan = make_plan(config)
+    assert not list(tmp_path.iterdir())
+    tokenizer = build.tokenizer(config, build.task(config), resumes=False)
+    policy = build.policy(config, tokenizer)
+    assert policy == plan.policy
+    mesh = build.learner_mesh(config)
+    fresh, _, (_, like, _) = build.learner_state(config, policy, mesh)
+    state, frozen = fresh(), build.frozen(config, policy, mesh)
+    assert device_bytes(plan.state) == held(state)
+    assert device_bytes(plan.frozen) == held(frozen)
+    assert shapes(plan.state) == shapes(like) == shapes(state)
+    view = build.rollout_view(policy, mesh, plan.rollout_mesh)(state.params, frozen)
+    assert device_bytes(plan.view) == held(view)
+    cache = plan.engine._new_cache()
+    assert device_bytes(plan.cache) == held(cache) > 0
+    assert total_bytes(plan.cache) == sum(x.nbytes for x in jax.tree.leaves(cache))
+
+
+def test_it_names_every_program_of_the_engine_and_of_each_phase(tmp_path):
+    plan = make_plan(small(tmp_path))
+    names = [program.name for program in programs(plan)]
+    assert len(set(names)) == len(names)
+    c = plan.engine.config
+    assert sum(name.startswith(("prefill", "decode")) for name in names) == len(c.prefill_buckets) + len(c.live_lengths)
+    last = ["update (warm start)", "learner state, restarted", "score", "credit", "update (RL)"]
+    assert names[-5:] == last
+    without = make_plan(small(tmp_path, warm_start_updates=0, credit__name="grpo", credit__args__lam=None))
+    assert [p.name for p in programs(without)][-2:] == ["credit", "update (RL)"]
+    assert not {"score", "update (warm start)"} & {p.name for p in programs(without)}
+    for program in programs(plan):
+        if program.lower is not None:
+            assert program.lower().as_text()  # Its shapes fit together.
+
+
+def test_batches_have_the_shapes_it_says():
+    for critic in (True, False):
+        real = example().batch(critic=critic, microbatches=2, rows=8)
+        length, reads = real.nodes.tokens.shape[2], real.reads.src.shape[2]
+        said = batch_shapes(microbatches=2, rows=8, row_tokens=length, row_reads=reads, critic=critic)
+        assert jax.tree.structure(real) == jax.tree.structure(said) and shapes(real) == shapes(said)
+
+
+def test_the_command_prints_tables_and_writes_nothing(tmp_path):
+    arguments = ["--config=configs/quickstart.py", f"--config.run_dir={tmp_path}/run", "--dry_run"]
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments.train", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    for text in ("parameters", "750,593", "KV cache", "30.00 MiB", "(estimate)", "decode 320", "update (RL)"):
+        assert text in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_preset_with_a_vocabulary_needs_neither_tokenizer_nor_data(tmp_path):
+    config = changed(scale_qwen2_5_3b.get_config(), policy__attention="xla", mesh__fsdp=8, rollout__tensor=4)
+    config = changed(config, tokenizer__path=str(tmp_path / "none"), task__data_dir=str(tmp_path / "none"))
+    plan = make_plan(config)
+    assert sum(x.size for x in jax.tree.leaves(plan.state.params)) == 3_085_938_688  # As published.
+    # 2 key heads on 4 devices: each holds one, of the slots of its half.
+    per_token = 36 * 2 * 128 * 2
+    assert device_bytes(plan.cache) == per_token * 32 * 4096
+    assert device_bytes(plan.state.params) == pytest.approx(4 * 3_085_938_688 / 8, rel=1e-3)
+
+
+@pytest.mark.parametrize(("key", "tensor"), [("mesh.tensor", 4), ("rollout.tensor", 8)])
+def test_query_heads_that_the_tensor_axis_does_not_divide_are_refused(key, tensor):
+    config = changed(multihop_tiny.get_config(), policy__preset="qwen2.5-0.5b", policy__width=None)
+    config = changed(config, policy__layers=None, policy__head_dim=None, policy__hidden=None, learner__rows=8)
+    config = changed(config, **{key.replace(".", "__"): tensor})
+    with pytest.raises(
+        UserError, match=rf"{key} is {tensor}, which does not divide 14 query heads; choose among \[1, 2"
+    ):
+        make_plan(config)
+
+
+def test_attention_that_cannot_run_is_refused_with_the_remedy(tmp_path):
+    config = small(tmp_path, policy__attention="splash")
+    with pytest.raises(UserError, match=r"needs a TPU.*policy.attention=xla"):
+        make_plan(config)
+    plan = make_plan(small(tmp_path))
+    policy = dataclasses.replace(plan.policy, attention="cudnn")
+    with pytest.raises(UserError, match=r"needs an NVIDIA GPU"):
+        checks.check_attention(config, policy, plan.learner_mesh)
+
+
+def test_a_missing_libtpu_is_one_message(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=rf"--topology needs libtpu.*jax\[tpu\]=={jax.__version__}"):
+        topology.devices("v5e:4x4")
+
+
+@needs_libtpu
+def test_an_unknown_topology_is_one_message():
+    with pytest.raises(UserError, match=r"--topology=v9z:4x4: .*examples: v5e:4x4"):
+        topology.devices("v9z:4x4")
+
+
+def compiled(plan, name):
+    """Memory of the first large program whose name starts so."""
+    program = next(p for p in programs(plan) if p.lower is not None and p.name.startswith(name))
+    with topology.uncached():
+        return program.lower().compile().memory_analysis()
+
+
+SLICES = [("v5e:4x4", 16, 16), ("v5p:2x2x2", 8, 95)]
+"""Name, chips, and GiB of memory of each."""
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "chips", "memory"), SLICES)
+def test_the_tpu_compiler_takes_qwen2_5_3b_and_it_fits(name, chips, memory):
+    config = changed(scale_qwen2_5_3b.get_config(), mesh__fsdp=chips, critic="shared_trunk", credit__name="step_gae")
+    plan = make_plan(config, name)
+    learner, view = device_bytes(plan.state), device_bytes(plan.view)
+    for program in ("prefill", "decode", "score", "update (RL)"):
+        m = compiled(plan, program)
+        donated = device_bytes(plan.cache) if program in ("prefill", "decode") else 0
+        donated = learner if program.startswith("update") else donated
+        assert m.alias_size_in_bytes >= donated, program
+        beside = learner if program in ("prefill", "decode") else 0
+        total = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
+        assert total + beside < 0.95 * memory * 2**30, program
+    assert view >= 2 * 3.08e9 / 2  # bfloat16, on two devices
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("program", ["prefill", "decode"])
+def test_more_cache_needs_no_more_temporaries_on_a_tpu(program, tensor):
+    """Weights in another layout and scores of a prefill do not depend on the number of slots; a copied cache would."""
+    temporary, cache = [], []
+    for slots in (32, 64):
+        config = changed(scale_qwen2_5_3b.get_config(), rollout__tensor=tensor, rollout__slots=slots, mesh__fsdp=4)
+        plan = make_plan(config, "v5e:2x2")
+        memory = compiled(plan, program)
+        cache.append(device_bytes(plan.cache))
+        temporary.append(memory.temp_size_in_bytes)
+        assert memory.alias_size_in_bytes >= cache[-1]
+    assert temporary[1] - temporary[0] < 0.1 * (cache[1] - cache[0])
+    assert program == "prefill" or temporary[1] < 0.1 * cache[1] + 2 * 3.1e9 / tensor
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize(("preset", "head_dim"), [("qwen2.5-0.5b", 64), ("qwen2.5-1.5b", 128)])
+def test_splash_attention_and_its_gradient_compile_for_a_tpu(preset, head_dim):
+    config = changed(scale_qwen2_5_3b.get_config(), policy__preset=preset, mesh__fsdp=2, mesh__tensor=2)
+    plan = make_plan(config, "v5e:2x2")
+    assert plan.policy.head_dim == head_dim
+    compiled(plan, "update (RL)")

@@ -1,0 +1,208 @@
+"""Every family computes the same on one device and on eight: logits, updates, sampled tokens; and splash attention."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+from examples import CONFIG, POLICY, example
+from schedules import MANY, Planned, all_ids, assert_exact
+
+from agentr1_jax.agents.session import Identity
+from agentr1_jax.learner.packing import batch_shapes
+from agentr1_jax.learner.update import init_state, make_optimizer, make_update
+from agentr1_jax.policy.attention import PackedRows, grouped_attention, splash_attention
+from agentr1_jax.policy.attention_check import check_attention
+from agentr1_jax.policy.config import RopeScaling
+from agentr1_jax.policy.decoder import Decoder, head_kernel
+from agentr1_jax.policy.params import cast_for_compute, init_params
+from agentr1_jax.policy.sharding import ROWS, fit, shardings
+from agentr1_jax.rollout.cache import cache_shape
+from agentr1_jax.rollout.engine import Engine, EngineConfig
+from agentr1_jax.rollout.runner import run_groups
+from agentr1_jax.runtime.mesh import global_batch
+from experiments import topology
+
+STRETCHED = RopeScaling("llama3", factor=8.0, low_frequency=1.0, high_frequency=4.0, original_positions=32)
+FAMILIES = {
+    "qwen2.5": dataclasses.replace(POLICY, qkv_bias=True),
+    "qwen3": dataclasses.replace(POLICY, qk_norm=True, head_dim=8, remat="dots"),
+    "llama3": dataclasses.replace(POLICY, rope_scaling=STRETCHED, tied=False, remat="full"),
+}
+CASES = [(family, (2, 2, 2)) for family in FAMILIES] + [("qwen2.5", (2, 1, 4))]  # of 2 key heads, on 4 devices
+LOSS = dataclasses.replace(CONFIG, clip="none")  # The example's ratios are of another policy, near no edge of a clip.
+RATE = 1024.0
+"""Of the update without Adam: so large that the old parameters do not round the gradient away."""
+
+
+@functools.cache
+def parameters(family):
+    """Random, with biases and a value head that are not 0."""
+    shapes = jax.eval_shape(lambda: init_params(FAMILIES[family], jax.random.key(0), critic="shared_trunk"))
+    rng = np.random.default_rng(0)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: jnp.asarray((path[-1].key == "scale") + 0.2 * rng.normal(size=x.shape), x.dtype), shapes
+    )
+
+
+@functools.cache
+def logits(family, shape):
+    policy, mesh = FAMILIES[family], tiny.mesh(*shape)
+    tokens = np.random.default_rng(0).integers(0, policy.vocab_size, (8, 48)).astype(np.int32)
+
+    @jax.jit
+    def forward(params, tokens):
+        position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        memory = PackedRows(jnp.full(tokens.shape, tokens.shape[1]), policy.attention, mesh)
+        hidden, _ = Decoder(policy, mesh).apply({"params": params}, tokens, position, memory)
+        return hidden @ head_kernel(params)
+
+    params = parameters(family)["decoder"]
+    params = jax.device_put(params, shardings(params, mesh))
+    return np.asarray(forward(params, jax.device_put(tokens, fit((ROWS, None), tokens.shape, mesh))))
+
+
+@functools.cache
+def moved(family, shape, adam):
+    """What one update changes, as one vector."""
+    mesh = tiny.mesh(*shape)
+    optimizer = optax.identity()
+    if adam:
+        optimizer = make_optimizer(name="adamw", max_grad_norm=1.0, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
+    old = parameters(family)
+    state = init_state(jax.tree.map(jnp.copy, old), optimizer)
+    layout = shardings(state, mesh)
+    update = make_update(FAMILIES[family], LOSS, optimizer, layout)
+    batch = global_batch(example().batch(microbatches=2, rows=8), mesh)
+    rates = dict.fromkeys(old, np.float32(1e-3 if adam else RATE))
+    state, _ = update(jax.device_put(state, layout), {}, batch, np.int32(2), rates)
+    assert int(state.updates) == 1
+    change = jax.tree.map(lambda new, old: np.ravel(np.asarray(new, np.float64) - np.asarray(old)), state.params, old)
+    return np.concatenate(jax.tree.leaves(change))
+
+
+@pytest.mark.parametrize(("family", "shape"), CASES)
+def test_logits_agree_on_one_and_on_eight_devices(family, shape):
+    one, eight = logits(family, (1, 1, 1)), logits(family, shape)
+    assert np.abs(one).max() > 0.5
+    np.testing.assert_allclose(eight, one, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("family", "shape"), CASES)
+@pytest.mark.parametrize(("adam", "relative"), [(False, 1e-5), (True, 1e-2)])
+def test_one_update_agrees_on_one_and_on_eight_devices(family, shape, adam, relative):
+    one, eight = moved(family, (1, 1, 1), adam), moved(family, shape, adam)
+    assert np.linalg.norm(one) > 0.01
+    assert np.linalg.norm(one - eight) <= relative * np.linalg.norm(one)
+
+
+@functools.cache
+def greedy(policy, shape):
+    """What an engine on such a mesh samples greedily for `MANY`."""
+    mesh = tiny.mesh(*shape)
+    config = EngineConfig(
+        slots=8, length=128, decode_chunk=4, prefill_rows=2, prefill_lengths=(16,), live_lengths=(48, 128)
+    )
+    engine = Engine(policy, config, mesh)
+    params = cast_for_compute(policy, tiny.decoder_params(policy))
+    names = [[Identity(f"t/{i}", i, 0, "planned", 1000 + i)] for i in range(len(MANY))]
+    return run_groups(
+        engine,
+        jax.device_put(params, shardings(params, mesh)),
+        Planned(),
+        MANY,
+        names,
+        temperature=0.0,
+        policy_version=0,
+    )
+
+
+THREE_KEY_HEADS = dataclasses.replace(tiny.POLICY, heads=6, kv_heads=3, qk_norm=True, tied=False)
+
+
+@pytest.mark.parametrize(
+    ("policy", "shape", "cached"),
+    [(tiny.POLICY, (2, 1, 4), 4), (tiny.POLICY, (4, 1, 2), 2), (THREE_KEY_HEADS, (4, 1, 2), 6)],
+)
+def test_greedy_tokens_agree_whether_heads_are_shared_by_devices_or_not(policy, shape, cached):
+    assert cache_shape(policy, 8, 128, shape[2])[3] == cached, "each device holds the key heads of its query heads"
+    spread = greedy(policy, shape)
+    assert all_ids(spread) == all_ids(greedy(policy, (1, 1, 1)))
+    assert_exact(spread, temperature=0.0, policy=policy)
+
+
+@pytest.mark.slow
+def test_an_update_of_28_layers_compiles_about_as_fast_as_one_of_4():
+    def seconds(layers):
+        policy = dataclasses.replace(FAMILIES["qwen2.5"], layers=layers, remat="full")
+        optimizer = make_optimizer(name="adamw", max_grad_norm=1.0, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
+        state = jax.eval_shape(lambda: init_state(init_params(policy, jax.random.key(0)), optimizer))
+        update = make_update(policy, LOSS, optimizer, shardings(state, tiny.mesh()))
+        batch = batch_shapes(microbatches=2, rows=4, row_tokens=64, row_reads=32, critic=False)
+        started = time.perf_counter()
+        update.lower(state, {}, batch, np.int32(1), {"decoder": np.float32(1)}).compile()
+        return time.perf_counter() - started
+
+    with topology.uncached():
+        seconds(3)  # What is loaded once.
+        times = {layers: min(seconds(layers) for _ in range(3)) for layers in (4, 28)}
+    assert times[28] <= 1.5 * times[4], times
+
+
+def packed_chains(rng, heads, kv_heads, dim, length):
+    """Query, key and value of two rows, and where the segment of each token ends; the second row ends in padding."""
+    shapes = [(2, length, n, dim) for n in (heads, kv_heads, kv_heads)]
+    inputs = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+    edges = [(0, 100, 180, length), (0, 60, 200, 210)]
+    ends = np.broadcast_to(np.arange(1, length + 1), (2, length)).copy()
+    for row, edge in zip(ends, edges, strict=True):
+        for start, end in zip(edge[:-1], edge[1:], strict=True):
+            row[start:end] = end
+    return inputs, jnp.asarray(ends, jnp.int32)
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (2, 2)])
+def test_splash_equals_dense_attention_on_packed_chains_with_its_gradient(heads):
+    rng = np.random.default_rng(0)
+    inputs, ends = packed_chains(rng, *heads, dim=64, length=256)
+    weight = jnp.asarray(rng.normal(size=inputs[0].shape), jnp.float32)
+    index = jnp.arange(256)
+    visible = (index[None, None, :] <= index[None, :, None]) & (index[None, :, None] < ends[:, None, :])
+
+    def splash(*x):
+        out = splash_attention(*x, ends, None, interpret=True)
+        return (out * weight).sum(), out
+
+    def dense(*x):
+        out = grouped_attention(*x, visible)
+        return (out * weight).sum(), out
+
+    with jax.default_matmul_precision("highest"):
+        (grads, out), (expected_grads, expected) = (
+            jax.jit(jax.grad(f, argnums=(0, 1, 2), has_aux=True))(*inputs) for f in (splash, dense)
+        )
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        assert np.abs(expected_grad).max() > 0.1
+        np.testing.assert_allclose(grad, expected_grad, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "row_tokens", "message"),
+    [
+        ({"attention": "splash"}, 256, "attention=splash needs a TPU, and the devices here are of platform 'cpu'"),
+        ({"attention": "cudnn", "dtype": "bfloat16"}, 256, "attention=cudnn needs an NVIDIA GPU"),
+    ],
+)
+def test_attention_that_the_devices_do_not_have_is_refused(changes, row_tokens, message):
+    policy = dataclasses.replace(POLICY, **changes)
+    with pytest.raises(ValueError, match=f"{message}.*policy.attention=xla works everywhere"):
+        check_attention(policy, tiny.mesh(), row_tokens, "chains")
+    check_attention(POLICY, tiny.mesh(), row_tokens, "chains")
