@@ -169,6 +169,8 @@ def test_the_tpu_compiler_takes_qwen2_5_3b_and_it_fits(name, chips, memory):
         donated = device_bytes(plan.cache) if program in ("prefill", "decode") else 0
         donated = learner if program.startswith("update") else donated
         assert m.alias_size_in_bytes >= donated, program
+        if program == "decode":
+            assert m.temp_size_in_bytes < 0.1 * device_bytes(plan.cache)
         beside = learner if program in ("prefill", "decode") else 0
         total = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
         assert total + beside < 0.95 * memory * 2**30, program
