@@ -89,6 +89,9 @@ class Budget:
         the cut text like any other action.
       final_answer_step: when the steps run out without an answer, one forced step more, whose observation asks for
         the answer.
+      step_seconds: of one step, from its prompt to what comes back, waiting for a slot included; then the outcome is
+        `time_limit`, and the step that was under way is left out. None for no limit.
+      trajectory_seconds: of one trajectory, likewise.
     """
 
     max_steps: int
@@ -98,11 +101,17 @@ class Budget:
     trajectory_tokens: int
     on_response_cut: Literal["end", "continue"] = "end"
     final_answer_step: bool = False
+    step_seconds: float | None = None
+    trajectory_seconds: float | None = None
 
     def __post_init__(self) -> None:
         for field in ("max_steps", "response_tokens", "observation_tokens", "context_tokens", "trajectory_tokens"):
             if getattr(self, field) < 1:
                 raise ValueError(f"budget.{field} is {getattr(self, field)}; it must be at least 1")
+        for field in ("step_seconds", "trajectory_seconds"):
+            seconds = getattr(self, field)
+            if seconds is not None and not seconds > 0:
+                raise ValueError(f"budget.{field} is {seconds}; it must be positive, or None for no limit")
         if self.response_tokens >= self.context_tokens:
             raise ValueError(
                 f"budget.response_tokens ({self.response_tokens}) leaves no room for a prompt within "

@@ -18,6 +18,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.control_seconds = 480.0  # training time of a control run, in seconds
     c.checkpoint_every = 10  # RL batches between checkpoints (100 updates in the warm start)
     c.checkpoints_kept = 2  # newest checkpoints kept
+    c.profile_updates = ""  # "a:b" writes a jax.profiler trace of RL batches a to b-1 to the run's folder
     c.compilation_cache = "~/.cache/agentr1_jax"  # persistent cache of compiled programs; "" for none
 
     c.task = ConfigDict()
@@ -37,6 +38,15 @@ def get_config() -> ml_collections.ConfigDict:
     c.task.data_dir = ""  # multihop: folder of the data; "" reads AGENTR1_DATA, then ../shared/data
     c.task.datasets = ("hotpotqa", "2wikimultihopqa")  # multihop: whose questions and passages
     c.task.corpus = "full"  # multihop: full | mini
+
+    c.tools = ConfigDict()  # limits of every tool call; 0 for none
+    c.tools.seconds = 30.0  # of a call
+    c.tools.attempts = 3  # of a call that fails for no fault of the policy
+    c.tools.backoff = 0.5  # seconds before the second attempt; doubles
+    c.tools.calls = 64  # calls of a tool at once, in each process
+    c.tools.batch = 32  # calls in one batch, of a tool that takes batches
+    c.tools.batch_milliseconds = 2.0  # a batch waits for others
+    c.tools.characters = 20_000  # of a result; what exceeds them is cut
 
     c.tokenizer = ConfigDict()
     c.tokenizer.path = ""  # Hugging Face folder or hub id, or SentencePiece *.model; "" trains one; {data}: data folder
@@ -70,6 +80,8 @@ def get_config() -> ml_collections.ConfigDict:
     c.budget.trajectory_tokens = 4096
     c.budget.on_response_cut = "end"  # end | continue
     c.budget.final_answer_step = False
+    c.budget.step_seconds = placeholder(float)  # none unless set
+    c.budget.trajectory_seconds = placeholder(float)
     c.context = "append"  # append | window(k)
 
     c.rollout = ConfigDict()
@@ -77,11 +89,21 @@ def get_config() -> ml_collections.ConfigDict:
     c.rollout.samples = 8  # trajectories per row
     c.rollout.temperature = 1.0  # of sampling, and of the learner's log-probs
     c.rollout.tensor = 1  # devices that share the heads of one slot; the others of a process share the slots
+    c.rollout.top_k = 0  # samples among so many likeliest ids; 0 for all
+    c.rollout.top_p = 1.0  # samples among the likeliest ids of this mass
     c.rollout.slots = 64  # trajectories decoded together by each process
+    c.rollout.parking = 16  # further lines of the cache, for trajectories whose tool is at work
     c.rollout.decode_chunk = 8  # most tokens between two looks of the host
-    c.rollout.prefill_rows = 16  # slots prefilled in one call, per device
-    c.rollout.prefill_lengths = (32, 128)  # buckets of new tokens per slot and call
-    c.rollout.live_lengths = (256, 512)  # buckets of cache length that attention reads; the last is the cache's length
+    c.rollout.leave_after = 1  # a chunk ends early once so many responses have ended; 0: never
+    c.rollout.fetch_lag = 0  # chunks by which the host's look lags behind: 0 | 1
+    c.rollout.prefill_width = 16  # tokens of a row of a prefill call
+    c.rollout.prefill_rows = (8, 32)  # buckets of rows of a prefill call, per device
+    c.rollout.length = 512  # tokens a line of the cache holds
+    c.rollout.attention_block = 64  # positions that attention reads at once; small on a CPU, 512 and more elsewhere
+    c.rollout.reuse = "all"  # all | own | none: lines whose keys and values are used again, to compare
+    c.rollout.deterministic = False  # waits for all tools before each chunk: a resumed run is then equal bit for bit
+    c.rollout.attempts = 2  # of a trajectory that a tool or an environment failed; then it is dropped and counted
+    c.rollout.refills = 0  # most further groups sampled in a batch in place of those whose returns are all equal
 
     c.credit = ConfigDict()
     c.credit.name = "grpo"  # a scheme of agentr1_jax/credit

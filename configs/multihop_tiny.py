@@ -38,9 +38,11 @@ def get_config() -> ml_collections.ConfigDict:
     c.rollout.groups = 4
     c.rollout.samples = 4
     c.rollout.slots = 16
-    c.rollout.prefill_rows = 8
-    c.rollout.prefill_lengths = (64, 256)
-    c.rollout.live_lengths = (640, 1280)
+    c.rollout.parking = 4
+    c.rollout.prefill_width = 64
+    c.rollout.prefill_rows = (2, 8)
+    c.rollout.length = 1280
+    c.rollout.attention_block = 128
     c.learner.row_tokens = 1280
     c.learner.row_reads = 384
     c.learner.rows = 4

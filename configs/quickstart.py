@@ -28,8 +28,8 @@ def get_config() -> ml_collections.ConfigDict:
     c.budget.response_tokens = 40
     c.budget.observation_tokens = 120
     c.budget.context_tokens = 320
-    c.rollout.prefill_lengths = (40, 64)  # first prompts have up to 40 tokens, a call and its result up to 60
-    c.rollout.live_lengths = (160, 320)
+    c.rollout.parking = 0  # a search takes less than a millisecond
+    c.rollout.length = 320
     c.learner.row_tokens = 320
     c.learner.row_reads = 256
     c.learner.rows = 4

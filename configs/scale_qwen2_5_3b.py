@@ -41,9 +41,11 @@ def get_config() -> ml_collections.ConfigDict:
     c.rollout.samples = 8
     c.rollout.tensor = 2  # as many as there are key heads: each device holds one of them, and half of the weights
     c.rollout.slots = 64
-    c.rollout.prefill_rows = 4
-    c.rollout.prefill_lengths = (256, 1024)
-    c.rollout.live_lengths = (2048, 4096)
+    c.rollout.parking = 32
+    c.rollout.prefill_width = 128
+    c.rollout.prefill_rows = (4, 16)
+    c.rollout.length = 4096
+    c.rollout.attention_block = 1024
     c.learner.row_tokens = 4096
     c.learner.row_reads = 2048
     c.learner.rows = 16

@@ -34,13 +34,14 @@ from agentr1_jax.policy import weights
 from agentr1_jax.policy.config import DecoderConfig, Lora
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.policy.sharding import shardings
-from agentr1_jax.rollout.runner import run_groups
+from agentr1_jax.rollout.runner import Group, run_groups
+from agentr1_jax.rollout.sampling import Sampling
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.text.tokenizer import Tokenizer
 from agentr1_jax.text.tool_calls import extract_answer
-from agentr1_jax.trajectory import Outcome, Trajectory
+from agentr1_jax.trajectory import Outcome, Step, Trajectory
 from configs import base
 from experiments import build
 from experiments.export_hf import newest_policy, stored_config
@@ -74,13 +75,12 @@ def main(argv: Sequence[str]) -> None:
 
     console = Console(soft_wrap=True)
     show(console, "Question", row["question"])
-    (trajectory,) = run_groups(
+    ((trajectory,),) = run_groups(
         build.engine(config, policy, rollout_mesh),
         params,
         ShownAgent(agent, console),
-        [row],
-        [[Identity("ask", 0, 0, task.name, SEED.value)]],
-        temperature=TEMPERATURE.value,
+        [Group(row, [Identity("ask", 0, 0, task.name, SEED.value)])],
+        sampling=Sampling(TEMPERATURE.value),
         policy_version=0,
     )
     for label, text in conclusion(trajectory, row, tokenizer):
@@ -111,7 +111,8 @@ def for_one_trajectory(config: ml_collections.ConfigDict) -> None:
     config.mesh.tensor = 1
     config.rollout.tensor = math.gcd(config.rollout.tensor, devices)
     config.rollout.slots = devices // config.rollout.tensor
-    config.rollout.prefill_rows = 1
+    config.rollout.parking = 0
+    config.rollout.prefill_rows = config.rollout.prefill_rows[:1]
     if config.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.compilation_cache))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
@@ -185,6 +186,15 @@ class ShownSession:
         cut = "" if completion.finish_reason == "stop" else " (cut)"
         show(self._console, f"Agent{cut}", spoken(completion.ids, self._tokenizer))
         return completion
+
+    @property
+    def steps(self) -> Sequence[Step]:
+        """See `Session.steps`."""
+        return self._session.steps
+
+    def cut_off(self, *args: Any, **kwargs: Any) -> None:
+        """See `Session.cut_off`."""
+        self._session.cut_off(*args, **kwargs)
 
     def record(
         self,

@@ -36,7 +36,10 @@ from agentr1_jax.policy.params import (
 )
 from agentr1_jax.policy.presets import PRESETS
 from agentr1_jax.policy.sharding import shardings
-from agentr1_jax.rollout.engine import Engine, EngineConfig
+from agentr1_jax.rollout.config import EngineConfig
+from agentr1_jax.rollout.engine import Engine
+from agentr1_jax.rollout.runner import Limits
+from agentr1_jax.rollout.sampling import Sampling
 from agentr1_jax.runtime import checkpoint, processes
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime.errors import UserError
@@ -45,6 +48,8 @@ from agentr1_jax.text.chat import chat_format
 from agentr1_jax.text.sentencepiece import train_sentencepiece
 from agentr1_jax.text.tokenizer import Tokenizer, load_tokenizer
 from agentr1_jax.text.tool_calls import call_tags
+from agentr1_jax.tools.limits import ToolLimits, wrapped
+from agentr1_jax.tools.meter import Meter
 from agentr1_jax.trajectory import Budget
 
 
@@ -53,16 +58,18 @@ def learner_mesh(config: ml_collections.ConfigDict, devices: Sequence[jax.Device
     return meshes.learner_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, devices)
 
 
-def task(config: ml_collections.ConfigDict) -> Task:
-    """The task that `config.task` names."""
+def task(config: ml_collections.ConfigDict, meter: Meter | None = None) -> Task:
+    """The task that `config.task` names; `meter` counts what its tools do."""
     c = config.task
     try:
+        wrap = functools.partial(wrapped, limits=ToolLimits(**config.tools.to_dict()), meter=meter or Meter())
         if c.name == "hopworld":
             return HopWorldTask(
                 top_k=c.top_k,
                 questions_per_world=c.questions_per_world,
                 flaws=c.flaws.to_dict(),
                 reward_weights=c.rewards.to_dict(),
+                wrap=wrap,
             )
         if c.name == "multihop":
             return MultihopTask(
@@ -72,6 +79,7 @@ def task(config: ml_collections.ConfigDict) -> Task:
                 top_k=c.top_k,
                 reward_weights=c.rewards.to_dict(),
                 seed=config.seed,
+                wrap=wrap,
             )
     except (ValueError, FileNotFoundError) as error:
         raise UserError(str(error)) from error
@@ -188,12 +196,28 @@ def engine_config(config: ml_collections.ConfigDict) -> EngineConfig:
     c = config.rollout
     return EngineConfig(
         slots=c.slots,
-        length=c.live_lengths[-1],
+        parking=c.parking,
+        length=c.length,
         decode_chunk=c.decode_chunk,
-        prefill_rows=c.prefill_rows,
-        prefill_lengths=tuple(c.prefill_lengths),
-        live_lengths=tuple(c.live_lengths),
+        leave_after=c.leave_after,
+        fetch_lag=c.fetch_lag,
+        prefill_width=c.prefill_width,
+        prefill_rows=tuple(c.prefill_rows),
+        attention_block=c.attention_block,
+        reuse=c.reuse,
+        deterministic=c.deterministic,
     )
+
+
+def sampling(config: ml_collections.ConfigDict) -> Sampling:
+    """The distribution that training samples from."""
+    return Sampling(config.rollout.temperature, config.rollout.top_k, config.rollout.top_p)
+
+
+def limits(config: ml_collections.ConfigDict) -> Limits:
+    """When the runner gives up on a trajectory: well after an agent that keeps to its budget has given up itself."""
+    seconds = config.budget.trajectory_seconds
+    return Limits(config.rollout.attempts, None if seconds is None else 2 * seconds)
 
 
 def engine(config: ml_collections.ConfigDict, policy: DecoderConfig, mesh: Mesh) -> Engine:

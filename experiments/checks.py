@@ -41,6 +41,7 @@ def check(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | Non
         scheme, _ = get_scheme(config.credit.name, build.credit_args(config))
         build.loss_config(config)
         build.engine_config(config)
+        build.limits(config)
     except ValueError as error:
         raise UserError(str(error)) from error
     choices: dict[str, tuple[str, Sequence[str]]] = {
@@ -54,8 +55,25 @@ def check(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | Non
             raise UserError(f"unknown {key} {value!r}; choose one of {', '.join(known)}")
     if scheme.needs_critic and config.critic == "none":
         raise UserError(f"credit scheme {scheme.name!r} needs a critic; set config.critic=shared_trunk")
+    _check_sampling(config)
     _check_lengths(config)
     _check_placement(config, jax.devices() if devices is None else devices)
+
+
+def _check_sampling(config: ml_collections.ConfigDict) -> None:
+    """The learner can compute the log-probs of what was sampled."""
+    sampling = build.sampling(config)
+    if sampling.fault():
+        raise UserError(f"rollout.{sampling.fault()}")
+    if sampling.temperature == 0:
+        raise UserError("rollout.temperature is 0: greedy samples of a group are all the same, and nothing is learned")
+    if sampling.top_k or sampling.top_p < 1:
+        raise UserError(
+            f"rollout.top_k is {sampling.top_k} and rollout.top_p is {sampling.top_p}: the learner cannot compute "
+            "log-probs of a distribution without its tail; train with 0 and 1"
+        )
+    if config.rollout.refills < 0:
+        raise UserError(f"rollout.refills is {config.rollout.refills}; it must not be negative")
 
 
 def _check_lengths(config: ml_collections.ConfigDict) -> None:
@@ -65,10 +83,10 @@ def _check_lengths(config: ml_collections.ConfigDict) -> None:
             f"learner.row_tokens ({config.learner.row_tokens}) is less than budget.context_tokens "
             f"({config.budget.context_tokens}): a step would not fit a row"
         )
-    if config.rollout.live_lengths[-1] < config.budget.context_tokens:
+    if config.rollout.length < config.budget.context_tokens:
         raise UserError(
-            f"the last of rollout.live_lengths ({config.rollout.live_lengths[-1]}) is less than "
-            f"budget.context_tokens ({config.budget.context_tokens}): a step would not fit the cache"
+            f"rollout.length ({config.rollout.length}) is less than budget.context_tokens "
+            f"({config.budget.context_tokens}): a step would not fit the cache"
         )
     steps = config.budget.max_steps + config.budget.final_answer_step
     reads = min(config.budget.context_tokens, steps * config.budget.response_tokens) + 1

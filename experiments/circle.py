@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import ml_collections
@@ -22,12 +22,15 @@ from agentr1_jax.learner import fill, packing
 from agentr1_jax.learner.update import LearnerState, Scores
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
-from agentr1_jax.rollout.engine import Counters, Engine
-from agentr1_jax.rollout.runner import run_groups
+from agentr1_jax.rollout.counters import Counters
+from agentr1_jax.rollout.engine import Engine
+from agentr1_jax.rollout.runner import Group, run_groups, signal
+from agentr1_jax.rollout.sampling import Sampling
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime import processes
 from agentr1_jax.runtime.seeds import generator
 from agentr1_jax.text.tokenizer import Tokenizer
+from agentr1_jax.tools.meter import Meter
 from agentr1_jax.trajectory import POLICIES, Trajectory
 from experiments import build
 
@@ -41,6 +44,7 @@ class Run:
     Attributes:
       frozen: parameters that LoRA does not train; empty without it.
       view: (trained, frozen parameters) -> the policy's on the rollout mesh.
+      tools: counts what tools do.
     """
 
     config: ml_collections.ConfigDict
@@ -52,6 +56,7 @@ class Run:
     engine: Engine
     learner_mesh: Mesh
     view: Callable[[Params, Params], Params]
+    tools: Meter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,23 +104,53 @@ def roll_out(
     visits: Sequence[int],
     *,
     samples: int,
-    temperature: float,
+    sampling: Sampling,
     version: int,
-) -> list[Trajectory]:
-    """This process's share of the groups with the given running indices, sampled by its engine."""
-    groups = build.dealt(len(visits))
-    own = [visits[g] for g in groups]
-    rows = [run.task.row(split, visit) for visit in own]
-    names = build.identities(run.task, run.config.seed, phase, groups, own, samples)
-    return run_groups(
+    refills: Sequence[int] = (),
+) -> tuple[list[Trajectory], list[Trajectory]]:
+    """This process's share of the groups with the given running indices, sampled by its engine.
+
+    Args:
+      run: the run's parts.
+      params: of the learner.
+      phase: part of the names of the trajectories, and of their seeds.
+      split: whose rows.
+      visits: running indices of the groups.
+      samples: of each group.
+      sampling: the distribution of responses.
+      version: of the policy.
+      refills: running indices of groups to sample in place of those without signal; this process takes its share of
+        them, in order, as far as it needs.
+
+    Returns:
+      trajectories sorted by (group, sample), and those of groups without signal where there are refills.
+    """
+    places = build.dealt(len(visits))
+    spare = [len(visits) + i for i in build.dealt(len(refills))]
+    everywhere = [*visits, *refills]
+
+    def groups() -> Iterator[Group]:
+        for place in (*places, *spare):
+            visit = everywhere[place]
+            (names,) = build.identities(run.task, run.config.seed, phase, [place], [visit], samples)
+            yield Group(run.task.row(split, visit), names)
+
+    complete = run_groups(
         run.engine,
         run.view(params, run.frozen),
         run.agent,
-        rows,
-        names,
-        temperature=temperature,
+        groups(),
+        sampling=sampling,
         policy_version=version,
+        wanted=len(places),
+        keep=signal if refills else lambda group: True,
+        limits=build.limits(run.config),
     )
+    kept: list[Trajectory] = []
+    dull: list[Trajectory] = []
+    for group in sorted(complete, key=lambda group: group[0].group):
+        (kept if not refills or signal(group) else dull).extend(group)
+    return kept, dull
 
 
 def evaluate(
@@ -126,8 +161,9 @@ def evaluate(
     Returns:
       means over all processes, and the trajectories of this one.
     """
-    trajectories = roll_out(
-        run, params, phase, run.config.eval.split, range(questions), samples=1, temperature=temperature, version=version
+    sampling, split = Sampling(temperature), run.config.eval.split
+    trajectories, _ = roll_out(
+        run, params, phase, split, range(questions), samples=1, sampling=sampling, version=version
     )
     return means(trajectories), trajectories
 
@@ -341,13 +377,17 @@ def _credit(run: Run, learner: Learner, streams: flat.Streams) -> tuple[np.ndarr
     return credit.advantages[:k], credit.value_targets[:k], credit.value_mask[:k]
 
 
-def engine_metrics(counters: Counters) -> dict[str, float]:
-    """The engine's counters as metrics; rates of this process."""
+def rollout_metrics(counters: Counters, tools: Meter) -> dict[str, float]:
+    """What engine and tools did, as metrics of this process."""
     return {
-        "rollout/occupancy": counters.decode_tokens / max(counters.decode_slot_steps, 1),
+        **tools.metrics(),
+        "rollout/occupancy": counters.occupancy,
+        "rollout/occupancy_while_waiting": counters.occupancy_while_waiting,
+        "rollout/host_share": counters.host_share,
         "rollout/prefill_tokens": float(counters.prefill_tokens),
         "rollout/prefill_saved": float(counters.prefill_tokens_saved),
         "rollout/prefill_padded": float(counters.prefill_tokens_padded),
+        "rollout/moved_tokens": float(counters.moved_tokens),
         "time/decode_tokens": float(counters.decode_tokens),
         "time/rollout": counters.seconds,
         "time/decode": counters.decode_seconds,

@@ -22,6 +22,7 @@ class Position:
     Attributes:
       phase: `warm_start`, `rl` or `done`: the phase that comes next.
       update: updates (batches) of that phase which are done.
+      visits: running index of the next group of task rows.
       first_checkpoint: number of the checkpoint at update 0 of that phase.
       metrics_index: index of the next record of metrics.jsonl.
       seconds: time spent so far, set-up included.
@@ -32,6 +33,7 @@ class Position:
 
     phase: str = "warm_start"
     update: int = 0
+    visits: int = 0
     first_checkpoint: int = 0
     metrics_index: int = 0
     seconds: float = 0.0

@@ -23,7 +23,9 @@ from agentr1_jax.policy.params import init_decoder
 from agentr1_jax.policy.presets import PRESETS
 from agentr1_jax.policy.sharding import shardings
 from agentr1_jax.rollout.cache import cache_sharding, empty_cache
-from agentr1_jax.rollout.engine import Engine, idle_slots
+from agentr1_jax.rollout.device import MOVES
+from agentr1_jax.rollout.engine import Engine
+from agentr1_jax.rollout.programs import idle_slots
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime.checkpoint import abstract
 from experiments import build, checks, topology
@@ -91,7 +93,9 @@ def make_plan(config: ml_collections.ConfigDict, topology_name: str = "") -> Pla
     view = jax.eval_shape(functools.partial(build.rollout_params, policy), state.params, frozen)
     engine = build.engine(config, policy, rollout_mesh)
     c, tensor = engine.config, config.rollout.tensor
-    cache = jax.eval_shape(functools.partial(empty_cache, policy, c.slots, c.length, tensor))
+    cache = jax.eval_shape(
+        functools.partial(empty_cache, policy, c.lines(rollout_mesh.shape["data"]), c.length, tensor)
+    )
     return Plan(
         config=config,
         policy=policy,
@@ -202,23 +206,20 @@ def programs(plan: Plan) -> Iterator[Program]:
 
 def _engine_programs(plan: Plan) -> Iterator[Program]:
     c, shards = plan.engine.config, plan.rollout_mesh.shape["data"]
-    run: Any = plan.engine.programs
+    run: Any = plan.engine.device.programs
     slots = idle_slots(c)
-    yield Program("empty cache", f"{c.slots} slots x {c.length} tokens")
-    for width, live in c.prefill_buckets:
-        tokens = jax.ShapeDtypeStruct((shards * c.prefill_rows, width), jnp.int32)
-        slot = jax.ShapeDtypeStruct(tokens.shape[:1], jnp.int32)
-        prefill = functools.partial(run.prefill.lower, plan.view, plan.cache, tokens, slot, tokens, live=live)
-        largest = (width, live) == c.prefill_buckets[-1]
+    ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    yield Program("empty cache", f"{c.lines(shards)} lines x {c.length} tokens: {c.slots} slots, {c.parking} parked")
+    for rows in c.prefill_rows:
+        tokens, lines = ints((shards * rows, c.prefill_width)), ints((shards * rows,))
+        prefill = functools.partial(run.prefill.lower, plan.view, plan.cache, tokens, lines, lines)
+        largest = rows == c.prefill_rows[-1]
         yield Program(
-            f"prefill {width} of {live}",
-            f"{tokens.shape[0]} rows x {width} tokens, attends to {live}",
-            prefill if largest else None,
+            f"prefill {rows}", f"{shards * rows} rows x {c.prefill_width} tokens", prefill if largest else None
         )
-    for live in c.live_lengths:
-        decode = functools.partial(run.decode.lower, plan.view, plan.cache, slots, live=live)
-        yield Program(
-            f"decode {live}",
-            f"{c.slots} slots x {c.decode_chunk} tokens, attends to {live}",
-            decode if live == c.length else None,
-        )
+    patch = slots, np.zeros(c.slots, bool), ints((shards,))
+    decode = functools.partial(run.decode.lower, plan.view, plan.cache, slots, *patch)
+    yield Program("decode", f"{c.slots} slots x {c.decode_chunk} tokens", decode)
+    moves = ints((shards * MOVES,))
+    copy = functools.partial(run.copy.lower, plan.cache, moves, moves, ints((shards,)))
+    yield Program("copy", f"{shards * MOVES} lines", copy)

@@ -22,7 +22,6 @@ from rich.console import Console
 from agentr1_jax import report
 from agentr1_jax.credit import get_scheme
 from agentr1_jax.learner.update import LearnerState, make_score, make_update
-from agentr1_jax.rollout.engine import Counters
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime import processes
@@ -32,6 +31,7 @@ from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.runtime.metrics import MetricsWriter, read_metrics
 from agentr1_jax.runtime.progress import progress
 from agentr1_jax.runtime.seeds import generator
+from agentr1_jax.tools.meter import Meter
 from agentr1_jax.trajectory import Trajectory, read_jsonl, write_jsonl
 from experiments import build, checks, circle, dry_run
 from experiments.circle import Learner, Run
@@ -117,7 +117,8 @@ def set_up(config: ml_collections.ConfigDict) -> Run:
     if config.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.compilation_cache))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    task = build.task(config)
+    tools = Meter()
+    task = build.task(config, tools)
     processes.barrier("checked")
     owner = processes.process_index() == 0 and not resumes
     try:
@@ -137,7 +138,7 @@ def set_up(config: ml_collections.ConfigDict) -> Run:
         raise
     if owner:
         configs.write_config(config.run_dir, config)
-    return Run(config, task, tokenizer, agent, policy, frozen, engine, learner_mesh, view)
+    return Run(config, task, tokenizer, agent, policy, frozen, engine, learner_mesh, view, tools)
 
 
 def warm_start(run: Run, journal: Journal, learner: Learner, state: LearnerState) -> LearnerState:
@@ -189,19 +190,23 @@ def reinforce(run: Run, journal: Journal, learner: Learner, state: LearnerState)
     with progress("rl", position.update, config.updates, first) as show:
         for update in range(position.update, config.updates):
             compiled = journal.compiles.count
-            run.engine.counters = Counters()
-            visits = range(update * c.groups, (update + 1) * c.groups)
-            trajectories = circle.roll_out(
+            run.engine.fresh_counters()
+            run.tools.reset()
+            visits = range(position.visits, position.visits + c.groups)
+            trajectories, dull = circle.roll_out(
                 run,
                 state.params,
                 "rl",
                 "train",
                 visits,
                 samples=c.samples,
-                temperature=c.temperature,
+                sampling=build.sampling(config),
                 version=update,
+                refills=range(visits.stop, visits.stop + c.refills),
             )
-            rollout = circle.engine_metrics(run.engine.counters)
+            refilled = max(processes.all_gather_json(refills_used(trajectories + dull, c.groups)))
+            position.visits = visits.stop + refilled
+            rollout = circle.rollout_metrics(run.engine.counters, run.tools)
             warm = min(1.0, (update + 1) / max(config.optimizer.warmup, 1))
             rates = {"decoder": config.optimizer.lr * warm} | dict.fromkeys(
                 ("value", "critic"), config.optimizer.value_lr
@@ -209,8 +214,10 @@ def reinforce(run: Run, journal: Journal, learner: Learner, state: LearnerState)
             rates = {part: rates[part] for part in state.params}
             state, record, trajectories = circle.learn(run, learner, state, trajectories, rates)
             position.update = update + 1
+            trajectories += dull
             write_trajectories(run, f"rl_{update:06d}", trajectories)
             sampled = circle.means(trajectories)
+            record["batch/refills"] = float(refilled)
             record |= rollout | {f"rollout/{key}": value for key, value in sampled.items()}
             record["learner/lr"] = rates["decoder"]
             journal.metrics.write({"phase": "rl", "update": position.update, **record})
@@ -230,6 +237,11 @@ def reinforce(run: Run, journal: Journal, learner: Learner, state: LearnerState)
             warmed_up = True
             journal.save_if_due(state, config.checkpoint_every)
     return state
+
+
+def refills_used(trajectories: Sequence[Trajectory], groups: int) -> int:
+    """How far this process went into the refills of a batch of so many groups."""
+    return max(0, *(t.group - groups + 1 for t in trajectories), 0)
 
 
 def tokens_per_second(record: dict[str, float]) -> str:

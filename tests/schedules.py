@@ -13,28 +13,31 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from agentr1_jax.agents.session import Identity
-from agentr1_jax.rollout.engine import Counters, Engine, EngineConfig
-from agentr1_jax.rollout.runner import run_groups
+from agentr1_jax.rollout.config import EngineConfig
+from agentr1_jax.rollout.engine import Engine
+from agentr1_jax.rollout.runner import Group, Limits, run_groups
+from agentr1_jax.rollout.sampling import Sampling
 from agentr1_jax.trajectory import Outcome
 
 POLICY = tiny.POLICY
 LENGTH = 128
 CONFIG = EngineConfig(
-    slots=3, length=LENGTH, decode_chunk=4, prefill_rows=2, prefill_lengths=(4, 16), live_lengths=(48, LENGTH)
+    slots=3, parking=2, length=LENGTH, decode_chunk=4, prefill_width=8, prefill_rows=(1, 4), attention_block=32
 )
-PROGRAMS = 6
+PROGRAMS = 4
+ONCE = Limits()
 
 
-def engine_of(slots: int, devices: int = 1) -> tuple[Engine, object]:
-    """A compiled engine and parameters on its mesh; one for all tests."""
-    return _engine(slots, devices)
+def engine_of(slots: int, devices: int = 1, parking: int | None = None, **habits) -> tuple[Engine, object]:
+    """A compiled engine and parameters on its mesh; one for all tests. It parks as many as it decodes unless told."""
+    return _engine(slots, devices, slots if parking is None else parking, tuple(sorted(habits.items())))
 
 
 @functools.cache
-def _engine(slots: int, devices: int) -> tuple[Engine, object]:
+def _engine(slots: int, devices: int, parking: int, habits: tuple) -> tuple[Engine, object]:
     mesh = tiny.mesh(devices)
     params = jax.device_put(tiny.decoder_params(), NamedSharding(mesh, P()))
-    engine = Engine(POLICY, dataclasses.replace(CONFIG, slots=slots), mesh)
+    engine = Engine(POLICY, dataclasses.replace(CONFIG, slots=slots, parking=parking, **dict(habits)), mesh)
     assert engine.compile(params) == PROGRAMS
     return engine, params
 
@@ -61,17 +64,25 @@ class Planned:
         session.finish(Outcome.ENV_DONE)
 
 
-def sampled(rows, slots=3, temperature=1.0, devices=1, agent=None, order=None):
+def sampled(rows, slots=3, temperature=1.0, devices=1, agent=None, order=None, samples=1, limits=ONCE, **engine):
     """The trajectories of `rows`, keyed by the row's place, admitted in another order where one is given."""
-    engine, params = engine_of(slots, devices)
-    engine.counters = Counters()
+    engine, params = engine_of(slots, devices, **engine)
+    engine.fresh_counters()
     order = range(len(rows)) if order is None else order
-    names = [[Identity(f"t/{i}", i, 0, "planned", 1000 + i)] for i in order]
+    groups = [
+        Group(rows[i], [Identity(f"t/{i}", i, k, "planned", 1000 + i + 100 * k) for k in range(samples)]) for i in order
+    ]
     out = run_groups(
-        engine, params, agent or Planned(), [rows[i] for i in order], names, temperature=temperature, policy_version=0
+        engine,
+        params,
+        agent or Planned(),
+        groups,
+        sampling=Sampling(temperature),
+        policy_version=0,
+        limits=limits,
     )
-    assert [t.group for t in out] == sorted(order)
-    assert sorted(engine._free) == list(range(slots)) and not engine._open and not engine._waiting
+    out = sorted((t for group in out for t in group), key=lambda t: (t.group, t.sample))
+    assert [t.group for t in out] == [i for i in sorted(order) for _ in range(samples)]
     return out
 
 

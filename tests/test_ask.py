@@ -119,7 +119,7 @@ def test_weights_are_asked_in_their_own_shape():
     assert policy.pop("lora")["rank"] == 0 and policy.pop("dtype") == "bfloat16"
     assert {key for key, value in policy.items() if value} == {"param_dtype", "remat", "attention"}
     ask.for_one_trajectory(config)
-    assert config.rollout.slots * config.rollout.tensor == 8 and config.rollout.prefill_rows == 1
+    assert config.rollout.slots * config.rollout.tensor == 8 and config.rollout.parking == 0
 
 
 def asked(*arguments: object) -> subprocess.CompletedProcess:

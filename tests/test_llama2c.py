@@ -7,7 +7,9 @@ import pytest
 import tiny
 from checkpoints import check_equal, read
 
-from agentr1_jax.rollout.engine import Engine, EngineConfig
+from agentr1_jax.rollout.config import EngineConfig
+from agentr1_jax.rollout.engine import Engine
+from agentr1_jax.rollout.sampling import Sampling
 
 STORY = " Once upon a time, there was a little girl named Lily. She loved to play outside in the park."
 
@@ -35,13 +37,15 @@ def test_stories_are_told_without_a_cache(data_dir):
 def test_stories_are_told_by_the_engine(data_dir):
     folder = data_dir / "weights" / "stories260K"
     config, params = read(folder)
-    shapes = EngineConfig(slots=2, length=64, decode_chunk=8, prefill_rows=1, prefill_lengths=(8,), live_lengths=(64,))
+    shapes = EngineConfig(slots=2, length=64, decode_chunk=8, prefill_width=8, prefill_rows=(1,), attention_block=32)
     engine = Engine(config, shapes, tiny.mesh())
 
     async def story(prompt):
-        slot = await engine.acquire()
-        told = await engine.generate(slot, np.array(prompt), 40, temperature=0.0, key=np.zeros(2, np.uint32), stop=[])
-        engine.release(slot)
+        ticket = await engine.acquire()
+        told = await engine.generate(
+            ticket, np.array(prompt), 40, sampling=Sampling(0.0), key=np.zeros(2, np.uint32), stop=[]
+        )
+        engine.release(ticket)
         return [*prompt, *told.ids]
 
     (whole,) = engine.run(params, [story([1])])

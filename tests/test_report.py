@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentr1_jax.report import curves, inspector
+from agentr1_jax.report import curves, inspector, timeline
 from agentr1_jax.trajectory import Outcome, Step, Trajectory
 
 HOSTILE = (
@@ -162,13 +162,21 @@ def sample_set(words: Words) -> tuple[list[Trajectory], dict[str, list[np.ndarra
     return out, advantages
 
 
-def write_sample(path, curve_path) -> None:
+def write_sample(folder) -> None:
     """The page that people look at when they work on the inspector."""
     words = Words()
     trajectories, advantages = sample_set(words)
-    curves.plot_learning_curve(curve_path, [{"phase": "rl", "update": k, "rollout/em": k / 9} for k in range(10)])
+    curve_png, timeline_png = folder / "curve.png", folder / "timeline.png"
+    curves.plot_learning_curve(curve_png, [{"phase": "rl", "update": k, "rollout/em": k / 9} for k in range(10)])
+    states = ("prefill", "decode", "decode", "tool", "decode")
+    spans = [
+        {"slot": slot, "state": state, "start": k + slot / 9, "end": k + slot / 9 + 0.8}
+        for slot in range(8)
+        for k, state in enumerate(states[slot % 3 :])
+    ]
+    timeline.plot_timeline(timeline_png, spans, slots=8)
     inspector.write_report(
-        path,
+        folder / "report.html",
         trajectories,
         decode=words.decode,
         title="quickstart: HopWorld, seed 0",
@@ -186,7 +194,8 @@ def write_sample(path, curve_path) -> None:
             "recompiles_after_warmup": 0,
             "em_by_kind": {"bridge": 0.93, "comparison": 0.96, "yes_no": 1.0},
         },
-        curve_png=curve_path,
+        curve_png=curve_png,
+        timeline_png=timeline_png,
         advantages=advantages,
         config={"seed": 0, "updates": 40, "algo": {"credit": "step_gae", "clip": [0.2, 0.28]}, "note": HOSTILE},
         template_ids=words.added.values(),
@@ -209,8 +218,8 @@ class Tags(html.parser.HTMLParser):
 @pytest.fixture(scope="module")
 def page(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("report")
-    write_sample(folder / "report.html", folder / "curve.png")
-    assert sorted(p.name for p in folder.iterdir()) == ["curve.png", "report.html"]
+    write_sample(folder)
+    assert sorted(p.name for p in folder.iterdir()) == ["curve.png", "report.html", "timeline.png"]
     return (folder / "report.html").read_text("utf-8")
 
 
@@ -220,8 +229,8 @@ def test_page_makes_no_request_and_runs_one_script(page):
     links = [
         v for _, attributes in tags.seen for k, v in attributes.items() if k in ("src", "href", "action", "srcset")
     ]
-    assert len(links) == 1
-    assert links[0].startswith("data:image/png;base64,")
+    assert len(links) == 2
+    assert all(link.startswith("data:image/png;base64,") for link in links)
     assert [a.get("type") for tag, a in tags.seen if tag == "script"] == ["application/json", None]
     assert not [a for _, a in tags.seen for name in a if name.startswith("on")]
     assert not re.search(r"url\(|@import|innerHTML|insertAdjacentHTML|document\.write", page)
@@ -230,6 +239,19 @@ def test_page_makes_no_request_and_runs_one_script(page):
     policy = next(a["content"] for _, a in tags.seen if a.get("http-equiv") == "Content-Security-Policy")
     assert "default-src 'none'" in policy
     assert f"script-src 'sha256-{digest}'" in policy
+
+
+def test_pictures_are_shown_only_where_there_are_any(page, tmp_path):
+    images = re.findall(r'<img class="(\w+)" alt="[\w ]+" src="data:image/png;base64,([^"]+)">', page)
+    assert [kind for kind, _ in images] == ["curve", "timeline"]
+    assert all(base64.b64decode(data, validate=True).startswith(b"\x89PNG") for _, data in images)
+    assert images[0][1] != images[1][1]
+    assert len(re.findall(r"<h2>Decode slots over time</h2>\s*<p>One band for each slot", page)) == 1
+    inspector.write_report(tmp_path / "bare.html", [], decode=str, title="t", summary={})
+    bare = (tmp_path / "bare.html").read_text("utf-8")
+    assert "<img" not in bare
+    assert "Decode slots" not in bare
+    assert "<section class='slots'" not in bare
 
 
 def test_hostile_text_stays_text_and_survives(page):
@@ -355,7 +377,7 @@ def test_three_hundred_trajectories_stay_small_and_quick(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
 def test_a_browser_draws_the_page_and_nothing_hostile_runs(tmp_path):
-    write_sample(tmp_path / "report.html", tmp_path / "curve.png")
+    write_sample(tmp_path)
     page = (tmp_path / "report.html").read_text()
     uid = island(page)["trajectories"][-1]["uid"]
     address = f"{(tmp_path / 'report.html').as_uri()}#{urllib.parse.quote(uid, safe='')}"
@@ -380,4 +402,4 @@ def test_a_browser_draws_the_page_and_nothing_hostile_runs(tmp_path):
     assert "gold answer" in dom
     tags = Tags()
     tags.feed(re.sub(r"<script.*?</script>", "", dom, flags=re.DOTALL))
-    assert [tag for tag, _ in tags.seen if tag in ("img", "script")] == ["img"]
+    assert [tag for tag, _ in tags.seen if tag in ("img", "script")] == ["img", "img"]

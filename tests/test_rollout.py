@@ -18,8 +18,10 @@ from agentr1_jax.agents.context import context_rule
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity
 from agentr1_jax.envs.hopworld import HopWorldTask
-from agentr1_jax.rollout.engine import Engine, EngineConfig
-from agentr1_jax.rollout.runner import run_groups
+from agentr1_jax.rollout.config import EngineConfig
+from agentr1_jax.rollout.engine import Engine
+from agentr1_jax.rollout.runner import Group, run_groups
+from agentr1_jax.rollout.sampling import Sampling
 from agentr1_jax.text.chat import chat_format
 from agentr1_jax.text.sentencepiece import train_sentencepiece
 from agentr1_jax.text.tokenizer import load_tokenizer
@@ -115,10 +117,9 @@ def test_what_is_no_agents_fault_is_raised_and_the_engine_stays_usable():
 def test_each_finished_trajectory_is_reported_once():
     engine, params = engine_of(3)
     seen = []
-    names = [[Identity(f"t/{i}/{k}", i, k, "planned", 10 * i + k) for k in range(2)] for i in range(3)]
-    out = run_groups(
-        engine, params, Planned(), MANY[:3], names, temperature=1.0, policy_version=6, on_finish=seen.append
-    )
+    groups = [Group(MANY[i], [Identity(f"t/{i}/{k}", i, k, "planned", 10 * i + k) for k in range(2)]) for i in range(3)]
+    out = run_groups(engine, params, Planned(), groups, sampling=Sampling(), policy_version=6, on_finish=seen.append)
+    out = [t for group in sorted(out, key=lambda group: group[0].group) for t in group]
     assert [(t.group, t.sample) for t in out] == [(g, k) for g in range(3) for k in range(2)]
     assert sorted(t.uid for t in seen) == [t.uid for t in out]
     assert {s.policy_version for t in out for s in t.steps} == {6}
@@ -185,9 +186,7 @@ def test_fault_1_in_hopworld_trained_ids_are_the_sampled_ids(tmp_path):
     tokenizer = load_tokenizer(str(tmp_path / "hopworld.model"))
     chat = chat_format(tokenizer)
     policy = dataclasses.replace(tiny.POLICY, vocab_size=704)
-    config = EngineConfig(
-        slots=4, length=256, decode_chunk=8, prefill_rows=4, prefill_lengths=(64,), live_lengths=(256,)
-    )
+    config = EngineConfig(slots=4, length=256, decode_chunk=8, prefill_width=64, prefill_rows=(4,), attention_block=64)
     engine = Engine(policy, config, tiny.mesh())
     budget = Budget(
         max_steps=3,
@@ -198,10 +197,13 @@ def test_fault_1_in_hopworld_trained_ids_are_the_sampled_ids(tmp_path):
         on_response_cut="continue",
     )
     agent = EnvLoop(task.env, tokenizer, chat, context_rule("append"), "append", budget)
-    names = [[Identity(f"t/{i}/{k}", i, k, "hopworld", 50 + 2 * i + k) for k in range(2)] for i in range(3)]
     params = jax.device_put(tiny.decoder_params(policy), NamedSharding(tiny.mesh(), P()))
-    rows = [task.row("train", i) for i in range(3)]
-    out = run_groups(engine, params, agent, rows, names, temperature=1.0, policy_version=0)
+    groups = [
+        Group(task.row("train", i), [Identity(f"t/{i}/{k}", i, k, "hopworld", 50 + 2 * i + k) for k in range(2)])
+        for i in range(3)
+    ]
+    complete = run_groups(engine, params, agent, groups, sampling=Sampling(), policy_version=0)
+    out = [t for group in sorted(complete, key=lambda group: group[0].group) for t in group]
     assert {t.outcome for t in out} == {Outcome.MAX_STEPS}
     respelled, _ = assert_ids_only_grow(out, tokenizer, chat, limit=24)
     assert respelled > 0

@@ -25,8 +25,10 @@ from agentr1_jax.policy.decoder import Decoder, head_kernel
 from agentr1_jax.policy.params import cast_for_compute, init_params
 from agentr1_jax.policy.sharding import ROWS, fit, shardings
 from agentr1_jax.rollout.cache import cache_shape
-from agentr1_jax.rollout.engine import Engine, EngineConfig
-from agentr1_jax.rollout.runner import run_groups
+from agentr1_jax.rollout.config import EngineConfig
+from agentr1_jax.rollout.engine import Engine
+from agentr1_jax.rollout.runner import Group, run_groups
+from agentr1_jax.rollout.sampling import Sampling
 from agentr1_jax.runtime.mesh import global_batch
 from experiments import topology
 
@@ -108,20 +110,14 @@ def greedy(policy, shape):
     """What an engine on such a mesh samples greedily for `MANY`."""
     mesh = tiny.mesh(*shape)
     config = EngineConfig(
-        slots=8, length=128, decode_chunk=4, prefill_rows=2, prefill_lengths=(16,), live_lengths=(48, 128)
+        slots=8, length=128, parking=8, decode_chunk=4, prefill_width=16, prefill_rows=(2,), attention_block=32
     )
     engine = Engine(policy, config, mesh)
     params = cast_for_compute(policy, tiny.decoder_params(policy))
-    names = [[Identity(f"t/{i}", i, 0, "planned", 1000 + i)] for i in range(len(MANY))]
-    return run_groups(
-        engine,
-        jax.device_put(params, shardings(params, mesh)),
-        Planned(),
-        MANY,
-        names,
-        temperature=0.0,
-        policy_version=0,
-    )
+    groups = [Group(row, [Identity(f"t/{i}", i, 0, "planned", 1000 + i)]) for i, row in enumerate(MANY)]
+    params = jax.device_put(params, shardings(params, mesh))
+    complete = run_groups(engine, params, Planned(), groups, sampling=Sampling(0.0), policy_version=0)
+    return sorted((t for group in complete for t in group), key=lambda t: t.group)
 
 
 THREE_KEY_HEADS = dataclasses.replace(tiny.POLICY, heads=6, kv_heads=3, qk_norm=True, tied=False)

@@ -16,6 +16,8 @@ from agentr1_jax.envs.base import Action
 from agentr1_jax.envs.tool_env import NO_ACTION
 from agentr1_jax.text.tool_calls import PARSE_MESSAGES, render_answer, render_call
 from agentr1_jax.tools.base import ToolResult, failed
+from agentr1_jax.tools.limits import ToolLimits, wrapped
+from agentr1_jax.tools.meter import Meter
 from agentr1_jax.tools.search import Passage, SearchTool
 from agentr1_jax.trajectory import Outcome
 
@@ -141,6 +143,25 @@ def test_what_is_the_policys_fault_comes_back_to_it(text, kind, told):
     assert kind in first.observation.state_key
     assert [call["error"] for call in first.tool_calls] == ([] if kind == "no_action" else [kind])
     assert last.outcome is Outcome.ANSWERED and last.metrics["em"] == 1
+
+
+def test_every_kind_of_fault_of_the_policy_is_counted_in_one_response():
+    calls = ["<tool_call>{</tool_call>", "<tool_call>[]</tool_call>", render_call("find", {}), render_call("slow", {})]
+    calls += [render_call("search", {"q": "x"})] * 2 + [search("Glass Harbor")]
+    tools = [wrapped(tool, ToolLimits(characters=10), Meter()) for tool in TOOLS]
+    (only,), _ = play("".join(calls), tools=tools)
+    counts = {"bad_json": 1, "not_an_object": 1, "unknown_tool": 2, "bad_arguments": 2, "oversized": 1}
+    assert only.outcome is None and only.info["errors"] == counts
+    assert only.observation.text.endswith("\n- Glass Ha\n[Error: result too long, 19 of 29 characters cut.]")
+    assert only.observation.text.count("Error") == 7 == len(only.tool_calls)
+    assert only.reward_parts["gold_passage"] == 0.2  # the data of a cut result count
+
+
+def test_a_tool_that_is_down_ends_the_episode_beside_calls_that_are_not():
+    tools = [wrapped(tool, ToolLimits(attempts=2, backoff=0.001), Meter()) for tool in TOOLS]
+    (only,), _ = play(search("Glass Harbor") + render_call("faulty", {}) + "<tool_call>{</tool_call>", tools=tools)
+    assert only.outcome is Outcome.TOOL_FAILURE and only.info["errors"] == {"exception": 1, "bad_json": 1}
+    assert [call["ok"] for call in only.tool_calls] == [True, False, False]
 
 
 def test_good_and_bad_calls_of_one_response_each_get_their_result():

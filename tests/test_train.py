@@ -34,7 +34,6 @@ SMALL = {
     "rollout.groups": 4,
     "rollout.samples": 2,
     "rollout.slots": 8,
-    "rollout.prefill_rows": 4,
     "eval.questions": 8,
     "eval.quick_questions": 4,
     "eval.every": 1,

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from agentr1_jax.envs.base import Row
-from agentr1_jax.trajectory import Outcome
+from agentr1_jax.trajectory import Outcome, Step
 
 __all__ = ["Agent", "Completion", "Row", "Session"]
 
@@ -30,9 +30,17 @@ class Completion:
 
 
 class Session(Protocol):
-    """One trajectory's view of the engine: `generate` opens a step, `record` completes it, `finish` ends the whole."""
+    """One trajectory's view of the engine: `generate` opens a step, `record` completes it, `finish` ends the whole.
+
+    Attributes:
+      seed: of the environment.
+      steps: completed so far.
+    """
 
     seed: int
+
+    @property
+    def steps(self) -> Sequence[Step]: ...
 
     async def generate(self, prompt_ids: np.ndarray, max_tokens: int, stop: Sequence[Sequence[int]] = ()) -> Completion:
         """Samples a response to `prompt_ids`; `stop` holds id sequences that end it."""
@@ -59,6 +67,16 @@ class Session(Protocol):
         info: Mapping[str, Any] | None = None,
     ) -> None:
         """Ends the trajectory."""
+        ...
+
+    def cut_off(
+        self,
+        outcome: Outcome,
+        reason: str,
+        metrics: Mapping[str, float] | None = None,
+        info: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Ends the trajectory in the middle of a step, which is left out; its prompt becomes the final one."""
         ...
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +20,23 @@ from agentr1_jax.trajectory import Budget, Outcome
 
 FINAL_REQUEST = "No more calls. Give the final answer now."
 ROW_FACTS = ("id", "question", "answers", "kind", "hops")
+
+
+class TimeUp(Exception):
+    """A limit of the budget in seconds was reached."""
+
+
+@contextlib.asynccontextmanager
+async def within(seconds: float | None, key: str) -> AsyncIterator[None]:
+    """Breaks its body off with `TimeUp` after so many seconds; None for no limit."""
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            yield
+    except TimeoutError as error:
+        if not limit.expired():
+            raise  # Of somebody else.
+        raise TimeUp(f"{key} ({seconds} s) was reached") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +62,18 @@ class EnvLoop:
 
     async def run(self, session: Session, row: Row) -> None:
         """Runs one episode on `row`."""
-        budget = self.budget
-        facts = {key: row[key] for key in ROW_FACTS if key in row}
         env = self.make_env()
+        facts = {key: row[key] for key in ROW_FACTS if key in row}
+        try:
+            async with within(self.budget.trajectory_seconds, "budget.trajectory_seconds"):
+                await self._episode(session, env, row, facts)
+        except TimeUp as error:
+            if not session.steps:
+                raise  # Whatever hung, the policy has done nothing yet that could be judged.
+            session.cut_off(Outcome.TIME_LIMIT, str(error), env.cut(), facts)
+
+    async def _episode(self, session: Session, env: Env, row: Row, facts: Mapping[str, Any]) -> None:
+        budget = self.budget
         observation = await env.reset(row, session.seed)
         opening = self.opening(observation)
         stops = [(i,) for i in self.tokenizer.stop_ids]
@@ -58,10 +87,11 @@ class EnvLoop:
             if room < 1:
                 session.finish(Outcome.CONTEXT_OVERFLOW, fits, env.cut(), facts)
                 return
-            completion = await session.generate(prompt, min(budget.response_tokens, room), stop=stops)
-            cut = completion.finish_reason == "length"
-            last = index + 1 == steps
-            transition = await env.step(Action(completion.ids, self._text(completion), truncated=cut, final=last))
+            async with within(budget.step_seconds, "budget.step_seconds"):
+                completion = await session.generate(prompt, min(budget.response_tokens, room), stop=stops)
+                cut = completion.finish_reason == "length"
+                last = index + 1 == steps
+                transition = await env.step(Action(completion.ids, self._text(completion), truncated=cut, final=last))
             after = transition.observation
             session.record(
                 reward=transition.reward,

@@ -36,7 +36,13 @@ class RecordedSession:
         self._steps: list[Step] = []
         self._open: Step | None = None
         self._generating = False
+        self._prompt: np.ndarray | None = None
         self._trajectory: Trajectory | None = None
+
+    @property
+    def steps(self) -> Sequence[Step]:
+        """See `Session.steps`."""
+        return tuple(self._steps)
 
     async def respond(self, prompt_ids: np.ndarray, max_tokens: int, stop: Sequence[Sequence[int]]) -> Completion:
         """Produces the response to a prompt."""
@@ -47,7 +53,7 @@ class RecordedSession:
         if self._generating or self._open is not None or self._trajectory is not None:
             raise RuntimeError(f"{self.identity.uid}: generate() before record() or after finish()")
         prompt_ids = np.array(prompt_ids, np.int32)  # A copy: the agent may go on writing in its own.
-        self._generating = True
+        self._generating, self._prompt = True, prompt_ids
         try:
             completion = await self.respond(prompt_ids, max_tokens, stop)
         finally:
@@ -107,7 +113,25 @@ class RecordedSession:
             info=dict(info or {}),
         )
 
-    def abandoned(self, outcome: Outcome, error: Exception) -> Trajectory:
+    def cut_off(
+        self,
+        outcome: Outcome,
+        reason: str,
+        metrics: Mapping[str, float] | None = None,
+        info: Mapping[str, Any] | None = None,
+    ) -> None:
+        """See `Session.cut_off`."""
+        if self._trajectory is not None:
+            raise RuntimeError(f"{self.identity.uid}: cut_off() after finish()")
+        final = self._prompt
+        if (
+            self._open is None and not self._generating and self._steps
+        ):  # Between two steps: the next prompt is unknown.
+            final = np.concatenate([self._steps[-1].prompt_ids, self._steps[-1].response_ids])
+        self._open, self._generating = None, False
+        self.finish(outcome, final, metrics, {**(info or {}), "error": reason})
+
+    def abandoned(self, outcome: Outcome, error: BaseException) -> Trajectory:
         """The trajectory as far as it got when `error` broke it off."""
         self._trajectory = self._open = None
         self.finish(outcome, info={"error": f"{type(error).__name__}: {error}"})

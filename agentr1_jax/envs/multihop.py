@@ -7,7 +7,7 @@ import gzip
 import itertools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from agentr1_jax.envs.base import Expert, Row
 from agentr1_jax.envs.rewards import Reward
 from agentr1_jax.envs.tool_env import OnParseFailure, ToolEnv
 from agentr1_jax.text.tool_calls import render_answer, render_call
+from agentr1_jax.tools.base import Tool
 from agentr1_jax.tools.search import Passage, SearchTool, read_corpus
 
 DATASETS = ("hotpotqa", "2wikimultihopqa", "musique")
@@ -43,6 +44,7 @@ class MultihopTask:
       reward_weights: weights of `envs.qa.PARTS`.
       seed: seed of the order of rows.
       on_parse_failure: see `ToolEnv`.
+      wrap: applied to the search tool that environments offer (e.g. limits of time and size).
 
     Raises:
       FileNotFoundError: the data are not there.
@@ -61,6 +63,7 @@ class MultihopTask:
         reward_weights: Mapping[str, float] = DEFAULT_WEIGHTS,
         seed: int = 0,
         on_parse_failure: OnParseFailure = "observe",
+        wrap: Callable[[Tool], Tool] = lambda tool: tool,
     ) -> None:
         if corpus not in ("full", "mini"):
             raise ValueError(f"corpus is {corpus!r}; choose 'full' or 'mini'")
@@ -75,6 +78,7 @@ class MultihopTask:
         self._reward = Reward(qa.PARTS, reward_weights)
         self._seed = seed
         self._on_parse_failure = on_parse_failure
+        self._wrap = wrap
         self._rows = {split: self._read_rows(split) for split in named}
         for split, rows in self._rows.items():
             if not rows:
@@ -96,7 +100,7 @@ class MultihopTask:
     def env(self) -> ToolEnv:
         """A fresh environment; all share one search index."""
         return ToolEnv(
-            tools=[self.search],
+            tools=[self._tool],
             opening=opening,
             reward=self._reward,
             metrics=qa.metrics,
@@ -128,6 +132,10 @@ class MultihopTask:
     def search(self) -> SearchTool:
         """The search tool, built where first needed: indexing 43,000 passages takes 3 s."""
         return SearchTool(list(self._passages.values()), self._top_k)
+
+    @functools.cached_property
+    def _tool(self) -> Tool:
+        return self._wrap(self.search)
 
     @functools.cached_property
     def _passages(self) -> Mapping[str, Passage]:

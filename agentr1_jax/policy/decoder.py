@@ -171,6 +171,13 @@ class Decoder(nn.Module):
         return RMSNorm(c, name="final_norm")(x), state
 
 
+def output_logits(params: Params, hidden: Float[Array, "... width"]) -> Float[Array, "... vocab"]:
+    """Logits in float32, without another copy of a tied head."""
+    weights, axis = (params["head"], 0) if "head" in params else (params["embed"], 1)
+    dims = (((hidden.ndim - 1,), (axis,)), ((), ()))
+    return jax.lax.dot_general(hidden, weights.astype(hidden.dtype), dims, preferred_element_type=jnp.float32)
+
+
 def head_kernel(params: Params) -> Float[Array, "width vocab"]:
     """The output head: logits = hidden @ head_kernel(params)."""
     return params["head"] if "head" in params else params["embed"].T

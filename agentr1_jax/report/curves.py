@@ -9,13 +9,10 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-BLUE, ORANGE, GREEN, PURPLE = "#2f6fde", "#d9770b", "#1a8a5a", "#8a56c9"
-INK, SOFT, FAINT = "#30353c", "#5b636e", "#c9ced6"
+from agentr1_jax.report.drawing import BLUE, FAINT, GREEN, INK, ORANGE, PURPLE, SOFT, new_figure, save, tidy
+
 SMOOTH_FROM = 25
 
 Series = tuple[np.ndarray, np.ndarray]
@@ -133,9 +130,7 @@ def _draw(axes: Axes, panel: Panel, x_label: bool) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, min_n_ticks=1))
     axes.grid(axis="y", color="#e6e8ec", lw=0.8)
     axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(FAINT)
-    axes.tick_params(colors=SOFT, labelsize=9)
+    tidy(axes)
     if x_label:
         axes.set_xlabel(panel.x_name, color=SOFT, fontsize=9.5)
 
@@ -154,13 +149,7 @@ def plot_learning_curve(
     """
     columns = _panels(list(records))
     widths = [1.35 if column[0].axis == "score" else 1.0 for column in columns]
-    figure = Figure(
-        figsize=(max(4.0 * sum(widths), 6.0), 4.0),
-        dpi=130,
-        layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08),
-        facecolor="white",
-    )
-    FigureCanvasAgg(figure)
+    figure = new_figure(max(4.0 * sum(widths), 6.0), 4.0, title)
     if columns:
         grid = figure.add_gridspec(1, len(columns), width_ratios=widths)
         for place, column in enumerate(columns):
@@ -169,9 +158,4 @@ def plot_learning_curve(
                 _draw(figure.add_subplot(inner[row]), panel, x_label=row == len(column) - 1)
     else:
         figure.text(0.5, 0.5, "no metrics recorded yet", ha="center", va="center", color=SOFT)
-    if title:
-        figure.suptitle(title, x=0.01, ha="left", fontsize=12, weight="bold", color=INK)
-    path = os.fspath(path)
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    figure.savefig(f"{path}.partial", format="png")
-    os.replace(f"{path}.partial", path)
+    save(figure, path)

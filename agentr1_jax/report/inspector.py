@@ -28,6 +28,11 @@ from agentr1_jax.trajectory import POLICIES, Step, Trajectory, to_json
 Decode = Callable[[Sequence[int]], str]
 StepAdvantages = Sequence[np.ndarray | None]
 
+TIMELINE_TEXT = (
+    "One band for each slot of the engine during one rollout: what it was used for at each moment, and beneath it "
+    "how many were decoding; a slot that waits is kept for a trajectory whose tool is at work, an idle one for nobody."
+)
+
 
 def plain(value: Any) -> Any:
     """Any value as strict JSON: numpy becomes Python, non-finite floats become strings, anything else its `str`."""
@@ -177,12 +182,17 @@ def _numbers(summary: Mapping[str, Any]) -> str:
     )
 
 
-def _curve(curve_png: str | os.PathLike[str] | None) -> str:
-    if curve_png is None:
-        return ""
-    with open(curve_png, "rb") as file:
+def _picture(png: str | os.PathLike[str], kind: str, alt: str) -> str:
+    with open(png, "rb") as file:
         encoded = base64.b64encode(file.read()).decode()
-    return f'<img class="curve" alt="learning curve" src="data:image/png;base64,{encoded}">'
+    return f'<img class="{kind}" alt="{alt}" src="data:image/png;base64,{encoded}">'
+
+
+def _timeline(png: str | os.PathLike[str] | None) -> str:
+    if png is None:
+        return ""
+    picture = _picture(png, "timeline", "timeline of decode slots")
+    return f"<section class='slots'><h2>Decode slots over time</h2>\n<p>{TIMELINE_TEXT}</p>\n{picture}</section>"
 
 
 def _config(config: Mapping[str, Any] | None) -> str:
@@ -200,6 +210,7 @@ def write_report(
     title: str,
     summary: Mapping[str, Any],
     curve_png: str | os.PathLike[str] | None = None,
+    timeline_png: str | os.PathLike[str] | None = None,
     advantages: Mapping[str, StepAdvantages | None] | None = None,
     config: Mapping[str, Any] | None = None,
     template_ids: Collection[int] = (),
@@ -213,7 +224,7 @@ def write_report(
       decode: ids to text; called with one or two ids at a time.
       title: heading of the page.
       summary: numbers for the top of the page; nested names are dotted.
-      curve_png: picture to inline.
+      curve_png, timeline_png: pictures to inline.
       advantages: uid -> per step float [R] or None; a uid that is absent is shown without.
       config: the run's configuration, shown folded.
       template_ids: ids that only templates put into prompts (`tokenizer.added.values()`), for their colour.
@@ -230,7 +241,8 @@ def write_report(
         css=css,
         js=js,
         numbers=_numbers(summary),
-        curve=_curve(curve_png),
+        curve="" if curve_png is None else _picture(curve_png, "curve", "learning curve"),
+        timeline=_timeline(timeline_png),
         config=_config(config),
         data=script_json(page_data(trajectories, decode, advantages, template_ids)),
     )

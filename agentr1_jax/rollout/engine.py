@@ -1,9 +1,10 @@
-"""The slot engine: many sessions share one batch of decode slots, each keeping its KV cache across its steps.
+"""The slot engine: many trajectories share one batch of decode slots, each keeping its KV cache across its steps.
 
 The host side runs in one asyncio loop: agents, environments and tools are coroutines. Every device program is
-dispatched by one thread, so that tools run while the device works. A request is served in turns of the drive loop:
+dispatched by one thread, so that tools run while the device works. The engine turns:
 
-    new requests -> longest common prefix with the slot's cache -> prefill what is new -> decode chunks -> completion
+    requests -> seats (a slot for each, who waits longest first) -> copies and prefill of what no line holds
+             -> a chunk of decoding -> completions
 """
 
 from __future__ import annotations
@@ -14,108 +15,51 @@ import concurrent.futures
 import dataclasses
 import functools
 import time
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from agentr1_jax.agents.base import Completion
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
-from agentr1_jax.rollout.cache import KVCache, cache_sharding, empty_cache
-from agentr1_jax.rollout.programs import NO_TOKEN, Slots, build_programs
+from agentr1_jax.rollout.config import EngineConfig
+from agentr1_jax.rollout.counters import Counters, Timeline
+from agentr1_jax.rollout.device import Device, Response
+from agentr1_jax.rollout.lines import Lines, Move, Ticket
+from agentr1_jax.rollout.sampling import Sampling
 
-
-@dataclasses.dataclass(frozen=True)
-class EngineConfig:
-    """Static shapes of the engine; each one decides what is compiled.
-
-    Attributes:
-      slots: trajectories decoded together by this process.
-      length: tokens a slot can hold; at least `budget.context_tokens`.
-      decode_chunk: most tokens sampled between two looks of the host.
-      prefill_rows: slots prefilled in one call, per data shard.
-      prefill_lengths: buckets of new tokens per slot and call, ascending.
-      live_lengths: buckets of cache length that attention reads, ascending; the last is `length`.
-      stop_sequences: most stop sequences of a request.
-      stop_width: most ids of a stop sequence.
-    """
-
-    slots: int
-    length: int
-    decode_chunk: int
-    prefill_rows: int
-    prefill_lengths: tuple[int, ...]
-    live_lengths: tuple[int, ...]
-    stop_sequences: int = 4
-    stop_width: int = 4
-
-    def __post_init__(self) -> None:
-        for name in ("slots", "decode_chunk", "prefill_rows"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"rollout.{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("prefill_lengths", "live_lengths"):
-            buckets = getattr(self, name)
-            ascending = list(buckets) == sorted(set(buckets))
-            if not buckets or not ascending or not 1 <= buckets[0] <= buckets[-1] <= self.length:
-                raise ValueError(f"rollout.{name} must ascend from at least 1 to at most {self.length}, got {buckets}")
-        if self.live_lengths[-1] != self.length:
-            raise ValueError(
-                f"rollout.live_lengths ends with {self.live_lengths[-1]}; "
-                f"its last bucket must be the cache length {self.length}"
-            )
-
-    @property
-    def prefill_buckets(self) -> list[tuple[int, int]]:
-        """(new tokens, live length) of each prefill program."""
-        return [(width, live) for live in self.live_lengths for width in self.prefill_lengths if width <= live]
+T = TypeVar("T")
 
 
 class RequestError(ValueError):
     """A request that the engine cannot serve: it ends the trajectory that made it, and no other."""
 
 
-@dataclasses.dataclass
-class Counters:
-    """What the engine did since the counters were made; times in seconds, the rest in tokens or calls."""
-
-    decode_tokens: int = 0
-    decode_slot_steps: int = 0
-    decode_seconds: float = 0.0
-    prefill_tokens: int = 0
-    prefill_tokens_padded: int = 0
-    prefill_tokens_saved: int = 0
-    prefill_seconds: float = 0.0
-    seconds: float = 0.0
-
-
 @dataclasses.dataclass(eq=False)
-class _Request:
-    slot: int
-    prompt: np.ndarray
-    max_tokens: int
-    temperature: float
-    key: np.ndarray
-    stops: np.ndarray
+class Request:
+    """A response that somebody waits for, as far as it has come."""
+
+    ticket: Ticket
+    response: Response
     done: asyncio.Future[Completion]
     ids: list[np.ndarray] = dataclasses.field(default_factory=list)
     logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)
+    stopped: bool = False
+
+    def completion(self) -> Completion:
+        ids, logprobs = np.concatenate(self.ids), np.concatenate(self.logprobs)
+        return Completion(ids, logprobs, "stop" if self.stopped else "length")
 
 
-_NewTokens = tuple[int, np.ndarray, int]
-"""A slot, the ids it is to hold, and how many of them it holds already."""
+@dataclasses.dataclass(frozen=True)
+class _Chunk:
+    """Whom a decode call under way serves, and whether others waited for a slot."""
 
-
-def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    n = min(len(a), len(b))
-    differs = np.flatnonzero(a[:n] != b[:n])
-    return int(differs[0]) if len(differs) else n
-
-
-def _bucket(n: int, buckets: Sequence[int]) -> int:
-    return next((b for b in buckets if n <= b), buckets[-1])
+    requests: dict[int, Request]
+    others_waited: bool
+    started: float
 
 
 class Engine:
@@ -123,269 +67,316 @@ class Engine:
 
     Args:
       policy: the decoder.
-      config: shapes.
-      mesh: local devices with axes `(data, fsdp, tensor)`; slots are sharded over `data`.
+      config: shapes and habits.
+      mesh: local devices with axes `(data, fsdp, tensor)`; lines are sharded over `data`.
+
+    Attributes:
+      device: its programs and counters.
+      timeline: of the rollout under way or the last one; None unless `record_timeline`.
+      record_timeline: whether to record one. The host then looks at every prefill too, which costs a little.
     """
 
     def __init__(self, policy: DecoderConfig, config: EngineConfig, mesh: Mesh) -> None:
-        shards = mesh.shape["data"]
-        if config.slots % shards:
-            raise ValueError(
-                f"rollout.slots ({config.slots}) must be a multiple of the {shards} data shards of its mesh"
-            )
         self.config = config
-        self.counters = Counters()
-        self._policy = policy
-        self._mesh = mesh
-        self._shards = shards
-        self.programs = build_programs(policy, mesh, config.decode_chunk)
-        self._new_cache = jax.jit(
-            functools.partial(empty_cache, policy, config.slots, config.length, mesh.shape["tensor"]),
-            out_shardings=cache_sharding(policy, mesh),
-        )
-        self._params: Params = None
-        self._cache: KVCache | None = None
-        self._cached: list[np.ndarray] = []
-        self._slots = idle_slots(self.config)
-        self._free: collections.deque[int] = collections.deque()
-        self._admission: asyncio.Semaphore | None = None
-        self._waiting: list[_Request] = []
-        self._open: dict[int, _Request] = {}
-        self._arrived: asyncio.Event | None = None
+        self.device = Device(policy, config, mesh)
+        self.record_timeline = False
+        self.timeline: Timeline | None = None
+        self._vocab_size = policy.vocab_size
         self._dispatcher = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="dispatch")
+        self._reset()
 
-    def run(self, params: Params, work: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    def _reset(self) -> None:
+        self.device.close()
+        self._lines = Lines(self.config, self.device.shards)
+        self._waiting: list[Request] = []
+        self._released: list[Ticket] = []
+        self._open: dict[int, Request] = {}
+        self._chunks: collections.deque[_Chunk] = collections.deque()
+        self._room = self.config.slots + self.config.parking
+        self._queue: collections.deque[asyncio.Future[None]] = collections.deque()
+        self._away = 0  # Trajectories that do not wait for a response, but for their tools.
+        self._turn = 0
+        self._changed: asyncio.Event | None = None
+
+    @property
+    def counters(self) -> Counters:
+        """What the engine did; see `fresh_counters`."""
+        return self.device.counters
+
+    def fresh_counters(self) -> None:
+        """Counts from zero."""
+        self.device.counters = Counters()
+
+    def run(self, params: Params, work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         """Runs coroutines that use `acquire` / `generate` / `release` until all have returned.
 
-        The KV cache is allocated here and freed on return, so that the learner has the memory to itself.
+        Returns:
+          their results, in order. An exception in one propagates after the others were cancelled.
+        """
+
+        async def everything() -> AsyncIterator[list[T]]:
+            tasks = [asyncio.ensure_future(w) for w in work]
+            try:
+                yield await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+        (results,) = self.stream(params, everything)
+        return results
+
+    def stream(self, params: Params, main: Callable[[], AsyncIterator[T]]) -> Iterator[T]:
+        """Runs the engine beneath an async generator, and yields what that yields.
+
+        The KV cache is allocated here and freed at the end, so that the learner has the memory to itself. Between two
+        items everything stands still, but for the call the device is busy with.
 
         Args:
           params: decoder parameters on the engine's mesh.
-          work: one coroutine per trajectory; an exception in one propagates after the others were cancelled.
-
-        Returns:
-          their results, in order.
+          main: its coroutines use `acquire` / `generate` / `release`; what it raises ends the stream.
         """
-        start = time.perf_counter()
-        self._params = params
-        self._cache = self._new_cache()
-        self._cached = [np.zeros(0, np.int32)] * self.config.slots
-        self._free = collections.deque(range(self.config.slots))
+        self.device.open(params)
+        self.timeline = Timeline(self.config.slots) if self.record_timeline else None
         try:
-            return asyncio.run(self._drive(work))
+            with asyncio.Runner() as runner:
+                items = main()
+                driving = runner.get_loop().create_task(self._drive())
+                try:
+                    while True:
+                        started = time.perf_counter()
+                        item = runner.run(_next_while(items, driving))
+                        self.counters.seconds += time.perf_counter() - started
+                        if item is None:
+                            return
+                        yield item[0]
+                finally:
+                    runner.run(_close(items, driving))
         finally:
-            self._params = self._cache = None
-            self._waiting, self._open = [], {}
-            self._slots = idle_slots(self.config)
-            self.counters.seconds += time.perf_counter() - start
+            self._dispatcher.submit(lambda: None).result()  # A turn that was under way ends first.
+            self._reset()
 
     def compile(self, params: Params) -> int:
-        """Compiles every program the engine can need by running each once on idle slots; returns their number."""
-        self._params, self._cache = params, self._new_cache()
-        buckets = self.config.prefill_buckets
-        for width, live in buckets:
-            self._prefill_call([], width, live)
-        for live in self.config.live_lengths:
-            self._cache, *_ = self.programs.decode(self._params, self._cache, self._slots, live=live)
-        jax.block_until_ready(self._cache)
-        self._params = self._cache = None
-        return len(buckets) + len(self.config.live_lengths)
+        """Compiles every program the engine can need by running each once on idle lines; returns their number."""
+        self.device.open(params)
+        count = self.device.compile()
+        self._reset()
+        return count
 
-    async def acquire(self) -> int:
-        """Waits for a free slot."""
-        assert self._admission is not None
-        await self._admission.acquire()
-        return self._free.popleft()
+    async def acquire(self, order: tuple[int, ...] = ()) -> Ticket:
+        """Waits until there is a line for one more trajectory: a slot, or a place to park."""
+        if self._room:
+            self._room -= 1
+            self._away += 1
+            return self._lines.open(order)
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.append(place)
+        try:
+            await place
+        except asyncio.CancelledError:
+            if not place.cancelled():
+                self._hand_on()
+            raise
+        return self._lines.open(order)
 
-    def release(self, slot: int) -> None:
-        """Gives a slot back; its cache stays for whoever comes next with a prompt that begins alike."""
-        assert self._admission is not None
-        self._free.append(slot)
-        self._admission.release()
+    def release(self, ticket: Ticket) -> None:
+        """Gives the line back; what it holds stays, for whoever comes next with a prompt that begins alike."""
+        self._released.append(ticket)
+        self._hand_on()
+
+    def _hand_on(self) -> None:
+        """Who leaves makes room for who waits longest."""
+        while self._queue:
+            place = self._queue.popleft()
+            if not place.done():
+                place.set_result(None)
+                return
+        self._room += 1
+        self._away -= 1
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._changed is not None:
+            self._changed.set()
 
     async def generate(
         self,
-        slot: int,
+        ticket: Ticket,
         prompt: np.ndarray,
         max_tokens: int,
         *,
-        temperature: float,
+        sampling: Sampling,
         key: np.ndarray,
         stop: Sequence[Sequence[int]],
     ) -> Completion:
-        """Samples a response in a slot; what the slot's cache shares with the prompt is not computed again.
+        """Samples a response; what the cache shares with the prompt is not computed again.
 
         Args:
-          slot: from `acquire`.
+          ticket: from `acquire`.
           prompt: int32 [P], P ≥ 1.
           max_tokens: most tokens to sample.
-          temperature: 0 is greedy.
+          sampling: the distribution.
           key: uint32 [2], keys the random numbers of this response.
           stop: id sequences that end the response; the last id of the match is kept.
 
         Raises:
           RequestError: the request does not fit the engine.
         """
-        c, vocab = self.config, self._policy.vocab_size
-        if not 1 <= len(prompt) or not 1 <= max_tokens or len(prompt) + max_tokens > c.length:
+        response = Response(np.asarray(prompt, np.int32), max_tokens, sampling, key, stop)
+        self._check(response)
+        done = asyncio.get_running_loop().create_future()
+        self._waiting.append(Request(ticket, response, done))
+        self._away -= 1
+        self._wake()
+        try:
+            return await done
+        finally:
+            self._away += done.cancelled()  # Else `_drive` has counted it, when it set the result.
+
+    def _check(self, r: Response) -> None:
+        c, prompt = self.config, r.prompt
+        if not 1 <= len(prompt) or not 1 <= r.max_tokens or len(prompt) + r.max_tokens > c.length:
             raise RequestError(
-                f"a prompt of {len(prompt)} and {max_tokens} new tokens do not fit a cache length of {c.length}; "
+                f"a prompt of {len(prompt)} and {r.max_tokens} new tokens do not fit a cache length of {c.length}; "
                 "raise rollout.length or lower the budget"
             )
-        if np.min(prompt) < 0 or np.max(prompt) >= vocab:
-            raise RequestError(f"prompt ids must lie in [0, {vocab}), got {np.min(prompt)}..{np.max(prompt)}")
-        if not 0 <= temperature < np.inf:
-            raise RequestError(f"temperature is {temperature}; it must be 0 (greedy) or positive")
-        if len(stop) > c.stop_sequences or any(not 1 <= len(s) <= c.stop_width or min(s) < 0 for s in stop):
+        if np.min(prompt) < 0 or np.max(prompt) >= self._vocab_size:
+            raise RequestError(
+                f"prompt ids must lie in [0, {self._vocab_size}), got {np.min(prompt)}..{np.max(prompt)}"
+            )
+        if r.sampling.fault():
+            raise RequestError(f"rollout.{r.sampling.fault()}")
+        if len(r.stop) > c.stop_sequences or any(not 1 <= len(s) <= c.stop_width or min(s) < 0 for s in r.stop):
             raise RequestError(
                 f"at most {c.stop_sequences} stop sequences of 1 to {c.stop_width} ids each, "
-                f"got {list(map(list, stop))}"
+                f"got {list(map(list, r.stop))}"
             )
-        stops = np.full((c.stop_sequences, c.stop_width), NO_TOKEN, np.int32)
-        for row, ids in zip(stops, stop, strict=False):
-            row[-len(ids) :] = ids
-        assert self._arrived is not None
-        done = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Request(slot, np.asarray(prompt, np.int32), max_tokens, temperature, key, stops, done))
-        self._arrived.set()
-        return await done
 
-    async def _drive(self, work: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-        self._admission = asyncio.Semaphore(self.config.slots)
-        self._arrived = asyncio.Event()
-        agents = asyncio.gather(*work)
+    async def _drive(self) -> None:
+        """Turns for as long as the stream lasts. Lines and slots change in turns, and between them in this task."""
+        self._changed = asyncio.Event()
         dispatch = functools.partial(asyncio.get_running_loop().run_in_executor, self._dispatcher)
-        try:
-            while not agents.done():
-                for _ in range(8):  # Lets agents whose tools answered at once come back with their next request.
-                    await asyncio.sleep(0)
-                self._drop_cancelled()
-                if self._waiting or self._open:
-                    requests, self._waiting = self._waiting, []
-                    for request in await dispatch(self._device_turn, requests):
-                        if not request.done.done():
-                            request.done.set_result(self._completion(request))
-                    continue
-                self._arrived.clear()
-                arrived: asyncio.Future[Any] = asyncio.ensure_future(self._arrived.wait())
-                await asyncio.wait([arrived, agents], return_when=asyncio.FIRST_COMPLETED)
-                arrived.cancel()
-            return await agents
-        finally:
-            agents.cancel()
-            await asyncio.gather(agents, return_exceptions=True)
+        while True:
+            for _ in range(8):  # Lets agents whose tools answered at once come back with their next request.
+                await asyncio.sleep(0)
+            self._drop_cancelled()
+            ready = not (self.config.deterministic and self._away)
+            if ready and (self._waiting or self._open or self._chunks):
+                self._turn += 1
+                requests, self._waiting = self._waiting, []
+                unseated, finished = await dispatch(self._device_turn, requests)
+                self._waiting = unseated + self._waiting  # Who waits longest comes first.
+                for request in finished:
+                    if not request.done.done():
+                        request.done.set_result(request.completion())
+                        self._away += 1
+                continue
+            self._changed.clear()
+            await self._changed.wait()
 
     def _drop_cancelled(self) -> None:
-        """Forgets requests that nobody waits for any more; their slots may already belong to others."""
+        """Forgets who left, and requests that nobody waits for any more."""
         self._waiting = [r for r in self._waiting if not r.done.done()]
         for slot in [slot for slot, r in self._open.items() if r.done.done()]:
-            del self._open[slot]
-            self._slots.active[slot] = False
+            self._open.pop(slot).ticket.idle_since = self._turn
+            self.device.stop(slot)
+        released, self._released = self._released, []
+        for ticket in released:
+            self._lines.close(ticket)
 
-    def _device_turn(self, requests: list[_Request]) -> list[_Request]:
-        """Prefills new requests, then decodes one chunk; returns the requests that are complete."""
-        self._start(requests)
-        if not self._open:
-            return []
-        return self._decode_chunk()
+    def _device_turn(self, requests: list[Request]) -> tuple[list[Request], list[Request]]:
+        """Seats requests, prefills, starts a chunk, looks at one; returns those without a seat and those completed."""
+        unseated = self._seat(requests)
+        if self._open:
+            others_wait = bool(unseated or self._queue)
+            self._chunks.append(_Chunk(dict(self._open), others_wait, time.perf_counter()))
+            self.device.decode()
+        if len(self._chunks) > (self.config.fetch_lag if self._open else 0):
+            return unseated, self._look()
+        return unseated, []
 
-    def _start(self, requests: list[_Request]) -> None:
-        pending = []
+    def _seat(self, requests: list[Request]) -> list[Request]:
+        """Gives slots to requests, and brings their lines to hold their prompts; returns those that got none."""
+        if self.config.deterministic:
+            requests = sorted(requests, key=lambda r: r.ticket.order)
         for r in requests:
+            r.ticket.idle_since = None
+        moves: list[Move] = []
+        seats: dict[int, np.ndarray] = {}
+        unseated = []
+        for r in requests:
+            prompt = r.response.prompt
+            taken = self._lines.seat(r.ticket, prompt)
+            if taken is None or r.ticket.line is None:
+                unseated.append(r)
+                continue
+            moves += taken
             # The last prompt token is fed by decode, which needs its logits.
-            reuse = min(_common_prefix(self._cached[r.slot], r.prompt), len(r.prompt) - 1)
-            self.counters.prefill_tokens_saved += reuse
-            if reuse < len(r.prompt) - 1:
-                pending.append((r.slot, r.prompt[:-1], reuse))
-            self._cached[r.slot] = r.prompt[:-1]
-            self._open[r.slot] = r
-            s = self._slots
-            s.token[r.slot], s.position[r.slot] = r.prompt[-1], len(r.prompt) - 1
-            s.sampled[r.slot], s.budget[r.slot] = 0, r.max_tokens
-            s.temperature[r.slot], s.key[r.slot] = r.temperature, r.key
-            s.active[r.slot], s.tail[r.slot], s.stops[r.slot] = True, NO_TOKEN, r.stops
+            seats[r.ticket.line] = prompt[:-1]
+            slot = self._lines.slot_of(r.ticket.line)
+            self.device.start(slot, r.response)
+            self._open[slot] = r
+        if self.timeline is not None:
+            self.timeline.holding(self._lines.idle_slots())
+        if seats:
+            self._fill(moves, seats)
+        return unseated
+
+    def _fill(self, moves: list[Move], seats: dict[int, np.ndarray]) -> None:
+        stages, saved = self._lines.plan(list(seats.items()))
+        self.counters.prefill_tokens_saved += saved
         started = time.perf_counter()
-        while pending:
-            pending = self._prefill(pending)
-        self.counters.prefill_seconds += time.perf_counter() - started
+        self.device.copy(moves)
+        for stage in stages:
+            self.device.copy(stage.moves)
+            self.device.prefill(stage.rows)
+        if self.timeline is not None:
+            self.device.wait()
+            self.timeline.add([self._lines.slot_of(line) for line in seats], "prefill", started, time.perf_counter())
 
-    def _prefill(self, pending: list[_NewTokens]) -> list[_NewTokens]:
-        """One prefill call over as many rows as fit, the longest first so that they are alike; returns what is left."""
-        c = self.config
-        pending = sorted(pending, key=lambda row: row[2] - len(row[1]))
-        room = collections.Counter(dict.fromkeys(range(self._shards), c.prefill_rows))
-        call: list[_NewTokens] = []
-        rest: list[_NewTokens] = []
-        for row in pending:
-            shard = row[0] // (c.slots // self._shards)
-            (call if room[shard] else rest).append(row)
-            room[shard] -= bool(room[shard])
-        width = _bucket(len(call[0][1]) - call[0][2], c.prefill_lengths)
-        ends = {slot: min(start + width, len(ids)) for slot, ids, start in call}
-        live = _bucket(max(*ends.values(), width), c.live_lengths)
-        self._prefill_call(call, width, live)
-        self.counters.prefill_tokens += sum(ends[slot] - start for slot, _, start in call)
-        return [(slot, ids, ends[slot]) for slot, ids, _ in call if ends[slot] < len(ids)] + rest
-
-    def _prefill_call(self, call: list[_NewTokens], width: int, live: int) -> None:
-        c = self.config
-        per_shard, rows = c.slots // self._shards, c.prefill_rows
-        tokens = np.zeros((self._shards * rows, width), np.int32)
-        position = np.full((self._shards * rows, width), c.length, np.int32)
-        slots = np.full(self._shards * rows, per_shard, np.int32)
-        used = [0] * self._shards
-        for slot, ids, start in call:
-            shard = slot // per_shard
-            i = shard * rows + used[shard]
-            used[shard] += 1
-            new = ids[start : start + width]
-            tokens[i, : len(new)] = new
-            position[i, : len(new)] = np.arange(start, start + len(new))
-            slots[i] = slot % per_shard
-        self._cache = self.programs.prefill(self._params, self._cache, tokens, slots, position, live=live)
-        self.counters.prefill_tokens_padded += tokens.size
-
-    def _decode_chunk(self) -> list[_Request]:
-        c, s = self.config, self._slots
-        started = time.perf_counter()
-        reach = max(int(s.position[slot]) + min(c.decode_chunk, int(s.budget[slot])) for slot in self._open)
-        live = _bucket(reach, c.live_lengths)
-        self._cache, slots, out = self.programs.decode(self._params, self._cache, s, live=live)
-        out, slots = jax.device_get((out, slots))
-        self._slots = jax.tree.map(np.array, slots)
+    def _look(self) -> list[Request]:
+        """Waits for the oldest chunk under way; returns the requests it completed."""
+        chunk, out = self._chunks.popleft(), self.device.look()
         finished = []
-        for slot, r in list(self._open.items()):
-            count = int(slots.sampled[slot]) - sum(map(len, r.ids))
-            r.ids.append(out.ids[slot, :count])
-            r.logprobs.append(out.logprobs[slot, :count])
-            self.counters.decode_tokens += count
-            if not slots.active[slot]:
-                finished.append(self._open.pop(slot))
-        self.counters.decode_slot_steps += int(out.iterations.max()) * c.slots
-        self.counters.decode_seconds += time.perf_counter() - started
+        for slot, r in chunk.requests.items():
+            if self._open.get(slot) is not r:
+                continue  # It was dropped, or an older chunk completed it.
+            r.ids.append(out.ids[slot, : out.count[slot]])
+            r.logprobs.append(out.logprobs[slot, : out.count[slot]])
+            if not out.active[slot]:
+                r.stopped = bool(out.stopped[slot])
+                del self._open[slot]
+                finished.append(r)
+                # All but the last sampled token were fed, so their keys and values are in the cache.
+                self._lines.hold(self._lines.line_of(slot), np.concatenate([r.response.prompt, *r.ids])[:-1])
+                r.ticket.idle_since = self._turn
+        if chunk.others_waited:
+            self.counters.waiting_tokens += int(out.count.sum())
+            self.counters.waiting_slot_steps += int(out.iterations.max()) * self.config.slots
+        if self.timeline is not None:
+            self.timeline.add(list(chunk.requests), "decode", chunk.started, time.perf_counter())
         return finished
 
-    def _completion(self, request: _Request) -> Completion:
-        ids = np.concatenate(request.ids)
-        # All but the last sampled token were fed, so their keys and values are in the cache.
-        self._cached[request.slot] = np.concatenate([request.prompt, ids[:-1]])
-        tail = np.concatenate([np.full(request.stops.shape[1], NO_TOKEN, np.int32), ids])[-request.stops.shape[1] :]
-        used = request.stops != NO_TOKEN
-        stopped = bool((((request.stops == tail) | ~used).all(1) & used.any(1)).any())
-        return Completion(ids, np.concatenate(request.logprobs), "stop" if stopped else "length")
+
+async def _next_while(items: AsyncIterator[T], driving: asyncio.Task[None]) -> tuple[T] | None:
+    """The next item, in a tuple; None after the last. Raises what ends `driving`, which else does not end."""
+
+    async def following() -> tuple[T] | None:
+        try:
+            return (await anext(items),)
+        except StopAsyncIteration:
+            return None
+
+    item = asyncio.create_task(following())
+    await asyncio.wait([item, driving], return_when=asyncio.FIRST_COMPLETED)
+    if not item.done():
+        item.cancel()
+        await asyncio.gather(item, return_exceptions=True)
+        driving.result()
+    return item.result()
 
 
-def idle_slots(config: EngineConfig) -> Slots:
-    """Slots that hold no response."""
-    n, c = config.slots, config
-    return Slots(
-        token=np.zeros(n, np.int32),
-        position=np.zeros(n, np.int32),
-        sampled=np.zeros(n, np.int32),
-        budget=np.zeros(n, np.int32),
-        temperature=np.ones(n, np.float32),
-        key=np.zeros((n, 2), np.uint32),
-        active=np.zeros(n, bool),
-        tail=np.full((n, c.stop_width), NO_TOKEN, np.int32),
-        stops=np.full((n, c.stop_sequences, c.stop_width), NO_TOKEN, np.int32),
-    )
+async def _close(items: Any, driving: asyncio.Task[None]) -> None:
+    await items.aclose()
+    driving.cancel()
+    await asyncio.gather(driving, return_exceptions=True)

@@ -1,6 +1,6 @@
-"""The compiled programs of the rollout engine: `prefill` and `decode`.
+"""The compiled programs of the rollout engine: `prefill`, `decode` and `copy`.
 
-Both run inside one `shard_map` over the mesh's data axis: each shard owns its slots and their cache, so that the
+All run inside one `shard_map` over the mesh's data axis: each shard owns its slots and their cache, so that the
 programs contain no collective over data and a shard leaves its decode loop when its own slots have stopped.
 """
 
@@ -14,27 +14,28 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from agentr1_jax.policy.config import DecoderConfig
-from agentr1_jax.policy.decoder import Decoder, Params, head_kernel
-from agentr1_jax.rollout.cache import CacheView, KVCache, cache_sharding
-
-NO_TOKEN = -1
+from agentr1_jax.policy.decoder import Decoder, Params, output_logits
+from agentr1_jax.rollout.cache import CacheView, KVCache, cache_sharding, copy_lines
+from agentr1_jax.rollout.config import EngineConfig
+from agentr1_jax.rollout.sampling import NO_TOKEN, matches_stop, sample
 
 
 @flax.struct.dataclass
 class Slots:
-    """What the decode loop knows of each slot: JAX arrays inside the program, numpy arrays on the host between calls.
+    """What the decode loop knows of each slot. It stays on the device; the host sends the rows that it changes.
 
     Attributes:
       token: the id to feed next: the last of the prompt, or the last one sampled.
       position: where it goes in the cache.
       sampled: tokens of the open response so far; also the index that keys their random numbers.
       budget: tokens the response may still get.
-      temperature: logits are divided by it; 0 is greedy.
+      temperature, top_k, top_p: see `Sampling`.
       key: raw threefry key of the open response.
       active: False for slots that hold no open response.
       tail: the last ids of the open response, right-aligned, `NO_TOKEN` before its start.
@@ -46,62 +47,64 @@ class Slots:
     sampled: Int[Any, "slots"]
     budget: Int[Any, "slots"]
     temperature: Float[Any, "slots"]
+    top_k: Int[Any, "slots"]
+    top_p: Float[Any, "slots"]
     key: UInt32[Any, "slots 2"]
     active: Bool[Any, "slots"]
     tail: Int[Any, "slots width"]
     stops: Int[Any, "slots stops width"]
 
 
+def idle_slots(config: EngineConfig) -> Slots:
+    """Slots that hold no response, as numpy arrays."""
+    n, c = config.slots, config
+    return Slots(
+        token=np.zeros(n, np.int32),
+        position=np.zeros(n, np.int32),
+        sampled=np.zeros(n, np.int32),
+        budget=np.zeros(n, np.int32),
+        temperature=np.ones(n, np.float32),
+        top_k=np.zeros(n, np.int32),
+        top_p=np.ones(n, np.float32),
+        key=np.zeros((n, 2), np.uint32),
+        active=np.zeros(n, bool),
+        tail=np.full((n, c.stop_width), NO_TOKEN, np.int32),
+        stops=np.full((n, c.stop_sequences, c.stop_width), NO_TOKEN, np.int32),
+    )
+
+
 @flax.struct.dataclass
 class Sampled:
-    """What one decode call produced; column i of a slot counts from the start of the call."""
+    """What one decode call produced; a slot's tokens are the first `count` columns of its row.
+
+    Attributes:
+      active: slots whose response is still open.
+      stopped: slots whose response ended with a stop sequence in this call.
+      iterations: tokens that each shard's loop went through.
+    """
 
     ids: Int[Any, "slots chunk"]
     logprobs: Float[Any, "slots chunk"]
+    count: Int[Any, "slots"]
+    active: Bool[Any, "slots"]
     stopped: Bool[Any, "slots"]
     iterations: Int[Any, "shards"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """The jitted programs; `live` is static and taken from a few buckets.
+    """The jitted programs. Lines count within their data shard.
 
     Attributes:
-      prefill: (params, cache, tokens[rows, P], slot[rows], position[rows, P], live=) -> cache.
-        `rows` is `prefill_rows` for each data shard and `slot` counts within the shard.
-      decode: (params, cache, slots, live=) -> (cache, slots, sampled).
+      prefill: (params, cache, tokens[rows, width], line[rows], start[rows]) -> cache.
+        `rows` is one of `prefill_rows` for each shard; row i holds the tokens at start[i] ... of its line.
+      decode: (params, cache, slots, patch, patched[slots], leave_after[shards]) -> (cache, slots, sampled).
+      copy: (cache, source[moves], target[moves], count[shards]) -> cache.
     """
 
     prefill: Callable[..., KVCache]
     decode: Callable[..., tuple[KVCache, Slots, Sampled]]
-
-
-def matches_stop(tail: Int[Array, "slots width"], stops: Int[Array, "slots stops width"]) -> Bool[Array, "slots"]:
-    """True where the response so far ends with one of the slot's stop sequences."""
-    used = stops != NO_TOKEN
-    equal = (stops == tail[:, None, :]) | ~used
-    return jnp.any(equal.all(-1) & used.any(-1), axis=-1)
-
-
-def sample(
-    logits: Float[Array, "slots vocab"],
-    temperature: Float[Array, "slots"],
-    key: UInt32[Array, "slots 2"],
-    index: Int[Array, "slots"],
-) -> tuple[Int[Array, "slots"], Float[Array, "slots"]]:
-    """Samples one id per slot by Gumbel-max from softmax(logits / temperature), keyed by (slot's key, token index).
-
-    Returns:
-      ids, and their log-probabilities under the distribution sampled from (0 where greedy: a point mass).
-    """
-    greedy = temperature == 0
-    logprobs = jax.nn.log_softmax(logits / jnp.where(greedy, 1.0, temperature)[:, None])
-    noise = jax.vmap(lambda k, i: jax.random.gumbel(jax.random.fold_in(k, i), logits.shape[1:], logits.dtype))(
-        jax.random.wrap_key_data(key, impl="threefry2x32"), index
-    )
-    ids = jnp.argmax(logprobs + jnp.where(greedy[:, None], 0.0, noise), axis=-1).astype(jnp.int32)
-    chosen = jnp.take_along_axis(logprobs, ids[:, None], axis=-1)[:, 0]
-    return ids, jnp.where(greedy, 0.0, chosen)
+    copy: Callable[..., KVCache]
 
 
 def run_decoder(
@@ -113,49 +116,61 @@ def run_decoder(
 
 
 def prefill(
-    decoder: Decoder, params: Params, cache: KVCache, tokens: Array, slot: Array, position: Array, *, live: int
+    decoder: Decoder, params: Params, cache: KVCache, tokens: Array, line: Array, start: Array, *, block: int
 ) -> KVCache:
     """Writes the keys and values of new prompt tokens; no logits, since decode feeds the last prompt token itself."""
-    view = CacheView(slot=slot, position=position, live=live)
+    view = CacheView(line=line, position=start[:, None] + jnp.arange(tokens.shape[1]), block=block)
     return run_decoder(decoder, params, tokens, view, cache)[1]
 
 
 def decode(
-    decoder: Decoder, params: Params, cache: KVCache, slots: Slots, *, live: int, chunk: int
+    decoder: Decoder,
+    params: Params,
+    cache: KVCache,
+    slots: Slots,
+    patch: Slots,
+    patched: Bool[Array, "slots"],
+    leave_after: Int[Array, "1"],
+    *,
+    chunk: int,
+    block: int,
 ) -> tuple[KVCache, Slots, Sampled]:
-    """Samples up to `chunk` tokens for every active slot; leaves early when none is active."""
-    head = head_kernel(params)
+    """Takes over what the host patched, then samples up to `chunk` tokens for every active slot.
+
+    Leaves early when none is active, or when `leave_after` > 0 responses have ended.
+    """
+    slots = jax.tree.map(lambda new, old: jnp.where(patched.reshape(-1, *[1] * (old.ndim - 1)), new, old), patch, slots)
     n = slots.token.shape[0]
+    begun = slots.active.sum()
     empty = Sampled(
         ids=jnp.full((n, chunk), NO_TOKEN, jnp.int32),
         logprobs=jnp.zeros((n, chunk), jnp.float32),
+        count=jnp.zeros(n, jnp.int32),
+        active=slots.active,
         stopped=jnp.zeros(n, bool),
         iterations=jnp.zeros(1, jnp.int32),
     )
 
     def running(carry: tuple[KVCache, Slots, Sampled]) -> Array:
         _, slots, out = carry
-        return (out.iterations[0] < chunk) & slots.active.any()
+        left = slots.active.sum()
+        enough = (leave_after[0] > 0) & (begun - left >= leave_after[0])
+        return (out.iterations[0] < chunk) & (left > 0) & ~enough
 
     def body(carry: tuple[KVCache, Slots, Sampled]) -> tuple[KVCache, Slots, Sampled]:
         cache, slots, out = carry
         # Idle slots write outside the cache, that is, nowhere.
-        position = jnp.where(slots.active, slots.position, cache.keys.shape[2])
-        view = CacheView(slot=None, position=position[:, None], live=live)
+        position = jnp.where(slots.active, slots.position, cache.keys.shape[3])
+        view = CacheView(line=None, position=position[:, None], block=block)
         hidden, cache = run_decoder(decoder, params, slots.token[:, None], view, cache)
-        logits = jnp.matmul(hidden[:, 0], head.astype(hidden.dtype), preferred_element_type=jnp.float32)
-        ids, logprobs = sample(logits, slots.temperature, slots.key, slots.sampled)
+        ids, logprobs = sample(
+            output_logits(params, hidden[:, 0]), slots.temperature, slots.top_k, slots.top_p, slots.key, slots.sampled
+        )
         active = slots.active
         tail = jnp.where(active[:, None], jnp.concatenate([slots.tail[:, 1:], ids[:, None]], axis=1), slots.tail)
         stopped = active & matches_stop(tail, slots.stops)
         step = active.astype(jnp.int32)
         column = out.iterations[0]
-        out = Sampled(
-            ids=out.ids.at[:, column].set(jnp.where(active, ids, NO_TOKEN)),
-            logprobs=out.logprobs.at[:, column].set(jnp.where(active, logprobs, 0.0)),
-            stopped=out.stopped | stopped,
-            iterations=out.iterations + 1,
-        )
         slots = dataclasses.replace(
             slots,
             token=jnp.where(active, ids, slots.token),
@@ -165,36 +180,47 @@ def decode(
             active=active & ~stopped & (slots.budget > 1),
             tail=tail,
         )
+        out = Sampled(
+            ids=out.ids.at[:, column].set(jnp.where(active, ids, NO_TOKEN)),
+            logprobs=out.logprobs.at[:, column].set(jnp.where(active, logprobs, 0.0)),
+            count=out.count + step,
+            active=slots.active,
+            stopped=out.stopped | stopped,
+            iterations=out.iterations + 1,
+        )
         return cache, slots, out
 
     return jax.lax.while_loop(running, body, (cache, slots, empty))
 
 
-def build_programs(config: DecoderConfig, mesh: Mesh, chunk: int) -> Programs:
+def build_programs(config: DecoderConfig, mesh: Mesh, chunk: int, block: int) -> Programs:
     """Jits the programs for a mesh; the cache is donated.
 
     Args:
       config: the decoder.
-      mesh: slots are sharded over `data`, heads of parameters and cache over `tensor`.
+      mesh: lines are sharded over `data`, heads of parameters and cache over `tensor`.
       chunk: most tokens a decode call samples per slot.
+      block: positions that attention reads at once.
     """
     decoder = Decoder(config)
-    by_row, by_slot = P("data"), P(None, "data")
-    layout = cache_sharding(config, mesh)  # Said aloud: on one device it would be P(), another entry of jit's cache.
+    by_row, by_line = P("data"), P(None, "data")
+    # Said aloud: on one device they would be P(), another entry of jit's cache.
+    layout, rows = cache_sharding(config, mesh), NamedSharding(mesh, by_row)
 
     def sharded(f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={"data"}, check_vma=False)
 
-    @functools.partial(jax.jit, donate_argnums=1, static_argnames="live", out_shardings=layout)
-    def run_prefill(
-        params: Params, cache: KVCache, tokens: Array, slot: Array, position: Array, *, live: int
-    ) -> KVCache:
-        f = functools.partial(prefill, decoder, live=live)
-        return sharded(f, (P(), by_slot, by_row, by_row, by_row), by_slot)(params, cache, tokens, slot, position)
-
-    @functools.partial(jax.jit, donate_argnums=1, static_argnames="live", out_shardings=(layout, None, None))
-    def run_decode(params: Params, cache: KVCache, slots: Slots, *, live: int) -> tuple[KVCache, Slots, Sampled]:
-        f = functools.partial(decode, decoder, live=live, chunk=chunk)
-        return sharded(f, (P(), by_slot, by_row), (by_slot, by_row, by_row))(params, cache, slots)
-
-    return Programs(prefill=run_prefill, decode=run_decode)
+    run_prefill = sharded(
+        functools.partial(prefill, decoder, block=block), (P(), by_line, by_row, by_row, by_row), by_line
+    )
+    run_decode = sharded(
+        functools.partial(decode, decoder, chunk=chunk, block=block),
+        (P(), by_line, by_row, by_row, by_row, by_row),
+        (by_line, by_row, by_row),
+    )
+    run_copy = sharded(copy_lines, (by_line, by_row, by_row, by_row), by_line)
+    return Programs(
+        prefill=jax.jit(run_prefill, donate_argnums=1, out_shardings=layout),
+        decode=jax.jit(run_decode, donate_argnums=1, out_shardings=(layout, rows, rows)),
+        copy=jax.jit(run_copy, donate_argnums=0, out_shardings=layout),
+    )

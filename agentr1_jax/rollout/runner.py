@@ -1,8 +1,11 @@
-"""Running many trajectories on one engine: groups of samples of one task row."""
+"""Running many trajectories on one engine: groups of samples of one task row, handed out as they are complete."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+import collections
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from absl import logging
@@ -11,22 +14,57 @@ from agentr1_jax.agents.base import Agent, Completion, Row
 from agentr1_jax.agents.session import Identity, RecordedSession
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.rollout.engine import Engine, RequestError
-from agentr1_jax.trajectory import Outcome, Trajectory
+from agentr1_jax.rollout.lines import Ticket
+from agentr1_jax.rollout.sampling import Sampling
+from agentr1_jax.trajectory import POLICIES, Outcome, Trajectory
+
+RETRIED = (Outcome.TOOL_FAILURE, Outcome.ENV_FAILURE)
+"""Failures of the infrastructure: the same row and seed may do better at the next attempt."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """A task row and who is to try it."""
+
+    row: Row
+    identities: Sequence[Identity]
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """When the runner gives up on a trajectory.
+
+    Attributes:
+      attempts: of a trajectory that ends in one of `RETRIED`; the last one stands.
+      seconds: an attempt may take, tools and waiting for slots included; None for no limit. An agent may keep to limits
+        of its own; this one also ends those that hang.
+    """
+
+    attempts: int = 1
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1:
+            raise ValueError(f"rollout.attempts is {self.attempts}; it must be at least 1")
+        if self.seconds is not None and not self.seconds > 0:
+            raise ValueError(f"rollout.seconds is {self.seconds}; it must be positive, or None")
 
 
 class EngineSession(RecordedSession):
-    """A session whose responses come from a slot of the engine."""
+    """A session whose responses come from the engine."""
 
-    def __init__(self, engine: Engine, slot: int, identity: Identity, temperature: float, policy_version: int) -> None:
+    def __init__(
+        self, engine: Engine, ticket: Ticket, identity: Identity, sampling: Sampling, policy_version: int
+    ) -> None:
         super().__init__(identity, policy_version)
         self._engine = engine
-        self._slot = slot
-        self._temperature = temperature
+        self._ticket = ticket
+        self._sampling = sampling
 
     async def respond(self, prompt_ids: np.ndarray, max_tokens: int, stop: Sequence[Sequence[int]]) -> Completion:
         key = np.random.SeedSequence([self.seed, len(self._steps)]).generate_state(2, np.uint32)
         return await self._engine.generate(
-            self._slot, prompt_ids, max_tokens, temperature=self._temperature, key=key, stop=stop
+            self._ticket, prompt_ids, max_tokens, sampling=self._sampling, key=key, stop=stop
         )
 
 
@@ -34,44 +72,135 @@ def run_groups(
     engine: Engine,
     params: Params,
     agent: Agent,
-    rows: Sequence[Row],
-    identities: Sequence[Sequence[Identity]],
+    groups: Iterable[Group],
     *,
-    temperature: float,
+    sampling: Sampling,
     policy_version: int,
+    wanted: int | None = None,
+    keep: Callable[[Sequence[Trajectory]], bool] = lambda group: True,
+    limits: Limits = Limits(),
     on_finish: Callable[[Trajectory], None] = lambda trajectory: None,
-) -> list[Trajectory]:
-    """Samples a group of trajectories for each row.
+) -> Iterator[list[Trajectory]]:
+    """Samples a group of trajectories for each row, and yields the groups as they become complete.
+
+    No group is ever broken off because others were faster: that would favour the short. Where `keep` refuses a group,
+    the next one of `groups` is started in its place.
 
     Args:
-      engine: its slots are shared by all trajectories; each keeps its slot until it ends.
+      engine: its lines are shared by all trajectories.
       params: decoder parameters on the engine's mesh.
       agent: the workflow of one trajectory.
-      rows: one task row per group.
-      identities: for each row, one identity per sample.
-      temperature: of sampling; 0 is greedy.
+      groups: rows and identities; taken as needed.
+      sampling: the distribution of responses.
       policy_version: recorded in every step.
+      wanted: how many groups to keep; None for all there are.
+      keep: whether a complete group counts as one of those; it is yielded in any case.
+      limits: of attempts and time.
       on_finish: called with each trajectory as it ends.
 
-    Returns:
-      trajectories sorted by (group, sample). What an agent, environment or tool raises ends its own trajectory only,
-      as `env_failure` (`engine_failure` where the engine refused its request), with the error in `info`.
+    Yields:
+      complete groups, sorted by sample. What an agent, environment or tool raises ends its own trajectory only, as
+      `env_failure` (`engine_failure` where the engine refused its request), with the error in `info`.
     """
+    source = iter(groups)
 
-    async def episode(row: Row, identity: Identity) -> Trajectory:
-        slot = await engine.acquire()
-        session = EngineSession(engine, slot, identity, temperature, policy_version)
+    async def complete() -> AsyncIterator[list[Trajectory]]:
+        tasks: set[asyncio.Task[list[Trajectory]]] = set()
+        kept = 0
+
+        def start(count: int | None) -> None:
+            while count is None or count > 0:
+                group = next(source, None)
+                if group is None:
+                    return
+                tasks.add(asyncio.create_task(run(group)))
+                count = None if count is None else count - 1
+
+        async def run(group: Group) -> list[Trajectory]:
+            episodes = (episode(group.row, identity) for identity in group.identities)
+            return sorted(await asyncio.gather(*episodes), key=lambda t: t.sample)
+
+        async def episode(row: Row, identity: Identity) -> Trajectory:
+            trajectory = await _episode(engine, agent, row, identity, sampling, policy_version, limits)
+            on_finish(trajectory)
+            return trajectory
+
         try:
-            await agent.run(session, row)
-            trajectory = session.trajectory()
-        except Exception as error:  # A bad rollout is data, not a crash.
-            logging.exception("%s failed", identity.uid)
-            ours = isinstance(error, RequestError)
-            trajectory = session.abandoned(Outcome.ENGINE_FAILURE if ours else Outcome.ENV_FAILURE, error)
+            start(wanted)
+            while tasks:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in sorted(done, key=lambda task: task.result()[0].group):
+                    tasks.discard(task)
+                    kept += keep(task.result())
+                    if wanted is not None:
+                        start(wanted - kept - len(tasks))
+                    yield task.result()
         finally:
-            engine.release(slot)
-        on_finish(trajectory)
-        return trajectory
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-    work = [episode(row, i) for row, samples in zip(rows, identities, strict=True) for i in samples]
-    return sorted(engine.run(params, work), key=lambda t: (t.group, t.sample))
+    return engine.stream(params, complete)
+
+
+async def _episode(
+    engine: Engine,
+    agent: Agent,
+    row: Row,
+    identity: Identity,
+    sampling: Sampling,
+    policy_version: int,
+    limits: Limits,
+) -> Trajectory:
+    """One trajectory, tried again where the infrastructure failed it."""
+    ticket = await engine.acquire((identity.group, identity.sample))
+    try:
+        failures: list[str] = []
+        for attempt in range(limits.attempts):
+            session = EngineSession(engine, ticket, identity, sampling, policy_version)
+            trajectory = await _attempt(agent, session, row, limits.seconds)
+            if POLICIES[trajectory.outcome].training != "drop":
+                break
+            failures.append(f"{trajectory.outcome}: {trajectory.info.get('error', 'no details')}")
+            logging.warning("%s, attempt %d of %d: %s", identity.uid, attempt + 1, limits.attempts, failures[-1])
+            if trajectory.outcome not in RETRIED:
+                break
+        return (
+            dataclasses.replace(trajectory, info={**trajectory.info, "failures": failures}) if failures else trajectory
+        )
+    finally:
+        engine.release(ticket)
+
+
+async def _attempt(agent: Agent, session: EngineSession, row: Row, seconds: float | None) -> Trajectory:
+    """What the agent made of a row, or how it failed. A bad rollout is data, not a crash."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            await agent.run(session, row)
+        return session.trajectory()
+    except RequestError as error:
+        return session.abandoned(Outcome.ENGINE_FAILURE, error)
+    except TimeoutError as error:
+        if limit.expired():
+            return _timed_out(session, seconds)
+        return session.abandoned(Outcome.ENV_FAILURE, error)
+    except (Exception, SystemExit) as error:
+        return session.abandoned(Outcome.ENV_FAILURE, error)
+
+
+def _timed_out(session: EngineSession, seconds: float | None) -> Trajectory:
+    if not session.steps:
+        return session.abandoned(Outcome.ENV_FAILURE, TimeoutError(f"no step within {seconds} s"))
+    session.cut_off(Outcome.TIME_LIMIT, f"no end within {seconds} s")
+    return session.trajectory()
+
+
+def signal(group: Sequence[Trajectory]) -> bool:
+    """Whether a group can teach anything to a scheme that compares its members: their returns differ."""
+    returns = {t.total_reward for t in group if POLICIES[t.outcome].training != "drop"}
+    return len(returns) > 1
+
+
+def outcome_counts(trajectories: Iterable[Trajectory]) -> dict[str, int]:
+    """How often each outcome occurred."""
+    return dict(collections.Counter(str(t.outcome) for t in trajectories))

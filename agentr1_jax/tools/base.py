@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import inspect
-from collections.abc import Awaitable, Mapping
+import math
+import numbers
+import threading
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import jsonschema
 
+from agentr1_jax.tools.threads import in_thread
+
 Fault = Literal["model", "infrastructure"]
+MOST_OF_A_MESSAGE = 500  # characters of an exception's text that are kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +24,7 @@ class ToolError:
     """Why a call failed and whose fault it was.
 
     Attributes:
-      kind: a short typed name, e.g. `unknown_tool`, `bad_arguments`, `exception`, `timeout`.
+      kind: a short typed name, e.g. `unknown_tool`, `bad_arguments`, `oversized`, `exception`, `bad_result`, `timeout`.
       fault: `model` errors go back to the policy as an observation; `infrastructure` errors are retried.
     """
 
@@ -46,11 +53,30 @@ class ToolResult:
 
 @runtime_checkable
 class Tool(Protocol):
-    """A tool: a name, a description, a JSON Schema of its arguments, and `execute`, sync or async."""
+    """A tool: a name, a description, a JSON Schema of its arguments, and `execute`, sync or async.
 
-    name: str
-    description: str
-    parameters: Mapping[str, Any]
+    A sync `execute` runs in a thread, so that it may block, and has to bear being called from several at once. A tool
+    whose `execute` is quicker than starting a thread (0.1 ms) may say `blocking = False`; it then runs on the event
+    loop, where no time limit can interrupt it. An async `execute` must not block.
+
+    A tool that gains from many calls at once may have `execute_batch(sequence of arguments) -> sequence of ToolResult`,
+    sync or async too; see `wrappers.Batched`.
+    """
+
+    @property
+    def name(self) -> str:
+        """By which the policy calls it."""
+        ...
+
+    @property
+    def description(self) -> str:
+        """What the policy is told of it."""
+        ...
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """JSON Schema of the arguments."""
+        ...
 
     def execute(self, arguments: Mapping[str, Any]) -> ToolResult | Awaitable[ToolResult]:
         """Runs the call. `arguments` have been validated against `parameters`."""
@@ -76,15 +102,100 @@ def argument_error(tool: Tool, arguments: Any) -> str | None:
 
 
 async def call(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
-    """Validates and executes one call; an exception inside the tool becomes a typed result.
-
-    An exception of the tool's own code is an infrastructure fault: the policy could not have known better.
-    """
-    problem = argument_error(tool, arguments)
+    """Validates the arguments and executes one call. Raises nothing but what `execute` raises."""
+    try:
+        problem = argument_error(tool, arguments)
+    except Exception as error:  # The tool's schema is none.
+        return raised(tool, error)
     if problem is not None:
         return failed("bad_arguments", f"Error: bad arguments for {tool.name}: {problem}")
+    return await execute(tool, arguments)
+
+
+async def execute(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
+    """Executes one call with valid arguments; whatever the tool does comes back as a result.
+
+    What goes wrong in the tool's own code is an infrastructure fault (the policy could not have known better): kind
+    `exception` for whatever it raises, `bad_result` where it returns anything but a proper ToolResult.
+
+    Raises:
+      asyncio.CancelledError: the task that waits was cancelled; never because the tool raised it.
+    """
+    result, failure = await guarded(tool, tool.execute, arguments)
+    return failure or checked(tool, result)
+
+
+async def guarded(tool: Tool, function: Callable[[Any], Any], argument: Any) -> tuple[Any, ToolResult | None]:
+    """What a sync or async function of a tool's returns, or the failure that stands for what it raised.
+
+    Raises:
+      asyncio.CancelledError: the waiting task was cancelled, also where the tool hid it.
+    """
+    task = asyncio.current_task()
+    cancels = task.cancelling() if task else 0
+    value, failure = None, None
     try:
-        result = tool.execute(arguments)
-        return await result if inspect.isawaitable(result) else result
-    except Exception as error:  # Nothing that a tool does may end the batch.
-        return failed("exception", f"Error: {tool.name} raised {type(error).__name__}: {error}", "infrastructure")
+        if inspect.iscoroutinefunction(function) or not getattr(tool, "blocking", True):
+            value = function(argument)
+        else:
+            value = await in_thread(_in_worker, function, argument)
+        if inspect.isawaitable(value):
+            value = await value
+    except BaseException as error:  # Nothing that a tool does may end the batch.
+        if _is_the_programs(error, task):
+            raise
+        value, failure = None, raised(tool, error)
+    if task and task.cancelling() > cancels:
+        raise asyncio.CancelledError
+    return value, failure
+
+
+def raised(tool: Tool, error: BaseException) -> ToolResult:
+    """The failed call that stands for an exception."""
+    try:
+        said = str(error)
+    except Exception:
+        said = ""
+    content = f"Error: {tool.name} raised {type(error).__name__}: {said[:MOST_OF_A_MESSAGE]}"
+    return failed("exception", content, "infrastructure")
+
+
+def checked(tool: Tool, result: Any) -> ToolResult:
+    """`result` if it keeps the contract, else the failed call that says how it does not."""
+    problem = _result_problem(result)
+    return failed("bad_result", f"Error: {tool.name} {problem}", "infrastructure") if problem else result
+
+
+def _result_problem(result: Any) -> str | None:
+    if not isinstance(result, ToolResult):
+        return f"returned a {type(result).__name__}, not a ToolResult"
+    content, ok, error, reward, data = (getattr(result, field.name) for field in dataclasses.fields(ToolResult))
+    if not isinstance(content, str):
+        return f"returned a content of type {type(content).__name__}, not str"
+    if not isinstance(ok, bool) or not isinstance(error, ToolError | None) or ok != (error is None):
+        return "returned an `ok` that does not fit its `error`"
+    if not isinstance(reward, numbers.Real | None) or not math.isfinite(reward or 0):
+        return "returned a reward that is no finite number"
+    if not isinstance(data, Mapping):
+        return f"returned data of type {type(data).__name__}, not a mapping"
+    return None
+
+
+def _is_the_programs(error: BaseException, task: asyncio.Task[Any] | None) -> bool:
+    """Whether an exception is an interrupt by the user, or closes a coroutine that nobody will resume."""
+    if isinstance(error, KeyboardInterrupt):
+        return threading.current_thread() is threading.main_thread()
+    if isinstance(error, GeneratorExit):
+        try:
+            return asyncio.current_task() is not task
+        except RuntimeError:  # No loop runs.
+            return True
+    return False
+
+
+def _in_worker(function: Callable[[Any], Any], argument: Any) -> Any:
+    try:
+        return function(argument)
+    except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt) as error:
+        # On the event loop these would pass for the loop's own.
+        raise RuntimeError(type(error).__name__) from error

@@ -18,6 +18,8 @@ from agentr1_jax.tools.base import ToolResult
 
 _WORD = re.compile(r"(?u)\b\w\w+\b")
 EMPTY_RESULT = "No results."
+# Up to here a search (0.13 ms on one core; 0.5 ms over 40,000) takes no longer than starting a thread for it.
+SMALL = 10_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +95,9 @@ class SearchTool:
 
     k₁ = 0.9 and b = 0.4 (Lucene's form of BM25); the indexed text is title and text. Passages that share no term with
     the query are never shown; equal scores are ordered by the passage's index. `data` of a result: `ids` and `titles`.
+
+    Attributes:
+      blocking: whether a search takes so long that it is worth a thread (see `Tool`); by the number of passages.
     """
 
     name = "search"
@@ -111,6 +116,7 @@ class SearchTool:
             raise ValueError(f"top_k is {top_k}; it must be at least 1")
         self.corpus = corpus
         self.top_k = top_k
+        self.blocking = len(corpus) > SMALL
         bm25, _ = _library()
         self._index = bm25(k1=0.9, b=0.4)
         self._index.index([words(f"{p.title} {p.text}") for p in corpus], show_progress=False)

@@ -7,7 +7,7 @@ import difflib
 import functools
 import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from agentr1_jax.envs import qa
@@ -17,6 +17,7 @@ from agentr1_jax.envs.hopworld.questions import PRACTICE_SHARES, SHARES, questio
 from agentr1_jax.envs.hopworld.world import search_tool, world, world_key
 from agentr1_jax.envs.tool_env import NO_ACTION, ToolEnv
 from agentr1_jax.text.tool_calls import PARSE_MESSAGES, render_answer
+from agentr1_jax.tools.base import Tool
 from agentr1_jax.tools.search import EMPTY_RESULT
 
 SPLITS = {"train": SHARES, "eval": SHARES, "dev": SHARES, "practice": PRACTICE_SHARES}
@@ -39,6 +40,7 @@ class HopWorldTask:
       questions_per_world: rows of one world follow each other, so that a batch needs few worlds.
       flaws: rates of the expert's flaws that differ from `expert.FLAWS`; `NO_FLAWS` makes it perfect.
       reward_weights: weights of `qa.PARTS`.
+      wrap: applied to every tool of an environment, once per tool (e.g. limits of time and size).
     """
 
     name: str = "hopworld"
@@ -46,6 +48,7 @@ class HopWorldTask:
     questions_per_world: int = 16
     flaws: Mapping[str, float] = dataclasses.field(default_factory=dict)
     reward_weights: Mapping[str, float] = dataclasses.field(default_factory=lambda: dict(DEFAULT_WEIGHTS))
+    wrap: Callable[[Tool], Tool] = lambda tool: tool
 
     def __post_init__(self) -> None:
         for field in ("top_k", "questions_per_world"):
@@ -76,7 +79,9 @@ class HopWorldTask:
     def env(self) -> ToolEnv:
         """A fresh environment with one search tool over the row's world."""
         return qa.search_env(
-            tools=lambda row: [search_tool(row["world"], self.top_k)], weights=self.reward_weights, system=SYSTEM
+            tools=lambda row: [_tool(row["world"], self.top_k, self.wrap)],
+            weights=self.reward_weights,
+            system=SYSTEM,
         )
 
     def expert(self, row: Row, seed: int) -> Expert:
@@ -107,6 +112,12 @@ class HopWorldTask:
             yield experts.call_text(query)
             yield search_tool(row["world"], self.top_k).execute({"query": query}).content
         yield f"{row['thought']}{render_answer(row['answers'][0])}"
+
+
+# Wrappers hold state (a cap on calls, a batch being collected), so that episodes of one world must share them.
+@functools.lru_cache(maxsize=64)
+def _tool(key: str, top_k: int, wrap: Callable[[Tool], Tool]) -> Tool:
+    return wrap(search_tool(key, top_k))
 
 
 @functools.lru_cache(maxsize=64)

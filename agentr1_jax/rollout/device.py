@@ -1,0 +1,207 @@
+"""The device side of the engine: numpy in, compiled programs in order, numpy out. Called by one thread."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import time
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from agentr1_jax.policy.config import DecoderConfig
+from agentr1_jax.policy.decoder import Params
+from agentr1_jax.rollout.cache import KVCache, cache_sharding, empty_cache
+from agentr1_jax.rollout.config import EngineConfig
+from agentr1_jax.rollout.counters import Counters, DeviceClock
+from agentr1_jax.rollout.lines import Move, NewTokens
+from agentr1_jax.rollout.programs import Sampled, Slots, build_programs, idle_slots
+from agentr1_jax.rollout.sampling import NO_TOKEN, Sampling
+
+MOVES = 16
+"""Copies in one call of the copy program, per data shard."""
+
+
+def rows_bucket(n: int, buckets: Sequence[int]) -> int:
+    """Rows of the next call when n are left: the smallest bucket if more than half of it is used, else a full one."""
+    enough = next((b for b in buckets if n <= b), buckets[-1])
+    filled = [b for b in buckets if b <= n]
+    return enough if not filled or 2 * n > enough else filled[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Response:
+    """What a slot is to sample.
+
+    Attributes:
+      prompt: int32 [P]; the cache holds all but its last id.
+      max_tokens: most tokens to sample.
+      sampling: the distribution.
+      key: uint32 [2].
+      stop: id sequences that end it.
+    """
+
+    prompt: np.ndarray
+    max_tokens: int
+    sampling: Sampling
+    key: np.ndarray
+    stop: Sequence[Sequence[int]]
+
+
+class Device:
+    """Cache and slots on a mesh, and the programs that work on them.
+
+    Args:
+      policy: the decoder.
+      config: shapes.
+      mesh: local devices with axes `(data, fsdp, tensor)`; lines are sharded over `data`.
+
+    Attributes:
+      counters: what it did; may be replaced.
+      under_way: decode calls that nobody has looked at yet.
+    """
+
+    def __init__(self, policy: DecoderConfig, config: EngineConfig, mesh: Mesh) -> None:
+        self.shards = mesh.shape["data"]
+        config.check_shards(self.shards)
+        self.counters = Counters()
+        self.programs = build_programs(policy, mesh, config.decode_chunk, config.attention_block)
+        self.new_cache = jax.jit(
+            functools.partial(empty_cache, policy, config.lines(self.shards), config.length, mesh.shape["tensor"]),
+            out_shardings=cache_sharding(policy, mesh),
+        )
+        self._config = config
+        self._per_shard = config.lines(self.shards) // self.shards
+        self._by_slot = NamedSharding(mesh, P("data"))
+        self._leave = np.full(self.shards, config.leave_after, np.int32)
+        self._params: Params = None
+        self._cache: KVCache | None = None
+        self._slots: Slots | None = None
+        self.close()
+
+    def open(self, params: Params) -> None:
+        """Allocates the cache."""
+        self._params, self._cache = params, self.new_cache()
+        self._slots = jax.device_put(idle_slots(self._config), self._by_slot)
+        # What is sent where the host changes nothing: on the device already.
+        self._nothing = jax.device_put((*self._fresh_patch(), self._leave), self._by_slot)
+        self._patch, self._patched = self._fresh_patch()
+
+    def close(self) -> None:
+        """Frees everything on the device."""
+        self._params = self._cache = self._slots = None
+        self.under_way: collections.deque[tuple[Sampled, float]] = collections.deque()
+        self._clock = DeviceClock()
+
+    def _fresh_patch(self) -> tuple[Slots, np.ndarray]:
+        return idle_slots(self._config), np.zeros(self._config.slots, bool)
+
+    def compile(self) -> int:
+        """Runs every program once on idle lines; returns their number."""
+        c = self._config
+        nothing: list[list[NewTokens]] = [[] for _ in range(self.shards)]
+        for rows in c.prefill_rows:
+            self._prefill_call(nothing, rows)
+        self._copy_call([[] for _ in range(self.shards)])
+        self.decode()
+        self.wait()
+        return len(c.prefill_rows) + 2
+
+    def wait(self) -> None:
+        """Until all calls so far are done."""
+        jax.block_until_ready((self._cache, self._slots))
+
+    def start(self, slot: int, response: Response) -> None:
+        """Tells the next decode call of a response."""
+        p, r = self._patch, response
+        p.token[slot], p.position[slot] = r.prompt[-1], len(r.prompt) - 1
+        p.sampled[slot], p.budget[slot] = 0, r.max_tokens
+        p.temperature[slot], p.top_k[slot], p.top_p[slot] = dataclasses.astuple(r.sampling)
+        p.key[slot], p.active[slot] = r.key, True
+        p.tail[slot] = p.stops[slot] = NO_TOKEN
+        for row, ids in zip(p.stops[slot], r.stop, strict=False):
+            row[-len(ids) :] = ids
+        self._patched[slot] = True
+
+    def stop(self, slot: int) -> None:
+        """Tells the next decode call that nobody waits for the response of a slot any more."""
+        self._patch.active[slot], self._patched[slot] = False, True
+
+    def copy(self, moves: Sequence[Move]) -> None:
+        """Copies lines, in order."""
+        self.counters.moved_tokens += sum(m.tokens for m in moves)
+        shards: list[list[Move]] = [[] for _ in range(self.shards)]
+        for move in moves:
+            shards[move.source // self._per_shard].append(move)
+        for at in range(0, max(map(len, shards)), MOVES):
+            self._copy_call([own[at : at + MOVES] for own in shards])
+
+    def _copy_call(self, shards: list[list[Move]]) -> None:
+        table = np.zeros((2, self.shards, MOVES), np.int32)
+        for shard, moves in enumerate(shards):
+            for i, m in enumerate(moves):
+                table[:, shard, i] = m.source % self._per_shard, m.target % self._per_shard
+        count = np.asarray([len(moves) for moves in shards], np.int32)
+        self._clock.started()
+        self._cache = self.programs.copy(self._cache, *table.reshape(2, -1), count)
+        self.counters.copy_calls += 1
+
+    def prefill(self, new: Sequence[NewTokens]) -> None:
+        """Computes new tokens, in calls of rows of `prefill_width`; the rows of a line in order."""
+        shards: list[list[NewTokens]] = [[] for _ in range(self.shards)]
+        for line in sorted(new, key=lambda n: len(n.ids)):  # Lines of like length read alike.
+            shards[line.line // self._per_shard] += self._rows(line)
+            self.counters.prefill_tokens += len(line.ids) - line.start
+        while left := max(map(len, shards)):
+            count = rows_bucket(left, self._config.prefill_rows)
+            call = [own[:count] for own in shards]
+            self._prefill_call(call, count)
+            shards = [own[count:] for own in shards]
+
+    def _rows(self, line: NewTokens) -> Iterator[NewTokens]:
+        width = self._config.prefill_width
+        for at in range(line.start, len(line.ids), width):
+            # A row ends within the cache: the last may begin with tokens that the one before computed.
+            at = min(at, self._config.length - width)
+            yield dataclasses.replace(line, start=at, ids=line.ids[: at + width])
+
+    def _prefill_call(self, shards: list[list[NewTokens]], count: int) -> None:
+        tokens = np.zeros((self.shards, count, self._config.prefill_width), np.int32)
+        line = np.full((self.shards, count), self._per_shard - 1, np.int32)  # Padding rows go to the spare line.
+        start = np.zeros((self.shards, count), np.int32)
+        for shard, own in enumerate(shards):
+            for i, row in enumerate(own):
+                ids = row.ids[row.start :]
+                tokens[shard, i, : len(ids)] = ids
+                line[shard, i], start[shard, i] = row.line % self._per_shard, row.start
+        flat = tokens.reshape(-1, tokens.shape[-1]), line.ravel(), start.ravel()
+        self._clock.started()
+        self._cache = self.programs.prefill(self._params, self._cache, *flat)
+        self.counters.prefill_tokens_padded += tokens.size
+        self.counters.prefill_calls += 1
+
+    def decode(self) -> None:
+        """Starts a chunk for all responses that are open."""
+        patch = self._nothing
+        if self._patched.any():
+            patch = jax.device_put((self._patch, self._patched, self._leave), self._by_slot)
+            self._patch, self._patched = self._fresh_patch()  # On a CPU the device may hold the old arrays themselves.
+        started = time.perf_counter()
+        self._clock.started()
+        self._cache, self._slots, out = self.programs.decode(self._params, self._cache, self._slots, *patch)
+        self.under_way.append((out, started))
+        self.counters.decode_calls += 1
+
+    def look(self) -> Sampled:
+        """Waits for the oldest chunk under way; its output as numpy arrays."""
+        out, started = self.under_way.popleft()
+        out = jax.device_get(out)
+        self.counters.device_seconds += self._clock.finished(more=bool(self.under_way))
+        self.counters.decode_seconds += time.perf_counter() - started
+        self.counters.decode_tokens += int(out.count.sum())
+        self.counters.decode_slot_steps += int(out.iterations.max()) * self._config.slots
+        return out

@@ -1,0 +1,266 @@
+"""Times the rollout engine against lockstep samplers on simulated tool episodes, all with the same compiled programs.
+
+    python -m experiments.bench_rollout [--episodes=256 --slots=16 --json=FILE]
+
+    lockstep_reprefill   a batch of episodes goes turn by turn: all sample, the slowest tool is waited for, and the
+                         whole history is prefilled again
+    lockstep_cached      the same, but what a slot's cache holds is kept
+    engine               each trajectory at its own pace
+
+Episodes have 1 to 6 steps, prompts of 128 tokens in groups of 8, responses of log-normal lengths (median 24, at most
+64), observations of 16 to 96 tokens and tools that take 50 ± 30 ms. Lengths are forced, so that all modes sample as
+many tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import json
+from collections.abc import AsyncIterator, Iterator, Sequence
+
+import jax
+import numpy as np
+from absl import app, flags
+from rich.console import Console
+from rich.table import Table
+
+from agentr1_jax.agents.base import Row, Session
+from agentr1_jax.agents.session import Identity
+from agentr1_jax.policy.config import DecoderConfig
+from agentr1_jax.policy.decoder import Params
+from agentr1_jax.policy.params import init_decoder
+from agentr1_jax.policy.sharding import shardings
+from agentr1_jax.rollout.config import EngineConfig
+from agentr1_jax.rollout.counters import Counters
+from agentr1_jax.rollout.engine import Engine
+from agentr1_jax.rollout.runner import Group, run_groups
+from agentr1_jax.rollout.sampling import Sampling
+from agentr1_jax.runtime.compiles import CompileCounter
+from agentr1_jax.runtime.mesh import learner_mesh
+from agentr1_jax.trajectory import Outcome
+
+EPISODES = flags.DEFINE_integer("episodes", 256, "episodes, in groups of 8")
+SLOTS = flags.DEFINE_integer("slots", 16, "responses decoded together")
+PARKING = flags.DEFINE_integer("parking", 16, "further lines of the cache, for the engine")
+CHUNK = flags.DEFINE_integer("chunk", 8, "most tokens between two looks of the host")
+LEAVE_AFTER = flags.DEFINE_integer("leave_after", 1, "ended responses after which the engine leaves a chunk early")
+FETCH_LAG = flags.DEFINE_integer("fetch_lag", 0, "chunks by which the host's look lags behind: 0 | 1")
+LATENCY = flags.DEFINE_float("latency", 1.0, "factor on the time that tools take")
+MODES = flags.DEFINE_list("modes", ["lockstep_reprefill", "lockstep_cached", "engine"], "which to run")
+JSON = flags.DEFINE_string("json", "", "file for the figures")
+SEED = flags.DEFINE_integer("seed", 0, "of the workload")
+
+POLICY = DecoderConfig(vocab_size=4096, width=256, layers=4, heads=4, kv_heads=2, head_dim=64, hidden=768)
+SAMPLES, PROMPT, RESPONSE, OBSERVATION, MOST_STEPS = 8, 128, 64, (16, 96), 6
+LENGTH = 1024  # 128 + 6 · 64 + 5 · 96 = 992
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """One step: how many tokens are sampled, how long the tool takes (seconds), and what it gives."""
+
+    response: int
+    seconds: float
+    observation: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Episode:
+    """A prompt and the turns that follow it."""
+
+    group: int
+    sample: int
+    prompt: np.ndarray
+    turns: Sequence[Turn]
+
+    @property
+    def seed(self) -> int:
+        return self.group * SAMPLES + self.sample
+
+
+def workload(episodes: int, seed: int, latency: float) -> list[Episode]:
+    """Episodes of simulated tool use, the same for every mode."""
+    rng = np.random.default_rng(seed)
+
+    def ids(n: int) -> np.ndarray:
+        return rng.integers(0, POLICY.vocab_size, n, np.int32)
+
+    def turn() -> Turn:
+        response = int(np.clip(round(24 * np.exp(0.7 * rng.normal())), 1, RESPONSE))
+        seconds = latency * max(0.05 + 0.03 * rng.normal(), 0.0)
+        return Turn(response, seconds, ids(int(rng.integers(OBSERVATION[0], OBSERVATION[1] + 1))))
+
+    prompts = [ids(PROMPT) for _ in range(-(-episodes // SAMPLES))]
+    return [
+        Episode(*divmod(i, SAMPLES), prompts[i // SAMPLES], [turn() for _ in range(rng.integers(1, MOST_STEPS + 1))])
+        for i in range(episodes)
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulatedAgent:
+    """Plays the episode that its row names."""
+
+    episodes: Sequence[Episode]
+
+    async def run(self, session: Session, row: Row) -> None:
+        """One step for each turn."""
+        episode = self.episodes[row["first"] + session.seed % SAMPLES]
+        context = episode.prompt
+        for turn in episode.turns:
+            completion = await session.generate(context, turn.response)
+            await asyncio.sleep(turn.seconds)
+            session.record(0.0)
+            context = np.concatenate([context, completion.ids, turn.observation])
+        session.finish(Outcome.ENV_DONE)
+
+
+def run_engine(engine: Engine, params: Params, episodes: Sequence[Episode]) -> int:
+    """Every trajectory at its own pace; returns the tokens sampled."""
+    groups = collections.defaultdict(list)
+    for e in episodes:
+        groups[e.group].append(Identity(f"bench/{e.seed}", e.group, e.sample, "bench", e.seed))
+    work = [Group({"first": group * SAMPLES}, names) for group, names in groups.items()]
+    complete = run_groups(engine, params, SimulatedAgent(episodes), work, sampling=Sampling(), policy_version=0)
+    return sum(len(s.response_ids) for group in complete for t in group for s in t.steps)
+
+
+def run_lockstep(engine: Engine, params: Params, episodes: Sequence[Episode]) -> int:
+    """Batch after batch, turn after turn; returns the tokens sampled."""
+
+    async def batches() -> AsyncIterator[int]:
+        for start in range(0, len(episodes), engine.config.slots):
+            yield await batch(episodes[start : start + engine.config.slots])
+
+    async def batch(part: Sequence[Episode]) -> int:
+        tickets = [await engine.acquire((e.group, e.sample)) for e in part]
+        contexts = [e.prompt for e in part]
+        sampled = 0
+        for index in range(MOST_STEPS):
+            going = [i for i, e in enumerate(part) if index < len(e.turns)]
+            turns = [part[i].turns[index] for i in going]
+            responses = await asyncio.gather(
+                *(
+                    engine.generate(
+                        tickets[i],
+                        contexts[i],
+                        turn.response,
+                        sampling=Sampling(),
+                        key=np.random.SeedSequence([part[i].seed, index]).generate_state(2, np.uint32),
+                        stop=(),
+                    )
+                    for i, turn in zip(going, turns, strict=True)
+                )
+            )
+            await asyncio.gather(*(asyncio.sleep(turn.seconds) for turn in turns))
+            for i, turn, response in zip(going, turns, responses, strict=True):
+                contexts[i] = np.concatenate([contexts[i], response.ids, turn.observation])
+                sampled += len(response.ids)
+        for ticket in tickets:
+            engine.release(ticket)
+        return sampled
+
+    return sum(engine.stream(params, batches))
+
+
+def engines() -> Iterator[tuple[str, Engine]]:
+    """An engine for each mode; they share their programs."""
+    shapes = EngineConfig(
+        slots=SLOTS.value,
+        parking=PARKING.value,
+        length=LENGTH,
+        decode_chunk=CHUNK.value,
+        leave_after=LEAVE_AFTER.value,
+        fetch_lag=FETCH_LAG.value,
+        prefill_width=16,
+        prefill_rows=(4, 16),
+        attention_block=128,
+    )
+    mesh = learner_mesh(-1, 1, 1)
+    # Whoever waits for all has no use for leaving early.
+    lockstep = dataclasses.replace(shapes, leave_after=0, fetch_lag=0)
+    configs = {
+        "lockstep_reprefill": dataclasses.replace(lockstep, reuse="none"),
+        "lockstep_cached": dataclasses.replace(lockstep, reuse="own"),
+        "engine": shapes,
+    }
+    programs = None
+    for name in MODES.value:
+        engine = Engine(POLICY, configs[name], mesh)
+        engine.device.programs = programs = programs or engine.device.programs
+        yield name, engine
+
+
+def figures(counters: Counters, sampled: int) -> dict[str, float]:
+    """What a mode took."""
+    return {
+        "seconds": round(counters.seconds, 3),
+        "decode_tokens_per_s": round(sampled / counters.seconds, 1),
+        "prefill_tokens": counters.prefill_tokens,
+        "prefill_tokens_padded": counters.prefill_tokens_padded,
+        "slot_occupancy": round(counters.occupancy, 4),
+        "slot_occupancy_while_waiting": round(counters.occupancy_while_waiting, 4),
+        "host_share": round(counters.host_share, 4),
+        "decode_calls": counters.decode_calls,
+        "decode_iterations": counters.decode_slot_steps // SLOTS.value,
+        "prefill_calls": counters.prefill_calls,
+        "moved_tokens": counters.moved_tokens,
+    }
+
+
+def least_prefill(episodes: Sequence[Episode]) -> int:
+    """Prompts once per group, observations once, and the last sampled token of each step but the last."""
+    prompts = len({e.group for e in episodes}) * PROMPT
+    return prompts + sum(len(t.observation) + 1 for e in episodes for t in e.turns[:-1])
+
+
+def main(argv: Sequence[str]) -> None:
+    del argv
+    console = Console()
+    episodes = workload(EPISODES.value, SEED.value, LATENCY.value)
+    modes: dict[str, dict[str, float]] = {}
+    compiled, recompiled, params = 0, 0, None
+    for name, engine in engines():
+        if params is None:
+            shapes = jax.eval_shape(lambda: init_decoder(POLICY, jax.random.key(0)))
+            layout = shardings(shapes, learner_mesh(-1, 1, 1))
+            params = jax.jit(lambda: init_decoder(POLICY, jax.random.key(0)), out_shardings=layout)()
+            compiled = engine.compile(params)
+        run = run_engine if name == "engine" else run_lockstep
+        run(engine, params, episodes[: 2 * SLOTS.value])  # Warm-up.
+        engine.fresh_counters()
+        compiles = CompileCounter()
+        sampled = run(engine, params, episodes)
+        recompiled += compiles.count
+        assert sampled == sum(t.response for e in episodes for t in e.turns)
+        modes[name] = figures(engine.counters, sampled)
+    out = {
+        "modes": modes,
+        **{
+            f"speedup_vs_{name}": round(modes[name]["seconds"] / modes["engine"]["seconds"], 3)
+            for name in modes
+            if name != "engine" and "engine" in modes
+        },
+        "recompiles_after_warmup": recompiled,
+        "compiled_programs": compiled,
+        "least_prefill_tokens": least_prefill(episodes),
+    }
+    table = Table(title=f"{len(episodes)} episodes, {SLOTS.value} slots, {jax.devices()[0].device_kind}")
+    table.add_column("")
+    for name in modes:
+        table.add_column(name, justify="right")
+    for key in next(iter(modes.values())):
+        table.add_row(key, *(f"{figure[key]:,}" for figure in modes.values()))
+    console.print(table)
+    for key, value in out.items():
+        if key != "modes":
+            console.print(f"{key}: {value:,}")
+    if JSON.value:
+        with open(JSON.value, "w", encoding="utf-8") as file:
+            json.dump(out, file, indent=2)
+
+
+if __name__ == "__main__":
+    app.run(main)
