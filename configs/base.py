@@ -99,7 +99,8 @@ def get_config() -> ml_collections.ConfigDict:
     c.rollout.prefill_width = 16  # tokens of a row of a prefill call
     c.rollout.prefill_rows = (8, 32)  # buckets of rows of a prefill call, per device
     c.rollout.length = 512  # tokens a line of the cache holds
-    c.rollout.attention_block = 64  # positions that attention reads at once; small on a CPU, 512 and more elsewhere
+    c.rollout.attention_block = 64  # positions that decoding reads at once; small on a CPU, 512 and more elsewhere
+    c.rollout.attention_slots = 8  # slots whose lines it reads together; all of a device's elsewhere
     c.rollout.reuse = "all"  # all | own | none: lines whose keys and values are used again, to compare
     c.rollout.deterministic = False  # waits for all tools before each chunk: a resumed run is then equal bit for bit
     c.rollout.attempts = 2  # of a trajectory that a tool or an environment failed; then it is dropped and counted

@@ -46,6 +46,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.rollout.prefill_rows = (4, 16)
     c.rollout.length = 4096
     c.rollout.attention_block = 1024
+    c.rollout.attention_slots = 32
     c.learner.row_tokens = 4096
     c.learner.row_reads = 2048
     c.learner.rows = 16

@@ -45,8 +45,10 @@ EPISODES = flags.DEFINE_integer("episodes", 256, "episodes, in groups of 8")
 SLOTS = flags.DEFINE_integer("slots", 16, "responses decoded together")
 PARKING = flags.DEFINE_integer("parking", 16, "further lines of the cache, for the engine")
 CHUNK = flags.DEFINE_integer("chunk", 8, "most tokens between two looks of the host")
-LEAVE_AFTER = flags.DEFINE_integer("leave_after", 1, "ended responses after which the engine leaves a chunk early")
+LEAVE_AFTER = flags.DEFINE_integer("leave_after", 2, "ended responses after which the engine leaves a chunk early")
 FETCH_LAG = flags.DEFINE_integer("fetch_lag", 0, "chunks by which the host's look lags behind: 0 | 1")
+BLOCK = flags.DEFINE_integer("attention_block", 128, "positions that decoding reads at once")
+TOGETHER = flags.DEFINE_integer("attention_slots", 8, "slots whose lines it reads together")
 LATENCY = flags.DEFINE_float("latency", 1.0, "factor on the time that tools take")
 MODES = flags.DEFINE_list("modes", ["lockstep_reprefill", "lockstep_cached", "engine"], "which to run")
 JSON = flags.DEFINE_string("json", "", "file for the figures")
@@ -176,7 +178,8 @@ def engines() -> Iterator[tuple[str, Engine]]:
         fetch_lag=FETCH_LAG.value,
         prefill_width=16,
         prefill_rows=(4, 16),
-        attention_block=128,
+        attention_block=BLOCK.value,
+        attention_slots=TOGETHER.value,
     )
     mesh = learner_mesh(-1, 1, 1)
     # Whoever waits for all has no use for leaving early.

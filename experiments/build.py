@@ -204,6 +204,7 @@ def engine_config(config: ml_collections.ConfigDict) -> EngineConfig:
         prefill_width=c.prefill_width,
         prefill_rows=tuple(c.prefill_rows),
         attention_block=c.attention_block,
+        attention_slots=c.attention_slots,
         reuse=c.reuse,
         deterministic=c.deterministic,
     )

@@ -20,6 +20,7 @@ from agentr1_jax.policy import attention_check
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.params import CRITICS
 from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.runtime.profile import parse_updates
 from experiments import build
 
 OPENINGS_CHECKED = 8
@@ -55,6 +56,7 @@ def check(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | Non
             raise UserError(f"unknown {key} {value!r}; choose one of {', '.join(known)}")
     if scheme.needs_critic and config.critic == "none":
         raise UserError(f"credit scheme {scheme.name!r} needs a critic; set config.critic=shared_trunk")
+    parse_updates(config.profile_updates)
     _check_sampling(config)
     _check_lengths(config)
     _check_placement(config, jax.devices() if devices is None else devices)

@@ -29,6 +29,7 @@ from agentr1_jax.runtime.checkpoint import Checkpoints
 from agentr1_jax.runtime.compiles import CompileCounter
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.runtime.metrics import MetricsWriter, read_metrics
+from agentr1_jax.runtime.profile import parse_updates, profiled
 from agentr1_jax.runtime.progress import progress
 from agentr1_jax.runtime.seeds import generator
 from agentr1_jax.tools.meter import Meter
@@ -187,10 +188,13 @@ def reinforce(run: Run, journal: Journal, learner: Learner, state: LearnerState)
     config, position = run.config, journal.position
     c, first = config.rollout, processes.process_index() == 0
     warmed_up = False
-    with progress("rl", position.update, config.updates, first) as show:
+    traced = profiled(config.run_dir, parse_updates(config.profile_updates), first)
+    with progress("rl", position.update, config.updates, first) as show, traced as begin:
         for update in range(position.update, config.updates):
+            begin(update)
             compiled = journal.compiles.count
             run.engine.fresh_counters()
+            run.engine.record_timeline = first and update + 1 == config.updates
             run.tools.reset()
             visits = range(position.visits, position.visits + c.groups)
             trajectories, dull = circle.roll_out(
@@ -206,6 +210,7 @@ def reinforce(run: Run, journal: Journal, learner: Learner, state: LearnerState)
             )
             refilled = max(processes.all_gather_json(refills_used(trajectories + dull, c.groups)))
             position.visits = visits.stop + refilled
+            draw_timeline(run)
             rollout = circle.rollout_metrics(run.engine.counters, run.tools)
             warm = min(1.0, (update + 1) / max(config.optimizer.warmup, 1))
             rates = {"decoder": config.optimizer.lr * warm} | dict.fromkeys(
@@ -237,6 +242,19 @@ def reinforce(run: Run, journal: Journal, learner: Learner, state: LearnerState)
             warmed_up = True
             journal.save_if_due(state, config.checkpoint_every)
     return state
+
+
+def draw_timeline(run: Run) -> None:
+    """Leaves a picture of the slots in the last rollout, where one was recorded."""
+    if run.engine.timeline is None:
+        return
+    run.engine.record_timeline = False
+    slots = run.config.rollout.slots
+    report.plot_timeline(timeline_path(run), run.engine.timeline.records(), slots=slots, title="last RL batch")
+
+
+def timeline_path(run: Run) -> str:
+    return os.path.join(run.config.run_dir, "timeline.png")
 
 
 def refills_used(trajectories: Sequence[Trajectory], groups: int) -> int:
@@ -301,6 +319,7 @@ def finish(run: Run, position: Position) -> None:
         title=folder,
         summary=summary,
         curve_png=curve,
+        timeline_png=timeline_path(run) if os.path.exists(timeline_path(run)) else None,
         advantages={t.uid: step_advantages(t) for t in chosen if "advantages" in t.info},
         config=configs.resolve(config),
         template_ids=run.tokenizer.added.values(),

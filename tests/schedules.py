@@ -22,7 +22,14 @@ from agentr1_jax.trajectory import Outcome
 POLICY = tiny.POLICY
 LENGTH = 128
 CONFIG = EngineConfig(
-    slots=3, parking=2, length=LENGTH, decode_chunk=4, prefill_width=8, prefill_rows=(1, 4), attention_block=32
+    slots=3,
+    parking=2,
+    length=LENGTH,
+    decode_chunk=4,
+    prefill_width=8,
+    prefill_rows=(1, 4),
+    attention_block=32,
+    attention_slots=1,
 )
 PROGRAMS = 4
 ONCE = Limits()

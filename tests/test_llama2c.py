@@ -37,7 +37,9 @@ def test_stories_are_told_without_a_cache(data_dir):
 def test_stories_are_told_by_the_engine(data_dir):
     folder = data_dir / "weights" / "stories260K"
     config, params = read(folder)
-    shapes = EngineConfig(slots=2, length=64, decode_chunk=8, prefill_width=8, prefill_rows=(1,), attention_block=32)
+    shapes = EngineConfig(
+        slots=2, length=64, decode_chunk=8, prefill_width=8, prefill_rows=(1,), attention_block=32, attention_slots=1
+    )
     engine = Engine(config, shapes, tiny.mesh())
 
     async def story(prompt):

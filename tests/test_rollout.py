@@ -186,7 +186,9 @@ def test_fault_1_in_hopworld_trained_ids_are_the_sampled_ids(tmp_path):
     tokenizer = load_tokenizer(str(tmp_path / "hopworld.model"))
     chat = chat_format(tokenizer)
     policy = dataclasses.replace(tiny.POLICY, vocab_size=704)
-    config = EngineConfig(slots=4, length=256, decode_chunk=8, prefill_width=64, prefill_rows=(4,), attention_block=64)
+    config = EngineConfig(
+        slots=4, length=256, decode_chunk=8, prefill_width=64, prefill_rows=(4,), attention_block=64, attention_slots=1
+    )
     engine = Engine(policy, config, tiny.mesh())
     budget = Budget(
         max_steps=3,

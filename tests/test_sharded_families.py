@@ -110,7 +110,14 @@ def greedy(policy, shape):
     """What an engine on such a mesh samples greedily for `MANY`."""
     mesh = tiny.mesh(*shape)
     config = EngineConfig(
-        slots=8, length=128, parking=8, decode_chunk=4, prefill_width=16, prefill_rows=(2,), attention_block=32
+        slots=8,
+        length=128,
+        parking=8,
+        decode_chunk=4,
+        prefill_width=16,
+        prefill_rows=(2,),
+        attention_block=32,
+        attention_slots=1,
     )
     engine = Engine(policy, config, mesh)
     params = cast_for_compute(policy, tiny.decoder_params(policy))
@@ -128,7 +135,7 @@ THREE_KEY_HEADS = dataclasses.replace(tiny.POLICY, heads=6, kv_heads=3, qk_norm=
     [(tiny.POLICY, (2, 1, 4), 4), (tiny.POLICY, (4, 1, 2), 2), (THREE_KEY_HEADS, (4, 1, 2), 6)],
 )
 def test_greedy_tokens_agree_whether_heads_are_shared_by_devices_or_not(policy, shape, cached):
-    assert cache_shape(policy, 8, 128, shape[2])[3] == cached, "each device holds the key heads of its query heads"
+    assert cache_shape(policy, 8, 128, shape[2])[2] == cached, "each device holds the key heads of its query heads"
     spread = greedy(policy, shape)
     assert all_ids(spread) == all_ids(greedy(policy, (1, 1, 1)))
     assert_exact(spread, temperature=0.0, policy=policy)

@@ -44,6 +44,11 @@ class RecordedSession:
         """See `Session.steps`."""
         return tuple(self._steps)
 
+    @property
+    def finished(self) -> bool:
+        """Whether `finish` was called."""
+        return self._trajectory is not None
+
     async def respond(self, prompt_ids: np.ndarray, max_tokens: int, stop: Sequence[Sequence[int]]) -> Completion:
         """Produces the response to a prompt."""
         raise NotImplementedError
@@ -90,7 +95,7 @@ class RecordedSession:
             info=dict(info or {}),
         )
         self._steps.append(step)
-        self._open = None
+        self._open = self._prompt = None
 
     def finish(
         self,
@@ -124,9 +129,7 @@ class RecordedSession:
         if self._trajectory is not None:
             raise RuntimeError(f"{self.identity.uid}: cut_off() after finish()")
         final = self._prompt
-        if (
-            self._open is None and not self._generating and self._steps
-        ):  # Between two steps: the next prompt is unknown.
+        if final is None and self._steps:  # Between two steps: the next prompt is unknown.
             final = np.concatenate([self._steps[-1].prompt_ids, self._steps[-1].response_ids])
         self._open, self._generating = None, False
         self.finish(outcome, final, metrics, {**(info or {}), "error": reason})

@@ -69,11 +69,14 @@ class CacheView:
       position: position of each token in its line. With `line` they are consecutive, and all within the length; without
         it a position ≥ length marks an idle row: nothing is written.
       block: positions that attention reads at once; divides the length.
+      together: lines that attention reads at once, as far as the longest of them reaches; divides the rows where there
+        is no `line`.
     """
 
     line: Int[Any, "rows"] | None
     position: Int[Any, "rows length"]
     block: int = flax.struct.field(pytree_node=False)
+    together: int = flax.struct.field(pytree_node=False, default=1)
 
     def attend(
         self,
@@ -98,9 +101,18 @@ class CacheView:
             for x, y in zip((cache.keys, cache.values), new, strict=True)
         )
         cache = KVCache(keys=keys, values=values)
-        length = cache.keys.shape[3]
-        reach = jnp.max(jnp.where(self.position < length, self.position + 1, 1))
-        return self._by_blocks(query, self.position, cache, layer, 0, reach), cache
+        reach = jnp.where(self.position < cache.keys.shape[3], self.position + 1, 1)
+
+        def group(_: None, group: tuple[Array, Array, Array, Array]) -> tuple[None, Array]:
+            first, query, position, reach = group
+            return None, self._by_blocks(query, position, cache, layer, first, reach.max())
+
+        def split(x: Array) -> Array:
+            return x.reshape(-1, self.together, *x.shape[1:])
+
+        firsts = jnp.arange(0, rows, self.together)
+        _, mixed = jax.lax.scan(group, None, (firsts, split(query), split(self.position), split(reach)))
+        return mixed.reshape(query.shape), cache
 
     def _attend_rows(self, query: Array, new: KeyAndValue, layer: Array, cache: KVCache) -> tuple[Array, KVCache]:
         """New tokens in some lines, row by row.
@@ -144,7 +156,7 @@ class CacheView:
             .reshape(rows, kv_heads, -1, dim)
         )
         q = q.astype(jnp.float32) * dim**-0.5
-        limit = jnp.repeat(position, heads // kv_heads, axis=1)[:, None, None, :]
+        limit = jnp.repeat(position, heads // kv_heads, axis=1)[:, None, :, None]
         size = (1, rows, kv_heads, self.block, dim)
 
         def add(b: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -153,16 +165,16 @@ class CacheView:
             keys, values = (
                 jax.lax.dynamic_slice(x, (layer, first, 0, at, 0), size)[0] for x in (cache.keys, cache.values)
             )
-            scores = jnp.einsum("rhkd,rhqd->rhkq", keys, q.astype(keys.dtype), preferred_element_type=jnp.float32)
-            visible = (at + jnp.arange(self.block))[:, None] <= limit
+            scores = jnp.einsum("rhqd,rhkd->rhqk", q.astype(keys.dtype), keys, preferred_element_type=jnp.float32)
+            visible = at + jnp.arange(self.block) <= limit
             scores = jnp.where(visible, scores, -jnp.inf)
-            new_most = jnp.maximum(most, scores.max(2))
-            weights = jnp.exp(scores - new_most[:, :, None])
+            new_most = jnp.maximum(most, scores.max(3))
+            weights = jnp.exp(scores - new_most[..., None])
             keep = jnp.exp(most - new_most)
             part = jnp.einsum(
-                "rhkq,rhkd->rhqd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
+                "rhqk,rhkd->rhqd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
             )
-            return new_most, total * keep + weights.sum(2), mixed * keep[..., None] + part
+            return new_most, total * keep + weights.sum(3), mixed * keep[..., None] + part
 
         lowest = jnp.full(q.shape[:3], jnp.finfo(jnp.float32).min)
         start = lowest, jnp.zeros(q.shape[:3]), jnp.zeros(q.shape)

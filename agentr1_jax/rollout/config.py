@@ -23,6 +23,8 @@ class EngineConfig:
       prefill_rows: buckets of rows per call and data shard, ascending.
       attention_block: positions that attention reads at once; divides `length`. Small ones follow the lengths of lines
         closely, large ones make fewer turns of a loop.
+      attention_slots: slots whose lines decoding reads at once, as far as the longest of them reaches; divides the
+        slots of a data shard. Trajectories of like length are seated together.
       reuse: what is not computed again: what `all` lines hold of a prompt, only its `own` line, or `none`; the last two
         are there to be compared with.
       stop_sequences: most stop sequences of a request.
@@ -37,6 +39,7 @@ class EngineConfig:
     prefill_width: int
     prefill_rows: tuple[int, ...]
     attention_block: int
+    attention_slots: int
     parking: int = 0
     leave_after: int = 1
     fetch_lag: int = 0
@@ -46,7 +49,7 @@ class EngineConfig:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("slots", "length", "decode_chunk", "prefill_width", "attention_block"):
+        for name in ("slots", "length", "decode_chunk", "prefill_width", "attention_block", "attention_slots"):
             if getattr(self, name) < 1:
                 raise ValueError(f"rollout.{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("parking", "leave_after"):
@@ -73,6 +76,11 @@ class EngineConfig:
                 raise ValueError(
                     f"rollout.{name} ({getattr(self, name)}) must be a multiple of the {shards} data shards of its mesh"
                 )
+        if self.slots // shards % self.attention_slots:
+            raise ValueError(
+                f"rollout.attention_slots ({self.attention_slots}) must divide the {self.slots // shards} slots of a "
+                "data shard of its mesh"
+            )
 
     def lines(self, shards: int) -> int:
         """Lines of the cache: slots, parking, and one more for each shard, where nobody lives."""

@@ -69,7 +69,13 @@ class Device:
         self.shards = mesh.shape["data"]
         config.check_shards(self.shards)
         self.counters = Counters()
-        self.programs = build_programs(policy, mesh, config.decode_chunk, config.attention_block)
+        self.programs = build_programs(
+            policy,
+            mesh,
+            chunk=config.decode_chunk,
+            block=config.attention_block,
+            together=config.attention_slots,
+        )
         self.new_cache = jax.jit(
             functools.partial(empty_cache, policy, config.lines(self.shards), config.length, mesh.shape["tensor"]),
             out_shardings=cache_sharding(policy, mesh),

@@ -154,6 +154,8 @@ class Engine:
                     runner.run(_close(items, driving))
         finally:
             self._dispatcher.submit(lambda: None).result()  # A turn that was under way ends first.
+            if self.timeline is not None:
+                self.timeline.finish()
             self._reset()
 
     def compile(self, params: Params) -> int:
@@ -168,7 +170,7 @@ class Engine:
         if self._room:
             self._room -= 1
             self._away += 1
-            return self._lines.open(order)
+            return Ticket(order)
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue.append(place)
         try:
@@ -177,7 +179,7 @@ class Engine:
             if not place.cancelled():
                 self._hand_on()
             raise
-        return self._lines.open(order)
+        return Ticket(order)
 
     def release(self, ticket: Ticket) -> None:
         """Gives the line back; what it holds stays, for whoever comes next with a prompt that begins alike."""

@@ -19,13 +19,13 @@ class Ticket:
 
     Attributes:
       order: (group, sample), which breaks ties.
-      shard: data shard of its line.
-      line: its line; None until its first response.
+      shard: data shard of its line; None until its first response.
+      line: its line; None until its first response has a slot.
       idle_since: turn of the engine in which its last response ended; None while one is asked for.
     """
 
     order: tuple[int, ...]
-    shard: int
+    shard: int | None = None
     line: int | None = None
     idle_since: int | None = None
 
@@ -75,21 +75,17 @@ class Lines:
         self.slots_per_shard = config.slots // shards
         self.per_shard = config.lines(shards) // shards
         self._reuse = config.reuse
+        self._together = config.attention_slots
         self._worth_copying = max(config.prefill_width // 2, 1)
         self._ids = np.zeros((config.lines(shards), config.length), np.int32)
         self._count = np.zeros(config.lines(shards), np.int32)
         self._owner: list[Ticket | None] = [None] * len(self._count)
         self._open = [0] * shards
 
-    def open(self, order: tuple[int, ...]) -> Ticket:
-        """A ticket in the shard with the fewest; its line comes with its first prompt."""
-        shard = int(np.argmin(self._open))
-        self._open[shard] += 1
-        return Ticket(order, shard)
-
     def close(self, ticket: Ticket) -> None:
         """Gives the line back. What it holds stays, for whoever comes with a prompt that begins alike."""
-        self._open[ticket.shard] -= 1
+        if ticket.shard is not None:
+            self._open[ticket.shard] -= 1
         if ticket.line is not None:
             self._owner[ticket.line] = None
             ticket.line = None
@@ -128,17 +124,27 @@ class Lines:
         """
         if ticket.line is not None and self.is_slot(ticket.line):
             return []
+        if ticket.shard is None:
+            # Not earlier: who left before this turn must have been closed, or a shard would get more than it can hold.
+            ticket.shard = int(np.argmin(self._open))
+            self._open[ticket.shard] += 1
         first = ticket.shard * self.per_shard
         slots = range(first, first + self.slots_per_shard)
         free = [line for line in slots if self._owner[line] is None]
         if free:
-            return self._take(ticket, max(free, key=lambda line: common_prefix(self.held(line), prompt)))
-        idle = [o for line in slots if (o := self._owner[line]) is not None and o.idle_since is not None]
+            return self._take(ticket, min(free, key=lambda line: self._stretch(line, len(prompt))))
+        idle = [(line, o) for line in slots if (o := self._owner[line]) is not None and o.idle_since is not None]
         if not idle:
             return None
         # Who went to its tool last is likely the last to come back.
-        victim = max(idle, key=lambda t: (t.idle_since, t.order))
+        _, victim = min(idle, key=lambda seat: (self._stretch(seat[0], len(prompt)), -(seat[1].idle_since or 0)))
         return self._replace(ticket, victim)
+
+    def _stretch(self, line: int, tokens: int) -> int:
+        """How badly so many tokens fit beside the lines that attention reads together with this slot."""
+        first = line - line % self.per_shard % self._together
+        others = [at for at in range(first, first + self._together) if at != line and self._owner[at] is not None]
+        return abs(tokens - max((int(self._count[at]) for at in others), default=tokens))
 
     def _take(self, ticket: Ticket, line: int) -> list[Move]:
         moves = []
@@ -153,7 +159,7 @@ class Lines:
         """The victim's slot goes to the ticket; the victim goes where there is room, or where the ticket was."""
         slot, parked = victim.line, ticket.line
         assert slot is not None
-        first = ticket.shard * self.per_shard
+        first = slot // self.per_shard * self.per_shard
         spare = first + self.per_shard - 1
         if parked is None:
             parking = range(first + self.slots_per_shard, spare)

@@ -134,6 +134,7 @@ def decode(
     *,
     chunk: int,
     block: int,
+    together: int,
 ) -> tuple[KVCache, Slots, Sampled]:
     """Takes over what the host patched, then samples up to `chunk` tokens for every active slot.
 
@@ -161,7 +162,7 @@ def decode(
         cache, slots, out = carry
         # Idle slots write outside the cache, that is, nowhere.
         position = jnp.where(slots.active, slots.position, cache.keys.shape[3])
-        view = CacheView(line=None, position=position[:, None], block=block)
+        view = CacheView(line=None, position=position[:, None], block=block, together=together)
         hidden, cache = run_decoder(decoder, params, slots.token[:, None], view, cache)
         ids, logprobs = sample(
             output_logits(params, hidden[:, 0]), slots.temperature, slots.top_k, slots.top_p, slots.key, slots.sampled
@@ -193,14 +194,15 @@ def decode(
     return jax.lax.while_loop(running, body, (cache, slots, empty))
 
 
-def build_programs(config: DecoderConfig, mesh: Mesh, chunk: int, block: int) -> Programs:
+def build_programs(config: DecoderConfig, mesh: Mesh, *, chunk: int, block: int, together: int) -> Programs:
     """Jits the programs for a mesh; the cache is donated.
 
     Args:
       config: the decoder.
       mesh: lines are sharded over `data`, heads of parameters and cache over `tensor`.
       chunk: most tokens a decode call samples per slot.
-      block: positions that attention reads at once.
+      block: positions of a line that attention reads at once.
+      together: slots whose lines it reads at once, when it decodes.
     """
     decoder = Decoder(config)
     by_row, by_line = P("data"), P(None, "data")
@@ -214,7 +216,7 @@ def build_programs(config: DecoderConfig, mesh: Mesh, chunk: int, block: int) ->
         functools.partial(prefill, decoder, block=block), (P(), by_line, by_row, by_row, by_row), by_line
     )
     run_decode = sharded(
-        functools.partial(decode, decoder, chunk=chunk, block=block),
+        functools.partial(decode, decoder, chunk=chunk, block=block, together=together),
         (P(), by_line, by_row, by_row, by_row, by_row),
         (by_line, by_row, by_row),
     )

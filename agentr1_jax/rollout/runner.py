@@ -174,6 +174,8 @@ async def _episode(
 
 async def _attempt(agent: Agent, session: EngineSession, row: Row, seconds: float | None) -> Trajectory:
     """What the agent made of a row, or how it failed. A bad rollout is data, not a crash."""
+    task = asyncio.current_task()
+    cancels = task.cancelling() if task else 0
     try:
         async with asyncio.timeout(seconds) as limit:
             await agent.run(session, row)
@@ -184,11 +186,17 @@ async def _attempt(agent: Agent, session: EngineSession, row: Row, seconds: floa
         if limit.expired():
             return _timed_out(session, seconds)
         return session.abandoned(Outcome.ENV_FAILURE, error)
+    except asyncio.CancelledError as error:
+        if task and task.cancelling() > cancels:
+            raise  # Nobody wants the trajectory any more; else something within it was cancelled.
+        return session.abandoned(Outcome.ENV_FAILURE, error)
     except (Exception, SystemExit) as error:
         return session.abandoned(Outcome.ENV_FAILURE, error)
 
 
 def _timed_out(session: EngineSession, seconds: float | None) -> Trajectory:
+    if session.finished:
+        return session.trajectory()
     if not session.steps:
         return session.abandoned(Outcome.ENV_FAILURE, TimeoutError(f"no step within {seconds} s"))
     session.cut_off(Outcome.TIME_LIMIT, f"no end within {seconds} s")
