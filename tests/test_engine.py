@@ -295,3 +295,8 @@ def test_greedy_is_the_first_maximum_with_log_probability_zero():
 def test_shapes_that_cannot_be_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **changes)
+
+
+def test_slots_are_read_together_as_far_as_they_divide_the_slots_of_a_shard():
+    config = dataclasses.replace(CONFIG, slots=8, attention_slots=6)
+    assert [config.together(shards) for shards in (1, 2, 8)] == [2, 2, 1]

@@ -191,12 +191,12 @@ class Trajectories(RuleBasedStateMachine):
         taken = [t.line for t in self.tickets if t.line is not None]
         assert len(taken) == len(set(taken)), "two trajectories share a line"
         assert all((line + 1) % self.lines.per_shard for line in taken)
-        kept = {self.lines.slot_of(t.line) for t in self.tickets if t.line is not None and t.idle_since is not None}
-        assert self.lines.idle_slots() == {slot for slot in kept if self.lines.line_of(slot) in taken}
+        kept = [t.line for t in self.tickets if t.line is not None and t.idle_since is not None]
+        assert self.lines.idle_slots() == {self.lines.slot_of(line) for line in kept if self.lines.is_slot(line)}
 
 
 TestTrajectories = Trajectories.TestCase
-TestTrajectories.settings = settings(max_examples=60, stateful_step_count=40)
+TestTrajectories.settings = settings(max_examples=40, stateful_step_count=40)
 
 
 def trie(sequences):
@@ -204,7 +204,7 @@ def trie(sequences):
     return len({tuple(ids[: n + 1]) for ids in sequences for n in range(len(ids))})
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(group=st.lists(prompts, min_size=1, max_size=6), together=st.sampled_from([1, 2]))
 def test_what_prompts_share_is_computed_once(group, together):
     lines = lines_of(6, 0, together=together)
@@ -231,7 +231,7 @@ def test_a_group_computes_its_prompt_once_in_each_shard():
         assert sum(len(row.ids) - row.start for stage in stages for row in stage.rows) == 20 * shards
         assert saved == 20 * (8 - shards) and len(stages) == 2
         assert len(stages[0].rows) == shards and not stages[0].moves and not stages[1].rows
-        assert collections.Counter(t.shard for t in tickets) == {shard: 8 // shards for shard in range(shards)}
+        assert collections.Counter(t.shard for t in tickets) == dict.fromkeys(range(shards), 8 // shards)
 
 
 @pytest.mark.parametrize(("reuse", "computed"), [("all", 4), ("own", 13 + 4), ("none", 20 + 20)])
@@ -249,6 +249,18 @@ def test_lesser_reuse_computes_more(reuse, computed):
     rows = [len(row.ids) - row.start for stage in stages for row in stage.rows]
     assert sum(rows) == computed and saved == 40 - computed
     assert bool(sum(len(stage.moves) for stage in stages)) == (reuse == "all")
+
+
+def test_a_line_that_is_being_rewritten_is_no_source():
+    """The first line becomes a copy of the third, so that what it held is gone when the second wants it."""
+    lines, cache = lines_of(3, 0), Cache(4, 1)
+    x, y = np.arange(9, dtype=np.int32), np.arange(20, 29, dtype=np.int32)
+    for line, ids in ((0, x), (2, y)):
+        lines.hold(line, ids)
+        cache.ids[line, :9] = ids
+    stages, _ = lines.plan([(0, y), (1, x)])
+    cache.carry_out([], stages)
+    assert cache.ids[0, :9].tolist() == y.tolist() and cache.ids[1, :9].tolist() == x.tolist()
 
 
 def test_who_went_to_its_tool_last_is_parked_first_and_nobody_who_decodes():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal, get_args
 
 Reuse = Literal["all", "own", "none"]
@@ -23,8 +24,8 @@ class EngineConfig:
       prefill_rows: buckets of rows per call and data shard, ascending.
       attention_block: positions that attention reads at once; divides `length`. Small ones follow the lengths of lines
         closely, large ones make fewer turns of a loop.
-      attention_slots: slots whose lines decoding reads at once, as far as the longest of them reaches; divides the
-        slots of a data shard. Trajectories of like length are seated together.
+      attention_slots: slots whose lines decoding reads at once, as far as the longest of them reaches; fewer where they
+        do not divide the slots of a data shard. Trajectories of like length are seated together.
       reuse: what is not computed again: what `all` lines hold of a prompt, only its `own` line, or `none`; the last two
         are there to be compared with.
       stop_sequences: most stop sequences of a request.
@@ -76,11 +77,10 @@ class EngineConfig:
                 raise ValueError(
                     f"rollout.{name} ({getattr(self, name)}) must be a multiple of the {shards} data shards of its mesh"
                 )
-        if self.slots // shards % self.attention_slots:
-            raise ValueError(
-                f"rollout.attention_slots ({self.attention_slots}) must divide the {self.slots // shards} slots of a "
-                "data shard of its mesh"
-            )
+
+    def together(self, shards: int) -> int:
+        """Slots whose lines are read at once: a divisor of those of a shard."""
+        return math.gcd(self.attention_slots, self.slots // shards)
 
     def lines(self, shards: int) -> int:
         """Lines of the cache: slots, parking, and one more for each shard, where nobody lives."""

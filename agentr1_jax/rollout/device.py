@@ -74,7 +74,7 @@ class Device:
             mesh,
             chunk=config.decode_chunk,
             block=config.attention_block,
-            together=config.attention_slots,
+            together=config.together(self.shards),
         )
         self.new_cache = jax.jit(
             functools.partial(empty_cache, policy, config.lines(self.shards), config.length, mesh.shape["tensor"]),

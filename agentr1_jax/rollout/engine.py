@@ -262,6 +262,8 @@ class Engine:
             for _ in range(8):  # Lets agents whose tools answered at once come back with their next request.
                 await asyncio.sleep(0)
             self._drop_cancelled()
+            if self.timeline is not None:
+                self.timeline.holding(self._lines.idle_slots())
             ready = not (self.config.deterministic and self._away)
             if ready and (self._waiting or self._open or self._chunks):
                 self._turn += 1

@@ -75,7 +75,7 @@ class Lines:
         self.slots_per_shard = config.slots // shards
         self.per_shard = config.lines(shards) // shards
         self._reuse = config.reuse
-        self._together = config.attention_slots
+        self._together = config.together(shards)
         self._worth_copying = max(config.prefill_width // 2, 1)
         self._ids = np.zeros((config.lines(shards), config.length), np.int32)
         self._count = np.zeros(config.lines(shards), np.int32)

@@ -73,7 +73,8 @@ def without_tail(
     probabilities = jax.nn.softmax(jnp.where(kept, ranked, -jnp.inf), axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
     kept &= (before < top_p[:, None]) | (top_p >= 1)[:, None]
-    last = jnp.take_along_axis(ranked, kept.sum(-1, keepdims=True) - 1, axis=-1)
+    # The likeliest stays, also where float32 takes p for 0.
+    last = jnp.take_along_axis(ranked, jnp.maximum(kept.sum(-1, keepdims=True), 1) - 1, axis=-1)
     return jnp.where(logits >= last, logits, -jnp.inf)
 
 

@@ -1,0 +1,277 @@
+"""Rollouts in which a fifth of all calls goes wrong, in every way."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import gc
+import threading
+import time
+
+import letters
+import numpy as np
+import pytest
+from doing import no_thread_is_left
+from schedules import Planned, all_ids, assert_exact, engine_of, planned
+
+from agentr1_jax.agents.session import Identity
+from agentr1_jax.envs.faulty import KINDS as ENV_KINDS
+from agentr1_jax.envs.faulty import faulty_env
+from agentr1_jax.envs.rewards import Reward
+from agentr1_jax.envs.tool_env import ToolEnv
+from agentr1_jax.rollout.runner import Group, Limits, run_groups
+from agentr1_jax.rollout.sampling import Sampling
+from agentr1_jax.text.tool_calls import render_answer, render_call
+from agentr1_jax.tools.base import ToolResult
+from agentr1_jax.tools.faulty import KINDS, FaultPlan, FaultyTool
+from agentr1_jax.tools.keyed import canonical
+from agentr1_jax.tools.limits import ToolLimits, wrapped
+from agentr1_jax.tools.meter import Meter
+from agentr1_jax.trajectory import POLICIES, Outcome
+
+GROUPS, SAMPLES, CALLS = 32, 8, 3
+SLOTS = 8
+LIMITS = ToolLimits(attempts=2, backoff=0.005, characters=100)
+SECONDS = {"waits": 0.05, "blocks": 0.25}
+"""Time limits of two tools. One waits on the event loop, the other blocks a thread, which may come late."""
+FAILS = {"exception": "exception", "crash": "exception", "hang": "timeout", "garbage": "bad_result"}
+SLACK = 60.0
+"""Seconds that a busy machine may take for what takes two; far less than the hangs, were anybody to wait for them."""
+
+
+class Echo:
+    description = ""
+    parameters = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    blocking = False
+
+    def __init__(self, name):
+        self.name = name
+
+    def execute(self, arguments):
+        return ToolResult(f"echo {arguments['n']}")
+
+
+def call_of(seed, i):
+    """Call `i` of an episode: a tool and arguments that no other call has."""
+    n = seed * 10 + i
+    return list(SECONDS)[n % 2], {"n": n}
+
+
+class Calling(ToolEnv):
+    """Takes whatever the policy says for the next call of the episode, and at last for an answer."""
+
+    async def reset(self, row, seed):
+        self._seed = seed
+        return await super().reset(row, seed)
+
+    async def step(self, action):
+        n = len(self._turns)
+        text = render_call(*call_of(self._seed, n)) if n < CALLS else render_answer("me")
+        return await super().step(dataclasses.replace(action, text=text))
+
+
+def calling(tools):
+    return Calling(
+        tools,
+        opening=lambda row: [{"role": "user", "content": row["question"]}],
+        reward=Reward({"step": lambda row, turns: 1.0}, {"step": 1.0}),
+        metrics=lambda row, turns: {"em": 1.0},
+        state_key=lambda row, turns: "s",
+    )
+
+
+def seed_of(group, sample):
+    return group * SAMPLES + sample
+
+
+def faulty_tools(plans, injected, meter):
+    return [
+        wrapped(FaultyTool(Echo(name), plan, injected), dataclasses.replace(LIMITS, seconds=SECONDS[name]), meter)
+        for name, plan in plans.items()
+    ]
+
+
+def expected_of(plans, seed):
+    """The outcome, the steps and the faults of an episode, by the plans alone."""
+    injected, errors = collections.Counter(), collections.Counter()
+    for i in range(CALLS):
+        tool, arguments = call_of(seed, i)
+        failed = True
+        for attempt in range(LIMITS.attempts):
+            kind = plans[tool].fault(canonical(arguments), attempt)
+            injected.update([kind] if kind else [])
+            failed = kind in FAILS
+            errors.update([FAILS[kind]] if failed else ["oversized"] if kind == "huge" else [])
+            if not failed:
+                break
+        if failed:
+            return Outcome.TOOL_FAILURE, i + 1, injected, errors
+    return Outcome.ANSWERED, CALLS + 1, injected, errors
+
+
+class Watcher(Planned):
+    """A trajectory more, which looks round when all others are over."""
+
+    def __init__(self, agent, engine, others):
+        self.agent, self.engine, self.others = agent, engine, others
+        self.over = asyncio.Event()
+        self.seen = None
+
+    def finished(self, trajectory):
+        self.others -= 1
+        if self.others == 0:
+            self.over.set()
+
+    async def run(self, session, row):
+        if not row.get("watches"):
+            await self.agent.run(session, row)
+            return
+        await self.over.wait()
+        await asyncio.sleep(0.05)  # What was cancelled ends.
+        tasks = sorted(task.get_coro().__qualname__.split(".")[-1] for task in asyncio.all_tasks())
+        lines = [owner for owner in self.engine._lines._owner if owner is not None]
+        self.seen = tasks, dict(self.engine._open), self.engine._waiting, lines, self.engine._room
+        session.finish(Outcome.ENV_DONE)
+
+
+def rollout(agent, groups, **options):
+    """Trajectories by group and sample, and what was left when all were over."""
+    engine, params = engine_of(SLOTS)
+    engine.fresh_counters()
+    watcher = Watcher(agent, engine, sum(len(g.identities) for g in groups))
+    watch = Group({"watches": True}, [Identity("watcher", 10**6, 0, "faults", 0)])
+    threads = set(threading.enumerate())
+    began = time.perf_counter()
+    out = list(
+        run_groups(
+            engine,
+            params,
+            watcher,
+            [watch, *groups],
+            sampling=Sampling(),
+            policy_version=0,
+            on_finish=watcher.finished,
+            **options,
+        )
+    )
+    seconds = time.perf_counter() - began
+    tasks, open_slots, waiting, lines, room = watcher.seen
+    assert tasks == ["_drive", "_next_while", "episode", "following", "run"]  # Those that the watcher itself needs.
+    assert not open_slots and not waiting and not lines and room == 2 * SLOTS - 1
+    assert no_thread_is_left()
+    assert {t for t in threading.enumerate() if not t.name.startswith("dispatch")} <= threads
+    assert not [task for task in gc.get_objects() if isinstance(task, asyncio.Task) and not task.done()]
+    assert seconds < SLACK
+    return sorted((t for g in out for t in g if t.uid != "watcher"), key=lambda t: (t.group, t.sample))
+
+
+def groups_of(groups, samples):
+    return [
+        Group(letters.ROW, [Identity(f"f/{g}/{k}", g, k, "faults", seed_of(g, k)) for k in range(samples)])
+        for g in range(groups)
+    ]
+
+
+def loop(make_env, **budget):
+    usual = {"max_steps": CALLS + 1, "response_tokens": 4, "observation_tokens": 10, "context_tokens": 128}
+    usual |= {"on_response_cut": "continue"}
+    return letters.loop(make_env, **usual | budget)
+
+
+def test_fault_9_all_of_256_trajectories_return_with_typed_outcomes():
+    """A fifth of all attempts at tool calls fails; retries save most; nothing is dropped, scored 0 or left behind."""
+    usual = {"seed": 1, "latency_seconds": 0.004, "huge_characters": 100_000}
+    plans = {
+        "waits": FaultPlan(0.2, hang_seconds=10 * SLACK, blocking=False, **usual),
+        "blocks": FaultPlan(0.2, hang_seconds=1.0, blocking=True, **usual),
+    }
+    injected, meter = collections.Counter(), Meter()
+    tools = faulty_tools(plans, injected, meter)
+    out = rollout(loop(lambda: calling(tools)), groups_of(GROUPS, SAMPLES))
+
+    assert [(t.group, t.sample) for t in out] == [(g, k) for g in range(GROUPS) for k in range(SAMPLES)]
+    expected = [expected_of(plans, t.seed) for t in out]
+    assert [(t.outcome, len(t.steps)) for t in out] == [(outcome, steps) for outcome, steps, _, _ in expected]
+    assert 3 <= sum(t.outcome is Outcome.TOOL_FAILURE for t in out) <= 40
+    for t in out:
+        assert POLICIES[t.outcome].training == ("drop" if t.outcome is Outcome.TOOL_FAILURE else "train")
+        assert t.outcome is Outcome.TOOL_FAILURE or t.total_reward == CALLS + 1
+    assert_exact(out[::8])
+
+    assert injected == sum((e[2] for e in expected), collections.Counter()) and set(injected) == set(KINDS)
+    errors = sum((e[3] for e in expected), collections.Counter())
+    figures = meter.metrics()
+    assert {kind: figures[f"tools/error/{kind}"] for kind in errors} == errors
+    calls = sum(len(s.tool_calls) for t in out for s in t.steps)
+    failures = sum(not call["ok"] for t in out for s in t.steps for call in s.tool_calls)
+    assert figures["tools/calls"] == calls and figures["tools/failures"] == failures
+    assert failures == errors["oversized"] + sum(t.outcome is Outcome.TOOL_FAILURE for t in out)
+    assert figures["tools/retries"] == errors.total() - failures
+    assert figures["tools/cancelled"] == figures["tools/threads_left_behind"] == 0
+    assert figures["tools/error/exception"] == injected["exception"] + injected["crash"]
+    assert figures["tools/error/timeout"] == injected["hang"]
+
+
+def test_faults_of_tools_change_no_token_of_those_they_spare():
+    runs = []
+    for rate in (0, 0.3):
+        plan = FaultPlan(rate, ("exception", "crash", "garbage", "latency"), latency_seconds=0.004)
+        tools = faulty_tools(dict.fromkeys(SECONDS, plan), collections.Counter(), Meter())
+        runs.append(rollout(loop(lambda tools=tools: calling(tools)), groups_of(8, 4)))
+    assert {t.outcome for t in runs[0]} == {Outcome.ANSWERED}
+    for fine, struck in zip(*runs, strict=True):
+        assert all_ids([struck])[0] == all_ids([fine])[0][: len(struck.steps)]
+        assert len(struck.steps) == len(fine.steps) or struck.outcome is Outcome.TOOL_FAILURE
+    assert any(t.outcome is Outcome.TOOL_FAILURE for t in runs[1])
+
+
+STEP_SECONDS, TRAJECTORY_SECONDS, ATTEMPTS, STEPS = 0.8, 1.6, 2, 3
+
+
+def expected_of_env(faults, seed):
+    """The outcome, the steps and the failed attempts of an episode whose environment has the faults of a plan."""
+    for attempt in range(ATTEMPTS):
+        kinds = [faults.fault(seed, attempt, call) for call in range(STEPS + 1)]
+        bad = next((call for call, kind in enumerate(kinds) if kind not in (None, "latency")), None)
+        if bad is None:
+            return Outcome.MAX_STEPS, STEPS, attempt
+        if kinds[bad] == "hang" and bad >= 2:
+            return Outcome.TIME_LIMIT, bad - 1, attempt
+    return Outcome.ENV_FAILURE, 0, ATTEMPTS
+
+
+@pytest.mark.parametrize("blocking", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_fault_9_environments_that_fail_end_their_own_attempt_only(blocking):
+    faults = FaultPlan(
+        0.2,
+        ENV_KINDS,
+        seed=2,
+        hang_seconds=2.5 if blocking else 10 * SLACK,
+        latency_seconds=0.004,
+        blocking=blocking,
+    )
+    injected = collections.Counter()
+    make = faulty_env(lambda: letters.ScriptedEnv(["abc"] * STEPS), faults, injected)
+    agent = loop(make, max_steps=STEPS, step_seconds=STEP_SECONDS, trajectory_seconds=TRAJECTORY_SECONDS)
+    out = rollout(agent, groups_of(12, 4), limits=Limits(attempts=ATTEMPTS))
+    assert len(out) == 48
+    for t in out:
+        outcome, steps, failures = expected_of_env(faults, t.seed)
+        assert t.outcome is outcome, t.info
+        assert outcome is Outcome.ENV_FAILURE or len(t.steps) == steps
+        assert len(t.info.get("failures", [])) == failures
+    assert_exact([t for t in out if t.steps][::4])
+    assert len({t.outcome for t in out}) == 3 and set(injected) == set(ENV_KINDS)
+
+
+def test_a_whole_group_may_fail():
+    class Down(Planned):
+        async def run(self, session, row):
+            await session.generate(np.int32(row["opening"]), 4)
+            raise ConnectionError("no route")
+
+    row = planned([1, 2, 3], {})
+    out = rollout(Down(), [Group(row, [Identity(f"f/{k}", 0, k, "faults", k) for k in range(8)])])
+    assert [t.outcome for t in out] == [Outcome.ENV_FAILURE] * 8
+    assert {t.info["error"] for t in out} == {"ConnectionError: no route"}
