@@ -177,7 +177,7 @@ def engines() -> Iterator[tuple[str, Engine]]:
         leave_after=LEAVE_AFTER.value,
         fetch_lag=FETCH_LAG.value,
         prefill_width=16,
-        prefill_rows=(4, 16),
+        prefill_rows=(4, 8, 12, 16),
         attention_block=BLOCK.value,
         attention_slots=TOGETHER.value,
     )

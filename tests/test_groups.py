@@ -170,6 +170,15 @@ def test_a_consumer_may_stop_early():
     assert_exact(sampled(MANY))
 
 
+def test_an_engine_rolls_out_one_thing_at_a_time():
+    first = stream(Watched(), groups_of(2))
+    next(first)
+    with pytest.raises(RuntimeError, match="rolling out already"):
+        next(stream(Watched(), groups_of(1)))
+    assert len(list(first)) == 1
+    assert len(list(stream(Watched(), groups_of(1)))) == 1
+
+
 def test_a_stream_that_is_never_read_starts_nothing():
     taken, agent = [], Watched()
     stream(agent, groups_of(3, taken=taken)).close()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from schedules import CONFIG
 
-from agentr1_jax.rollout.lines import Lines, Ticket
+from agentr1_jax.rollout.lines import Lines, Move, Ticket
 
 GARBAGE = -7
 LENGTH = 32
@@ -59,7 +59,7 @@ class Cache:
             self.ids[row.line, row.start : len(row.ids)] = row.ids[row.start :]
             self.ids[row.line, len(row.ids) :] = GARBAGE
 
-    def carry_out(self, moves, stages):
+    def carry_out(self, moves, stages, spare):
         self.move(moves)
         for stage in stages:
             self.move(stage.moves)
@@ -67,7 +67,7 @@ class Cache:
             written = [row.line for row in stage.rows]
             assert len(written) == len(set(written))
             # Padding of prefill calls.
-            self.ids[self.per_shard - 1 :: self.per_shard] = GARBAGE
+            self.ids[spare] = GARBAGE
 
 
 class Trajectories(RuleBasedStateMachine):
@@ -129,7 +129,7 @@ class Trajectories(RuleBasedStateMachine):
             seats[ticket.line] = prompt[:-1]
             seated[ticket] = prompt
         stages, saved = self.lines.plan(list(seats.items()))
-        self.cache.carry_out(moves, stages)
+        self.cache.carry_out(moves, stages, self.lines.spare)
         assert {t: t.line for t in self.decoding} == decoding_at, "a trajectory was moved while it decoded"
         computed = sum(len(row.ids) - row.start for stage in stages for row in stage.rows)
         assert computed + saved == sum(map(len, seats.values()))
@@ -185,12 +185,12 @@ class Trajectories(RuleBasedStateMachine):
         if not hasattr(self, "lines"):
             return
         for line, ids in enumerate(self.cache.ids):
-            if (line + 1) % self.lines.per_shard:  # The spare line is nobody's.
-                held = self.lines.held(line)
-                np.testing.assert_array_equal(ids[: len(held)], held)
+            held = self.lines.held(line)
+            np.testing.assert_array_equal(ids[: len(held)], held)
         taken = [t.line for t in self.tickets if t.line is not None]
         assert len(taken) == len(set(taken)), "two trajectories share a line"
-        assert all((line + 1) % self.lines.per_shard for line in taken)
+        assert not set(taken) & set(self.lines.spare)
+        assert not any(len(self.lines.held(line)) for line in self.lines.spare)
         kept = [t.line for t in self.tickets if t.line is not None and t.idle_since is not None]
         assert self.lines.idle_slots() == {self.lines.slot_of(line) for line in kept if self.lines.is_slot(line)}
 
@@ -212,7 +212,7 @@ def test_what_prompts_share_is_computed_once(group, together):
     tickets = [Ticket((i,)) for i in range(len(group))]
     assert all(lines.seat(t, ids) == [] for t, ids in zip(tickets, group, strict=True))
     stages, saved = lines.plan([(t.line, ids) for t, ids in zip(tickets, group, strict=True)])
-    cache.carry_out([], stages)
+    cache.carry_out([], stages, lines.spare)
     for t, ids in zip(tickets, group, strict=True):
         np.testing.assert_array_equal(cache.ids[t.line, : len(ids)], ids)
     computed = sum(len(row.ids) - row.start for stage in stages for row in stage.rows)
@@ -259,7 +259,7 @@ def test_a_line_that_is_being_rewritten_is_no_source():
         lines.hold(line, ids)
         cache.ids[line, :9] = ids
     stages, _ = lines.plan([(0, y), (1, x)])
-    cache.carry_out([], stages)
+    cache.carry_out([], stages, lines.spare)
     assert cache.ids[0, :9].tolist() == y.tolist() and cache.ids[1, :9].tolist() == x.tolist()
 
 
@@ -279,8 +279,9 @@ def test_who_went_to_its_tool_last_is_parked_first_and_nobody_who_decodes():
     tickets[0].idle_since = 5
     assert lines.idle_slots() == {0}
     tickets[1].idle_since = None
-    swap = lines.seat(tickets[1], prompt)
-    assert len(swap) == 2 + (len(lines.held(1)) > 0) and tickets[1].line == 0 and not lines.is_slot(tickets[0].line)
+    (spare,), parked = lines.spare, tickets[1].line
+    assert lines.seat(tickets[1], prompt) == [Move(0, spare, 9), Move(parked, 0, 9)]
+    assert (tickets[0].line, tickets[1].line, lines.spare) == (spare, 0, [parked])
 
 
 def test_slots_are_numbered_over_all_shards():

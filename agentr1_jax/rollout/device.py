@@ -111,7 +111,7 @@ class Device:
         c = self._config
         nothing: list[list[NewTokens]] = [[] for _ in range(self.shards)]
         for rows in c.prefill_rows:
-            self._prefill_call(nothing, rows)
+            self._prefill_call(nothing, rows, [0] * self.shards)
         self._copy_call([[] for _ in range(self.shards)])
         self.decode()
         self.wait()
@@ -156,8 +156,13 @@ class Device:
         self._cache = self.programs.copy(self._cache, *table.reshape(2, -1), count)
         self.counters.copy_calls += 1
 
-    def prefill(self, new: Sequence[NewTokens]) -> None:
-        """Computes new tokens, in calls of rows of `prefill_width`; the rows of a line in order."""
+    def prefill(self, new: Sequence[NewTokens], spare: Sequence[int]) -> None:
+        """Computes new tokens, in calls of rows of `prefill_width`; the rows of a line in order.
+
+        Args:
+          new: of lines, each once.
+          spare: a line of each shard that holds nothing, for rows that are padding.
+        """
         shards: list[list[NewTokens]] = [[] for _ in range(self.shards)]
         for line in sorted(new, key=lambda n: len(n.ids)):  # Lines of like length read alike.
             shards[line.line // self._per_shard] += self._rows(line)
@@ -165,7 +170,7 @@ class Device:
         while left := max(map(len, shards)):
             count = rows_bucket(left, self._config.prefill_rows)
             call = [own[:count] for own in shards]
-            self._prefill_call(call, count)
+            self._prefill_call(call, count, spare)
             shards = [own[count:] for own in shards]
 
     def _rows(self, line: NewTokens) -> Iterator[NewTokens]:
@@ -175,9 +180,9 @@ class Device:
             at = min(at, self._config.length - width)
             yield dataclasses.replace(line, start=at, ids=line.ids[: at + width])
 
-    def _prefill_call(self, shards: list[list[NewTokens]], count: int) -> None:
+    def _prefill_call(self, shards: list[list[NewTokens]], count: int, spare: Sequence[int]) -> None:
         tokens = np.zeros((self.shards, count, self._config.prefill_width), np.int32)
-        line = np.full((self.shards, count), self._per_shard - 1, np.int32)  # Padding rows go to the spare line.
+        line = np.repeat(np.asarray(spare, np.int32)[:, None] % self._per_shard, count, axis=1)
         start = np.zeros((self.shards, count), np.int32)
         for shard, own in enumerate(shards):
             for i, row in enumerate(own):

@@ -135,10 +135,16 @@ class Engine:
         Args:
           params: decoder parameters on the engine's mesh.
           main: its coroutines use `acquire` / `generate` / `release`; what it raises ends the stream.
+
+        Raises:
+          RuntimeError: the engine has a stream already that has not ended.
         """
-        self.device.open(params)
+        if self._changed is not None:
+            raise RuntimeError("the engine is rolling out already; take that stream to its end or close it first")
+        self._changed = asyncio.Event()
         self.timeline = Timeline(self.config.slots) if self.record_timeline else None
         try:
+            self.device.open(params)
             with asyncio.Runner() as runner:
                 items = main()
                 driving = runner.get_loop().create_task(self._drive())
@@ -256,7 +262,7 @@ class Engine:
 
     async def _drive(self) -> None:
         """Turns for as long as the stream lasts. Lines and slots change in turns, and between them in this task."""
-        self._changed = asyncio.Event()
+        assert self._changed is not None
         dispatch = functools.partial(asyncio.get_running_loop().run_in_executor, self._dispatcher)
         while True:
             for _ in range(8):  # Lets agents whose tools answered at once come back with their next request.
@@ -333,7 +339,7 @@ class Engine:
         self.device.copy(moves)
         for stage in stages:
             self.device.copy(stage.moves)
-            self.device.prefill(stage.rows)
+            self.device.prefill(stage.rows, self._lines.spare)
         if self.timeline is not None:
             self.device.wait()
             self.timeline.add([self._lines.slot_of(line) for line in seats], "prefill", started, time.perf_counter())

@@ -66,8 +66,11 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
 class Lines:
     """Who has which line of the cache, and which ids lie in it.
 
-    Lines are counted over all shards: shard s owns `per_shard` of them, of which the first `slots_per_shard` are slots
-    and the last is spare: it takes part in swaps and swallows the padding of prefill calls.
+    Lines are counted over all shards: shard s owns `per_shard` of them, of which the first `slots_per_shard` are slots.
+
+    Attributes:
+      spare: for each shard the line that is nobody's and holds nothing: the next one to be parked goes there, and the
+        padding of prefill calls.
     """
 
     def __init__(self, config: EngineConfig, shards: int) -> None:
@@ -81,6 +84,7 @@ class Lines:
         self._count = np.zeros(config.lines(shards), np.int32)
         self._owner: list[Ticket | None] = [None] * len(self._count)
         self._open = [0] * shards
+        self.spare = [shard * self.per_shard + self.per_shard - 1 for shard in range(shards)]
 
     def close(self, ticket: Ticket) -> None:
         """Gives the line back. What it holds stays, for whoever comes with a prompt that begins alike."""
@@ -156,18 +160,20 @@ class Lines:
         return moves
 
     def _replace(self, ticket: Ticket, victim: Ticket) -> list[Move]:
-        """The victim's slot goes to the ticket; the victim goes where there is room, or where the ticket was."""
+        """The victim's slot goes to the ticket, and the victim to the spare line; a line that becomes free is spare."""
         slot, parked = victim.line, ticket.line
         assert slot is not None
-        first = slot // self.per_shard * self.per_shard
-        spare = first + self.per_shard - 1
+        shard = slot // self.per_shard
+        to = self.spare[shard]
+        moves = self._move(slot, to)
         if parked is None:
-            parking = range(first + self.slots_per_shard, spare)
-            to = next(line for line in parking if self._owner[line] is None)
-            moves = self._move(slot, to)
+            parking = range(shard * self.per_shard + self.slots_per_shard, (shard + 1) * self.per_shard)
+            parked = next(line for line in parking if self._owner[line] is None and line != to)
         else:
-            to = parked
-            moves = [*self._move(slot, spare), *self._move(parked, slot), *self._move(spare, to)]
+            moves += self._move(parked, slot)
+            self._owner[parked] = None
+        self._count[parked] = 0
+        self.spare[shard] = parked
         self._owner[slot], self._owner[to] = ticket, victim
         ticket.line, victim.line = slot, to
         return moves
@@ -219,7 +225,7 @@ class Lines:
         first = line // self.per_shard * self.per_shard
         if self._reuse != "all":
             return line, 0
-        lines = [at for at in range(first, first + self.per_shard - 1) if at != line and at not in unfit]
+        lines = [at for at in range(first, first + self.per_shard) if at != line and at not in unfit]
         if not lines or not len(ids):
             return line, 0
         count = np.minimum(self._count[lines], len(ids))

@@ -164,10 +164,12 @@ def decode(
         position = jnp.where(slots.active, slots.position, cache.keys.shape[3])
         view = CacheView(line=None, position=position[:, None], block=block, together=together)
         hidden, cache = run_decoder(decoder, params, slots.token[:, None], view, cache)
-        ids, logprobs = sample(
-            output_logits(params, hidden[:, 0]), slots.temperature, slots.top_k, slots.top_p, slots.key, slots.sampled
-        )
         active = slots.active
+        # What an idle slot was asked for last must not keep the sort going.
+        tail_cut = jnp.where(active, slots.top_k, 0), jnp.where(active, slots.top_p, 1.0)
+        ids, logprobs = sample(
+            output_logits(params, hidden[:, 0]), slots.temperature, *tail_cut, slots.key, slots.sampled
+        )
         tail = jnp.where(active[:, None], jnp.concatenate([slots.tail[:, 1:], ids[:, None]], axis=1), slots.tail)
         stopped = active & matches_stop(tail, slots.stops)
         step = active.astype(jnp.int32)
