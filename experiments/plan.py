@@ -25,7 +25,7 @@ from agentr1_jax.policy.sharding import shardings
 from agentr1_jax.rollout.cache import cache_sharding, empty_cache
 from agentr1_jax.rollout.device import MOVES
 from agentr1_jax.rollout.engine import Engine
-from agentr1_jax.rollout.programs import idle_slots
+from agentr1_jax.rollout.slots import idle_slots, to_words
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime.checkpoint import abstract
 from experiments import build, checks, topology
@@ -217,8 +217,8 @@ def _engine_programs(plan: Plan) -> Iterator[Program]:
         yield Program(
             f"prefill {rows}", f"{shards * rows} rows x {c.prefill_width} tokens", prefill if largest else None
         )
-    patch = slots, np.zeros(c.slots, bool), ints((shards,))
-    decode = functools.partial(run.decode.lower, plan.view, plan.cache, slots, *patch)
+    words = to_words(slots, np.zeros(c.slots, bool))
+    decode = functools.partial(run.decode.lower, plan.view, plan.cache, slots, words, ints((shards,)))
     yield Program("decode", f"{c.slots} slots x {c.decode_chunk} tokens", decode)
     moves = ints((shards * MOVES,))
     copy = functools.partial(run.copy.lower, plan.cache, moves, moves, ints((shards,)))

@@ -15,8 +15,8 @@ from schedules import CONFIG, MANY, POLICY, PROGRAMS, all_ids, assert_exact, eng
 
 from agentr1_jax.rollout.engine import Engine
 from agentr1_jax.rollout.lines import common_prefix
-from agentr1_jax.rollout.programs import idle_slots
 from agentr1_jax.rollout.sampling import Sampling, sample
+from agentr1_jax.rollout.slots import idle_slots, to_words
 from agentr1_jax.runtime.compiles import CompileCounter
 from agentr1_jax.trajectory import Outcome
 
@@ -228,8 +228,9 @@ def test_the_donated_cache_is_written_in_place(program):
     engine = Engine(policy, config, tiny.mesh())
     cache, params = engine.device.new_cache(), tiny.decoder_params(policy)
     if program == "decode":
-        slots, flags = idle_slots(config), np.zeros(config.slots, bool)
-        lowered = engine.device.programs.decode.lower(params, cache, slots, slots, flags, np.zeros(1, np.int32))
+        slots = idle_slots(config)
+        words = to_words(slots, np.zeros(config.slots, bool))
+        lowered = engine.device.programs.decode.lower(params, cache, slots, words, np.zeros(1, np.int32))
     elif program == "prefill":
         new = np.zeros((1, config.prefill_width), np.int32)
         lowered = engine.device.programs.prefill.lower(params, cache, new, new[:, 0], new[:, 0])

@@ -49,7 +49,8 @@ class Cache:
         for m in moves:
             assert m.source // self.per_shard == m.target // self.per_shard, "a line moved to another shard"
             assert m.source != m.target and m.tokens > 0
-            self.ids[m.target] = self.ids[m.source]  # The device copies whole lines.
+            self.ids[m.target, : m.tokens] = self.ids[m.source, : m.tokens]
+            self.ids[m.target, m.tokens :] = GARBAGE  # The device may copy more, and need not.
 
     def compute(self, rows):
         """Rows may only go on from what is there; what lies behind them is spoilt, as padding spoils it."""

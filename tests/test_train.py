@@ -55,6 +55,12 @@ def in_order(run_dir: Path) -> list[tuple]:
     return [(r["index"], r["phase"], r["update"]) for r in read_metrics(run_dir / "metrics.jsonl")]
 
 
+def sampled(run_dir: Path, update: int) -> list[tuple]:
+    """What was sampled in an update, to the last bit."""
+    out = read_jsonl(run_dir / "trajectories" / f"rl_{update:06d}.jsonl.gz")
+    return [(t.uid, [(s.response_ids.tobytes(), s.logprobs.tobytes()) for s in t.steps]) for t in out]
+
+
 def test_importing_everything_leaves_jax_untouched() -> None:
     """Devices and processes can only be set before the first JAX program."""
     code = "import jax, experiments.train; jax.config.update('jax_num_cpu_devices', 3); print(jax.device_count())"
@@ -108,9 +114,10 @@ def test_a_run_leaves_everything_and_another_config_is_refused(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    arguments = [sys.executable, "-m", "experiments.train", *command("quickstart", run, updates=6)]
+def test_a_stopped_run_goes_on_bit_for_bit_where_it_was(tmp_path: Path) -> None:
+    run, straight = tmp_path / "run", tmp_path / "straight"
+    habits = {"updates": 6, "rollout__deterministic": True}
+    arguments = [sys.executable, "-m", "experiments.train", *command("quickstart", run, **habits)]
     started = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     deadline = time.monotonic() + 300
     while not (run / "trajectories" / "rl_000001.jsonl.gz").exists() and time.monotonic() < deadline:
@@ -120,12 +127,16 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:
     assert started.returncode == 0, output[-3000:]
     assert "the same command resumes" in output and not (run / "summary.json").exists()
     until = in_order(run)
-    done = train("quickstart", run, updates=6)
-    assert done.returncode == 0, done.stderr[-3000:]
+    for folder in (run, straight):
+        done = train("quickstart", folder, **habits)
+        assert done.returncode == 0, done.stderr[-3000:]
     records = in_order(run)
     assert records[: len(until)] == until
     assert [i for i, _, _ in records] == list(range(len(records)))
+    assert records == in_order(straight)
     assert [u for _, phase, u in records if phase == "rl"] == [1, 2, 3, 4, 5, 6]
+    for update in range(1, 7):
+        assert sampled(run, update) == sampled(straight, update)
     assert json.loads((run / "summary.json").read_text())["updates"] == 6
 
 

@@ -19,8 +19,9 @@ from agentr1_jax.rollout.cache import KVCache, cache_sharding, empty_cache
 from agentr1_jax.rollout.config import EngineConfig
 from agentr1_jax.rollout.counters import Counters, DeviceClock
 from agentr1_jax.rollout.lines import Move, NewTokens
-from agentr1_jax.rollout.programs import Sampled, Slots, build_programs, idle_slots
+from agentr1_jax.rollout.programs import Sampled, build_programs
 from agentr1_jax.rollout.sampling import NO_TOKEN, Sampling
+from agentr1_jax.rollout.slots import Slots, idle_slots, to_words
 
 MOVES = 16
 """Copies in one call of the copy program, per data shard."""
@@ -83,7 +84,6 @@ class Device:
         self._config = config
         self._per_shard = config.lines(self.shards) // self.shards
         self._by_slot = NamedSharding(mesh, P("data"))
-        self._leave = np.full(self.shards, config.leave_after, np.int32)
         self._params: Params = None
         self._cache: KVCache | None = None
         self._slots: Slots | None = None
@@ -93,18 +93,15 @@ class Device:
         """Allocates the cache."""
         self._params, self._cache = params, self.new_cache()
         self._slots = jax.device_put(idle_slots(self._config), self._by_slot)
-        # What is sent where the host changes nothing: on the device already.
-        self._nothing = jax.device_put((*self._fresh_patch(), self._leave), self._by_slot)
-        self._patch, self._patched = self._fresh_patch()
+        self._new, self._told = idle_slots(self._config), np.zeros(self._config.slots, bool)
+        self._nothing_new = jax.device_put(to_words(self._new, self._told), self._by_slot)
+        self._leave_after = jax.device_put(np.full(self.shards, self._config.leave_after, np.int32), self._by_slot)
 
     def close(self) -> None:
         """Frees everything on the device."""
         self._params = self._cache = self._slots = None
         self.under_way: collections.deque[tuple[Sampled, float]] = collections.deque()
         self._clock = DeviceClock()
-
-    def _fresh_patch(self) -> tuple[Slots, np.ndarray]:
-        return idle_slots(self._config), np.zeros(self._config.slots, bool)
 
     def compile(self) -> int:
         """Runs every program once on idle lines; returns their number."""
@@ -123,7 +120,7 @@ class Device:
 
     def start(self, slot: int, response: Response) -> None:
         """Tells the next decode call of a response."""
-        p, r = self._patch, response
+        p, r = self._new, response
         p.token[slot], p.position[slot] = r.prompt[-1], len(r.prompt) - 1
         p.sampled[slot], p.budget[slot] = 0, r.max_tokens
         p.temperature[slot], p.top_k[slot], p.top_p[slot] = dataclasses.astuple(r.sampling)
@@ -131,11 +128,11 @@ class Device:
         p.tail[slot] = p.stops[slot] = NO_TOKEN
         for row, ids in zip(p.stops[slot], r.stop, strict=False):
             row[-len(ids) :] = ids
-        self._patched[slot] = True
+        self._told[slot] = True
 
     def stop(self, slot: int) -> None:
         """Tells the next decode call that nobody waits for the response of a slot any more."""
-        self._patch.active[slot], self._patched[slot] = False, True
+        self._new.active[slot], self._told[slot] = False, True
 
     def copy(self, moves: Sequence[Move]) -> None:
         """Copies lines, in order."""
@@ -197,13 +194,14 @@ class Device:
 
     def decode(self) -> None:
         """Starts a chunk for all responses that are open."""
-        patch = self._nothing
-        if self._patched.any():
-            patch = jax.device_put((self._patch, self._patched, self._leave), self._by_slot)
-            self._patch, self._patched = self._fresh_patch()  # On a CPU the device may hold the old arrays themselves.
+        words = self._nothing_new
+        if self._told.any():
+            words = jax.device_put(to_words(self._new, self._told), self._by_slot)
+            self._told[:] = False
         started = time.perf_counter()
         self._clock.started()
-        self._cache, self._slots, out = self.programs.decode(self._params, self._cache, self._slots, *patch)
+        call = self._params, self._cache, self._slots, words, self._leave_after
+        self._cache, self._slots, out = self.programs.decode(*call)
         self.under_way.append((out, started))
         self.counters.decode_calls += 1
 

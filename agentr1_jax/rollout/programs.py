@@ -14,7 +14,6 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, UInt32
@@ -22,55 +21,8 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Decoder, Params, output_logits
 from agentr1_jax.rollout.cache import CacheView, KVCache, cache_sharding, copy_lines
-from agentr1_jax.rollout.config import EngineConfig
 from agentr1_jax.rollout.sampling import NO_TOKEN, matches_stop, sample
-
-
-@flax.struct.dataclass
-class Slots:
-    """What the decode loop knows of each slot. It stays on the device; the host sends the rows that it changes.
-
-    Attributes:
-      token: the id to feed next: the last of the prompt, or the last one sampled.
-      position: where it goes in the cache.
-      sampled: tokens of the open response so far; also the index that keys their random numbers.
-      budget: tokens the response may still get.
-      temperature, top_k, top_p: see `Sampling`.
-      key: raw threefry key of the open response.
-      active: False for slots that hold no open response.
-      tail: the last ids of the open response, right-aligned, `NO_TOKEN` before its start.
-      stops: id sequences that end the response, right-aligned, padded on the left with `NO_TOKEN`.
-    """
-
-    token: Int[Any, "slots"]
-    position: Int[Any, "slots"]
-    sampled: Int[Any, "slots"]
-    budget: Int[Any, "slots"]
-    temperature: Float[Any, "slots"]
-    top_k: Int[Any, "slots"]
-    top_p: Float[Any, "slots"]
-    key: UInt32[Any, "slots 2"]
-    active: Bool[Any, "slots"]
-    tail: Int[Any, "slots width"]
-    stops: Int[Any, "slots stops width"]
-
-
-def idle_slots(config: EngineConfig) -> Slots:
-    """Slots that hold no response, as numpy arrays."""
-    n, c = config.slots, config
-    return Slots(
-        token=np.zeros(n, np.int32),
-        position=np.zeros(n, np.int32),
-        sampled=np.zeros(n, np.int32),
-        budget=np.zeros(n, np.int32),
-        temperature=np.ones(n, np.float32),
-        top_k=np.zeros(n, np.int32),
-        top_p=np.ones(n, np.float32),
-        key=np.zeros((n, 2), np.uint32),
-        active=np.zeros(n, bool),
-        tail=np.full((n, c.stop_width), NO_TOKEN, np.int32),
-        stops=np.full((n, c.stop_sequences, c.stop_width), NO_TOKEN, np.int32),
-    )
+from agentr1_jax.rollout.slots import Slots, take_over
 
 
 @flax.struct.dataclass
@@ -98,7 +50,8 @@ class Programs:
     Attributes:
       prefill: (params, cache, tokens[rows, width], line[rows], start[rows]) -> cache.
         `rows` is one of `prefill_rows` for each shard; row i holds the tokens at start[i] ... of its line.
-      decode: (params, cache, slots, patch, patched[slots], leave_after[shards]) -> (cache, slots, sampled).
+      decode: (params, cache, slots, words[slots, words], leave_after[shards]) -> (cache, slots, sampled);
+        the words are those of `slots.to_words`.
       copy: (cache, source[moves], target[moves], count[shards]) -> cache.
     """
 
@@ -128,19 +81,18 @@ def decode(
     params: Params,
     cache: KVCache,
     slots: Slots,
-    patch: Slots,
-    patched: Bool[Array, "slots"],
+    words: UInt32[Array, "slots words"],
     leave_after: Int[Array, "1"],
     *,
     chunk: int,
     block: int,
     together: int,
 ) -> tuple[KVCache, Slots, Sampled]:
-    """Takes over what the host patched, then samples up to `chunk` tokens for every active slot.
+    """Takes over what the host says, then samples up to `chunk` tokens for every active slot.
 
     Leaves early when none is active, or when `leave_after` > 0 responses have ended.
     """
-    slots = jax.tree.map(lambda new, old: jnp.where(patched.reshape(-1, *[1] * (old.ndim - 1)), new, old), patch, slots)
+    slots = take_over(words, slots)
     n = slots.token.shape[0]
     begun = slots.active.sum()
     empty = Sampled(
@@ -219,7 +171,7 @@ def build_programs(config: DecoderConfig, mesh: Mesh, *, chunk: int, block: int,
     )
     run_decode = sharded(
         functools.partial(decode, decoder, chunk=chunk, block=block, together=together),
-        (P(), by_line, by_row, by_row, by_row, by_row),
+        (P(), by_line, by_row, by_row, by_row),
         (by_line, by_row, by_row),
     )
     run_copy = sharded(copy_lines, (by_line, by_row, by_row, by_row), by_line)
