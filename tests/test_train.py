@@ -135,7 +135,7 @@ def test_a_stopped_run_goes_on_bit_for_bit_where_it_was(tmp_path: Path) -> None:
     assert [i for i, _, _ in records] == list(range(len(records)))
     assert records == in_order(straight)
     assert [u for _, phase, u in records if phase == "rl"] == [1, 2, 3, 4, 5, 6]
-    for update in range(1, 7):
+    for update in range(6):
         assert sampled(run, update) == sampled(straight, update)
     assert json.loads((run / "summary.json").read_text())["updates"] == 6
 
