@@ -9,6 +9,7 @@ import functools
 import jax
 import numpy as np
 import tiny
+from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -69,6 +70,24 @@ class Planned:
             if plan["delay"] is not None:
                 await asyncio.sleep(plan["delay"])
         session.finish(Outcome.ENV_DONE)
+
+
+def episodes(delays):
+    """Rows of `Planned`, at random: openings, and one to three steps whose tools take so long (seconds, or None)."""
+    ids = st.integers(0, POLICY.vocab_size - 1)
+    plans = st.fixed_dictionaries(
+        {
+            "max_tokens": st.integers(1, 12),
+            "stop": st.lists(st.lists(ids, min_size=1, max_size=2), max_size=2),
+            "observation": st.lists(ids, max_size=12),
+            "rule": st.sampled_from(["append", "append", "window", "rewrite"]),
+            "at": st.integers(0, 80),
+            "delay": st.sampled_from(delays),
+        }
+    )
+    return st.fixed_dictionaries(
+        {"opening": st.lists(ids, min_size=1, max_size=60), "steps": st.lists(plans, min_size=1, max_size=3)}
+    )
 
 
 def sampled(rows, slots=3, temperature=1.0, devices=1, agent=None, order=None, samples=1, limits=ONCE, **engine):

@@ -11,7 +11,7 @@ import pytest
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedules import CONFIG, MANY, POLICY, PROGRAMS, all_ids, assert_exact, engine_of, planned, sampled
+from schedules import CONFIG, MANY, POLICY, PROGRAMS, all_ids, assert_exact, engine_of, episodes, planned, sampled
 
 from agentr1_jax.rollout.engine import Engine
 from agentr1_jax.rollout.lines import common_prefix
@@ -21,20 +21,7 @@ from agentr1_jax.runtime.compiles import CompileCounter
 from agentr1_jax.trajectory import Outcome
 
 KEY = np.asarray([5, 6], np.uint32)
-ids = st.integers(0, POLICY.vocab_size - 1)
-plans = st.fixed_dictionaries(
-    {
-        "max_tokens": st.integers(1, 12),
-        "stop": st.lists(st.lists(ids, min_size=1, max_size=2), max_size=2),
-        "observation": st.lists(ids, max_size=12),
-        "rule": st.sampled_from(["append", "append", "window", "rewrite"]),
-        "at": st.integers(0, 80),
-        "delay": st.sampled_from([None, 0, 0.001, 0.003]),
-    }
-)
-episodes = st.fixed_dictionaries(
-    {"opening": st.lists(ids, min_size=1, max_size=60), "steps": st.lists(plans, min_size=1, max_size=3)}
-)
+random_rows = episodes(delays=[None, 0, 0.001, 0.003])
 
 
 def ends_with(ids, stops):
@@ -43,7 +30,7 @@ def ends_with(ids, stops):
 
 @settings(max_examples=25, deadline=None)
 @given(
-    rows=st.lists(episodes, min_size=1, max_size=6),
+    rows=st.lists(random_rows, min_size=1, max_size=6),
     slots=st.sampled_from([1, 3]),
     temperature=st.sampled_from([0.0, 0.7, 1.0]),
 )

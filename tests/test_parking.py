@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedules import LENGTH, MANY, POLICY, Planned, all_ids, assert_exact, engine_of, planned, sampled
+from schedules import LENGTH, MANY, Planned, all_ids, assert_exact, engine_of, episodes, planned, sampled
 
 from agentr1_jax.trajectory import Outcome
 
@@ -24,23 +24,10 @@ PROMPT = 20
 OBSERVED = 5
 HOT = 100.0
 
-ids = st.integers(0, POLICY.vocab_size - 1)
-plans = st.fixed_dictionaries(
-    {
-        "max_tokens": st.integers(1, 12),
-        "stop": st.lists(st.lists(ids, min_size=1, max_size=2), max_size=2),
-        "observation": st.lists(ids, max_size=12),
-        "rule": st.sampled_from(["append", "append", "window", "rewrite"]),
-        "at": st.integers(0, 80),
-        "delay": st.sampled_from([None, 0, 0.001, 0.004, 0.008]),
-    }
-)
-episodes = st.fixed_dictionaries(
-    {"opening": st.lists(ids, min_size=1, max_size=60), "steps": st.lists(plans, min_size=1, max_size=3)}
-)
+random_rows = episodes(delays=[None, 0, 0.001, 0.004, 0.008])
 rollouts = {
     "engine": st.sampled_from(sorted(ENGINES)),
-    "rows": st.lists(episodes, min_size=2, max_size=5),
+    "rows": st.lists(random_rows, min_size=2, max_size=5),
     "samples": st.integers(1, 3),
     "temperature": st.sampled_from([0.0, 0.8, 1.0]),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import unicodedata
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -239,3 +240,12 @@ def test_a_model_that_knows_an_added_token_as_a_word_spells_it(tmp_path):
     ids = tokenizer.encode_data("a <ad> b")
     assert tokenizer.added["<ad>"] not in ids
     assert tokenizer.decode(ids).replace(" ", "") == "a<ad>b"
+
+
+def test_sentencepiece_gets_one_text_at_a_time(small, monkeypatch):
+    """For a list it starts threads."""
+    model, given_ = small._model, []
+    monkeypatch.setattr(small, "_model", SimpleNamespace(encode=lambda text: given_.append(text) or model.encode(text)))
+    ids = small.encode_data(f"Who is{sp.SPACE}Corvin Hale?")
+    monkeypatch.undo()
+    assert given_ == ["Who is", "Corvin Hale?"] and ids == small.encode_data(f"Who is{sp.SPACE}Corvin Hale?")
