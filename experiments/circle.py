@@ -19,6 +19,7 @@ from agentr1_jax.credit import Credit, CreditBatch
 from agentr1_jax.credit import streams as flat
 from agentr1_jax.envs.base import Task
 from agentr1_jax.learner import fill, packing
+from agentr1_jax.learner.batch import Batch, Nodes, Reads, to_microbatches
 from agentr1_jax.learner.update import LearnerState, Scores
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
@@ -330,12 +331,12 @@ def _minibatch_of_token(part: Sequence[Trajectory], index: int) -> np.ndarray:
 
 
 def _to_device(
-    run: Run, learner: Learner, nodes: packing.Nodes, reads: packing.Reads
-) -> tuple[packing.Batch, np.int32]:
+    run: Run, learner: Learner, nodes: Nodes, reads: Reads
+) -> tuple[Batch, np.int32]:
     """A batch on the learner's mesh, and how many of its microbatches hold data in any process."""
     c = run.config.learner
     rows = c.rows // processes.process_count()
-    batch = packing.to_microbatches(nodes, reads, microbatches=learner.microbatches, rows=rows)
+    batch = to_microbatches(nodes, reads, microbatches=learner.microbatches, rows=rows)
     used = max(processes.all_gather_json(-(-nodes.tokens.shape[0] // rows)))
     return meshes.global_batch(batch, run.learner_mesh), np.int32(used)
 

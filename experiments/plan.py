@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from agentr1_jax.credit import get_scheme
-from agentr1_jax.learner.packing import batch_shapes
+from agentr1_jax.learner.batch import CRITIC, batch_shapes
 from agentr1_jax.learner.update import make_score, make_update
 from agentr1_jax.policy.config import DecoderConfig, Lora
 from agentr1_jax.policy.params import init_decoder
@@ -176,8 +176,9 @@ def programs(plan: Plan) -> Iterator[Program]:
     def phase(trajectories: int, critic: bool) -> tuple[Any, str]:
         """The batch of a phase, on the mesh, and its shape in words."""
         n = build.microbatches(config, trajectories)
+        present = CRITIC if critic else ()
         shapes = batch_shapes(
-            microbatches=n, rows=c.rows, row_tokens=c.row_tokens, row_reads=c.row_reads, critic=critic
+            microbatches=n, rows=c.rows, row_tokens=c.row_tokens, row_reads=c.row_reads, present=present
         )
         batch = _all_as(shapes, NamedSharding(mesh, meshes.ROWS))
         return batch, f"{n} x {c.rows} rows x {c.row_tokens} tokens, {c.row_reads} reads"

@@ -13,7 +13,8 @@ from builders import LONGEST, VOCAB, fixed_batch, with_logprobs
 
 from agentr1_jax.learner.fill import aggregate_weights, fill_critic, fill_policy, gather_tokens
 from agentr1_jax.learner.losses import LossConfig
-from agentr1_jax.learner.packing import pack, to_microbatches
+from agentr1_jax.learner.batch import to_microbatches
+from agentr1_jax.learner.packing import pack
 from agentr1_jax.learner.update import loss_and_metrics, make_score
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.params import init_params

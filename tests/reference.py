@@ -117,6 +117,23 @@ def aggregate(
     return statistics.fmean(statistics.fmean(x) for x in cells.values())
 
 
+def log_ratios(
+    ratio: str, new: Sequence[float], old: Sequence[float], step: Sequence[Hashable], trajectory: Sequence[Hashable]
+) -> list[float]:
+    """log ρ of each token, from a loop over its unit's tokens, without the clamp at 10."""
+    difference = [n - o for n, o in zip(new, old, strict=True)]
+    if ratio == "token":
+        return difference
+    own = defaultdict(list)
+    unit = trajectory if ratio == "trajectory" else step
+    for key, x in zip(unit, difference, strict=True):
+        own[key].append(x)
+    if ratio != "capo":
+        return [statistics.fmean(own[key]) for key in unit]
+    z = {key: sum(x) / math.sqrt(len(x)) for key, x in own.items()}
+    return [z[key] - statistics.fmean(z.values()) for key in unit]
+
+
 def policy_loss(
     ratio: str,
     clip: str,
@@ -124,33 +141,33 @@ def policy_loss(
     old: Sequence[float],
     advantage: Sequence[float],
     step: Sequence[Hashable],
+    trajectory: Sequence[Hashable],
     *,
     low: float,
     high: float,
     c: float,
+    tau: tuple[float, float],
 ) -> tuple[list[float], list[float]]:
-    """Loss of each token, and its derivative with respect to that token's log π (the step's mean held constant)."""
-    rho: Callable[[int], float] = lambda k: math.exp(new[k] - old[k])  # noqa: E731
-    if ratio == "step":
-        mean = defaultdict(list)
-        for k, unit in enumerate(step):
-            mean[unit].append(new[k] - old[k])
-        rho = lambda k: math.exp(min(statistics.fmean(mean[step[k]]), 10.0))  # noqa: E731
+    """Loss of each token, and its derivative with respect to that token's log π (the mean of its unit held constant).
+
+    tau: of `sapo`, for positive and for negative advantages.
+    """
     losses, slopes = [], []
-    for k, a in enumerate(advantage):
-        if clip == "none":
-            losses.append(-a * new[k])
-            slopes.append(-a)
-            continue
-        r = rho(k)
+    for k, log_rho in enumerate(log_ratios(ratio, new, old, step, trajectory)):
+        a, r = advantage[k], math.exp(log_rho)
         clipped = min(max(r, 1 - low), 1 + high)
-        if clip == "cispo":
-            losses.append(-clipped * a * new[k])
-            slopes.append(-clipped * a)
-            continue
-        loss, slope = max((-a * r, -a * r), (-a * clipped, 0.0 if clipped != r else -a * r))
-        if clip == "dual" and a < 0 and loss > -a * c:
-            loss, slope = -a * c, 0.0
+        if clip == "none":
+            loss, slope = -a * new[k], -a
+        elif clip == "cispo":
+            loss, slope = -clipped * a * new[k], -clipped * a
+        elif clip == "sapo":
+            t = tau[0] if a > 0 else tau[1]
+            gate = 1 / (1 + math.exp(-t * (r - 1)))
+            loss, slope = -4 / t * gate * a, -4 * gate * (1 - gate) * r * a
+        else:
+            loss, slope = max((-a * r, -a * r), (-a * clipped, 0.0 if clipped != r else -a * r))
+            if clip == "dual" and a < 0 and loss > -a * c:
+                loss, slope = -a * c, 0.0
         losses.append(loss)
         slopes.append(slope)
     return losses, slopes

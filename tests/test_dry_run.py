@@ -13,7 +13,7 @@ import ml_collections
 import pytest
 from examples import example
 
-from agentr1_jax.learner.packing import batch_shapes
+from agentr1_jax.learner.batch import CRITIC, batch_shapes
 from agentr1_jax.runtime.errors import UserError
 from configs import multihop_tiny, quickstart, scale_qwen2_5_3b
 from experiments import build, checks, topology
@@ -87,7 +87,8 @@ def test_batches_have_the_shapes_it_says():
     for critic in (True, False):
         real = example().batch(critic=critic, microbatches=2, rows=8)
         length, reads = real.nodes.tokens.shape[2], real.reads.src.shape[2]
-        said = batch_shapes(microbatches=2, rows=8, row_tokens=length, row_reads=reads, critic=critic)
+        present = CRITIC if critic else ()
+        said = batch_shapes(microbatches=2, rows=8, row_tokens=length, row_reads=reads, present=present)
         assert jax.tree.structure(real) == jax.tree.structure(said) and shapes(real) == shapes(said)
 
 

@@ -11,8 +11,9 @@ from builders import LONGEST, batches, fixed_batch, trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentr1_jax.learner.batch import to_microbatches
 from agentr1_jax.learner.fill import fill_critic, fill_policy, gather_final, gather_tokens, place
-from agentr1_jax.learner.packing import MODES, pack, to_microbatches
+from agentr1_jax.learner.packing import MODES, pack
 from agentr1_jax.trajectory import Step
 
 quick = settings(max_examples=60, deadline=None)
@@ -79,7 +80,7 @@ def test_rows_keep_their_limits_and_padding_has_no_part(trajectories, mode, row)
     index = np.arange(row[0])
     assert (nodes.subtree_end > index).all() and (nodes.subtree_end <= row[0]).all()
     used = (nodes.subtree_end > index + 1) | (nodes.position > 0)  # Segments have two nodes or more here.
-    assert used.sum() == packing.tokens_computed
+    assert used.sum() == packing.tokens_computed == round(packing.fill * nodes.tokens.size)
     assert (np.diff(used.astype(int), axis=1) <= 0).all(), "padding comes last"
     padding = ~reads.is_action
     assert (reads.step[padding] == -1).all() and (reads.trajectory[padding] == -1).all()
@@ -94,7 +95,32 @@ def test_stored_and_computed_tokens_are_counted(trajectories, mode):
     packing = packed(trajectories, mode, final_reads=False)
     stored = sum(len(s.prompt_ids) + len(s.response_ids) for t in trajectories for s in t.steps)
     assert packing.tokens_stored == stored
-    assert packing.tokens_computed == stored if mode == "steps" else packing.tokens_computed <= stored
+    if mode in ("padded", "steps"):
+        assert packing.tokens_computed == stored
+    assert packing.tokens_computed <= stored
+    assert packing.sharing == stored / packing.tokens_computed
+
+
+@quick
+@given(batches())
+def test_a_tree_computes_every_prefix_once(trajectories):
+    """Its nodes are the distinct prefixes of the batch, a chain's those of each trajectory, where all fit a row."""
+    prefixes = [
+        {(i, *ids[: n + 1]) for s in t.steps for ids in [[*s.prompt_ids, *s.response_ids]] for n in range(len(ids))}
+        for i, t in enumerate(trajectories)
+    ]
+    row = (64 * LONGEST, 200)  # A prefix of one id ties trees together only where rows are short.
+    roots = {p[1] for own in prefixes for p in own if len(p) == 2}
+    tree = packed(trajectories, "tree", (64, 64), final_reads=False)
+    distinct = len({p[1:] for own in prefixes for p in own})
+    assert tree.tokens_computed >= distinct
+    if distinct <= 64:
+        assert tree.tokens_computed == distinct and tree.rows == 1
+        assert (tree.nodes.position[0, :distinct] == 0).sum() == len(roots)
+    chains = packed(trajectories, "chains", row, final_reads=False)
+    leaves = sum(sum(not any(len(q) > len(p) and q[: len(p)] == p for q in own) for p in own) for own in prefixes)
+    assert (chains.nodes.position[0, : chains.tokens_computed] == 0).sum() == leaves
+    assert distinct <= chains.tokens_computed
 
 
 @quick
@@ -119,17 +145,71 @@ def test_a_window_opens_a_new_chain_where_the_prompt_does_not_extend_it():
     assert len({int(packing.nodes.subtree_end[r, packing.reads.src[r, c]]) for r, c in first}) == 1
 
 
-def test_a_prompt_joins_the_longest_chain_that_it_extends():
-    """A retry from the same prompt is a chain of its own; what follows may extend either."""
+def of_steps(*steps, uid="test/0/0", final=None):
+    """A trajectory of the given (prompt, response) ids."""
 
     def step(prompt, response):
         ids = (np.array(x, np.int32) for x in (prompt, response))
         return Step(*ids, np.zeros(len(response), np.float32), reward=0.0)
 
-    steps = (step([1, 2], [3]), step([1, 2], [3, 4]), step([9], [8]), step([1, 2, 3, 4, 5], [6]))
-    packing = packed([dataclasses.replace(trajectory(np.random.default_rng(0), [1]), steps=steps)])
-    assert packing.tokens_computed == 6 + 3 + 2
-    np.testing.assert_array_equal(packing.nodes.tokens[0, :11], [1, 2, 3, 4, 5, 6, 1, 2, 3, 9, 8])
+    final = None if final is None else np.array(final, np.int32)
+    made = trajectory(np.random.default_rng(0), [1])
+    return dataclasses.replace(made, uid=uid, steps=tuple(step(*s) for s in steps), final_prompt_ids=final)
+
+
+RETRY = of_steps(([1, 2], [3]), ([1, 2], [4, 4]), ([9], [8]), ([1, 2, 3, 4, 5], [6]))
+"""A retry from the same prompt; what follows extends the first answer."""
+
+
+def test_chains_are_as_few_as_the_leaves_of_a_trajectory():
+    packing = packed([RETRY])
+    assert packing.tokens_computed == 6 + 4 + 2
+    np.testing.assert_array_equal(packing.nodes.tokens[0, :12], [1, 2, 3, 4, 5, 6, 1, 2, 4, 4, 9, 8])
+    again = packed([of_steps(([1, 2], [3]), ([1, 2], [3, 4]), ([1, 2, 3, 4], [5]))])
+    assert again.tokens_computed == 5, "a retry that says the same and more is one chain with it"
+    np.testing.assert_array_equal(again.reads.src[0, :4], [1, 1, 2, 3])
+
+
+def test_a_tree_is_laid_out_depth_first():
+    packing = packed([RETRY, of_steps(([1, 2], [4, 4]), uid="test/0/1")], "tree", (64, 40))
+    np.testing.assert_array_equal(packing.nodes.tokens[0, :10], [1, 2, 3, 4, 5, 6, 4, 4, 9, 8])
+    np.testing.assert_array_equal(packing.nodes.position[0, :10], [0, 1, 2, 3, 4, 5, 2, 3, 0, 1])
+    np.testing.assert_array_equal(packing.nodes.subtree_end[0, :10], [8, 8, 6, 6, 6, 6, 8, 8, 10, 10])
+    src = [packing.reads.src[0, c] for _, c in packing.token_read]
+    assert src == [1, 1, 6, 8, 4, 1, 6], "equal answers of two samples are two reads of one node each"
+
+
+def test_what_exceeds_a_row_is_cut_and_its_prefix_repeated_without_reads():
+    samples = [of_steps((range(8), [10 + i] * 4), uid=f"test/0/{i}") for i in range(4)]
+    packing = packed(samples, "tree", (16, 40))
+    np.testing.assert_array_equal(packing.nodes.tokens[:, :8], [range(8)] * 2)
+    assert packing.rows == 2 and packing.tokens_computed == 2 * 16 and packing.sharing == 48 / 32
+    assert packing.reads.is_action.sum() == 16
+    long = of_steps(([1, 2], [3, 4]), ([1, 2, 3, 4], [5, 6]), ([1, 2, 3, 4, 5, 6], [7, 8]))
+    cut = packed([long], "chains", (10, 4))
+    np.testing.assert_array_equal(cut.nodes.tokens[:, :8], [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 0, 0]])
+    np.testing.assert_array_equal(cut.reads.is_action.sum(1), [2, 4])
+
+
+def test_padded_rows_hold_one_step_each():
+    packing = packed(fixed_batch("append"), "padded")
+    assert packing.rows == sum(len(t.steps) + (t.final_prompt_ids is not None) for t in fixed_batch("append"))
+    assert (packing.nodes.position[:, 0] == 0).all() and ((packing.nodes.position == 0).sum(1) > 1).all()
+
+
+def test_a_prefix_too_short_to_matter_does_not_tie_trees_together():
+    """Rows fill better where first-fit may place each by itself; here 1 token of 128 is shared."""
+    sizes = (80, 100, 48, 28)
+    made = [of_steps(([1], [2 + i] * (n - 1)), uid=f"test/0/{i}") for i, n in enumerate(sizes)]
+    assert packed(made, "tree", (128, 128)).rows == 2
+    assert packed(made, "tree", (128, 128)).tokens_computed == sum(sizes)
+
+
+@quick
+@given(batches(), st.sampled_from(("chains", "tree")))
+def test_the_order_of_trajectories_does_not_matter(trajectories, mode):
+    one, other = packed(trajectories, mode), packed(trajectories[::-1], mode)
+    assert (one.rows, one.tokens_computed) == (other.rows, other.tokens_computed)
 
 
 @quick
@@ -188,14 +268,19 @@ NONE = np.zeros(0, np.int32)
 @pytest.mark.parametrize(
     ("made", "options", "message"),
     [
-        (change(), {"mode": "tree"}, "unknown packing mode 'tree'; choose one of steps, chains"),
-        (change(response_ids=NONE, logprobs=NONE), {}, "trajectory test/0/0 .*drop it first"),
-        (change(prompt_ids=NONE), {}, "trajectory test/0/0 .*drop it first"),
+        (change(), {"mode": "trees"}, "unknown packing mode 'trees'; choose one of padded, steps, chains, tree"),
+        (change(response_ids=NONE, logprobs=NONE), {}, "trajectory test/0/0: .*drop it first"),
+        (change(prompt_ids=NONE), {}, "trajectory test/0/0: .*drop it first"),
         (change(logprobs=np.zeros(1, np.float32)), {}, "test/0/0: step 1 has 1 log-probs for 2 response tokens"),
-        (dataclasses.replace(change(), steps=()), {}, "trajectory test/0/0 .*drop it first"),
-        (dataclasses.replace(change(), final_prompt_ids=NONE), {}, "test/0/0: final_prompt_ids is empty"),
-        (change(), {"row_tokens": 6}, r"test/0/0: \d+ tokens with \d reads do not fit a row of 6 tokens"),
-        (change(), {"row_reads": 3}, r"raise learner.row_tokens or learner.row_reads"),
+        (dataclasses.replace(change(), steps=()), {}, "trajectory test/0/0: .*drop it first"),
+        (dataclasses.replace(change(), final_prompt_ids=NONE), {}, "test/0/0: final_prompt_ids has 0 tokens"),
+        (change(), {"row_tokens": 4}, r"test/0/0: step \d has \d+ tokens with 2 reads, which do not fit a row of 4"),
+        (change(), {"row_reads": 1}, r"raise learner.row_tokens or learner.row_reads"),
+        (
+            dataclasses.replace(change(), final_prompt_ids=np.zeros(65, np.int32)),
+            {},
+            r"final_prompt_ids has 65 tokens; .* learner.row_tokens \(64\)",
+        ),
     ],
 )
 def test_what_cannot_be_packed_is_an_error(made, options, message):

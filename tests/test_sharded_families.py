@@ -16,7 +16,7 @@ from examples import CONFIG, POLICY, example
 from schedules import MANY, Planned, all_ids, assert_exact
 
 from agentr1_jax.agents.session import Identity
-from agentr1_jax.learner.packing import batch_shapes
+from agentr1_jax.learner.batch import batch_shapes
 from agentr1_jax.learner.update import init_state, make_optimizer, make_update
 from agentr1_jax.policy.attention import PackedRows, grouped_attention, splash_attention
 from agentr1_jax.policy.attention_check import check_attention
@@ -148,7 +148,7 @@ def test_an_update_of_28_layers_compiles_about_as_fast_as_one_of_4():
         optimizer = make_optimizer(name="adamw", max_grad_norm=1.0, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
         state = jax.eval_shape(lambda: init_state(init_params(policy, jax.random.key(0)), optimizer))
         update = make_update(policy, LOSS, optimizer, shardings(state, tiny.mesh()))
-        batch = batch_shapes(microbatches=2, rows=4, row_tokens=64, row_reads=32, critic=False)
+        batch = batch_shapes(microbatches=2, rows=4, row_tokens=64, row_reads=32)
         started = time.perf_counter()
         update.lower(state, {}, batch, np.int32(1), {"decoder": np.float32(1)}).compile()
         return time.perf_counter() - started

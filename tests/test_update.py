@@ -13,7 +13,7 @@ import pytest
 import tiny
 from examples import CONFIG, POLICY, check_close, check_nonzero, example, gradient, layout, parameters, scores
 
-from agentr1_jax.learner.packing import to_microbatches
+from agentr1_jax.learner.batch import to_microbatches
 from agentr1_jax.learner.update import init_state, make_optimizer, make_update
 from agentr1_jax.policy.sharding import shardings
 from agentr1_jax.runtime.mesh import global_batch

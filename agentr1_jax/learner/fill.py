@@ -11,7 +11,8 @@ import dataclasses
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from agentr1_jax.learner.packing import Packing, Reads
+from agentr1_jax.learner.batch import Reads
+from agentr1_jax.learner.packing import Packing
 
 AGGREGATES = ("token", "step", "trajectory", "group", "fixed")
 

@@ -4,72 +4,33 @@
                    | p p p r r o o r r r |
     mode chains    | p p p r r o o r r r |    one segment for each maximal chain: every prompt that extends the
                            ^ ^     ^ ^ ^      chain adds only what is new; every response token is read once
-    subtree_end      10 10 10 ...             segment end: token i sees j iff j <= i < subtree_end[j]
+    mode tree      | p p p r r o o r r r  r r r o r r |    prefixes shared by several trajectories are laid out once;
+                                         (of p p p)        two samples of one prompt
 
-Packing looks only at ids, so it holds for any context rule: a prompt that does not extend its trajectory's chain opens
-a new one.
+    subtree_end    token i sees j iff j <= i < subtree_end[j]; in a segment all nodes have the segment's end
+
+`padded` is `steps` with a row for each step, as published systems lay them out. Packing looks only at ids, so it holds
+for any context rule. What does not fit a row is cut between sequences, and the prefix that the next piece needs is
+repeated there, without reads.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
-from typing import Any
 
-import flax.struct
-import jax
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Int
 
+from agentr1_jax.learner.batch import Nodes, Reads, empty_nodes, empty_reads
+from agentr1_jax.learner.forest import Sequences, ragged_arange, sequences, shared_prefixes
 from agentr1_jax.trajectory import Trajectory
 
-MODES = ("steps", "chains")
+MODES = ("padded", "steps", "chains", "tree")
 
-
-@flax.struct.dataclass
-class Nodes:
-    """Tokens to run through the decoder, each once; written as numpy arrays, seen as JAX arrays by the programs."""
-
-    tokens: Int[Any, "*rows length"]
-    position: Int[Any, "*rows length"]
-    subtree_end: Int[Any, "*rows length"]
-
-
-@flax.struct.dataclass
-class Reads:
-    """Tokens to train, each predicted at the node `src` of its own row. Padding has weight 0 and step -1.
-
-    Attributes:
-      src: node whose hidden state predicts the token.
-      target: its id.
-      step, trajectory, group: index of its unit in this process's packing; -1 for padding.
-      is_action: True if the policy sampled it.
-      old_logprob: log π_old, the centre of ratio and clip.
-      advantage: A_k.
-      weight: its share of the policy loss; all weights of a batch sum to 1 (aggregate `fixed` apart).
-      old_value, value_target, value_weight: of the critic; None without one.
-    """
-
-    src: Int[Any, "*rows reads"]
-    target: Int[Any, "*rows reads"]
-    step: Int[Any, "*rows reads"]
-    trajectory: Int[Any, "*rows reads"]
-    group: Int[Any, "*rows reads"]
-    is_action: Bool[Any, "*rows reads"]
-    old_logprob: Float[Any, "*rows reads"]
-    advantage: Float[Any, "*rows reads"]
-    weight: Float[Any, "*rows reads"]
-    old_value: Float[Any, "*rows reads"] | None = None
-    value_target: Float[Any, "*rows reads"] | None = None
-    value_weight: Float[Any, "*rows reads"] | None = None
-
-
-@flax.struct.dataclass
-class Batch:
-    """What score and update consume: leaves of shape [microbatches, rows, ...]."""
-
-    nodes: Nodes
-    reads: Reads
+WORTH_SHARING = 1 / 64
+"""A prefix shorter than this share of a row does not tie trees together: first-fit gains more by their freedom."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,63 +58,15 @@ class Packing:
         """B."""
         return self.nodes.tokens.shape[0]
 
-
-@dataclasses.dataclass
-class _Segment:
-    """A sequence of ids in which some tokens are read: (first position, count, step index) for each read span."""
-
-    trajectory: int
-    ids: np.ndarray
-    spans: list[tuple[int, int, int]]
-    final: bool = False
+    @property
+    def sharing(self) -> float:
+        """Tokens stored for each token computed."""
+        return self.tokens_stored / max(self.tokens_computed, 1)
 
     @property
-    def reads(self) -> int:
-        return sum(count for _, count, _ in self.spans) + self.final
-
-    def extended_by(self, prompt: np.ndarray) -> bool:
-        return len(prompt) >= len(self.ids) and bool(np.array_equal(prompt[: len(self.ids)], self.ids))
-
-
-def _segments(trajectories: Sequence[Trajectory], mode: str, final_reads: bool) -> list[_Segment]:
-    segments = []
-    step_index = 0
-    for i, trajectory in enumerate(trajectories):
-        own: list[_Segment] = []
-
-        def branch(prompt: np.ndarray, i: int = i, own: list[_Segment] = own) -> _Segment:
-            """The segment that this prompt extends (the longest), or a new one."""
-            open_chains = [s for s in own if not s.final and s.extended_by(prompt)] if mode == "chains" else []
-            if not open_chains:
-                own.append(_Segment(i, prompt, []))
-                return own[-1]
-            return max(open_chains, key=lambda s: len(s.ids))
-
-        for step in trajectory.steps:
-            segment = branch(step.prompt_ids)
-            segment.ids = np.concatenate([step.prompt_ids, step.response_ids])
-            segment.spans.append((len(step.prompt_ids), len(step.response_ids), step_index))
-            step_index += 1
-        if final_reads and trajectory.final_prompt_ids is not None:
-            segment = branch(trajectory.final_prompt_ids)
-            segment.ids, segment.final = trajectory.final_prompt_ids, True
-        segments.extend(own)
-    return segments
-
-
-def _first_fit_decreasing(segments: Sequence[_Segment], row_tokens: int, row_reads: int) -> list[list[_Segment]]:
-    rows: list[list[_Segment]] = []
-    room_tokens, room_reads = np.zeros(len(segments), np.int64), np.zeros(len(segments), np.int64)
-    for segment in sorted(segments, key=lambda s: -len(s.ids)):
-        fits = (room_tokens[: len(rows)] >= len(segment.ids)) & (room_reads[: len(rows)] >= segment.reads)
-        row = int(np.argmax(fits)) if fits.any() else len(rows)
-        if row == len(rows):
-            rows.append([])
-            room_tokens[row], room_reads[row] = row_tokens, row_reads
-        rows[row].append(segment)
-        room_tokens[row] -= len(segment.ids)
-        room_reads[row] -= segment.reads
-    return rows
+    def fill(self) -> float:
+        """Share of the rows that is not padding."""
+        return self.tokens_computed / max(self.nodes.tokens.size, 1)
 
 
 def pack(
@@ -169,132 +82,163 @@ def pack(
       final_reads: also read the value at `final_prompt_ids` (needed by a critic).
 
     Raises:
-      ValueError: unknown mode, an empty prompt or response, or a segment that exceeds a row.
+      ValueError: unknown mode, an empty prompt or response, or a step that exceeds a row (see `misfit`).
     """
     if mode not in MODES:
         raise ValueError(f"unknown packing mode {mode!r}; choose one of {', '.join(MODES)}")
     for t in trajectories:
-        _check(t)
-    segments = _segments(trajectories, mode, final_reads)
-    for s in segments:
-        if len(s.ids) > row_tokens or s.reads > row_reads:
-            raise ValueError(
-                f"trajectory {trajectories[s.trajectory].uid}: {len(s.ids)} tokens with {s.reads} reads do not fit "
-                f"a row of {row_tokens} tokens and {row_reads} reads; raise learner.row_tokens or learner.row_reads"
-            )
-    rows = _first_fit_decreasing(segments, row_tokens, row_reads)
-    nodes = _empty_nodes(len(rows), row_tokens)
-    reads = _empty_reads(len(rows), row_reads)
-    first_token = np.concatenate([[0], np.cumsum([len(s.response_ids) for t in trajectories for s in t.steps])]).astype(
-        np.int64
+        fault = misfit(t, row_tokens=row_tokens, row_reads=row_reads, final_reads=final_reads)
+        if fault:
+            raise ValueError(f"trajectory {t.uid}: {fault}")
+    s = sequences(trajectories, final_prompts=final_reads)
+    order, shared = shared_prefixes(s, mode)
+    s = s[order]
+    reads = s.reads + (s.step < 0)
+    piece = _pieces(s.length, shared, reads, row_tokens, row_reads, together=mode == "tree")
+    shared = np.where(np.diff(piece, prepend=-1) > 0, 0, shared)
+    own = s.length - shared
+    tokens_of, reads_of = (np.bincount(piece, weights=x).astype(np.int64) for x in (own, reads))
+    row_of_piece = np.arange(len(tokens_of))
+    if mode != "padded":
+        row_of_piece = _first_fit_decreasing(tokens_of, reads_of, row_tokens, row_reads)
+    by_row = np.argsort(row_of_piece[piece], kind="stable")
+    groups = np.array([t.group for t in trajectories], np.int64)
+    nodes, filled, token_read, final_read = _lay_out(
+        s[by_row], shared[by_row], row_of_piece[piece][by_row], groups, row_tokens, row_reads
     )
-    token_read = np.full((first_token[-1], 2), -1, np.int64)
-    final_read = np.full((len(trajectories), 2), -1, np.int64)
-    logprobs = [s.logprobs for t in trajectories for s in t.steps]
-    for row, content in enumerate(rows):
-        at, column = 0, 0
-        for segment in content:
-            n = len(segment.ids)
-            nodes.tokens[row, at : at + n] = segment.ids
-            nodes.position[row, at : at + n] = np.arange(n)
-            nodes.subtree_end[row, at : at + n] = at + n
-            unit = (segment.trajectory, trajectories[segment.trajectory].group)
-            for start, count, step in segment.spans:
-                cells = (row, slice(column, column + count))
-                reads.src[cells] = np.arange(at + start - 1, at + start - 1 + count)
-                reads.target[cells] = segment.ids[start : start + count]
-                reads.step[cells], reads.trajectory[cells], reads.group[cells] = step, *unit
-                reads.is_action[cells] = True
-                reads.old_logprob[cells] = logprobs[step]
-                span = slice(first_token[step], first_token[step + 1])
-                token_read[span, 0], token_read[span, 1] = row, np.arange(column, column + count)
-                column += count
-            if segment.final:
-                reads.src[row, column] = at + n - 1
-                final_read[segment.trajectory] = row, column
-                column += 1
-            at += n
+    if len(token_read):
+        logprobs = np.concatenate([step.logprobs for t in trajectories for step in t.steps])
+        filled.old_logprob[token_read[:, 0], token_read[:, 1]] = logprobs
     return Packing(
         nodes=nodes,
-        reads=reads,
+        reads=filled,
         token_read=token_read,
         final_read=final_read,
-        tokens_stored=sum(len(s.prompt_ids) + len(s.response_ids) for t in trajectories for s in t.steps),
-        tokens_computed=sum(len(s.ids) for s in segments),
+        tokens_stored=int(s.length[s.step >= 0].sum()),
+        tokens_computed=int(own.sum()),
     )
 
 
-def _check(t: Trajectory) -> None:
-    """A read needs a token before it, and a log-prob of its own; raises ValueError where they lack."""
+def misfit(t: Trajectory, *, row_tokens: int, row_reads: int, final_reads: bool) -> str | None:
+    """Why a trajectory cannot be packed, or None: a read needs a token before it and a log-prob of its own, and a step
+    is never split over rows."""
     if not t.steps or not all(len(s.prompt_ids) and len(s.response_ids) for s in t.steps):
-        raise ValueError(f"trajectory {t.uid} has no step, or a step without prompt or response tokens; drop it first")
+        return "it has no step, or a step without prompt or response tokens; drop it first"
     for number, s in enumerate(t.steps):
-        if len(s.logprobs) != len(s.response_ids):
-            raise ValueError(
-                f"trajectory {t.uid}: step {number} has {len(s.logprobs)} log-probs for {len(s.response_ids)} response "
-                "tokens; record one for each"
+        tokens, reads = len(s.prompt_ids) + len(s.response_ids), len(s.response_ids)
+        if len(s.logprobs) != reads:
+            return f"step {number} has {len(s.logprobs)} log-probs for {reads} response tokens; record one for each"
+        if tokens > row_tokens or reads > row_reads:
+            return (
+                f"step {number} has {tokens} tokens with {reads} reads, which do not fit a row of {row_tokens} tokens "
+                f"and {row_reads} reads; raise learner.row_tokens or learner.row_reads"
             )
-    if t.final_prompt_ids is not None and not len(t.final_prompt_ids):
-        raise ValueError(f"trajectory {t.uid}: final_prompt_ids is empty; give the next prompt, or None")
-
-
-def _empty_nodes(rows: int, length: int) -> Nodes:
-    # A padding node sees itself alone, so that its softmax is defined.
-    alone = np.broadcast_to(np.arange(1, length + 1, dtype=np.int32), (rows, length)).copy()
-    return Nodes(
-        tokens=np.zeros((rows, length), np.int32),
-        position=np.zeros((rows, length), np.int32),
-        subtree_end=alone,
-    )
-
-
-def _empty_reads(rows: int, reads: int) -> Reads:
-    def full(value: float, dtype: type) -> np.ndarray:
-        return np.full((rows, reads), value, dtype)
-
-    return Reads(
-        src=full(0, np.int32),
-        target=full(0, np.int32),
-        step=full(-1, np.int32),
-        trajectory=full(-1, np.int32),
-        group=full(-1, np.int32),
-        is_action=full(False, bool),
-        old_logprob=full(0, np.float32),
-        advantage=full(0, np.float32),
-        weight=full(0, np.float32),
-    )
-
-
-def batch_shapes(*, microbatches: int, rows: int, row_tokens: int, row_reads: int, critic: bool) -> Batch:
-    """The shape structs of a batch, as `to_microbatches` makes it; with the critic's reads or without."""
-    reads = _empty_reads(1, row_reads)
-    if critic:
-        reads = dataclasses.replace(reads, old_value=reads.weight, value_target=reads.weight, value_weight=reads.weight)
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((microbatches, rows, *x.shape[1:]), x.dtype),
-        Batch(_empty_nodes(1, row_tokens), reads),
-    )
-
-
-def to_microbatches(nodes: Nodes, reads: Reads, *, microbatches: int, rows: int) -> Batch:
-    """Pads B rows with rows of zero weight to [microbatches, rows, ...].
-
-    Raises:
-      ValueError: B exceeds microbatches · rows.
-    """
-    have, capacity = nodes.tokens.shape[0], microbatches * rows
-    if have > capacity:
-        raise ValueError(
-            f"{have} rows exceed the {microbatches} microbatches of {rows} rows of this run; "
-            "an agent of its own that branches more than its context rule says needs a larger capacity"
+    if final_reads and t.final_prompt_ids is not None and not 0 < len(t.final_prompt_ids) <= row_tokens:
+        return (
+            f"final_prompt_ids has {len(t.final_prompt_ids)} tokens; give the next prompt, of at most "
+            f"learner.row_tokens ({row_tokens}) tokens, or None"
         )
-    empty = Batch(
-        _empty_nodes(capacity - have, nodes.tokens.shape[1]), _empty_reads(capacity - have, reads.src.shape[1])
-    )
-    if reads.old_value is not None:
-        zeros = np.zeros_like(empty.reads.weight)
-        reads_ = dataclasses.replace(empty.reads, old_value=zeros, value_target=zeros, value_weight=zeros)
-        empty = dataclasses.replace(empty, reads=reads_)
-    return jax.tree.map(
-        lambda x, pad: np.concatenate([x, pad]).reshape(microbatches, rows, *x.shape[1:]), Batch(nodes, reads), empty
-    )
+    return None
+
+
+def _pieces(
+    length: np.ndarray, shared: np.ndarray, reads: np.ndarray, row_tokens: int, row_reads: int, *, together: bool
+) -> np.ndarray:
+    """Piece of each sequence: runs that lie in one row. A chain is cut only where its reads exceed a row; with
+    `together`, chains that share a prefix are one piece as far as a row goes."""
+    piece = np.zeros(len(length), np.int64)
+    # A chain is as long as its last sequence; it begins wherever a sequence does not extend the one before.
+    begins = [i for i in range(len(length)) if not i or not shared[i] or shared[i] < length[i - 1]]
+    number, tokens_used, reads_used = -1, 0, 0
+    for a, b in itertools.pairwise([*begins, len(length)]):
+        chain_reads = int(reads[a:b].sum())
+        worth = together and a and shared[a] >= WORTH_SHARING * row_tokens
+        fits = tokens_used + length[b - 1] - shared[a] <= row_tokens and reads_used + chain_reads <= row_reads
+        if worth and fits:
+            piece[a:b] = number
+            tokens_used, reads_used = tokens_used + int(length[b - 1] - shared[a]), reads_used + chain_reads
+            continue
+        number, reads_used = number + 1, 0
+        for i in range(a, b):
+            if reads_used + reads[i] > row_reads:
+                number, reads_used = number + 1, 0
+            piece[i] = number
+            reads_used += int(reads[i])
+        tokens_used = int(length[b - 1])
+    return piece
+
+
+def _first_fit_decreasing(
+    tokens: np.ndarray, reads: np.ndarray, row_tokens: int, row_reads: int
+) -> Int[np.ndarray, "pieces"]:
+    """Row of each piece: the longest first, each into the first row with room for it."""
+    row_of, rows = np.zeros(len(tokens), np.int64), 0
+    token_room, read_room = np.full(len(tokens), row_tokens), np.full(len(tokens), row_reads)
+    for i in np.argsort(-tokens, kind="stable"):
+        fits = (token_room[:rows] >= tokens[i]) & (read_room[:rows] >= reads[i])
+        row = int(np.argmax(fits)) if fits.any() else rows
+        rows = max(rows, row + 1)
+        row_of[i] = row
+        token_room[row] -= tokens[i]
+        read_room[row] -= reads[i]
+    return row_of
+
+
+def _lay_out(
+    s: Sequences, shared: np.ndarray, row: np.ndarray, groups: np.ndarray, row_tokens: int, row_reads: int
+) -> tuple[Nodes, Reads, np.ndarray, np.ndarray]:
+    """Writes sequences, ordered by row, into nodes and reads; says where each sampled token and final prompt went."""
+    rows = int(row[-1]) + 1 if len(row) else 0
+    own, count = s.length - shared, s.reads + (s.step < 0)
+    start = row * row_tokens + _within_row(own, row)
+    src, end = _paths(s, shared, start)
+    nodes, reads = empty_nodes(rows, row_tokens), empty_reads(rows, row_reads)
+    node = ragged_arange(start, own)
+    nodes.tokens.flat[node] = s.ids[ragged_arange(s.start + shared, own)]
+    nodes.position.flat[node] = ragged_arange(shared, own)
+    nodes.subtree_end.flat[node] = end - np.repeat(row * row_tokens, own)
+
+    read = ragged_arange(row * row_reads + _within_row(count, row), count)
+    reads.src.flat[read] = src - np.repeat(row * row_tokens, count)
+    sampled = np.repeat(s.step >= 0, count)
+    cell, of = read[sampled], np.repeat(np.arange(len(own)), s.reads)
+    reads.target.flat[cell] = s.ids[ragged_arange(s.start + s.first_read, s.reads)]
+    reads.step.flat[cell], reads.trajectory.flat[cell] = s.step[of], s.trajectory[of]
+    reads.group.flat[cell] = groups[s.trajectory[of]]
+    reads.is_action.flat[cell] = True
+
+    of_step = np.zeros(int((s.step >= 0).sum()), np.int64)
+    of_step[s.step[s.step >= 0]] = s.reads[s.step >= 0]
+    first_token = np.cumsum(of_step) - of_step
+    token_read, final_read = np.zeros((len(cell), 2), np.int64), np.full((len(groups), 2), -1, np.int64)
+    token_read[ragged_arange(first_token[s.step], s.reads)] = np.stack(np.divmod(cell, row_reads), axis=1)
+    final_read[s.trajectory[s.step < 0]] = np.stack(np.divmod(read[~sampled], row_reads), axis=1)
+    return nodes, reads, token_read, final_read
+
+
+def _within_row(count: np.ndarray, row: np.ndarray) -> np.ndarray:
+    """How much of its row lies before each sequence."""
+    before = np.cumsum(count) - count
+    first = np.searchsorted(row, row)
+    return before - before[first] if len(row) else before
+
+
+def _paths(s: Sequences, shared: np.ndarray, start: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each read the node that predicts it, and for each own node the end of its subtree; both in the whole batch.
+
+    Two walks over the sequences, forth and back; what a sequence shares is what the array still holds at that depth.
+    """
+    longest = int(s.length.max()) if len(s.length) else 0
+    at_depth = np.zeros(longest, np.int64)
+    src, ends = [], []
+    cells = list(zip(*(x.tolist() for x in (s.length, shared, start, s.first_read, s.step)), strict=True))
+    for length, known, first, first_read, step in cells:
+        at_depth[known:length] = np.arange(first, first + length - known)
+        src.append(at_depth[first_read - 1 : length - (step >= 0)].copy())
+    known_after = 0
+    for length, known, first, _, _ in reversed(cells):
+        at_depth[known_after:length] = first + length - known
+        ends.append(at_depth[known:length].copy())
+        known_after = known
+    none = np.zeros(0, np.int64)
+    return np.concatenate([none, *src]), np.concatenate([none, *ends[::-1]])

@@ -19,9 +19,9 @@ import optax.contrib
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
+from agentr1_jax.learner.batch import Batch
 from agentr1_jax.learner.logprobs import token_logprobs
 from agentr1_jax.learner.losses import LossConfig, policy_loss, value_loss
-from agentr1_jax.learner.packing import Batch
 from agentr1_jax.policy.attention import PackedRows
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Decoder, Params, head_kernel

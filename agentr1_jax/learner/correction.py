@@ -1,0 +1,125 @@
+"""Sampler and learner give one token two probabilities: weights that correct for the gap, and its measures.
+
+Streams [K] hold the sampled tokens in (trajectory, step, token) order. π_b is the behaviour policy, which is what the
+sampler really sampled from; π_old is the learner's own evaluation of the same weights.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Float, Int
+
+CORRECTIONS = ("none", "tis_token", "tis_sequence", "icepop", "mask_sequence")
+MAX_LOG_RATIO = 20.0
+
+
+def rollout_weights(
+    kind: str,
+    old_logprob: Float[np.ndarray, "tokens"],
+    behaviour_logprob: Float[np.ndarray, "tokens"],
+    sequence: Int[np.ndarray, "tokens"],
+    *,
+    cap: float,
+    low: float,
+    high: float,
+) -> Float[np.ndarray, "tokens"]:
+    """The constant factor of each token's policy loss, from w = exp(clip(log π_old − log π_b, ±20)).
+
+    `none`: 1. `tis_token`: min(w, cap). `tis_sequence`: the same of the whole sequence, its log-ratios summed and then
+    clipped. `icepop`: w where low ≤ w ≤ high, else 0 (arXiv 2510.18855). `mask_sequence`: 1, or 0 for all tokens of a
+    sequence whose GEOMETRIC MEAN ratio, exp of the mean of its log-ratios, lies outside [low, high].
+
+    Args:
+      kind: one of `CORRECTIONS`.
+      old_logprob, behaviour_logprob: log π_old and log π_b.
+      sequence: unit of each token, of its step or its trajectory.
+      cap: most weight of the two `tis`.
+      low, high: bounds of `icepop` and `mask_sequence`.
+
+    Returns:
+      float32 weights. A log-prob that is not finite gives its token (its whole sequence, where that is the unit)
+      weight 0, unless the kind is `none`.
+
+    Raises:
+      ValueError: unknown kind, a cap that is not positive, or bounds out of order.
+    """
+    if kind not in CORRECTIONS:
+        raise ValueError(f"unknown rollout correction {kind!r}; choose one of {', '.join(CORRECTIONS)}")
+    if not cap > 0:
+        raise ValueError(f"the cap of the rollout correction is {cap}; it must be above 0")
+    if not 0 <= low <= high:
+        raise ValueError(f"the bounds of the rollout correction are {low} and {high}; they need 0 <= low <= high")
+    if kind == "none":
+        return np.ones(len(sequence), np.float32)
+    log_ratio, finite = _log_ratio(old_logprob, behaviour_logprob)
+    if kind in ("tis_sequence", "mask_sequence"):
+        unit = np.unique(sequence, return_inverse=True)[1]
+        log_ratio = np.bincount(unit, log_ratio)[unit]
+        finite = (np.bincount(unit, ~finite) == 0)[unit]
+        if kind == "mask_sequence":
+            log_ratio = log_ratio / np.bincount(unit)[unit]
+    w = np.exp(np.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    inside = (low <= w) & (w <= high)
+    weights = {"icepop": w * inside, "mask_sequence": inside}.get(kind, np.minimum(w, cap))
+    return np.where(finite, weights, 0).astype(np.float32)
+
+
+def gap_metrics(
+    learner_logprob: Float[np.ndarray, "tokens"],
+    behaviour_logprob: Float[np.ndarray, "tokens"],
+    sequence: Int[np.ndarray, "tokens"],
+) -> dict[str, float]:
+    """The gap between sampler and learner; names without the prefix under which a run shows them.
+
+    With d = log π − log π_b of a token (nats; exponents are clipped to ±20) and, for a sequence, its sum D and the
+    log-perplexities ℓ = −mean log π and ℓ_b = −mean log π_b:
+      mean, max: |d|.
+      k1, k3: estimates of KL(π_b‖π), the means of −d and of eᵈ − d − 1.
+      chi2_token, chi2_sequence: estimates of χ², the means of e²ᵈ − 1 over tokens and e²ᴰ − 1 over sequences; here d, D are clipped.
+      learner_log_perplexity, sampler_log_perplexity: means of ℓ and ℓ_b over sequences.
+      learner_perplexity, sampler_perplexity, perplexity_ratio: means of e^ℓ, e^ℓ_b and their quotient e^(ℓ − ℓ_b).
+      log_perplexity_difference, and its _abs, _max, _min: of ℓ − ℓ_b.
+      nonfinite: tokens with a log-prob that is not finite, which the others leave out.
+
+    Returns:
+      Floats; `nonfinite` alone where no token is finite.
+    """
+    d, finite = _log_ratio(learner_logprob, behaviour_logprob)
+    nonfinite = {"nonfinite": float(np.sum(~finite))}
+    if not finite.any():
+        return nonfinite
+    d, unit = d[finite], np.unique(sequence[finite], return_inverse=True)[1]
+    length = np.bincount(unit)
+    near = np.clip(d, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    near_sequence = np.clip(np.bincount(unit, d), -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    learner, sampler = (-np.bincount(unit, x[finite]) / length for x in (learner_logprob, behaviour_logprob))
+    difference = learner - sampler
+    values = {
+        "mean": np.mean(np.abs(d)),
+        "max": np.max(np.abs(d)),
+        "k1": -np.mean(d),
+        "k3": np.mean(np.expm1(near) - near),
+        "chi2_token": np.mean(np.expm1(2 * near)),
+        "chi2_sequence": np.mean(np.expm1(2 * near_sequence)),
+        "learner_log_perplexity": np.mean(learner),
+        "sampler_log_perplexity": np.mean(sampler),
+        "learner_perplexity": np.mean(_exp(learner)),
+        "sampler_perplexity": np.mean(_exp(sampler)),
+        "perplexity_ratio": np.mean(_exp(difference)),
+        "log_perplexity_difference": np.mean(difference),
+        "log_perplexity_difference_abs": np.mean(np.abs(difference)),
+        "log_perplexity_difference_max": np.max(difference),
+        "log_perplexity_difference_min": np.min(difference),
+    }
+    return {name: float(x) for name, x in values.items()} | nonfinite
+
+
+def _log_ratio(above: np.ndarray, below: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The difference of two log-probs in float64, 0 where one is not finite; and where both are finite."""
+    finite = np.isfinite(above) & np.isfinite(below)
+    above, below = (np.where(finite, x, 0).astype(np.float64) for x in (above, below))
+    return above - below, finite
+
+
+def _exp(x: np.ndarray) -> np.ndarray:
+    return np.exp(np.clip(x, -MAX_LOG_RATIO, MAX_LOG_RATIO))

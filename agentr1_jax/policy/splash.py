@@ -1,0 +1,117 @@
+"""Attention of packed rows on TPUs, by JAX's splash kernel (`jax.experimental.pallas.ops.tpu.splash_attention`).
+
+Rows of steps or chains are causal attention within segments: the kernel compares segment ids, no mask is stored. In
+rows of trees a token is seen by an interval of its own, [j, subtree_end[j]), which no segment id can say. There the
+kernel reads a mask, made anew in every layer for one row at a time and shared by all heads: 4 bytes for each pair of
+tokens of one row. Blocks of the mask that are empty are neither fetched nor computed.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from agentr1_jax.policy.sharding import ROWS, fit
+
+SPLASH_BLOCK = 128
+"""Rows for `splash` must be a multiple of this many tokens."""
+
+BLOCKS = (512, 256, SPLASH_BLOCK)
+"""Sides of a block of scores, the best first: every block costs a step of the grid, computed or not."""
+
+RESIDUALS = "splash_residuals"
+"""Output and log-sum-exp of a row: what its backward pass keeps, while it makes the mask again."""
+
+
+def splash_attention(
+    query: Float[Array, "rows length heads dim"],
+    key: Float[Array, "rows length kv_heads dim"],
+    value: Float[Array, "rows length kv_heads dim"],
+    subtree_end: Int[Array, "rows length"],
+    mesh: Mesh | None,
+    *,
+    tree: bool,
+    interpret: bool = False,
+) -> Float[Array, "rows length heads dim"]:
+    """softmax(q·k/√d) v over the ancestors of each token: token i sees token j iff j ≤ i < subtree_end[j].
+
+    Args:
+      query, key, value: `length` is a multiple of `SPLASH_BLOCK`.
+      subtree_end: of each token; more than its own index, so that every token sees itself.
+      mesh: rows are dealt over (data, fsdp) and heads over tensor, where it divides both kinds of heads; None for one
+        device.
+      tree: False if the tokens of a segment all have one subtree end, as in rows of steps or chains.
+      interpret: runs the kernel on any backend, slowly, for tests.
+    """
+    local = functools.partial(_tree_rows if tree else _segment_rows, interpret=interpret)
+    if mesh is None:
+        return local(query, key, value, subtree_end)
+    if key.shape[2] % mesh.shape["tensor"]:  # Each device needs the key heads of its own query heads.
+        key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
+    spec = functools.partial(fit, (ROWS, None, "tensor", None), mesh=mesh)
+    specs = (*(spec(shape=x.shape).spec for x in (query, key, value)), fit((ROWS, None), subtree_end.shape, mesh).spec)
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)(
+        query, key, value, subtree_end
+    )
+
+
+def _segment_rows(query: Array, key: Array, value: Array, subtree_end: Array, *, interpret: bool) -> Array:
+    """All rows at once: a causal mask, which the kernel knows, and segment ids."""
+    length, heads = query.shape[1:3]
+    mask = splash.MultiHeadMask([splash.CausalMask((length, length))] * heads)
+    kernel = splash.make_splash_mha(
+        mask, block_sizes=_block_sizes(length), head_shards=1, q_seq_shards=1, interpret=interpret
+    )
+    out = jax.vmap(kernel)(*_heads_first(query, key, value), splash.SegmentIds(subtree_end, subtree_end))
+    return jnp.swapaxes(out, 1, 2).astype(query.dtype)
+
+
+def _tree_rows(query: Array, key: Array, value: Array, subtree_end: Array, *, interpret: bool) -> Array:
+    """One row after the other, so that one mask is in memory; `vmap` of such a kernel is a loop anyway."""
+    length = query.shape[1]
+    index = jnp.arange(length)
+    keep = jax.checkpoint_policies.save_only_these_names(RESIDUALS)
+
+    @functools.partial(jax.checkpoint, policy=keep)  # Else the masks of all rows and layers wait for the backward pass.
+    def row(query: Array, key: Array, value: Array, end: Array) -> Array:
+        visible = (index[None, :] <= index[:, None]) & (index[:, None] < end[None, :])
+        kernel = splash.make_splash_mha(
+            visible[None],
+            block_sizes=_block_sizes(length),
+            head_shards=1,
+            q_seq_shards=1,
+            residual_checkpoint_name=RESIDUALS,
+            interpret=interpret,
+        )
+        # Within a traced function it is made an array, and the kernel then asks for its truth (jax 0.10.2 and 0.12.0).
+        kernel.fwd_mask_info = kernel.fwd_mask_info._replace(is_dynamic_mask=True)
+        return kernel(query, key, value)
+
+    out = jax.lax.map(lambda x: row(*x), (*_heads_first(query, key, value), subtree_end))
+    return jnp.swapaxes(out, 1, 2).astype(query.dtype)
+
+
+def _heads_first(query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
+    """[rows, heads, length, dim] of each; the kernel leaves the scale of the scores to its caller."""
+    scaled = query * query.shape[-1] ** -0.5
+    return jnp.swapaxes(scaled, 1, 2), jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
+
+
+def _block_sizes(length: int) -> splash.BlockSizes:
+    """The largest blocks that divide a row, the same for the forward kernel and both backward ones."""
+    side = next((block for block in BLOCKS if length % block == 0), None)
+    if side is None:
+        raise ValueError(f"splash attention needs rows of a multiple of {SPLASH_BLOCK} tokens, not {length}")
+    return splash.BlockSizes(
+        block_q=side,
+        block_kv=side,
+        block_q_dkv=side,
+        block_kv_dkv=side,
+        block_q_dq=side,
+        block_kv_dq=side,
+    )
