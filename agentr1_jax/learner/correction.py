@@ -71,11 +71,11 @@ def gap_metrics(
 ) -> dict[str, float]:
     """The gap between sampler and learner; names without the prefix under which a run shows them.
 
-    With d = log π − log π_b of a token (nats; exponents are clipped to ±20) and, for a sequence, its sum D and the
-    log-perplexities ℓ = −mean log π and ℓ_b = −mean log π_b:
+    With d = log π − log π_b of a token (nats) and, for a sequence, its sum D and the log-perplexities ℓ = −mean log π
+    and ℓ_b = −mean log π_b, each kept within ±20 in an exponent:
       mean, max: |d|.
       k1, k3: estimates of KL(π_b‖π), the means of −d and of eᵈ − d − 1.
-      chi2_token, chi2_sequence: estimates of χ², the means of e²ᵈ − 1 over tokens and e²ᴰ − 1 over sequences; here d, D are clipped.
+      chi2_token, chi2_sequence: estimates of χ², the means of e²ᵈ − 1 over tokens and e²ᴰ − 1 over sequences.
       learner_log_perplexity, sampler_log_perplexity: means of ℓ and ℓ_b over sequences.
       learner_perplexity, sampler_perplexity, perplexity_ratio: means of e^ℓ, e^ℓ_b and their quotient e^(ℓ − ℓ_b).
       log_perplexity_difference, and its _abs, _max, _min: of ℓ − ℓ_b.

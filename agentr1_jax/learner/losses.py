@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from agentr1_jax.learner.batch import Reads
 from agentr1_jax.learner.kl import KL_ESTIMATES
-from agentr1_jax.learner.packing import Reads
 from agentr1_jax.learner.ratios import RATIOS, log_ratio
 
 CLIPS = ("ppo", "asymmetric", "dual", "cispo", "sapo", "none")

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from agentr1_jax.learner.packing import Reads
+from agentr1_jax.learner.batch import Reads
 
 RATIOS = ("token", "step", "trajectory", "capo")
 MINIBATCH_RATIOS = ("trajectory", "capo")
@@ -65,10 +65,9 @@ def minibatch_log_ratio(kind: str, logprob: Float[Array, "*rows reads"], reads: 
     mask = reads.is_action.ravel()
     difference = jnp.where(mask, (logprob - reads.old_logprob).ravel(), 0)
     unit = (reads.trajectory if kind == "trajectory" else reads.step).ravel()
-    padding = mask.size
-    unit = jnp.where(mask, unit, padding)
-    total = jax.ops.segment_sum(difference, unit, padding + 1)
-    count = jax.ops.segment_sum(mask.astype(difference.dtype), unit, padding + 1)
+    # Padding, of unit -1, adds 0 wherever it lands.
+    total = jax.ops.segment_sum(difference, unit, mask.size)
+    count = jax.ops.segment_sum(mask.astype(difference.dtype), unit, mask.size)
     if kind == "trajectory":
         value = total / jnp.maximum(count, 1)
     else:

@@ -1,0 +1,145 @@
+"""Weights for the gap between sampler and learner, and its measures: published numbers and loops."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import numpy as np
+import pytest
+from builders import golden
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentr1_jax.learner.correction import CORRECTIONS, gap_metrics, rollout_weights
+
+LIMITS = {"cap": 2.0, "low": 0.5, "high": 1.5}
+
+
+def weigh(kind, log_ratio, sequence, **changes):
+    log_ratio = np.asarray(log_ratio, np.float64)
+    return rollout_weights(kind, log_ratio - 1, np.full_like(log_ratio, -1), np.asarray(sequence), **LIMITS | changes)
+
+
+def test_capped_weights_give_the_published_numbers():
+    """The published array has an observation, of weight 0, where here the stream holds sampled tokens alone."""
+    entry = golden("verl.rollout_is.token.2.0")
+    mask = entry["inputs"]["mask"] > 0
+    got = weigh("tis_token", entry["inputs"]["log_ratio"][mask], np.arange(2).repeat(4)[mask.ravel()])
+    np.testing.assert_allclose(got, entry["outputs"]["w"][mask], rtol=1e-6)
+    assert not entry["outputs"]["w"][~mask].any()
+
+
+def loop(kind, log_ratio, sequence, *, cap, low, high):
+    """Weight of each token, one at a time."""
+    out = []
+    for k, own in enumerate(log_ratio):
+        others = [x for x, unit in zip(log_ratio, sequence, strict=True) if unit == sequence[k]]
+        value = {"tis_sequence": math.fsum(others), "mask_sequence": statistics.fmean(others)}.get(kind, own)
+        w = math.exp(min(max(value, -20.0), 20.0))
+        inside = low <= w <= high
+        out.append({"none": 1.0, "icepop": w * inside, "mask_sequence": float(inside)}.get(kind, min(w, cap)))
+    return out
+
+
+@pytest.mark.parametrize("kind", CORRECTIONS)
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=st.lists(st.tuples(st.floats(-1.5, 1.5) | st.sampled_from((-30.0, 30.0)), st.integers(0, 3)), max_size=12),
+    cap=st.sampled_from((0.5, 2.0, math.inf)),
+)
+def test_weights_equal_the_loops(kind, tokens, cap):
+    log_ratio, sequence = [x for x, _ in tokens], [10 * unit for _, unit in tokens]
+    limits = {"cap": cap, "low": 0.51, "high": 1.51}
+    old = np.array([x / 2 for x in log_ratio])
+    got = rollout_weights(kind, old, -old, np.array(sequence, np.int64), **limits)
+    assert got.dtype == np.float32 and got.shape == (len(tokens),)
+    np.testing.assert_allclose(got, loop(kind, log_ratio, sequence, **limits), rtol=1e-6)
+
+
+def test_each_kind_by_hand():
+    """Two sequences with ratios (2, 1/4) and (4, 1), that is, products 1/2 and 4, geometric means √½ and 2."""
+    log_ratio, sequence = np.log([2.0, 0.25, 4.0, 1.0]), [7, 7, 3, 3]
+    for kind, expected in {
+        "none": [1, 1, 1, 1],
+        "tis_token": [2, 0.25, 3, 1],
+        "tis_sequence": [0.5, 0.5, 3, 3],
+        "icepop": [0, 0, 0, 1],
+        "mask_sequence": [1, 1, 0, 0],
+    }.items():
+        np.testing.assert_allclose(weigh(kind, log_ratio, sequence, cap=3.0), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [-np.inf, np.inf, np.nan])
+@pytest.mark.parametrize("where", ["old", "behaviour", "both"])
+def test_what_is_not_finite_has_no_weight(bad, where):
+    streams = {"old": np.zeros(4, np.float32), "behaviour": np.zeros(4, np.float32)}
+    for name, x in streams.items():
+        if where in (name, "both"):
+            x[1] = bad
+    for kind in CORRECTIONS:
+        expected = {"none": [1, 1, 1, 1], "tis_token": [1, 0, 1, 1], "icepop": [1, 0, 1, 1]}.get(kind, [0, 0, 1, 1])
+        got = rollout_weights(kind, *streams.values(), np.array([0, 0, 1, 1]), **LIMITS)
+        np.testing.assert_array_equal(got, expected, err_msg=kind)
+    got = gap_metrics(*streams.values(), np.array([0, 0, 1, 1]))
+    assert got.pop("nonfinite") == 1
+    assert all(np.isfinite(x) for x in got.values())
+
+
+PUBLISHED = {
+    "learner_perplexity": "training_ppl",
+    "learner_log_perplexity": "training_log_ppl",
+    "sampler_perplexity": "rollout_ppl",
+    "sampler_log_perplexity": "rollout_log_ppl",
+    "k1": "kl",
+    "k3": "k3_kl",
+    "log_perplexity_difference": "log_ppl_diff",
+    "log_perplexity_difference_abs": "log_ppl_abs_diff",
+    "log_perplexity_difference_max": "log_ppl_diff_max",
+    "log_perplexity_difference_min": "log_ppl_diff_min",
+    "perplexity_ratio": "ppl_ratio",
+    "chi2_token": "chi2_token",
+    "chi2_sequence": "chi2_seq",
+}
+
+
+def test_gap_metrics_give_the_published_numbers():
+    entry = golden("verl.offpolicy_metrics")
+    mask = entry["inputs"]["mask"] > 0
+    learner, sampler = (entry["inputs"][name][mask].astype(np.float32) for name in ("old", "rollout"))
+    got = gap_metrics(learner, sampler, np.array([5, 2]).repeat(4)[mask.ravel()])
+    assert set(PUBLISHED.values()) == set(entry["outputs"])
+    assert set(got) == {*PUBLISHED, "mean", "max", "nonfinite"}
+    for name, theirs in PUBLISHED.items():
+        np.testing.assert_allclose(got[name], entry["outputs"][theirs], rtol=1e-6, atol=1e-7, err_msg=name)
+    gap = np.abs(learner - sampler)
+    np.testing.assert_allclose([got["mean"], got["max"]], [gap.mean(), gap.max()], rtol=1e-6)
+    assert got["nonfinite"] == 0
+
+
+def test_without_a_gap_there_is_none_and_a_huge_one_is_finite():
+    logprob, sequence = np.float32([-1.0, -2.0, -0.5]), np.array([0, 0, 1])
+    got = gap_metrics(logprob, logprob, sequence)
+    assert got["perplexity_ratio"] == 1
+    for name, x in got.items():
+        assert x == 0 or "perplexity" in name and "difference" not in name
+    huge = gap_metrics(np.zeros(3, np.float32), np.full(3, -2000, np.float32), sequence)
+    assert all(np.isfinite(x) for x in huge.values())
+    assert huge["max"] == 2000
+
+
+def test_without_a_finite_token_there_is_nothing_to_measure():
+    empty = np.zeros(0, np.float32)
+    assert gap_metrics(empty, empty, np.zeros(0, np.int64)) == {"nonfinite": 0.0}
+    bad = np.full(2, np.nan, np.float32)
+    assert gap_metrics(bad, bad, np.zeros(2, np.int64)) == {"nonfinite": 2.0}
+
+
+def test_what_cannot_be_is_an_error():
+    with pytest.raises(ValueError, match="unknown rollout correction 'tis'; choose one of none, tis_token"):
+        weigh("tis", [0.0], [0])
+    with pytest.raises(ValueError, match="the cap of the rollout correction is 0.0; it must be above 0"):
+        weigh("tis_token", [0.0], [0], cap=0.0)
+    for low, high in ((-0.1, 1.0), (1.5, 0.5), (0.5, float("nan"))):
+        with pytest.raises(ValueError, match=f"bounds of the rollout correction are {low} and {high}; they need 0 <= "):
+            weigh("icepop", [0.0], [0], low=low, high=high)
