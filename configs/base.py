@@ -65,7 +65,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.policy.dtype = "float32"  # of activations; bfloat16 on accelerators
     c.policy.param_dtype = "float32"  # of parameters
     c.policy.remat = "none"  # none | dots | full: what the backward pass computes again
-    c.policy.attention = "xla"  # xla | cudnn | splash, for packed rows
+    c.policy.attention = "xla"  # xla | dense | cudnn | splash, for packed rows
     c.policy.lora = ConfigDict()  # low-rank adapters: they are then all that is trained of the decoder
     c.policy.lora.rank = 0  # 0 for none
     c.policy.lora.alpha = 16.0
@@ -126,7 +126,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.loss.chunk = 1024  # reads per chunk of logits
 
     c.learner = ConfigDict()
-    c.learner.packing = "chains"  # chains | steps
+    c.learner.packing = "chains"  # chains | tree | steps | padded
     c.learner.row_tokens = 512  # length of a packed row
     c.learner.row_reads = 192  # trained tokens a row can hold
     c.learner.rows = 8  # rows of a microbatch, over all processes

@@ -150,7 +150,7 @@ def activation_bytes(plan: Plan) -> int:
     tokens, size = rows * c.row_tokens, jnp.dtype(p.dtype).itemsize
     stream = tokens * p.width * size
     matmuls = tokens * size * ((p.heads + 2 * p.kv_heads) * p.head_dim + 2 * p.hidden) // tensor + 2 * stream
-    scores = 2 * 4 * rows * c.row_tokens**2 * p.heads // tensor if p.attention == "xla" else 0
+    scores = 2 * 4 * rows * c.row_tokens**2 * p.heads // tensor if p.attention == "dense" else 0
     layer = matmuls + tokens * size * (p.heads * p.head_dim + p.hidden) // tensor + 2 * stream + scores
     kept = {"full": stream, "dots": stream + matmuls, "none": layer}[p.remat]
     logits = 3 * 4 * max(plan.config.loss.chunk // c.rows, 1) * rows * p.vocab_size // tensor

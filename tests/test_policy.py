@@ -293,7 +293,7 @@ def test_remat_changes_neither_value_nor_gradient():
         ({"kv_heads": 3}, r"policy\.kv_heads \(3\) must divide policy\.heads \(4\)"),
         ({"head_dim": 7}, r"policy\.head_dim is 7; rotary embeddings need an even number"),
         ({"remat": "some"}, r"policy\.remat is 'some'; choose one of none, dots, full"),
-        ({"attention": "flash"}, r"policy\.attention is 'flash'; choose one of xla, cudnn, splash"),
+        ({"attention": "flash"}, r"policy\.attention is 'flash'; choose one of xla, dense, cudnn, splash"),
         ({"dtype": "int32"}, r"policy\.dtype is 'int32'; it must be a floating-point dtype"),
     ],
 )

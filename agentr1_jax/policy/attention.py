@@ -8,6 +8,7 @@ that there is one decoder and one set of parameters.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import flax.struct
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
+from agentr1_jax.policy.blockwise import blockwise_attention
 from agentr1_jax.policy.sharding import ROWS, fit
 
 SPLASH_BLOCK = 128
@@ -45,10 +47,10 @@ class PackedRows:
 
     Attributes:
       subtree_end: of each node.
-      implementation: `xla` (dense scores, any rows), `cudnn` (NVIDIA, 16-bit dtypes, the mask as a bias) or `splash`
-        (TPU, rows of steps or chains only: in those all nodes of a sequence have one subtree end, which serves as its
-        segment id).
-      mesh: where the rows lie; `splash` runs in a `shard_map` over it.
+      implementation: `xla` (blocks that somebody sees, on any backend), `dense` (all scores at once, the reference),
+        `cudnn` (NVIDIA, 16-bit dtypes, the mask as a bias) or `splash` (TPU, rows of steps or chains only: in those
+        all nodes of a sequence have one subtree end, which serves as its segment id).
+      mesh: where the rows lie; `xla` and `splash` run in a `shard_map` over it.
     """
 
     subtree_end: Int[Any, "rows length"]
@@ -66,12 +68,38 @@ class PackedRows:
         """See `Memory.attend`."""
         if self.implementation == "splash":
             return splash_attention(query, key, value, self.subtree_end, self.mesh), state
+        if self.implementation == "xla":
+            return on_shards(blockwise_attention, query, key, value, self.subtree_end, self.mesh), state
         index = jnp.arange(self.subtree_end.shape[1])
         visible = (index[None, None, :] <= index[None, :, None]) & (index[None, :, None] < self.subtree_end[:, None, :])
         if self.implementation == "cudnn":
             mask = visible[:, None]
             return jax.nn.dot_product_attention(query, key, value, mask=mask, implementation="cudnn"), state
         return grouped_attention(query, key, value, visible), state
+
+
+def on_shards(
+    attention: Callable[[Array, Array, Array, Array], Array],
+    query: Float[Array, "rows length heads dim"],
+    key: Float[Array, "rows length kv_heads dim"],
+    value: Float[Array, "rows length kv_heads dim"],
+    subtree_end: Int[Array, "rows length"],
+    mesh: Mesh | None,
+) -> Float[Array, "rows length heads dim"]:
+    """Runs `attention(query, key, value, subtree_end)` on each device's own rows and heads.
+
+    Rows are dealt over (data, fsdp) and heads over tensor, where it divides both kinds of heads; None for one device.
+    """
+    if mesh is None:
+        return attention(query, key, value, subtree_end)
+    if key.shape[2] % mesh.shape["tensor"]:  # Each device needs the key heads of its own query heads.
+        key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
+    spec = functools.partial(fit, (ROWS, None, "tensor", None), mesh=mesh)
+    ends = fit((ROWS, None), subtree_end.shape, mesh).spec
+    specs = (*(spec(shape=x.shape).spec for x in (query, key, value)), ends)
+    return jax.shard_map(attention, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)(
+        query, key, value, subtree_end
+    )
 
 
 def grouped_attention(
@@ -118,12 +146,4 @@ def splash_attention(
         out = jax.vmap(kernel)(q, k, v, splash.SegmentIds(segment, segment))
         return jnp.swapaxes(out, 1, 2).astype(query.dtype)
 
-    if mesh is None:
-        return local(query, key, value, segment)
-    if key.shape[2] % mesh.shape["tensor"]:  # Each device needs the key heads of its own query heads.
-        key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
-    spec = functools.partial(fit, (ROWS, None, "tensor", None), mesh=mesh)
-    specs = (*(spec(shape=x.shape).spec for x in (query, key, value)), fit((ROWS, None), segment.shape, mesh).spec)
-    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)(
-        query, key, value, segment
-    )
+    return on_shards(local, query, key, value, segment, mesh)

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-BLOCK = 128
+BLOCK = 64
+"""Measured on CPU: larger blocks leave the cache, smaller ones are mostly loop."""
 
 
 def blockwise_attention(
