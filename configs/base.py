@@ -65,7 +65,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.policy.dtype = "float32"  # of activations; bfloat16 on accelerators
     c.policy.param_dtype = "float32"  # of parameters
     c.policy.remat = "none"  # none | dots | full: what the backward pass computes again
-    c.policy.attention = "xla"  # xla | dense | cudnn | splash, for packed rows
+    c.policy.attention = "xla"  # xla | dense | cudnn | splash (TPU) | splash_tree (TPU, for learner.packing=tree)
     c.policy.lora = ConfigDict()  # low-rank adapters: they are then all that is trained of the decoder
     c.policy.lora.rank = 0  # 0 for none
     c.policy.lora.alpha = 16.0
@@ -113,11 +113,13 @@ def get_config() -> ml_collections.ConfigDict:
     c.credit.args.lam = placeholder(float)  # lambda of GAE
 
     c.loss = ConfigDict()
-    c.loss.ratio = "token"  # token | step
-    c.loss.clip = "ppo"  # ppo | asymmetric | dual | cispo | none
+    c.loss.ratio = "token"  # token | step | trajectory | capo (the last two take one more forward pass per update)
+    c.loss.clip = "ppo"  # ppo | asymmetric | dual | cispo | sapo | none
     c.loss.clip_low = 0.2
     c.loss.clip_high = 0.2
     c.loss.dual_c = 3.0  # bound of `dual` for negative advantages
+    c.loss.sapo_positive = 1.0  # temperature of `sapo` where the advantage is positive
+    c.loss.sapo_negative = 1.05  # and where it is not
     c.loss.aggregate = "token"  # token | step | trajectory | group | fixed
     c.loss.fixed_denominator = 1.0  # of `fixed`
     c.loss.value_coef = 0.5
@@ -125,24 +127,42 @@ def get_config() -> ml_collections.ConfigDict:
     c.loss.entropy_coef = 0.0
     c.loss.chunk = 1024  # reads per chunk of logits
 
+    c.kl = ConfigDict()  # to the policy that RL starts from
+    c.kl.kind = "none"  # none | k1 | k2 | k3; k1 has no gradient in the loss, and the right one in the reward
+    c.kl.where = "loss"  # loss | reward
+    c.kl.coef = 0.001
+    c.kl.target = placeholder(float)  # in the reward: adapts the coefficient to this KL per token; fixed unless set
+    c.kl.horizon = 10_000.0  # trajectories in which the coefficient changes by at most 20 %
+
+    c.correction = ConfigDict()  # of the gap between sampler and learner; needs learner.old_logprobs=learner
+    c.correction.kind = "none"  # none | tis_token | tis_sequence | icepop | mask_sequence
+    c.correction.unit = "trajectory"  # what a sequence is: trajectory | step
+    c.correction.cap = 2.0  # most weight of tis_*
+    c.correction.low = 0.5  # bounds of icepop and mask_sequence
+    c.correction.high = 2.0
+
     c.learner = ConfigDict()
     c.learner.packing = "chains"  # chains | tree | steps | padded
     c.learner.row_tokens = 512  # length of a packed row
     c.learner.row_reads = 192  # trained tokens a row can hold
     c.learner.rows = 8  # rows of a microbatch, over all processes
+    c.learner.old_logprobs = "sampler"  # sampler | learner (recomputed): the old policy of ratio and clip
     c.learner.minibatches = 1  # updates per pass over a batch
     c.learner.epochs = 1  # passes over a batch
 
     c.optimizer = ConfigDict()
-    c.optimizer.name = "adamw"  # adamw | muon (for the kernels of the layers; AdamW for the rest)
+    c.optimizer.name = "adamw"  # adamw | muon (for the kernels of the layers; AdamW for the rest) | an optax alias
+    c.optimizer.args = ConfigDict()  # hyper-parameters of the alias where they differ from its defaults
     c.optimizer.lr = 1e-4  # of the policy in RL
     c.optimizer.value_lr = 1e-3  # of the value head, and of a critic of its own
     c.optimizer.warmup = 5  # updates over which the rate rises
+    c.optimizer.schedule = "constant"  # constant | linear | cosine, after the rise
+    c.optimizer.final_share = 0.1  # share of the rate at the last update
     c.optimizer.b1 = 0.9
     c.optimizer.b2 = 0.95
     c.optimizer.eps = 1e-8
     c.optimizer.weight_decay = 0.0
-    c.optimizer.max_grad_norm = 1.0
+    c.optimizer.max_grad_norm = 1.0  # 0 for no clipping
 
     c.warm_start = ConfigDict()
     c.warm_start.lr = 3e-3  # peak; rises over 5 % and falls to a tenth by a cosine

@@ -6,12 +6,14 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_collections
 import numpy as np
+import optax
 from jax.sharding import Mesh
 
 from agentr1_jax.agents.context import context_rule
@@ -21,7 +23,9 @@ from agentr1_jax.envs.base import Task
 from agentr1_jax.envs.hopworld.task import HopWorldTask
 from agentr1_jax.envs.multihop import MultihopTask, data_folder
 from agentr1_jax.learner.losses import LossConfig
-from agentr1_jax.learner.update import LearnerState, init_state, make_optimizer
+from agentr1_jax.learner.optimizer import make_optimizer
+from agentr1_jax.learner.schedules import rate
+from agentr1_jax.learner.update import LearnerState, init_state
 from agentr1_jax.policy import weights
 from agentr1_jax.policy.config import DecoderConfig, Lora
 from agentr1_jax.policy.decoder import Params
@@ -232,7 +236,10 @@ def engine(config: ml_collections.ConfigDict, policy: DecoderConfig, mesh: Mesh)
 def loss_config(config: ml_collections.ConfigDict, **changes: Any) -> LossConfig:
     """The loss, with changes (the warm start has clip `none`)."""
     fields = {k: v for k, v in config.loss.to_dict().items() if k not in ("aggregate", "fixed_denominator")}
-    return LossConfig(**(fields | {"temperature": config.rollout.temperature} | changes))
+    fields |= {"temperature": config.rollout.temperature}
+    if config.kl.where == "loss":
+        fields |= {"kl": config.kl.kind, "kl_coef": config.kl.coef}
+    return LossConfig(**(fields | changes))
 
 
 def credit_args(config: ml_collections.ConfigDict) -> dict[str, float]:
@@ -263,6 +270,58 @@ def _made(make: Callable[[jax.Array], Params], config: ml_collections.ConfigDict
     return jax.jit(lambda seed: make(jax.random.key(seed)), out_shardings=layout)(seed)
 
 
+def optimizer_of(config: ml_collections.ConfigDict) -> optax.GradientTransformation:
+    """The optimizer, without its learning rate."""
+    c = config.optimizer
+    return make_optimizer(
+        name=c.name,
+        max_grad_norm=c.max_grad_norm,
+        b1=c.b1,
+        b2=c.b2,
+        eps=c.eps,
+        weight_decay=c.weight_decay,
+        args=c.args.to_dict(),
+    )
+
+
+def rates(config: ml_collections.ConfigDict, update: int, parts: Iterable[str]) -> dict[str, float]:
+    """Learning rate of each part of the parameters in an update of RL."""
+    c = config.optimizer
+    share = rate(c.schedule, update, config.updates, warmup=c.warmup, final_share=c.final_share)
+    return {part: c.lr * share if part == "decoder" else c.value_lr for part in parts}
+
+
+def reference(
+    config: ml_collections.ConfigDict, policy: DecoderConfig, mesh: Mesh, params: Params, *, fresh: bool
+) -> Params | None:
+    """The reference policy of the KL: what is trained of the decoder, as RL starts; kept beside the checkpoints.
+
+    Args:
+      config, policy, mesh: of the run.
+      params: of the learner.
+      fresh: RL starts now; else it is the one that was kept.
+
+    Returns:
+      in the compute dtype, on the learner's mesh; None without a KL term.
+
+    Raises:
+      UserError: a resumed run has lost it.
+    """
+    if config.kl.kind == "none":
+        return None
+    cast = functools.partial(cast_for_compute, policy)
+    layout = shardings(jax.eval_shape(cast, params["decoder"]), mesh)
+    with contextlib.closing(checkpoint.Checkpoints(config.run_dir, keep=1, name="reference")) as kept:
+        restored = kept.restore(checkpoint.abstract(jax.eval_shape(cast, params["decoder"]), layout))
+        if restored is not None:
+            return restored[0]
+        if not fresh:
+            raise UserError(f"{config.run_dir}/reference is gone, to which the KL of this run is measured; restore it")
+        made = jax.jit(lambda decoder: jax.tree.map(jnp.copy, cast(decoder)), out_shardings=layout)(params["decoder"])
+        kept.save(0, made, {})
+    return made
+
+
 def learner_state(config: ml_collections.ConfigDict, policy: DecoderConfig, mesh: Mesh) -> tuple[Any, Any, Any]:
     """How the learner's state comes to be.
 
@@ -271,10 +330,7 @@ def learner_state(config: ml_collections.ConfigDict, policy: DecoderConfig, mesh
       restart: params -> LearnerState that keeps the parameters and starts the optimizer anew.
       the optimizer, the state's shape structs with shardings, and its shardings.
     """
-    c = config.optimizer
-    optimizer = make_optimizer(
-        name=c.name, max_grad_norm=c.max_grad_norm, b1=c.b1, b2=c.b2, eps=c.eps, weight_decay=c.weight_decay
-    )
+    optimizer = optimizer_of(config)
 
     def trained(key: jax.Array) -> Params:
         return split(policy, init_params(policy, key, config.critic))[0]
@@ -298,8 +354,11 @@ def learner_state(config: ml_collections.ConfigDict, policy: DecoderConfig, mesh
 def microbatches(config: ml_collections.ConfigDict, trajectories: int) -> int:
     """Microbatches that the worst packing of so many trajectories fills; the update loops over those that hold data."""
     segments = 1
-    if config.context != "append" or config.learner.packing == "steps":
-        segments = config.budget.max_steps + config.budget.final_answer_step + 1
+    steps = config.budget.max_steps + config.budget.final_answer_step
+    branches = config.context != "append" or config.learner.packing in ("steps", "padded")
+    # Reads beyond a row cut a chain, too.
+    if branches or steps * config.budget.response_tokens >= config.learner.row_reads:
+        segments = steps + 1
     return -(-trajectories * segments // config.learner.rows)
 
 

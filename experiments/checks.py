@@ -13,9 +13,12 @@ from agentr1_jax.agents.context import context_rule
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.credit import get_scheme
 from agentr1_jax.envs.base import Row, Task
+from agentr1_jax.learner.correction import CORRECTIONS
 from agentr1_jax.learner.fill import AGGREGATES
+from agentr1_jax.learner.kl import adapted_kl_coef
+from agentr1_jax.learner.losses import KLS
 from agentr1_jax.learner.packing import MODES
-from agentr1_jax.learner.update import OPTIMIZERS
+from agentr1_jax.learner.schedules import SCHEDULES
 from agentr1_jax.policy import attention_check
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.params import CRITICS
@@ -41,6 +44,7 @@ def check(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | Non
         context_rule(config.context)
         scheme, _ = get_scheme(config.credit.name, build.credit_args(config))
         build.loss_config(config)
+        build.optimizer_of(config)
         build.engine_config(config)
         build.limits(config)
     except ValueError as error:
@@ -49,17 +53,38 @@ def check(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | Non
         "critic": (config.critic, CRITICS),
         "learner.packing": (config.learner.packing, MODES),
         "loss.aggregate": (config.loss.aggregate, AGGREGATES),
-        "optimizer.name": (config.optimizer.name, OPTIMIZERS),
+        "optimizer.schedule": (config.optimizer.schedule, SCHEDULES),
+        "kl.kind": (config.kl.kind, KLS),
+        "kl.where": (config.kl.where, ("loss", "reward")),
+        "correction.kind": (config.correction.kind, CORRECTIONS),
+        "correction.unit": (config.correction.unit, ("trajectory", "step")),
+        "learner.old_logprobs": (config.learner.old_logprobs, ("sampler", "learner")),
     }
     for key, (value, known) in choices.items():
         if value not in known:
             raise UserError(f"unknown {key} {value!r}; choose one of {', '.join(known)}")
     if scheme.needs_critic and config.critic == "none":
         raise UserError(f"credit scheme {scheme.name!r} needs a critic; set config.critic=shared_trunk")
+    _check_kl(config)
     parse_updates(config.profile_updates)
     _check_sampling(config)
     _check_lengths(config)
     _check_placement(config, jax.devices() if devices is None else devices)
+
+
+def _check_kl(config: ml_collections.ConfigDict) -> None:
+    """An adaptive coefficient has a KL to aim at, where it can act."""
+    c, batch = config.kl, config.rollout.groups * config.rollout.samples
+    if c.coef < 0:
+        raise UserError(f"kl.coef is {c.coef}; it must be at least 0")
+    if c.target is None:
+        return
+    if c.kind == "none" or c.where != "reward":
+        raise UserError("kl.target adapts the coefficient of a KL in the reward; set kl.kind and kl.where=reward")
+    try:
+        adapted_kl_coef(c.coef, c.target, batch, target=c.target, horizon=c.horizon)
+    except ValueError as error:
+        raise UserError(f"kl.target, kl.horizon: {error}") from error
 
 
 def _check_sampling(config: ml_collections.ConfigDict) -> None:
@@ -69,10 +94,17 @@ def _check_sampling(config: ml_collections.ConfigDict) -> None:
         raise UserError(f"rollout.{sampling.fault()}")
     if sampling.temperature == 0:
         raise UserError("rollout.temperature is 0: greedy samples of a group are all the same, and nothing is learned")
-    if sampling.top_k or sampling.top_p < 1:
+    c = config.correction
+    if c.kind != "none" and config.learner.old_logprobs != "learner":
+        raise UserError(
+            f"correction.kind is {c.kind}, but learner.old_logprobs is {config.learner.old_logprobs}: without the "
+            "learner's own log-probs there is no gap to correct; set learner.old_logprobs=learner"
+        )
+    if (sampling.top_k or sampling.top_p < 1) and c.kind == "none":
         raise UserError(
             f"rollout.top_k is {sampling.top_k} and rollout.top_p is {sampling.top_p}: the learner cannot compute "
-            "log-probs of a distribution without its tail; train with 0 and 1"
+            "log-probs of a distribution without its tail; train with 0 and 1, or correct for the gap "
+            "(correction.kind=tis_token learner.old_logprobs=learner)"
         )
     if config.rollout.refills < 0:
         raise UserError(f"rollout.refills is {config.rollout.refills}; it must not be negative")
@@ -90,12 +122,10 @@ def _check_lengths(config: ml_collections.ConfigDict) -> None:
             f"rollout.length ({config.rollout.length}) is less than budget.context_tokens "
             f"({config.budget.context_tokens}): a step would not fit the cache"
         )
-    steps = config.budget.max_steps + config.budget.final_answer_step
-    reads = min(config.budget.context_tokens, steps * config.budget.response_tokens) + 1
-    if config.learner.row_reads < reads:
+    if config.learner.row_reads <= config.budget.response_tokens:
         raise UserError(
-            f"learner.row_reads is {config.learner.row_reads}; a trajectory can have {reads} (budget.max_steps x "
-            "budget.response_tokens, and one for the critic)"
+            f"learner.row_reads is {config.learner.row_reads}; a step can have {config.budget.response_tokens} "
+            "(budget.response_tokens), and one more for the critic"
         )
 
 

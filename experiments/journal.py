@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from typing import Any
 
 from absl import logging
@@ -25,6 +26,7 @@ class Position:
       visits: running index of the next group of task rows.
       first_checkpoint: number of the checkpoint at update 0 of that phase.
       metrics_index: index of the next record of metrics.jsonl.
+      kl_coef: present coefficient of an adaptive KL; None for the config's.
       seconds: time spent so far, set-up included.
       warm_start_seconds: of which until the end of the warm start.
       results: figures for the summary.
@@ -36,6 +38,7 @@ class Position:
     visits: int = 0
     first_checkpoint: int = 0
     metrics_index: int = 0
+    kl_coef: float | None = None
     seconds: float = 0.0
     warm_start_seconds: float = 0.0
     results: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -80,10 +83,11 @@ class Journal:
         number = position.first_checkpoint + position.update
         self.checkpoints.save(number, state, dataclasses.asdict(position))
 
-    def save_if_due(self, state: LearnerState, every: int) -> None:
-        """Saves after `every` updates, and where the run is to stop. Raises Stopped then."""
+    def save_if_due(self, state: LearnerState, every: int, before: Callable[[], None] = lambda: None) -> None:
+        """Saves after `every` updates, and where the run is to stop; calls `before` first. Raises Stopped then."""
         stop = self.stop.agreed()
         if stop or self.position.update % every == 0:
+            before()
             self.save(state)
         if stop:
             raise Stopped

@@ -17,9 +17,11 @@ from jax.sharding import Mesh, NamedSharding
 
 from agentr1_jax.credit import get_scheme
 from agentr1_jax.learner.batch import CRITIC, batch_shapes
-from agentr1_jax.learner.update import make_score, make_update
+from agentr1_jax.learner.losses import LossConfig
+from agentr1_jax.learner.ratios import MINIBATCH_RATIOS
+from agentr1_jax.learner.update import make_log_ratio, make_score, make_update
 from agentr1_jax.policy.config import DecoderConfig, Lora
-from agentr1_jax.policy.params import init_decoder
+from agentr1_jax.policy.params import cast_for_compute, init_decoder
 from agentr1_jax.policy.presets import PRESETS
 from agentr1_jax.policy.sharding import shardings
 from agentr1_jax.rollout.cache import cache_sharding, empty_cache
@@ -171,38 +173,53 @@ def programs(plan: Plan) -> Iterator[Program]:
     yield from _engine_programs(plan)
     rates = dict.fromkeys(plan.state.params, np.float32(0))
     scheme, _ = get_scheme(config.credit.name, build.credit_args(config))
+    loss, has_kl = build.loss_config(config), config.kl.kind != "none"
+    recomputed, needs_pass = config.learner.old_logprobs == "learner", loss.ratio in MINIBATCH_RATIOS
     c, per_minibatch = config.learner, config.rollout.groups * config.rollout.samples // config.learner.minibatches
+    present: tuple[str, ...] = CRITIC if scheme.needs_critic else ()
+    present += (*["ref_logprob"] * (loss.kl != "none"), *["rollout_weight"] * (config.correction.kind != "none"))
 
-    def phase(trajectories: int, critic: bool) -> tuple[Any, str]:
+    def phase(trajectories: int, present: tuple[str, ...]) -> tuple[Any, str]:
         """The batch of a phase, on the mesh, and its shape in words."""
         n = build.microbatches(config, trajectories)
-        present = CRITIC if critic else ()
         shapes = batch_shapes(
             microbatches=n, rows=c.rows, row_tokens=c.row_tokens, row_reads=c.row_reads, present=present
         )
         batch = _all_as(shapes, NamedSharding(mesh, meshes.ROWS))
         return batch, f"{n} x {c.rows} rows x {c.row_tokens} tokens, {c.row_reads} reads"
 
-    def update(trajectories: int, critic: bool, **changes: Any) -> tuple[str, Callable[[], Any]]:
-        program: Any = make_update(policy, build.loss_config(config, **changes), plan.optimizer, plan.layout)
-        batch, shape = phase(trajectories, critic)
+    def update(loss: LossConfig, trajectories: int, present: tuple[str, ...]) -> tuple[str, Callable[[], Any]]:
+        program: Any = make_update(policy, loss, plan.optimizer, plan.layout)
+        batch, shape = phase(trajectories, present)
         return shape, lambda: program.lower(plan.state, plan.frozen, batch, np.int32(1), rates)
 
     if config.warm_start_updates or config.control:
-        shape, _ = update(config.warm_start.batch, critic=False, clip="none")
-        yield Program("update (warm start)", shape)
+        supervised = build.loss_config(config, clip="none", kl="none")
+        yield Program("update (warm start)", update(supervised, config.warm_start.batch, ())[0])
         yield Program("learner state, restarted", "a new optimizer for RL")
     if config.control:
         return
-    if scheme.needs_critic:
-        batch, shape = phase(per_minibatch, critic=False)
-        score: Any = make_score(policy, build.loss_config(config), mesh)
-        yield Program("score", shape, lambda: score.lower(plan.state.params, plan.frozen, batch, np.int32(1)))
+    reference = None
+    if has_kl:
+        cast = jax.eval_shape(functools.partial(cast_for_compute, policy), plan.state.params["decoder"])
+        reference = _laid_out(cast, mesh)
+        yield Program("reference", "a copy of the policy, on the learner mesh")
+    batch, shape = phase(per_minibatch, ())
+    if scheme.needs_critic or has_kl or recomputed:
+        score: Any = make_score(policy, loss, mesh)
+        arguments = (plan.state.params, plan.frozen, reference, batch, np.int32(1))
+        yield Program("score", shape, lambda: score.lower(*arguments))
     n = config.rollout.groups * config.rollout.samples
     steps = n * (config.budget.max_steps + config.budget.final_answer_step)
     tokens = steps * config.budget.response_tokens
     yield Program("credit", f"{scheme.name}: {n} trajectories, {steps} steps, {tokens} tokens")
-    yield Program("update (RL)", *update(per_minibatch, critic=scheme.needs_critic))
+    if needs_pass:
+        log_ratio: Any = make_log_ratio(policy, loss, mesh)
+        filled, _ = phase(per_minibatch, present)
+        once = (plan.state.params, plan.frozen, filled, np.int32(1))
+        yield Program("log ratio", shape, lambda: log_ratio.lower(*once))
+        present += ("log_ratio",)
+    yield Program("update (RL)", *update(loss, per_minibatch, present))
 
 
 def _engine_programs(plan: Plan) -> Iterator[Program]:

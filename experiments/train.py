@@ -20,8 +20,9 @@ from absl import flags, logging
 from rich.console import Console
 
 from agentr1_jax import report
-from agentr1_jax.credit import get_scheme
-from agentr1_jax.learner.update import LearnerState, make_score, make_update
+from agentr1_jax.learner.kl import adapted_kl_coef
+from agentr1_jax.learner.schedules import rate_by_progress
+from agentr1_jax.learner.update import LearnerState
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime import processes
@@ -34,9 +35,10 @@ from agentr1_jax.runtime.progress import progress
 from agentr1_jax.runtime.seeds import generator
 from agentr1_jax.tools.meter import Meter
 from agentr1_jax.trajectory import Trajectory, read_jsonl, write_jsonl
-from experiments import build, checks, circle, dry_run
-from experiments.circle import Learner, Run
+from experiments import build, checks, circle, dry_run, learning
+from experiments.circle import Run
 from experiments.journal import Journal, Position, Stopped, add_totals, count_recompiles
+from experiments.learning import Learner, Pending
 
 CONFIG = configs.define_config_flag()
 DRY_RUN = flags.DEFINE_bool("dry_run", False, "print sizes and programs of the run, and leave")
@@ -67,13 +69,7 @@ def main(argv: Sequence[str]) -> None:
         try:
             run.engine.compile(run.view(state.params, run.frozen))
             if position.phase == "warm_start":
-                supervised = Learner(
-                    update=make_update(run.policy, build.loss_config(config, clip="none"), optimizer, layout),
-                    score=None,
-                    microbatches=build.microbatches(config, config.warm_start.batch),
-                    credit=None,
-                )
-                state = restart(warm_start(run, journal, supervised, state).params)
+                state = restart(warm_start(run, journal, learning.supervised(run, optimizer, layout), state).params)
                 position.enter("rl")
                 position.warm_start_seconds = journal.seconds
                 label = "control" if config.control else "before"
@@ -82,16 +78,9 @@ def main(argv: Sequence[str]) -> None:
                     position.results[f"em_{name}"] = measured["em"]
                 journal.save(state)
             if position.phase == "rl" and not config.control:
-                batch = config.rollout.groups * config.rollout.samples // config.learner.minibatches
-                scheme, assign = get_scheme(config.credit.name, build.credit_args(config))
-                loss = build.loss_config(config)
-                reinforced = Learner(
-                    update=make_update(run.policy, loss, optimizer, layout),
-                    score=make_score(run.policy, loss, run.learner_mesh) if scheme.needs_critic else None,
-                    microbatches=build.microbatches(config, batch),
-                    credit=jax.jit(assign),
-                )
-                state = reinforce(run, journal, reinforced, state)
+                fresh_rl = position.update == 0
+                reference = build.reference(config, run.policy, run.learner_mesh, state.params, fresh=fresh_rl)
+                state = reinforce(run, journal, learning.reinforced(run, optimizer, layout, reference), state)
                 for label, temperature in (("after", 0.0), ("after_sampled", 1.0)):
                     measured = evaluate(run, journal, state, f"eval_{label}", temperature=temperature)
                     position.results |= {f"{k}_{label}": v for k, v in measured.items() if k[:2] in ("em", "f1")}
@@ -153,27 +142,36 @@ def warm_start(run: Run, journal: Journal, learner: Learner, state: LearnerState
         write_trajectories(run, "demonstrations", expert[:REPORTED_PER_FILE])
         logging.info("%d demonstrations, em %.3f", len(expert), circle.means(expert)["em"])
     per_process = config.warm_start.batch // processes.process_count()
+    late: list[tuple[int, float, Pending]] = []  # The update before, which the device may still be computing.
+    since = time.perf_counter()
+
+    def tell() -> None:
+        """Waits for the update before, and writes its record where one is due."""
+        nonlocal since
+        for update, rate, pending in late:
+            record = pending.result() | {"time/learn": time.perf_counter() - since}
+            since = time.perf_counter()
+            if update % 10 == 0 or update == total:
+                journal.metrics.write({"phase": "warm_start", "update": update, "learner/lr": rate, **record})
+                show(update, f"loss {record.get('learner/loss', math.nan):.3f}, {tokens_per_second(record)}")
+        late.clear()
+
     warmed_up = False
     with progress("warm start", position.update, total, first) as show:
         while (done := journal.seconds / config.control_seconds if config.control else position.update / total) < 1:
             compiled = journal.compiles.count
             batch = draw(expert, per_process, config.seed, position.update)
-            rate = config.warm_start.lr * warm_start_schedule(done)
-            state, record, _ = circle.learn(run, learner, state, batch, dict.fromkeys(state.params, rate))
+            rate = config.warm_start.lr * rate_by_progress("cosine", done, warmup=0.05, final_share=0.1)
+            state, pending, _ = learning.learn(run, learner, state, batch, dict.fromkeys(state.params, rate))
+            tell()
             position.update += 1
+            late.append((position.update, rate, pending))
             if warmed_up:
                 count_recompiles(position, journal.compiles.count - compiled)
             warmed_up = True
-            if position.update % 10 == 0 or position.update == total:
-                journal.metrics.write({"phase": "warm_start", "update": position.update, "learner/lr": rate, **record})
-                show(position.update, f"loss {record['learner/loss']:.3f}, {tokens_per_second(record)}")
-            journal.save_if_due(state, 100 * config.checkpoint_every)
+            journal.save_if_due(state, 100 * config.checkpoint_every, before=tell)
+        tell()
     return state
-
-
-def warm_start_schedule(done: float) -> float:
-    """Share of the peak rate: rises over the first 5 %, then a cosine down to a tenth."""
-    return min(1.0, (done + 1e-3) / 0.05) * (0.55 + 0.45 * math.cos(math.pi * min(done, 1.0)))
 
 
 def draw(expert: Sequence[Trajectory], size: int, seed: int, update: int) -> list[Trajectory]:
@@ -212,16 +210,23 @@ def reinforce(run: Run, journal: Journal, learner: Learner, state: LearnerState)
             position.visits = visits.stop + refilled
             draw_timeline(run)
             rollout = circle.rollout_metrics(run.engine.counters, run.tools)
-            warm = min(1.0, (update + 1) / max(config.optimizer.warmup, 1))
-            rates = {"decoder": config.optimizer.lr * warm} | dict.fromkeys(
-                ("value", "critic"), config.optimizer.value_lr
-            )
-            rates = {part: rates[part] for part in state.params}
-            state, record, trajectories = circle.learn(run, learner, state, trajectories, rates)
+            rates, since = build.rates(config, update, state.params), time.perf_counter()
+            kl_coef = config.kl.coef if position.kl_coef is None else position.kl_coef
+            state, pending, trajectories = learning.learn(run, learner, state, trajectories, rates, kl_coef)
             position.update = update + 1
             trajectories += dull
-            write_trajectories(run, f"rl_{update:06d}", trajectories)
+            write_trajectories(run, f"rl_{update:06d}", trajectories)  # While the device learns.
             sampled = circle.means(trajectories)
+            record = pending.result() | {"time/learn": time.perf_counter() - since}
+            if config.kl.target is not None:
+                record["learner/kl_coef"] = kl_coef
+                position.kl_coef = adapted_kl_coef(
+                    kl_coef,
+                    record.get("learner/ref_kl", math.nan),
+                    c.groups * c.samples,
+                    target=config.kl.target,
+                    horizon=config.kl.horizon,
+                )
             record["batch/refills"] = float(refilled)
             record |= rollout | {f"rollout/{key}": value for key, value in sampled.items()}
             record["learner/lr"] = rates["decoder"]

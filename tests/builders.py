@@ -16,7 +16,7 @@ from agentr1_jax.credit import CreditBatch
 from agentr1_jax.trajectory import Outcome, Step, Trajectory
 
 VOCAB = 32
-CONTEXTS = ("append", "window", "rewrite", "mixed")
+CONTEXTS = ("append", "window", "rewrite", "branch", "mixed")
 MAX_TRAJECTORIES, MAX_STEPS, MAX_TOKENS = 6, 4, 4
 LONGEST = 5 + MAX_STEPS * (MAX_TOKENS + 3)
 """Most ids of one context: an opening, then a response and an observation for each step."""
@@ -45,7 +45,8 @@ def trajectory(
     Args:
       rng: source of ids, log-probs and rewards.
       tokens: response length of each step.
-      context: `append`; `window` (the opening and the last turn); `rewrite` (a new prompt each time); `mixed`.
+      context: `append`; `window` (the opening and the last turn); `rewrite` (a new prompt each time); `branch` (goes on
+        from anywhere in what was before, as after a summary); `mixed`. A group shares its opening.
       cut: None for one that ended, `steps` for one cut between steps, `response` for one cut within its last response.
       group, sample: its place in the batch.
     """
@@ -53,13 +54,18 @@ def trajectory(
     def ids(least: int, most: int) -> np.ndarray:
         return rng.integers(0, VOCAB, rng.integers(least, most + 1)).astype(np.int32)
 
-    opening = ids(2, 5)
+    opening = np.random.default_rng(group).integers(0, VOCAB, 2 + group % 4).astype(np.int32)
     prompt, prompts, responses = opening, [], []
     for count in tokens:
         prompts.append(prompt)
         responses.append(ids(count, count))
-        rule = rng.choice(CONTEXTS[:3]) if context == "mixed" else context
-        before = {"append": np.concatenate([prompt, responses[-1]]), "window": np.concatenate([opening, responses[-1]])}
+        rule = rng.choice(CONTEXTS[:-1]) if context == "mixed" else context
+        old = np.concatenate([prompts[at := rng.integers(len(prompts))], responses[at]])
+        before = {
+            "append": np.concatenate([prompt, responses[-1]]),
+            "window": np.concatenate([opening, responses[-1]]),
+            "branch": old[: rng.integers(min(len(opening), len(old)), len(old) + 1)],
+        }
         prompt = np.concatenate([before[rule], ids(1, 3)]) if rule in before else ids(2, 5)
     final = {None: None, "steps": prompt, "response": np.concatenate([prompts[-1], responses[-1]])}[cut]
     outcome = {None: Outcome.ANSWERED, "steps": Outcome.MAX_STEPS, "response": Outcome.RESPONSE_TRUNCATED}[cut]

@@ -11,9 +11,9 @@ import numpy as np
 import tiny
 from builders import LONGEST, VOCAB, fixed_batch, with_logprobs
 
+from agentr1_jax.learner.batch import to_microbatches
 from agentr1_jax.learner.fill import aggregate_weights, fill_critic, fill_policy, gather_tokens
 from agentr1_jax.learner.losses import LossConfig
-from agentr1_jax.learner.batch import to_microbatches
 from agentr1_jax.learner.packing import pack
 from agentr1_jax.learner.update import loss_and_metrics, make_score
 from agentr1_jax.policy.config import DecoderConfig
@@ -32,7 +32,6 @@ CONFIG = LossConfig(
     temperature=0.8,
     chunk=48,
 )
-STEP_RATIO = dataclasses.replace(CONFIG, ratio="step", clip="asymmetric")
 WIDE = dataclasses.replace(POLICY, dtype="float64", param_dtype="float64")
 ROWS, READS = 16, 20
 
@@ -59,7 +58,7 @@ def scores(trajectories, mode="chains"):
     """Log-prob, entropy and value of the sampled tokens, in stream order."""
     packing = layout(trajectories, mode)
     batch = to_microbatches(packing.nodes, packing.reads, microbatches=1, rows=ROWS)
-    out = score()(parameters(), {}, batch, np.int32(1))
+    out = score()(parameters(), {}, None, batch, np.int32(1))
     return [gather_tokens(packing, np.asarray(x)[0, : packing.rows]) for x in (out.logprob, out.entropy, out.value)]
 
 
@@ -77,29 +76,33 @@ class Example:
     old_values: np.ndarray
     targets: np.ndarray
     value_weights: np.ndarray
+    ref_logprobs: np.ndarray
+    rollout_weights: np.ndarray
 
-    def reads(self, packing, critic=True):
-        reads = fill_policy(packing, advantages=self.advantages, weights=self.weights)
+    def reads(self, packing, critic=True, others=False):
+        extra = {"ref_logprob": self.ref_logprobs, "rollout_weight": self.rollout_weights} if others else {}
+        reads = fill_policy(packing, advantages=self.advantages, weights=self.weights, **extra)
         if not critic:
             return reads
         return fill_critic(reads, packing, values=self.old_values, targets=self.targets, weights=self.value_weights)
 
-    def batch(self, mode="chains", critic=True, microbatches=1, rows=ROWS):
+    def batch(self, mode="chains", critic=True, microbatches=1, rows=ROWS, others=False):
         packing = layout(self.trajectories, mode)
-        return to_microbatches(packing.nodes, self.reads(packing, critic), microbatches=microbatches, rows=rows)
+        reads = self.reads(packing, critic, others)
+        return to_microbatches(packing.nodes, reads, microbatches=microbatches, rows=rows)
 
 
-def away_from_edges(rng, step, edges):
-    """log ρ of each token such that ρ and its step's mean stay 1e-3 from the clip's edges."""
-    out = np.zeros(len(step))
-    for unit in np.unique(step):
-        while True:
-            drawn = rng.uniform(-1.5, 1.5, (step == unit).sum())
-            ratios = np.exp([*drawn, drawn.mean()])
-            if np.abs(ratios[:, None] - edges).min() > 2e-3:
-                break
-        out[step == unit] = drawn
-    return out
+def away_from_edges(rng, step, trajectory, edges):
+    """log ρ of each token such that every ratio of it stays 1e-3 from the clip's edges."""
+    steps, own = (np.unique(unit, return_inverse=True)[1] for unit in (step, trajectory))
+    length = np.bincount(steps)
+    while True:
+        drawn = rng.uniform(-1.5, 1.5, len(step))
+        centred = np.bincount(steps, drawn) / np.sqrt(length)
+        means = [np.bincount(unit, drawn) / np.bincount(unit) for unit in (steps, own)]
+        logs = np.concatenate([drawn, *means, centred - centred.mean()])
+        if np.abs(np.exp(logs)[:, None] - edges).min() > 1e-3:
+            return drawn
 
 
 @functools.cache
@@ -115,12 +118,16 @@ def example(context="append", aggregate="token", seed=0):
     trained = trajectory != 1
     off = rng.uniform(0.1, 1.0, len(step)) * rng.choice([-1, 1], len(step))
     return Example(
-        trajectories=with_logprobs(trajectories, logprob - away_from_edges(rng, step, np.array([0.8, 1.28, 3.0]))),
+        trajectories=with_logprobs(
+            trajectories, logprob - away_from_edges(rng, step, trajectory, np.array([0.8, 1.28, 3.0]))
+        ),
         advantages=rng.normal(size=len(step)).astype(np.float32),
         weights=aggregate_weights(aggregate, step, trajectory, group, trained, fixed_denominator=10.0),
         old_values=(value + np.where(np.abs(np.abs(off) - 0.5) < 0.01, 0.3, off)).astype(np.float32),
         targets=(value + rng.normal(0.5, 1.0, len(step))).astype(np.float32),
         value_weights=aggregate_weights("token", step, trajectory, group, trained & (rng.random(len(step)) < 0.7)),
+        ref_logprobs=(logprob + rng.normal(0.0, 0.5, len(step))).astype(np.float32),
+        rollout_weights=rng.uniform(0.2, 2.0, len(step)).astype(np.float32),
     )
 
 

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentr1_jax.policy.attention import grouped_attention, on_shards
+from agentr1_jax.policy.attention import grouped_attention
 from agentr1_jax.policy.blockwise import blockwise_attention, visible_blocks
+from agentr1_jax.policy.sharding import on_shards
 from agentr1_jax.runtime.mesh import learner_mesh
 
 ROWS, LENGTH, HEADS, KV_HEADS, DIM = 2, 22, 4, 2, 6

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import tiny
 
-from agentr1_jax.learner.update import init_state, make_optimizer
+from agentr1_jax.learner.optimizer import make_optimizer
+from agentr1_jax.learner.update import init_state
 from agentr1_jax.policy.params import init_params
 from agentr1_jax.policy.sharding import shardings
 from agentr1_jax.runtime.checkpoint import Checkpoints, abstract

@@ -9,7 +9,7 @@ import pytest
 from builders import batches, fixed_batch, trajectory
 from hypothesis import given, settings
 
-from agentr1_jax.credit.streams import Streams, flatten, join, to_batch, usable
+from agentr1_jax.credit.streams import Streams, flatten, join, to_batch
 from agentr1_jax.trajectory import POLICIES, Outcome, OutcomePolicy
 
 ROOM = {"trajectories": 8, "steps": 30, "tokens": 110}
@@ -79,23 +79,6 @@ def test_an_empty_batch_has_streams():
     assert not to_batch(streams, **ROOM, critic=True).real_trajectory.any()
 
 
-def test_unusable_trajectories_are_left_out():
-    empty = dataclasses.replace(one(), steps=())
-    mute = one()
-    mute = dataclasses.replace(
-        mute, steps=(*mute.steps, dataclasses.replace(mute.steps[0], response_ids=np.zeros(0, np.int32)))
-    )
-    failed = [one(outcome) for outcome in Outcome if POLICIES[outcome].training == "drop"]
-    good = [one(outcome) for outcome in Outcome if POLICIES[outcome].training != "drop"]
-    assert usable([empty, mute, *failed, *good]) == good
-    assert {t.outcome for t in failed} == {
-        Outcome.TOOL_FAILURE,
-        Outcome.ENV_FAILURE,
-        Outcome.ENGINE_FAILURE,
-        Outcome.STALE,
-    }
-
-
 def test_a_missing_reward_is_never_zero():
     with pytest.raises(ValueError, match=r"test/0/0 \(answered\): steps \[1\] have no reward"):
         flatten([one(rewards=(0.5, None))])
@@ -106,11 +89,21 @@ def test_the_outcome_table_decides_on_reward_and_training(monkeypatch):
     monkeypatch.setattr("agentr1_jax.trajectory.POLICIES", {**POLICIES, **changed})
     monkeypatch.setattr("agentr1_jax.credit.streams.POLICIES", {**POLICIES, **changed})
     trajectories = [one(Outcome.TIME_LIMIT, rewards=(3.0, None)), one()]
-    streams = flatten(usable(trajectories))
+    streams = flatten(trajectories)
     np.testing.assert_array_equal(streams.rewards, [0, 0, 0, 1])
     np.testing.assert_array_equal(streams.outcome, [0, 1])
     np.testing.assert_array_equal(streams.trained, [False, True])
     np.testing.assert_array_equal(streams.cut, [True, False])
+
+
+def test_rewards_of_tokens_count_in_what_a_trajectory_is_worth():
+    trajectories = fixed_batch("append")
+    rewards = np.arange(len(flatten(trajectories).logprobs), dtype=np.float32) / 8
+    streams = flatten(trajectories, token_rewards=rewards)
+    batch = to_batch(streams, **ROOM, critic=False)
+    np.testing.assert_array_equal(np.asarray(batch.token_rewards)[: len(rewards)], rewards)
+    own = [rewards[streams.token_trajectory == i].sum() for i in range(len(trajectories))]
+    np.testing.assert_allclose(batch.outcome[: len(own)], streams.outcome + own, rtol=1e-6)
 
 
 def test_equal_anchors_have_equal_keys_and_none_is_negative():

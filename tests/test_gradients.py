@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 
 import flax.linen as nn
 import jax
@@ -16,7 +18,6 @@ from examples import (
     CONFIG,
     POLICY,
     ROWS,
-    STEP_RATIO,
     WIDE,
     Example,
     check_close,
@@ -28,60 +29,114 @@ from examples import (
     scores,
 )
 from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
-from agentr1_jax.learner.update import loss_and_metrics
+from agentr1_jax.learner.fill import AGGREGATES
+from agentr1_jax.learner.kl import KL_ESTIMATES
+from agentr1_jax.learner.losses import CLIPS
+from agentr1_jax.learner.packing import MODES
+from agentr1_jax.learner.ratios import MINIBATCH_RATIOS, RATIOS, minibatch_log_ratio
+from agentr1_jax.learner.update import forward_reads, loss_and_metrics, loss_of_reads
 from agentr1_jax.policy.attention import PackedRows
 from agentr1_jax.policy.decoder import Decoder
 from agentr1_jax.policy.params import init_params, values
 
-GRID = [
-    ("token", "ppo", "token", False),
-    ("token", "dual", "trajectory", True),
-    ("token", "cispo", "group", False),
-    ("token", "none", "fixed", False),
-    ("step", "asymmetric", "step", True),
-    ("step", "dual", "group", False),
-    ("step", "cispo", "trajectory", False),
-]
+CONTEXTS_OF_GRID = ("append", "window", "rewrite", "branch", "mixed")
+SHARING = ("padded", "chains", "tree")
+"""Modes that are compared with `steps`."""
+GRID = (
+    *(dataclasses.replace(CONFIG, ratio=ratio, clip=clip) for ratio, clip in itertools.product(RATIOS, CLIPS)),
+    *(dataclasses.replace(CONFIG, ratio="step", kl=kl, kl_coef=0.3) for kl in KL_ESTIMATES),
+)
+"""Every loss; the aggregate is in the weights."""
 
 
-@pytest.mark.parametrize(("ratio", "clip", "aggregate", "critic"), GRID)
-def test_chains_have_the_loss_and_gradient_of_steps(ratio, clip, aggregate, critic):
-    config = dataclasses.replace(CONFIG, ratio=ratio, clip=clip)
-    for context in ("append", "window", "mixed"):
-        case = example(context, aggregate)
-        with jax.enable_x64(True):
-            params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), parameters(critic))
-            chains = gradient(WIDE, config)(params, case.batch("chains", critic))
-            steps = gradient(WIDE, config)(params, case.batch("steps", critic))
-        assert chains[0][0].dtype == np.float64
-        check_close(chains, steps, 1e-9)
-        check_nonzero(steps[1])
+@functools.cache
+def grid_gradient(policy):
+    """Compiled (params, batch of one microbatch, number in `GRID`) -> (loss, gradient): one trunk for all losses."""
+
+    def branch(config):
+        def loss(logprob, entropy, value, reads):
+            if config.ratio in MINIBATCH_RATIOS:
+                here = minibatch_log_ratio(config.ratio, jax.lax.stop_gradient(logprob), reads)
+                reads = reads.replace(log_ratio=here)
+            return loss_of_reads(config, logprob, entropy, value, reads)[0]
+
+        return loss
+
+    def total(params, batch, number):
+        out = forward_reads(policy, CONFIG, None, params, batch)
+        return jax.lax.switch(number, [branch(config) for config in GRID], *out, batch.reads)
+
+    one = jax.value_and_grad(total)
+    quick = {"xla_backend_optimization_level": 0}
+    return jax.jit(
+        lambda params, batch, number: one(params, jax.tree.map(lambda x: x[0], batch), number), compiler_options=quick
+    )
 
 
-@settings(max_examples=20, deadline=None)
-@given(batches())
-def test_chains_have_the_loss_and_gradient_of_steps_for_any_batch(trajectories):
-    assume(layout(trajectories, "steps").rows <= ROWS)
-    count = sum(len(s.response_ids) for t in trajectories for s in t.steps)
-    numbers = np.random.default_rng(count).normal(size=(5, count)).astype(np.float32)
-    case = Example(trajectories, *(np.abs(x) if i in (1, 4) else x for i, x in enumerate(numbers)))
+@pytest.mark.parametrize("critic", [False, True])
+@pytest.mark.parametrize("context", CONTEXTS_OF_GRID)
+def test_packing_changes_no_loss_and_no_gradient(context, critic):
+    """Every ratio x clip (x aggregate, dealt over them), in double precision, with KL, correction and bootstrap reads."""
+    cases = [example(context, aggregate) for aggregate in AGGREGATES]
+    single = parameters(critic)
     with jax.enable_x64(True):
-        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), parameters())
-        chains, steps = (gradient(WIDE, STEP_RATIO)(params, case.batch(mode)) for mode in ("chains", "steps"))
-    check_close(chains, steps, 1e-9)
+        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), single)
+        for number in range(len(GRID)):
+            case = cases[number % len(cases)]
+            steps = grid_gradient(WIDE)(params, case.batch("steps", critic, others=True), number)
+            assert steps[0].dtype == np.float64
+            check_nonzero(steps[1])
+            for mode in SHARING:
+                check_close(grid_gradient(WIDE)(params, case.batch(mode, critic, others=True), number), steps, 1e-9)
 
 
-@pytest.mark.parametrize("config", [CONFIG, STEP_RATIO])
-@pytest.mark.parametrize("context", ["append", "window", "mixed"])
-def test_chains_have_the_gradient_of_steps_in_single_precision(config, context):
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+def test_packing_changes_nothing_for_any_aggregate(aggregate):
+    """Every combination of ratio, clip and aggregate, on contexts of all kinds."""
+    case, single = example("mixed", aggregate), parameters()
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), single)
+        for number in range(len(GRID)):
+            steps, chains, tree = (
+                grid_gradient(WIDE)(params, case.batch(mode, others=True), number)
+                for mode in ("steps", "chains", "tree")
+            )
+            check_close(chains, steps, 1e-9)
+            check_close(tree, steps, 1e-9)
+
+
+@pytest.mark.parametrize("context", CONTEXTS_OF_GRID)
+def test_packing_changes_nothing_in_single_precision(context):
     case = example(context, "step")
-    chains, steps = (gradient(POLICY, config)(parameters(), case.batch(mode)) for mode in ("chains", "steps"))
-    np.testing.assert_allclose(chains[0][0], steps[0][0], rtol=1e-5)
-    check_close(chains[1], steps[1], 1e-5)
+    for number in range(len(GRID)):
+        steps, chains, tree = (
+            grid_gradient(POLICY)(parameters(), case.batch(mode, others=True), number)
+            for mode in ("steps", "chains", "tree")
+        )
+        for other in (chains, tree):
+            np.testing.assert_allclose(other[0], steps[0], rtol=1e-5, atol=1e-6)
+            check_close(other[1], steps[1], 1e-5)
 
 
-@pytest.mark.parametrize("mode", ["chains", "steps"])
+@settings(max_examples=25, deadline=None)
+@given(batches(), st.integers(0, len(GRID) - 1))
+def test_packing_changes_nothing_for_any_forest(trajectories, number):
+    assume(layout(trajectories, "padded").rows <= ROWS)
+    count = sum(len(s.response_ids) for t in trajectories for s in t.steps)
+    numbers = np.random.default_rng(count).normal(size=(7, count)).astype(np.float32)
+    positive = (1, 4, 6)
+    case = Example(trajectories, *(np.abs(x) if i in positive else x for i, x in enumerate(numbers)))
+    single = parameters()
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), single)
+        steps = grid_gradient(WIDE)(params, case.batch("steps", others=True), number)
+        for mode in SHARING:
+            check_close(grid_gradient(WIDE)(params, case.batch(mode, others=True), number), steps, 1e-9)
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("context", ["append", "mixed"])
 def test_scores_are_those_of_each_step_alone(mode, context):
     """Independent of packing: one forward pass for each step's own prompt and response."""

@@ -12,7 +12,8 @@ import pytest
 import tiny
 from examples import CONFIG, POLICY, check_close, example
 
-from agentr1_jax.learner.update import init_state, loss_and_metrics, make_optimizer, make_score, make_update
+from agentr1_jax.learner.optimizer import make_optimizer
+from agentr1_jax.learner.update import init_state, loss_and_metrics, make_score, make_update
 from agentr1_jax.policy import params as parts
 from agentr1_jax.policy.attention import PackedRows
 from agentr1_jax.policy.config import PROJECTIONS, Lora
@@ -120,7 +121,7 @@ def test_a_critic_of_its_own_shares_no_gradient_with_the_policy():
     (_, _), policy_grads = gradient(POLICY)(alone, {}, batch)
     check_close(grads["decoder"], policy_grads["decoder"], 1e-5)
     trunk = {"decoder": params["critic"], "value": params["value"]}
-    values_of = [np.asarray(make_score(POLICY, CONFIG)(p, {}, batch, np.int32(1)).value) for p in (params, trunk)]
+    values_of = [np.asarray(make_score(POLICY, CONFIG)(p, {}, None, batch, np.int32(1)).value) for p in (params, trunk)]
     np.testing.assert_allclose(values_of[0], values_of[1], rtol=1e-5, atol=1e-6)
     assert metrics["value_loss"] > 0 and min(np.abs(g).max() for g in jax.tree.leaves(grads["critic"])) > 0
 

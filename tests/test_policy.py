@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from agentr1_jax.learner.update import init_state, make_optimizer
+from agentr1_jax.learner.optimizer import make_optimizer
+from agentr1_jax.learner.update import init_state
 from agentr1_jax.policy import sharding
 from agentr1_jax.policy.attention import PackedRows, grouped_attention
 from agentr1_jax.policy.decoder import Decoder, head_kernel
@@ -293,7 +294,7 @@ def test_remat_changes_neither_value_nor_gradient():
         ({"kv_heads": 3}, r"policy\.kv_heads \(3\) must divide policy\.heads \(4\)"),
         ({"head_dim": 7}, r"policy\.head_dim is 7; rotary embeddings need an even number"),
         ({"remat": "some"}, r"policy\.remat is 'some'; choose one of none, dots, full"),
-        ({"attention": "flash"}, r"policy\.attention is 'flash'; choose one of xla, dense, cudnn, splash"),
+        ({"attention": "flash"}, r"policy\.attention is 'flash'; choose one of xla, dense, cudnn, splash, splash_tree"),
         ({"dtype": "int32"}, r"policy\.dtype is 'int32'; it must be a floating-point dtype"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Every family computes the same on one device and on eight: logits, updates, sampled tokens; and splash attention."""
+"""Every family computes the same on one device and on eight: logits, updates, sampled tokens."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from schedules import MANY, Planned, all_ids, assert_exact
 
 from agentr1_jax.agents.session import Identity
 from agentr1_jax.learner.batch import batch_shapes
-from agentr1_jax.learner.update import init_state, make_optimizer, make_update
-from agentr1_jax.policy.attention import PackedRows, grouped_attention, splash_attention
+from agentr1_jax.learner.optimizer import make_optimizer
+from agentr1_jax.learner.update import init_state, make_update
+from agentr1_jax.policy.attention import PackedRows
 from agentr1_jax.policy.attention_check import check_attention
 from agentr1_jax.policy.config import RopeScaling
 from agentr1_jax.policy.decoder import Decoder, head_kernel
@@ -157,44 +158,6 @@ def test_an_update_of_28_layers_compiles_about_as_fast_as_one_of_4():
         seconds(3)  # What is loaded once.
         times = {layers: min(seconds(layers) for _ in range(3)) for layers in (4, 28)}
     assert times[28] <= 1.5 * times[4], times
-
-
-def packed_chains(rng, heads, kv_heads, dim, length):
-    """Query, key and value of two rows, and where the segment of each token ends; the second row ends in padding."""
-    shapes = [(2, length, n, dim) for n in (heads, kv_heads, kv_heads)]
-    inputs = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
-    edges = [(0, 100, 180, length), (0, 60, 200, 210)]
-    ends = np.broadcast_to(np.arange(1, length + 1), (2, length)).copy()
-    for row, edge in zip(ends, edges, strict=True):
-        for start, end in zip(edge[:-1], edge[1:], strict=True):
-            row[start:end] = end
-    return inputs, jnp.asarray(ends, jnp.int32)
-
-
-@pytest.mark.parametrize("heads", [(4, 2), (2, 2)])
-def test_splash_equals_dense_attention_on_packed_chains_with_its_gradient(heads):
-    rng = np.random.default_rng(0)
-    inputs, ends = packed_chains(rng, *heads, dim=64, length=256)
-    weight = jnp.asarray(rng.normal(size=inputs[0].shape), jnp.float32)
-    index = jnp.arange(256)
-    visible = (index[None, None, :] <= index[None, :, None]) & (index[None, :, None] < ends[:, None, :])
-
-    def splash(*x):
-        out = splash_attention(*x, ends, None, interpret=True)
-        return (out * weight).sum(), out
-
-    def dense(*x):
-        out = grouped_attention(*x, visible)
-        return (out * weight).sum(), out
-
-    with jax.default_matmul_precision("highest"):
-        (grads, out), (expected_grads, expected) = (
-            jax.jit(jax.grad(f, argnums=(0, 1, 2), has_aux=True))(*inputs) for f in (splash, dense)
-        )
-    np.testing.assert_allclose(out, expected, atol=1e-5)
-    for grad, expected_grad in zip(grads, expected_grads, strict=True):
-        assert np.abs(expected_grad).max() > 0.1
-        np.testing.assert_allclose(grad, expected_grad, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ class CreditBatch:
     Attributes:
       rewards: r_t of each step.
       token_rewards: reward of each token beside the step's own (KL in the reward).
-      outcome: R_i = Σₜ rₜ of each trajectory.
+      outcome: R_i = Σₜ rₜ of each trajectory, with the rewards of its tokens.
       state_key: anchor of the state each step starts in, as an integer; negative if unknown.
       values: V_k at the hidden state that predicts token k; None without a critic.
       is_action: True for tokens the policy sampled.

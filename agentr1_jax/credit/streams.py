@@ -33,6 +33,7 @@ class Streams:
       cut: True for trajectories whose outcome is bootstrapped.
       trained: False for trajectories whose tokens get no weight (their rewards still count in statistics).
       logprobs: behaviour log-probabilities.
+      token_rewards: reward of each token beside its step's (KL in the reward).
       values: V_k, or all 0 without a critic.
       final_values: V at `final_prompt_ids`, 0 where there is none.
     """
@@ -46,6 +47,7 @@ class Streams:
     cut: Bool[np.ndarray, "trajectories"]
     trained: Bool[np.ndarray, "trajectories"]
     logprobs: Float[np.ndarray, "tokens"]
+    token_rewards: Float[np.ndarray, "tokens"]
     values: Float[np.ndarray, "tokens"]
     final_values: Float[np.ndarray, "trajectories"]
 
@@ -65,17 +67,11 @@ class Streams:
         return self.traj_of_step[self.token_step]
 
 
-def usable(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Trajectories for statistics and training: not dropped by their outcome, with a step and a token in each."""
-    return [
-        t
-        for t in trajectories
-        if POLICIES[t.outcome].training != "drop" and t.steps and all(len(s.response_ids) for s in t.steps)
-    ]
-
-
 def flatten(
-    trajectories: Sequence[Trajectory], values: np.ndarray | None = None, final_values: np.ndarray | None = None
+    trajectories: Sequence[Trajectory],
+    values: np.ndarray | None = None,
+    final_values: np.ndarray | None = None,
+    token_rewards: np.ndarray | None = None,
 ) -> Streams:
     """Flattens usable trajectories.
 
@@ -83,6 +79,7 @@ def flatten(
       trajectories: N trajectories.
       values: float32 [K] critic values in stream order, None without a critic.
       final_values: float32 [N] critic values at `final_prompt_ids`, None without a critic.
+      token_rewards: float32 [K] rewards of tokens in stream order, None for 0.
     """
     steps = [s for t in trajectories for s in t.steps]
     counted = [POLICIES[t.outcome].reward == "use" for t in trajectories for _ in t.steps]
@@ -98,6 +95,7 @@ def flatten(
         cut=np.array([POLICIES[t.outcome].bootstrap for t in trajectories], bool),
         trained=np.array([POLICIES[t.outcome].training == "train" for t in trajectories], bool),
         logprobs=np.concatenate([np.zeros(0, np.float32), *logprobs]).astype(np.float32),
+        token_rewards=np.zeros(tokens, np.float32) if token_rewards is None else token_rewards.astype(np.float32),
         values=np.zeros(tokens, np.float32) if values is None else values.astype(np.float32),
         final_values=np.zeros(len(trajectories), np.float32) if final_values is None else final_values,
     )
@@ -124,13 +122,15 @@ def to_batch(streams: Streams, *, trajectories: int, steps: int, tokens: int, cr
     def pad(x: np.ndarray, capacity: int, fill: float, dtype: type = np.float32) -> jax.Array:
         return jnp.asarray(np.concatenate([x, np.full(capacity - len(x), fill)]).astype(dtype))
 
+    # What a trajectory is worth in all: schemes that compare trajectories see the KL in the reward too.
+    outcome = streams.outcome + np.bincount(streams.token_trajectory, streams.token_rewards, have["trajectories"])
     _, group = np.unique(streams.group, return_inverse=True)
     _, key = np.unique(streams.state_key, return_inverse=True)
     key = np.where(streams.state_key < 0, -1, key)
     return CreditBatch(
         rewards=pad(streams.rewards, steps, 0),
-        token_rewards=jnp.zeros(tokens, jnp.float32),
-        outcome=pad(streams.outcome, trajectories, 0),
+        token_rewards=pad(streams.token_rewards, tokens, 0),
+        outcome=pad(outcome, trajectories, 0),
         state_key=pad(key, steps, -1, np.int32),
         values=pad(streams.values, tokens, 0) if critic else None,
         is_action=pad(np.ones(len(streams.logprobs)), tokens, 0, bool),

@@ -77,9 +77,17 @@ def place(packing: Packing, per_token: np.ndarray) -> np.ndarray:
     return out
 
 
-def fill_policy(packing: Packing, *, advantages: np.ndarray, weights: np.ndarray) -> Reads:
-    """Reads with advantages and loss weights, both [K] in stream order."""
-    return dataclasses.replace(packing.reads, advantage=place(packing, advantages), weight=place(packing, weights))
+def fill_policy(packing: Packing, *, advantages: np.ndarray, weights: np.ndarray, **others: np.ndarray | None) -> Reads:
+    """Reads with advantages and loss weights, all [K] in stream order.
+
+    Args:
+      packing: the layout.
+      advantages, weights: of each sampled token.
+      others: further fields of `Reads` by name (`old_logprob` of other than the sampler, `ref_logprob`,
+        `rollout_weight`); None leaves a field as it is.
+    """
+    given = {"advantage": advantages, "weight": weights} | {k: x for k, x in others.items() if x is not None}
+    return dataclasses.replace(packing.reads, **{name: place(packing, x) for name, x in given.items()})
 
 
 def fill_critic(

@@ -47,8 +47,9 @@ class Sequences:
 def sequences(trajectories: Sequence[Trajectory], *, final_prompts: bool) -> Sequences:
     """The sequences of a batch; with the `final_prompts` at which values are bootstrapped, or without."""
     steps = [s for t in trajectories for s in t.steps]
-    finals = [i for i, t in enumerate(trajectories) if final_prompts and t.final_prompt_ids is not None]
-    prompts = [s.prompt_ids for s in steps] + [trajectories[i].final_prompt_ids for i in finals]
+    ends = [(i, t.final_prompt_ids) for i, t in enumerate(trajectories) if final_prompts]
+    finals = {i: ids for i, ids in ends if ids is not None}
+    prompts = [s.prompt_ids for s in steps] + list(finals.values())
     responses = [s.response_ids for s in steps] + [np.zeros(0, np.int32)] * len(finals)
     first_read = np.array([len(p) for p in prompts], np.int64)
     reads = np.array([len(r) for r in responses], np.int64)
@@ -59,7 +60,7 @@ def sequences(trajectories: Sequence[Trajectory], *, final_prompts: bool) -> Seq
         length=first_read + reads,
         first_read=first_read,
         reads=reads,
-        trajectory=np.array([i for i, t in enumerate(trajectories) for _ in t.steps] + finals, np.int64),
+        trajectory=np.array([i for i, t in enumerate(trajectories) for _ in t.steps] + [*finals], np.int64),
         step=np.array([*range(len(steps)), *[-1] * len(finals)], np.int64),
     )
 

@@ -1,6 +1,7 @@
-"""The two compiled programs of the learner: `score` (forward only) and `update` (one optimizer step).
+"""The compiled programs of the learner: `score` (forward only), `update` (one optimizer step), and the pass that some
+ratios need between them.
 
-Both loop over microbatches of one fixed shape whose number is data, so that batches of any size run one program. Loss
+They loop over microbatches of one fixed shape whose number is data, so that batches of any size run one program. Loss
 weights carry the global denominators, hence gradients of microbatches and shards are summed, never averaged.
 """
 
@@ -15,19 +16,18 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
-import optax.contrib
 from jax.sharding import Mesh
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
-from agentr1_jax.learner.batch import Batch
+from agentr1_jax.learner.batch import Batch, Reads
+from agentr1_jax.learner.kl import kl_estimate
 from agentr1_jax.learner.logprobs import token_logprobs
 from agentr1_jax.learner.losses import LossConfig, policy_loss, value_loss
+from agentr1_jax.learner.ratios import minibatch_log_ratio
 from agentr1_jax.policy.attention import PackedRows
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Decoder, Params, head_kernel
 from agentr1_jax.policy.params import join, values
-
-OPTIMIZERS = ("adamw", "muon")
 
 
 @flax.struct.dataclass
@@ -50,58 +50,18 @@ class LearnerState:
 
 @flax.struct.dataclass
 class Scores:
-    """What one forward pass says of each read."""
+    """What one forward pass says of each read.
+
+    Attributes:
+      logprob, entropy: of the policy.
+      value: of the critic; None without one.
+      ref_logprob: log-prob under the reference policy; None without one.
+    """
 
     logprob: Float[Any, "*microbatches rows reads"]
     entropy: Float[Any, "*microbatches rows reads"]
     value: Float[Any, "*microbatches rows reads"] | None
-
-
-def make_optimizer(
-    *, name: str, max_grad_norm: float, b1: float, b2: float, eps: float, weight_decay: float
-) -> optax.GradientTransformation:
-    """An optimizer without its learning rate, which is an argument of the update; kernels and embeddings alone decay.
-
-    Args:
-      name: `adamw`; or `muon` (orthogonalised momentum, https://kellerjordan.github.io/posts/muon) for the kernels
-        of the layers, scaled to the size of AdamW's steps (arXiv 2502.16982) so that both take one learning rate, with
-        AdamW (of Nesterov momentum, like Muon's) for the rest.
-      max_grad_norm: gradients are clipped to this global norm.
-      b1, b2, eps: of Adam.
-      weight_decay: decoupled, times the learning rate.
-
-    Raises:
-      ValueError: unknown name.
-    """
-    clip = optax.clip_by_global_norm(max_grad_norm)
-    decay = optax.add_decayed_weights(weight_decay, mask=_decays)
-    if name == "adamw":
-        return optax.chain(clip, optax.scale_by_adam(b1=b1, b2=b2, eps=eps), decay)
-    if name == "muon":
-        muon = optax.contrib.muon(
-            learning_rate=-1.0,
-            eps=eps,
-            adam_b1=b1,
-            adam_b2=b2,
-            consistent_rms=0.2,
-            muon_weight_dimension_numbers=lambda params: jax.tree_util.tree_map_with_path(_matrix, params),
-        )
-        return optax.chain(clip, muon, decay)
-    raise ValueError(f"unknown optimizer.name {name!r}; choose one of {', '.join(OPTIMIZERS)}")
-
-
-def _matrix(path: Any, leaf: Array) -> optax.contrib.MuonDimensionNumbers | None:
-    """Which axes of a kernel of the layers are its inputs and its outputs; heads belong with their dimensions."""
-    names = [key.key for key in path]
-    if names[-1] != "kernel" or leaf.ndim < 3:
-        return None
-    inputs = 2 if names[-2] == "out" else 1
-    axes = tuple(range(leaf.ndim))
-    return optax.contrib.MuonDimensionNumbers(axes[1 : 1 + inputs], axes[1 + inputs :])
-
-
-def _decays(params: Params) -> Any:
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ("kernel", "embed", "head"), params)
+    ref_logprob: Float[Any, "*microbatches rows reads"] | None
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation) -> LearnerState:
@@ -130,6 +90,7 @@ def forward_reads(
         temperature=loss.temperature,
         chunk=loss.chunk,
         mesh=mesh,
+        entropy_gradient=loss.entropy_coef > 0,
     )
     if "value" not in params:
         return logprob, entropy, None
@@ -140,16 +101,21 @@ def forward_reads(
 def loss_and_metrics(
     policy: DecoderConfig, config: LossConfig, mesh: Mesh | None, trained_params: Params, frozen: Params, batch: Batch
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Σₖ wₖ·lₖ of one microbatch, and sums over its trained tokens for the metrics."""
-    reads = batch.reads
-    trained = reads.is_action & (reads.weight > 0)
+    """The loss of one microbatch, and sums over its trained tokens for the metrics."""
     logprob, entropy, value = forward_reads(policy, config, mesh, join(trained_params, frozen), batch)
-    # What is not trained must not reach the loss at all: 0 times an infinite ratio has a NaN gradient.
-    reads = dataclasses.replace(
-        reads,
-        advantage=jnp.where(trained, reads.advantage, 0),
-        old_logprob=jnp.where(trained, reads.old_logprob, jax.lax.stop_gradient(logprob)),
-    )
+    return loss_of_reads(config, logprob, entropy, value, batch.reads)
+
+
+def loss_of_reads(
+    config: LossConfig,
+    logprob: Float[Array, "rows reads"],
+    entropy: Float[Array, "rows reads"],
+    value: Float[Array, "rows reads"] | None,
+    reads: Reads,
+) -> tuple[Float[Array, ""], dict[str, Array]]:
+    """Σₖ wₖ·lₖ of what the forward pass said of the reads, and sums over those that are trained for the metrics."""
+    trained = _trained(reads)
+    reads = _only_trained(reads, trained, logprob)
 
     def weighted(x: Array) -> Array:
         return jnp.sum(jnp.where(trained, x * reads.weight, 0))
@@ -158,6 +124,8 @@ def loss_and_metrics(
         return jnp.sum(jnp.where(trained, x, 0))
 
     per_read, log_rho, clipped = policy_loss(config, logprob, reads)
+    if reads.rollout_weight is not None:
+        per_read = per_read * reads.rollout_weight
     gap = reads.old_logprob - logprob
     metrics = {
         "policy_loss": weighted(per_read),
@@ -170,8 +138,12 @@ def loss_and_metrics(
         "sum/approx_kl": total(jnp.exp(-gap) - 1 + gap),
         "sum/logprob_gap": total(jnp.abs(gap)),
         "max/logprob_gap": jnp.max(jnp.where(trained, jnp.abs(gap), 0)),
+        "max/ratio": jnp.max(jnp.where(trained, jnp.exp(log_rho), 0)),
     }
     loss = metrics["policy_loss"] - config.entropy_coef * metrics["entropy_loss"]
+    if config.kl != "none":
+        metrics["kl_loss"] = weighted(kl_estimate(config.kl, logprob, reads.ref_logprob))
+        loss = loss + config.kl_coef * metrics["kl_loss"]
     if value is not None and reads.value_weight is not None:
         has_target = reads.value_weight > 0
         error = value_loss(config, value, reads)
@@ -181,26 +153,97 @@ def loss_and_metrics(
     return loss, metrics
 
 
+def _trained(reads: Reads) -> Bool[Array, "*rows reads"]:
+    return reads.is_action & (reads.weight > 0)
+
+
+def _only_trained(reads: Reads, trained: Bool[Array, "rows reads"], logprob: Float[Array, "rows reads"]) -> Reads:
+    """Harmless numbers where a read is not trained: 0 times an infinite ratio has a NaN gradient."""
+    here = jax.lax.stop_gradient(logprob)
+    neutral: dict[str, Any] = {"advantage": 0, "old_logprob": here, "ref_logprob": here, "rollout_weight": 1}
+    neutral["log_ratio"] = 0
+    present = {name: getattr(reads, name) for name in neutral if getattr(reads, name) is not None}
+    return dataclasses.replace(reads, **{name: jnp.where(trained, x, neutral[name]) for name, x in present.items()})
+
+
 def make_score(
     policy: DecoderConfig, loss: LossConfig, mesh: Mesh | None = None
-) -> Callable[[Params, Params, Batch, Array], Scores]:
-    """The jitted forward pass: (trained params, frozen params, batch, microbatches that hold data) -> Scores."""
+) -> Callable[[Params, Params, Params | None, Batch, Array], Scores]:
+    """The jitted forward pass: (trained, frozen, reference parameters, batch, microbatches with data) -> Scores.
+
+    The reference is what is trained of the policy's decoder, of another time; None where nothing asks for it.
+    """
 
     @jax.jit
-    def score(trained_params: Params, frozen: Params, batch: Batch, count: Array) -> Scores:
+    def score(trained_params: Params, frozen: Params, reference: Params | None, batch: Batch, count: Array) -> Scores:
         params = join(trained_params, frozen)
-        shape = batch.reads.src.shape
-        empty = jnp.zeros(shape, jnp.float32)
-        out = Scores(logprob=empty, entropy=empty, value=empty if "value" in params else None)
+
+        def microbatch(i: Array | int) -> Scores:
+            one = jax.tree.map(lambda x: x[i], batch)
+            logprob, entropy, value = forward_reads(policy, loss, mesh, params, one)
+            if reference is None:
+                return Scores(logprob, entropy, value, None)
+            other = join({"decoder": reference}, frozen)
+            return Scores(logprob, entropy, value, forward_reads(policy, loss, mesh, other, one)[0])
+
+        shapes = jax.eval_shape(microbatch, 0)
+        rows = batch.reads.src.shape
+        empty = jax.tree.map(lambda s: jnp.zeros(rows, s.dtype), shapes)
 
         def body(i: Array, out: Scores) -> Scores:
-            logprob, entropy, value = forward_reads(policy, loss, mesh, params, jax.tree.map(lambda x: x[i], batch))
-            new = Scores(logprob, entropy, value)
-            return jax.tree.map(lambda all_, one: all_.at[i].set(one.astype(all_.dtype)), out, new)
+            return jax.tree.map(lambda all_, one: all_.at[i].set(one), out, microbatch(i))
 
-        return jax.lax.fori_loop(0, count, body, out)
+        return jax.lax.fori_loop(0, count, body, empty)
 
     return score
+
+
+def make_log_ratio(
+    policy: DecoderConfig, loss: LossConfig, mesh: Mesh | None = None
+) -> Callable[[Params, Params, Batch, Array], Array]:
+    """The jitted pass over a minibatch that gives `Reads.log_ratio`, for the ratios that need it."""
+    score = make_score(policy, loss, mesh)
+
+    @jax.jit
+    def log_ratio(trained_params: Params, frozen: Params, batch: Batch, count: Array) -> Array:
+        logprob = score(trained_params, frozen, None, batch, count).logprob
+        reads = dataclasses.replace(batch.reads, is_action=_trained(batch.reads))
+        return minibatch_log_ratio(loss.ratio, logprob, reads).astype(jnp.float32)
+
+    return log_ratio
+
+
+def batch_gradient(
+    policy: DecoderConfig, loss: LossConfig, mesh: Mesh | None
+) -> Callable[[Params, Params, Batch, Array], tuple[Params, dict[str, Array]]]:
+    """(trained, frozen parameters, batch, microbatches with data) -> gradient and metrics, both sums over microbatches.
+
+    A loop whose length is data: batches of any size run one program.
+    """
+    objective = functools.partial(loss_and_metrics, policy, loss, mesh)
+    gradient = jax.value_and_grad(objective, has_aux=True)
+
+    def summed(trained_params: Params, frozen: Params, batch: Batch, count: Array) -> tuple[Params, dict[str, Array]]:
+        def microbatch(i: Array | int) -> Batch:
+            return jax.tree.map(lambda x: x[i], batch)
+
+        def body(i: Array, carry: tuple[Params, dict[str, Array]]) -> tuple[Params, dict[str, Array]]:
+            grads, metrics = carry
+            (_, new_metrics), new_grads = gradient(trained_params, frozen, microbatch(i))
+            joined = {
+                key: jnp.maximum(metrics[key], x) if key.startswith("max/") else metrics[key] + x
+                for key, x in new_metrics.items()
+            }
+            return jax.tree.map(jnp.add, grads, new_grads), joined
+
+        shapes = jax.eval_shape(objective, trained_params, frozen, microbatch(0))[1]
+        zero = (
+            jax.tree.map(jnp.zeros_like, trained_params),
+            jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes),
+        )
+        return jax.lax.fori_loop(0, count, body, zero)
+
+    return summed
 
 
 def make_update(
@@ -212,29 +255,13 @@ def make_update(
     part of the parameters. If loss or gradient is not finite, the parameters stay as they are and the update is counted
     as skipped.
     """
-    mesh = jax.tree.leaves(layout)[0].mesh
-    objective = functools.partial(loss_and_metrics, policy, loss, mesh)
-    gradient = jax.value_and_grad(objective, has_aux=True)
+    gradient = batch_gradient(policy, loss, jax.tree.leaves(layout)[0].mesh)
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=(layout, None))
     def update(
         state: LearnerState, frozen: Params, batch: Batch, count: Array, rates: dict[str, Array]
     ) -> tuple[LearnerState, dict[str, Array]]:
-        def microbatch(i: Array | int) -> Batch:
-            return jax.tree.map(lambda x: x[i], batch)
-
-        def body(i: Array, carry: tuple[Params, dict[str, Array]]) -> tuple[Params, dict[str, Array]]:
-            grads, metrics = carry
-            (_, new_metrics), new_grads = gradient(state.params, frozen, microbatch(i))
-            joined = {
-                key: jnp.maximum(metrics[key], x) if key.startswith("max/") else metrics[key] + x
-                for key, x in new_metrics.items()
-            }
-            return jax.tree.map(jnp.add, grads, new_grads), joined
-
-        shapes = jax.eval_shape(objective, state.params, frozen, microbatch(0))[1]
-        zero = (jax.tree.map(jnp.zeros_like, state.params), jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes))
-        grads, sums = jax.lax.fori_loop(0, count, body, zero)
+        grads, sums = gradient(state.params, frozen, batch, count)
         norm = optax.tree.norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = {

@@ -7,8 +7,6 @@ that there is one decoder and one set of parameters.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import flax.struct
@@ -18,10 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from agentr1_jax.policy.blockwise import blockwise_attention
-from agentr1_jax.policy.sharding import ROWS, fit
-
-SPLASH_BLOCK = 128
-"""Rows for `splash` must be a multiple of this many tokens."""
+from agentr1_jax.policy.sharding import on_shards
 
 
 class Memory(Protocol):
@@ -48,8 +43,8 @@ class PackedRows:
     Attributes:
       subtree_end: of each node.
       implementation: `xla` (blocks that somebody sees, on any backend), `dense` (all scores at once, the reference),
-        `cudnn` (NVIDIA, 16-bit dtypes, the mask as a bias) or `splash` (TPU, rows of steps or chains only: in those
-        all nodes of a sequence have one subtree end, which serves as its segment id).
+        `cudnn` (NVIDIA, 16-bit dtypes, the mask as a bias), `splash` (TPU, rows of steps or chains only: in those all
+        nodes of a sequence have one subtree end, which serves as its segment id) or `splash_tree` (TPU, any rows).
       mesh: where the rows lie; `xla` and `splash` run in a `shard_map` over it.
     """
 
@@ -66,40 +61,19 @@ class PackedRows:
         state: Any,
     ) -> tuple[Float[Array, "rows length heads dim"], Any]:
         """See `Memory.attend`."""
-        if self.implementation == "splash":
-            return splash_attention(query, key, value, self.subtree_end, self.mesh), state
         if self.implementation == "xla":
             return on_shards(blockwise_attention, query, key, value, self.subtree_end, self.mesh), state
+        if self.implementation in ("splash", "splash_tree"):
+            from agentr1_jax.policy.splash import splash_attention  # Pallas is slow to import, and for TPUs here.
+
+            tree = self.implementation == "splash_tree"
+            return splash_attention(query, key, value, self.subtree_end, self.mesh, tree=tree), state
         index = jnp.arange(self.subtree_end.shape[1])
         visible = (index[None, None, :] <= index[None, :, None]) & (index[None, :, None] < self.subtree_end[:, None, :])
         if self.implementation == "cudnn":
             mask = visible[:, None]
             return jax.nn.dot_product_attention(query, key, value, mask=mask, implementation="cudnn"), state
         return grouped_attention(query, key, value, visible), state
-
-
-def on_shards(
-    attention: Callable[[Array, Array, Array, Array], Array],
-    query: Float[Array, "rows length heads dim"],
-    key: Float[Array, "rows length kv_heads dim"],
-    value: Float[Array, "rows length kv_heads dim"],
-    subtree_end: Int[Array, "rows length"],
-    mesh: Mesh | None,
-) -> Float[Array, "rows length heads dim"]:
-    """Runs `attention(query, key, value, subtree_end)` on each device's own rows and heads.
-
-    Rows are dealt over (data, fsdp) and heads over tensor, where it divides both kinds of heads; None for one device.
-    """
-    if mesh is None:
-        return attention(query, key, value, subtree_end)
-    if key.shape[2] % mesh.shape["tensor"]:  # Each device needs the key heads of its own query heads.
-        key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
-    spec = functools.partial(fit, (ROWS, None, "tensor", None), mesh=mesh)
-    ends = fit((ROWS, None), subtree_end.shape, mesh).spec
-    specs = (*(spec(shape=x.shape).spec for x in (query, key, value)), ends)
-    return jax.shard_map(attention, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)(
-        query, key, value, subtree_end
-    )
 
 
 def grouped_attention(
@@ -116,34 +90,3 @@ def grouped_attention(
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(wide).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     return jnp.einsum("bkgqs,bskd->bqkgd", weights, value).reshape(query.shape)
-
-
-def splash_attention(
-    query: Float[Array, "rows length heads dim"],
-    key: Float[Array, "rows length kv_heads dim"],
-    value: Float[Array, "rows length kv_heads dim"],
-    segment: Int[Array, "rows length"],
-    mesh: Mesh | None,
-    *,
-    interpret: bool = False,
-) -> Float[Array, "rows length heads dim"]:
-    """Causal attention within segments by JAX's splash kernel for TPU (`jax.experimental.pallas.ops.tpu`).
-
-    Args:
-      query, key, value: `length` is a multiple of `SPLASH_BLOCK`.
-      segment: tokens see each other iff theirs are equal.
-      mesh: rows are dealt over (data, fsdp) and heads over tensor, where it divides both kinds of heads; None for one
-        device.
-      interpret: runs the kernel on any backend, slowly, for tests.
-    """
-    from jax.experimental.pallas.ops.tpu import splash_attention as splash
-
-    def local(query: Array, key: Array, value: Array, segment: Array) -> Array:
-        rows, length, heads, dim = query.shape
-        mask = splash.MultiHeadMask([splash.CausalMask((length, length))] * heads)
-        kernel = splash.make_splash_mha(mask, head_shards=1, q_seq_shards=1, interpret=interpret)
-        q, k, v = (jnp.swapaxes(x, 1, 2) for x in (query * dim**-0.5, key, value))
-        out = jax.vmap(kernel)(q, k, v, splash.SegmentIds(segment, segment))
-        return jnp.swapaxes(out, 1, 2).astype(query.dtype)
-
-    return on_shards(local, query, key, value, segment, mesh)

@@ -8,10 +8,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from agentr1_jax.policy.attention import SPLASH_BLOCK, PackedRows
+from agentr1_jax.policy.attention import PackedRows
 from agentr1_jax.policy.config import DecoderConfig
 
-SPLASH_PACKINGS = ("steps", "chains")
+SPLASH_BLOCK = 128
+"""Rows for splash attention must be a multiple of this many tokens."""
 
 
 def check_attention(policy: DecoderConfig, mesh: Mesh, row_tokens: int, packing: str, *, call: bool = True) -> None:
@@ -45,13 +46,13 @@ def check_attention(policy: DecoderConfig, mesh: Mesh, row_tokens: int, packing:
 
 def _fault(policy: DecoderConfig, platform: str, row_tokens: int, packing: str) -> str | None:
     """What stands against the implementation, as the end of a sentence."""
-    if policy.attention == "splash":
+    if policy.attention in ("splash", "splash_tree"):
         if platform != "tpu":
             return f"needs a TPU, and the devices here are of platform {platform!r}"
         if row_tokens % SPLASH_BLOCK:
             return f"needs rows of a multiple of {SPLASH_BLOCK} tokens, and learner.row_tokens is {row_tokens}"
-        if packing not in SPLASH_PACKINGS:
-            return f"needs learner.packing among {', '.join(SPLASH_PACKINGS)}, not {packing!r}"
+        if policy.attention == "splash" and packing == "tree":
+            return "knows segments but no trees (learner.packing=tree); policy.attention=splash_tree knows both"
     if policy.attention == "cudnn":
         if platform not in ("gpu", "cuda"):
             return f"needs an NVIDIA GPU, and the devices here are of platform {platform!r}"

@@ -1,9 +1,9 @@
 """Ancestor attention in blocks, for any backend: pairs of blocks that nobody sees are not computed.
 
-Memory is linear in the length of a row, and cost follows what is attended: a row of many short segments, or a tree whose
-branches do not see each other, costs as much as its visible blocks. Forward and backward pass walk over the same list
-of visible pairs, whose number is data (online softmax of FlashAttention, arXiv 2205.14135; the backward pass computes
-the weights again from the saved log-sum-exp).
+Memory is linear in the length of a row, and cost follows what is attended: a row of many short segments, or a tree
+whose branches do not see each other, costs as much as its visible blocks. Forward and backward pass walk over the same
+list of visible pairs, whose number is data (online softmax of FlashAttention, arXiv 2205.14135; the backward pass
+computes the weights again from the saved log-sum-exp).
 """
 
 from __future__ import annotations
@@ -94,12 +94,11 @@ def _forward(query: Array, key: Array, value: Array, ends: Array, blocks: int) -
             new_most = jnp.maximum(most, scores.max(axis=-1))
             weights = jnp.exp(scores - new_most[..., None])
             shrink = jnp.exp(most - new_most)
-            new = jnp.einsum(
-                "hqk,hkd->hqd", weights.astype(value.dtype), value[row + k], preferred_element_type=wide
-            )
+            new = jnp.einsum("hqk,hkd->hqd", weights.astype(value.dtype), value[row + k], preferred_element_type=wide)
             return new_most, total * shrink + weights.sum(axis=-1), mixed * shrink[..., None] + new
 
-        start = (jnp.full(own.shape[:2], jnp.finfo(wide).min), jnp.zeros(own.shape[:2], wide), jnp.zeros(own.shape, wide))
+        least = jnp.full(own.shape[:2], jnp.finfo(wide).min)
+        start = (least, jnp.zeros(own.shape[:2], wide), jnp.zeros(own.shape, wide))
         most, total, mixed = jax.lax.fori_loop(0, count[n], one_key_block, start)
         out, logsum = carry
         return out.at[n].set((mixed / total[..., None]).astype(out.dtype)), logsum.at[n].set(most + jnp.log(total))
@@ -125,9 +124,7 @@ def _backward(blocks: int, kept: tuple[Array, ...], cotangent: Array) -> tuple[A
             d_weights = jnp.einsum("hqd,hkd->hqk", slope, value[row + k], preferred_element_type=wide)
             d_scores = (weights * (d_weights - delta[n][..., None])).astype(query.dtype)
             weights = weights.astype(query.dtype)
-            d_value = d_value.at[row + k].add(
-                jnp.einsum("hqk,hqd->hkd", weights, slope, preferred_element_type=wide)
-            )
+            d_value = d_value.at[row + k].add(jnp.einsum("hqk,hqd->hkd", weights, slope, preferred_element_type=wide))
             d_key = d_key.at[row + k].add(jnp.einsum("hqk,hqd->hkd", d_scores, own, preferred_element_type=wide))
             d_own = d_own + jnp.einsum("hqk,hkd->hqd", d_scores, key[row + k], preferred_element_type=wide)
             return d_own, d_key, d_value

@@ -8,7 +8,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 REMAT = ("none", "dots", "full")
-ATTENTION = ("xla", "dense", "cudnn", "splash")
+ATTENTION = ("xla", "dense", "cudnn", "splash", "splash_tree")
 PROJECTIONS = ("query", "key", "value", "out", "gate", "up", "down")
 
 

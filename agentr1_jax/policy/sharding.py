@@ -6,14 +6,17 @@ An axis of the mesh that does not divide an axis of the array is dropped, so tha
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
 
 ROWS = ("data", "fsdp")
 """Mesh axes over which rows of a batch are dealt."""
@@ -71,3 +74,27 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
 def constrain(x: jax.Array, mesh: Mesh | None, *spec: Any) -> jax.Array:
     """Lays an activation out as the spec says; leaves it to the compiler without a mesh."""
     return x if mesh is None else jax.lax.with_sharding_constraint(x, fit(spec, x.shape, mesh))
+
+
+def on_shards(
+    attention: Callable[[Array, Array, Array, Array], Array],
+    query: Float[Array, "rows length heads dim"],
+    key: Float[Array, "rows length kv_heads dim"],
+    value: Float[Array, "rows length kv_heads dim"],
+    subtree_end: Int[Array, "rows length"],
+    mesh: Mesh | None,
+) -> Float[Array, "rows length heads dim"]:
+    """Runs `attention(query, key, value, subtree_end)` on each device's own rows and heads.
+
+    Rows are dealt over (data, fsdp) and heads over tensor, where it divides both kinds of heads; None for one device.
+    """
+    if mesh is None:
+        return attention(query, key, value, subtree_end)
+    if key.shape[2] % mesh.shape["tensor"]:  # Each device needs the key heads of its own query heads.
+        key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
+    spec = functools.partial(fit, (ROWS, None, "tensor", None), mesh=mesh)
+    ends = fit((ROWS, None), subtree_end.shape, mesh).spec
+    specs = (*(spec(shape=x.shape).spec for x in (query, key, value)), ends)
+    return jax.shard_map(attention, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)(
+        query, key, value, subtree_end
+    )

@@ -16,12 +16,9 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from agentr1_jax.policy.sharding import ROWS, fit
+from agentr1_jax.policy.sharding import on_shards
 
-SPLASH_BLOCK = 128
-"""Rows for `splash` must be a multiple of this many tokens."""
-
-BLOCKS = (512, 256, SPLASH_BLOCK)
+BLOCKS = (512, 256, 128)
 """Sides of a block of scores, the best first: every block costs a step of the grid, computed or not."""
 
 RESIDUALS = "splash_residuals"
@@ -41,23 +38,17 @@ def splash_attention(
     """softmax(q·k/√d) v over the ancestors of each token: token i sees token j iff j ≤ i < subtree_end[j].
 
     Args:
-      query, key, value: `length` is a multiple of `SPLASH_BLOCK`.
+      query, key, value: `length` is a multiple of the last of `BLOCKS`.
       subtree_end: of each token; more than its own index, so that every token sees itself.
-      mesh: rows are dealt over (data, fsdp) and heads over tensor, where it divides both kinds of heads; None for one
-        device.
+      mesh: where the rows lie, as `sharding.on_shards` deals them; None for one device.
       tree: False if the tokens of a segment all have one subtree end, as in rows of steps or chains.
       interpret: runs the kernel on any backend, slowly, for tests.
+
+    Raises:
+      ValueError: no block divides `length`.
     """
-    local = functools.partial(_tree_rows if tree else _segment_rows, interpret=interpret)
-    if mesh is None:
-        return local(query, key, value, subtree_end)
-    if key.shape[2] % mesh.shape["tensor"]:  # Each device needs the key heads of its own query heads.
-        key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
-    spec = functools.partial(fit, (ROWS, None, "tensor", None), mesh=mesh)
-    specs = (*(spec(shape=x.shape).spec for x in (query, key, value)), fit((ROWS, None), subtree_end.shape, mesh).spec)
-    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)(
-        query, key, value, subtree_end
-    )
+    attention = functools.partial(_tree_rows if tree else _segment_rows, interpret=interpret)
+    return on_shards(attention, query, key, value, subtree_end, mesh)
 
 
 def _segment_rows(query: Array, key: Array, value: Array, subtree_end: Array, *, interpret: bool) -> Array:
@@ -106,7 +97,7 @@ def _block_sizes(length: int) -> splash.BlockSizes:
     """The largest blocks that divide a row, the same for the forward kernel and both backward ones."""
     side = next((block for block in BLOCKS if length % block == 0), None)
     if side is None:
-        raise ValueError(f"splash attention needs rows of a multiple of {SPLASH_BLOCK} tokens, not {length}")
+        raise ValueError(f"splash attention needs rows of a multiple of {BLOCKS[-1]} tokens, not {length}")
     return splash.BlockSizes(
         block_q=side,
         block_kv=side,

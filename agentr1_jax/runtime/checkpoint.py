@@ -15,10 +15,11 @@ class Checkpoints:
     Args:
       run_dir: the run's folder.
       keep: newest checkpoints kept.
+      name: of their folder in the run's.
     """
 
-    def __init__(self, run_dir: str | os.PathLike[str], keep: int) -> None:
-        folder = os.path.abspath(os.path.join(run_dir, "checkpoints"))
+    def __init__(self, run_dir: str | os.PathLike[str], keep: int, name: str = "checkpoints") -> None:
+        folder = os.path.abspath(os.path.join(run_dir, name))
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
         self._manager = ocp.CheckpointManager(folder, options=options)
 

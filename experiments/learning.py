@@ -1,0 +1,389 @@
+"""The second half of the circle: pack, score, credit, fill, update."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+
+from agentr1_jax.credit import Credit, CreditBatch, get_scheme
+from agentr1_jax.credit import streams as flat
+from agentr1_jax.learner import correction, fill, kl
+from agentr1_jax.learner.batch import Batch, Nodes, Reads, to_microbatches
+from agentr1_jax.learner.packing import Packing, misfit, pack
+from agentr1_jax.learner.ratios import MINIBATCH_RATIOS
+from agentr1_jax.learner.update import LearnerState, Scores, make_log_ratio, make_score, make_update
+from agentr1_jax.policy.decoder import Params
+from agentr1_jax.runtime import mesh as meshes
+from agentr1_jax.runtime import processes
+from agentr1_jax.trajectory import POLICIES, Trajectory
+from experiments import build
+from experiments.circle import Run
+
+
+@dataclasses.dataclass(frozen=True)
+class Learner:
+    """The compiled programs of one phase.
+
+    Attributes:
+      update: one optimizer step.
+      score: forward pass for values, recomputed and reference log-probs; None where nothing needs it.
+      log_ratio: the pass that the ratio needs before each update; None for those that need none.
+      reference: what is trained of the decoder, as RL started; None without a KL term.
+      critic: whether values are wanted.
+      microbatches: most of them that a batch can fill.
+      credit: the scheme; None for demonstrations, whose advantage is 1.
+    """
+
+    update: Callable[..., tuple[LearnerState, dict[str, jax.Array]]]
+    microbatches: int
+    score: Callable[..., Scores] | None = None
+    log_ratio: Callable[..., jax.Array] | None = None
+    reference: Params | None = None
+    critic: bool = False
+    credit: Callable[[CreditBatch], Credit] | None = None
+
+
+def supervised(run: Run, optimizer: Any, layout: Any) -> Learner:
+    """The learner of the warm start: the same update with advantage 1, and no ratio, no KL, no critic."""
+    config = run.config
+    return Learner(
+        update=make_update(run.policy, build.loss_config(config, clip="none", kl="none"), optimizer, layout),
+        microbatches=build.microbatches(config, config.warm_start.batch),
+    )
+
+
+def reinforced(run: Run, optimizer: Any, layout: Any, reference: Params | None) -> Learner:
+    """The learner of RL."""
+    config, loss = run.config, build.loss_config(run.config)
+    scheme, assign = get_scheme(config.credit.name, build.credit_args(config))
+    needs_score = scheme.needs_critic or reference is not None or config.learner.old_logprobs == "learner"
+    needs_pass = loss.ratio in MINIBATCH_RATIOS and loss.clip != "none"
+    batch = config.rollout.groups * config.rollout.samples // config.learner.minibatches
+    return Learner(
+        update=make_update(run.policy, loss, optimizer, layout),
+        microbatches=build.microbatches(config, batch),
+        score=make_score(run.policy, loss, run.learner_mesh) if needs_score else None,
+        log_ratio=make_log_ratio(run.policy, loss, run.learner_mesh) if needs_pass else None,
+        reference=reference,
+        critic=scheme.needs_critic,
+        credit=jax.jit(assign),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Pending:
+    """Metrics of a batch, of which some are still being computed on the device.
+
+    Attributes:
+      known: metrics that the host knows.
+      updates: of each update of the batch.
+    """
+
+    known: dict[str, float]
+    updates: list[dict[str, jax.Array]]
+
+    def result(self) -> dict[str, float]:
+        """Waits for the device: means over the updates, the largest of `max_*`, the last of `skipped*`.
+
+        The gap between sampler and learner is that of the first update, whose parameters sampled the batch.
+        """
+        out: dict[str, float] = {}
+        updates = jax.device_get(self.updates)
+        for key in updates[0] if updates else ():
+            every = [float(metrics[key]) for metrics in updates]
+            if key.endswith("logprob_gap"):
+                out[f"learner/{key}"] = every[0]
+            elif key.startswith("skipped"):
+                out[f"learner/{key}"] = every[-1]
+            else:
+                out[f"learner/{key}"] = max(every) if key.startswith("max_") else sum(every) / len(every)
+        return out | self.known
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """What the forward pass said of this process's tokens, in stream order; None where it was not asked.
+
+    Attributes:
+      logprobs, ref_logprobs: [K], of the learner and of the reference.
+      values: [K], of the critic.
+      final_values: [N], at the final prompts.
+    """
+
+    logprobs: np.ndarray | None = None
+    ref_logprobs: np.ndarray | None = None
+    values: np.ndarray | None = None
+    final_values: np.ndarray | None = None
+
+
+def learn(
+    run: Run,
+    learner: Learner,
+    state: LearnerState,
+    trajectories: Sequence[Trajectory],
+    rates: Mapping[str, float],
+    kl_coef: float = 0.0,
+) -> tuple[LearnerState, Pending, list[Trajectory]]:
+    """All updates on one batch: `learner.epochs` passes over `learner.minibatches` parts.
+
+    Returns as soon as the updates are on their way to the device.
+
+    Args:
+      run: the run's parts.
+      learner: programs of this phase.
+      state: donated.
+      trajectories: this process's share.
+      rates: learning rate of each part of the parameters.
+      kl_coef: of the KL in the reward.
+
+    Returns:
+      the new state, metrics, and all trajectories, the trained ones with their advantages in `info`.
+    """
+    c = run.config
+    usable, dropped, malformed = sift(run, trajectories, critic=learner.critic)
+    known = {"batch/dropped": float(len(dropped)), "batch/malformed": float(malformed)}
+    parts = _minibatches(usable, c.learner.minibatches)
+    packs = [
+        pack(
+            part,
+            mode=c.learner.packing,
+            row_tokens=c.learner.row_tokens,
+            row_reads=c.learner.row_reads,
+            final_reads=learner.critic,
+        )
+        for part in parts
+    ]
+    ordered = [t for part in parts for t in part]
+    scored = _score(run, learner, state.params, packs)
+    token_rewards = None
+    if scored.logprobs is not None and scored.ref_logprobs is not None and c.kl.where == "reward":
+        token_rewards = kl.kl_rewards(c.kl.kind, scored.logprobs, scored.ref_logprobs, kl_coef)
+    own = flat.flatten(ordered, scored.values, scored.final_values, token_rewards)
+    gathered = [flat.Streams(**g) for g in processes.all_gather_arrays(dataclasses.asdict(own))]
+    streams = flat.join(gathered)
+    first = sum(len(g.logprobs) for g in gathered[: processes.process_index()])
+    mine = slice(first, first + len(own.logprobs))
+    if not len(streams.logprobs):
+        logging.warning("no usable trajectory in this batch; it is skipped")
+        return state, Pending(known, []), dropped
+
+    advantages, targets, has_target = _credit(run, learner, streams)
+    minibatch = np.concatenate([_minibatch_of_token(part, i) for i, part in enumerate(parts)])
+    minibatch = np.concatenate([g["m"] for g in processes.all_gather_arrays({"m": minibatch})])
+    trained = streams.trained[streams.token_trajectory]
+    policy_weights = _weights(run, streams, minibatch, c.loss.aggregate, trained)[mine]
+    value_weights = _weights(run, streams, minibatch, "token", trained & has_target)[mine]
+    recomputed = scored.logprobs if learner.credit and c.learner.old_logprobs == "learner" else None
+    others = {
+        "old_logprob": recomputed,
+        "ref_logprob": scored.ref_logprobs if c.kl.where == "loss" else None,
+        "rollout_weight": None if recomputed is None else _rollout_weights(run, own, recomputed),
+    }
+    batches = []
+    edges = np.cumsum([0, *(len(p.token_read) for p in packs)])
+    for layout, a, b in zip(packs, edges[:-1], edges[1:], strict=True):
+        tokens = slice(first + a, first + b)
+        reads = fill.fill_policy(
+            layout,
+            advantages=advantages[tokens],
+            weights=policy_weights[a:b],
+            **{name: x if x is None else x[a:b] for name, x in others.items()},
+        )
+        if learner.critic:
+            reads = fill.fill_critic(
+                reads, layout, values=own.values[a:b], targets=targets[tokens], weights=value_weights[a:b]
+            )
+        batches.append(_to_device(run, learner, layout.nodes, reads))
+
+    computed = sum(p.tokens_computed for p in packs)
+    known |= _score_metrics(scored, own) | {
+        "batch/trajectories": float(len(streams.outcome)),
+        "batch/steps": float(len(streams.rewards)),
+        "batch/tokens": float(len(streams.logprobs)),
+        "batch/sharing": sum(p.tokens_stored for p in packs) / max(computed, 1),
+        "batch/fill": computed / max(sum(p.nodes.tokens.size for p in packs), 1),
+        "batch/advantage_std": float(advantages[trained].std()) if trained.any() else 0.0,
+        "time/learner_tokens": float(computed * c.learner.epochs),
+    }
+    state, updates = _update(run, learner, state, batches * c.learner.epochs, rates)
+    return state, Pending(known, updates), with_advantages(ordered, advantages[mine]) + dropped
+
+
+def _update(
+    run: Run,
+    learner: Learner,
+    state: LearnerState,
+    batches: Sequence[tuple[Batch, np.int32]],
+    rates: Mapping[str, float],
+) -> tuple[LearnerState, list[dict[str, jax.Array]]]:
+    """One update for each minibatch that holds anything; nothing is waited for."""
+    out = []
+    for batch, count in batches:
+        if not count:
+            continue
+        if learner.log_ratio is not None:
+            log_ratio = learner.log_ratio(state.params, run.frozen, batch, count)
+            batch = dataclasses.replace(batch, reads=dataclasses.replace(batch.reads, log_ratio=log_ratio))
+        state, metrics = learner.update(state, run.frozen, batch, count, {k: np.float32(v) for k, v in rates.items()})
+        out.append(metrics)
+    return state, out
+
+
+def sift(
+    run: Run, trajectories: Sequence[Trajectory], *, critic: bool
+) -> tuple[list[Trajectory], list[Trajectory], int]:
+    """What can be trained on, and what cannot.
+
+    A trajectory is dropped where its outcome says so, and where its numbers would spoil a batch: no step or token, a
+    reward or log-prob that is not finite, a step longer than a row. Those are said aloud.
+
+    Returns:
+      usable and dropped trajectories, and how many of these were malformed.
+
+    Raises:
+      ValueError: a trajectory was cut and lacks the final prompt that a critic needs.
+    """
+    c, usable, dropped, malformed = run.config.learner, [], [], 0
+    for t in trajectories:
+        policy = POLICIES[t.outcome]
+        fault = misfit(t, row_tokens=c.row_tokens, row_reads=c.row_reads, final_reads=critic)
+        if fault is None and policy.reward == "use" and not math.isfinite(t.total_reward):
+            fault = f"its reward is {t.total_reward}"
+        if policy.training == "drop" or fault:
+            dropped.append(t)
+            if policy.training != "drop":
+                malformed += 1
+                logging.warning("trajectory %s is dropped: %s", t.uid, fault)
+            continue
+        if critic and policy.bootstrap and t.final_prompt_ids is None:
+            raise ValueError(
+                f"trajectory {t.uid} was cut ({t.outcome}) without final_prompt_ids, where the critic values its "
+                "future; the agent must give them to session.finish()"
+            )
+        usable.append(t)
+    return usable, dropped, malformed
+
+
+def _weights(run: Run, streams: flat.Streams, minibatch: np.ndarray, aggregate: str, mask: np.ndarray) -> np.ndarray:
+    """Loss weights of the masked tokens, [K] over all processes; each minibatch is a batch of its own."""
+    group = np.unique(streams.group, return_inverse=True)[1]
+    units = (streams.token_step, streams.token_trajectory, group[streams.token_trajectory])
+    weights = np.zeros(len(mask), np.float32)
+    for i in range(run.config.learner.minibatches):
+        weights += fill.aggregate_weights(
+            aggregate, *units, mask & (minibatch == i), fixed_denominator=run.config.loss.fixed_denominator
+        )
+    return weights
+
+
+def _rollout_weights(run: Run, own: flat.Streams, old_logprobs: np.ndarray) -> np.ndarray | None:
+    c = run.config.correction
+    if c.kind == "none":
+        return None
+    sequence = own.token_step if c.unit == "step" else own.token_trajectory
+    return correction.rollout_weights(c.kind, old_logprobs, own.logprobs, sequence, cap=c.cap, low=c.low, high=c.high)
+
+
+def with_advantages(trajectories: Sequence[Trajectory], advantages: np.ndarray) -> list[Trajectory]:
+    """The trajectories with the advantage of each response token in `info["advantages"]`, one list a step."""
+    out, at = [], 0
+    for t in trajectories:
+        lists = []
+        for step in t.steps:
+            lists.append([round(float(a), 4) for a in advantages[at : at + len(step.response_ids)]])
+            at += len(step.response_ids)
+        out.append(dataclasses.replace(t, info={**t.info, "advantages": lists}))
+    return out
+
+
+def _minibatches(trajectories: Sequence[Trajectory], count: int) -> list[list[Trajectory]]:
+    """Splits by whole groups, in order."""
+    groups = np.unique([t.group for t in trajectories])
+    parts = [set(part.tolist()) for part in np.array_split(groups, count)]
+    return [[t for t in trajectories if t.group in part] for part in parts]
+
+
+def _minibatch_of_token(part: Sequence[Trajectory], index: int) -> np.ndarray:
+    return np.full(sum(len(s.response_ids) for t in part for s in t.steps), index, np.int32)
+
+
+def _to_device(run: Run, learner: Learner, nodes: Nodes, reads: Reads) -> tuple[Batch, np.int32]:
+    """A batch on the learner's mesh, and how many of its microbatches hold data in any process."""
+    c = run.config.learner
+    rows = c.rows // processes.process_count()
+    batch = to_microbatches(nodes, _numbered(reads), microbatches=learner.microbatches, rows=rows)
+    used = max(processes.all_gather_json(-(-nodes.tokens.shape[0] // rows)))
+    return meshes.global_batch(batch, run.learner_mesh), np.int32(used)
+
+
+def _numbered(reads: Reads) -> Reads:
+    """Units numbered apart from those of other processes, and below the number of all reads."""
+    count, index = processes.process_count(), processes.process_index()
+    return dataclasses.replace(
+        reads,
+        **{
+            unit: np.where(x < 0, x, x * count + index).astype(np.int32)
+            for unit, x in (("step", reads.step), ("trajectory", reads.trajectory))
+        },
+    )
+
+
+def _score(run: Run, learner: Learner, params: Params, packs: Sequence[Packing]) -> Scored:
+    if learner.score is None:
+        return Scored()
+    parts: dict[str, list[np.ndarray]] = {field.name: [] for field in dataclasses.fields(Scored)}
+    for layout in packs:
+        batch, count = _to_device(run, learner, layout.nodes, layout.reads)
+        scores = learner.score(params, run.frozen, learner.reference, batch, count)
+
+        def local(x: jax.Array, layout: Packing = layout) -> np.ndarray:
+            rows = meshes.local_rows(x, run.learner_mesh)
+            return rows.reshape(-1, rows.shape[-1])[: layout.rows]
+
+        parts["logprobs"].append(fill.gather_tokens(layout, local(scores.logprob)))
+        if scores.ref_logprob is not None:
+            parts["ref_logprobs"].append(fill.gather_tokens(layout, local(scores.ref_logprob)))
+        if scores.value is not None:
+            value = local(scores.value)
+            parts["values"].append(fill.gather_tokens(layout, value))
+            parts["final_values"].append(fill.gather_final(layout, value))
+    return Scored(**{name: np.concatenate(x) if x else None for name, x in parts.items()})
+
+
+def _score_metrics(scored: Scored, own: flat.Streams) -> dict[str, float]:
+    """The gap between sampler and learner of this process's tokens, and the KL to the reference over all processes."""
+    if scored.logprobs is None:
+        return {}
+    gap = correction.gap_metrics(scored.logprobs, own.logprobs, own.token_trajectory)
+    out = {f"gap/{name}": x for name, x in gap.items()}
+    out |= {"learner/logprob_gap": gap.get("mean", math.nan), "learner/max_logprob_gap": gap.get("max", math.nan)}
+    if scored.ref_logprobs is not None:
+        estimate = kl.kl_estimate("k3", scored.logprobs, scored.ref_logprobs)
+        parts = processes.all_gather_json([float(estimate.sum()), len(estimate)])
+        out["learner/ref_kl"] = sum(total for total, _ in parts) / max(sum(count for _, count in parts), 1)
+    return out
+
+
+def _credit(run: Run, learner: Learner, streams: flat.Streams) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Advantages, value targets and where those exist, [K] over all processes; computed alike in each."""
+    k = len(streams.logprobs)
+    if learner.credit is None:
+        return np.ones(k, np.float32), np.zeros(k, np.float32), np.zeros(k, bool)
+    c = run.config
+    trajectories = c.rollout.groups * c.rollout.samples
+    steps = trajectories * (c.budget.max_steps + c.budget.final_answer_step)
+    batch = flat.to_batch(
+        streams,
+        trajectories=trajectories,
+        steps=steps,
+        tokens=steps * c.budget.response_tokens,
+        critic=learner.critic,
+    )
+    credit: Any = jax.device_get(learner.credit(batch))
+    return credit.advantages[:k], credit.value_targets[:k], credit.value_mask[:k]
