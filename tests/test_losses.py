@@ -11,13 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from builders import VOCAB, golden
+from builders import golden
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from agentr1_jax.learner.batch import Reads
 from agentr1_jax.learner.fill import AGGREGATES, aggregate_weights
-from agentr1_jax.learner.logprobs import token_logprobs
 from agentr1_jax.learner.losses import CLIPS, LossConfig, policy_loss, value_loss
 from agentr1_jax.learner.ratios import MINIBATCH_RATIOS, RATIOS, minibatch_log_ratio
 
@@ -257,42 +256,3 @@ def test_numbers_out_of_range_are_errors(names, wrong, wanted):
         with pytest.raises(ValueError, match=f"loss.{name} is {value}; it must be {wanted}$"):
             dataclasses.replace(CONFIG, **{name: value})
     dataclasses.replace(CONFIG, clip_low=0.0, clip_high=0.0, value_coef=0.0, entropy_coef=0.0, kl_coef=0.0, chunk=1)
-
-
-@pytest.mark.parametrize(("reads", "chunk"), [(7, 9), (6, 6), (5, 100), (4, 1)])
-def test_chunked_logprobs_equal_the_whole_softmax(reads, chunk):
-    rng = np.random.default_rng(reads)
-    with jax.enable_x64(True):
-        hidden, head = jnp.asarray(rng.normal(size=(3, reads, 6))), jnp.asarray(rng.normal(size=(6, VOCAB)))
-        target = jnp.asarray(rng.integers(0, VOCAB, (3, reads)))
-        used = jnp.asarray(np.arange(reads) < [[reads], [2], [0]])  # Some chunks hold data, some padding alone.
-        mix = jnp.asarray(rng.normal(size=(2, 3, reads)))
-
-        def chunked(hidden, head):
-            out = jnp.stack(token_logprobs(hidden, target, used, head, temperature=0.7, chunk=chunk))
-            return jnp.sum(out * mix), out
-
-        def whole(hidden, head):
-            logprobs = jax.nn.log_softmax(hidden @ head / 0.7)
-            chosen = jnp.take_along_axis(logprobs, target[..., None], axis=-1)[..., 0]
-            out = jnp.stack([chosen, -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)]) * used
-            return jnp.sum(out * mix), out
-
-        got = jax.jit(jax.grad(chunked, argnums=(0, 1), has_aux=True))(hidden, head)
-        expected = jax.jit(jax.grad(whole, argnums=(0, 1), has_aux=True))(hidden, head)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), got, expected)
-
-
-def test_logits_are_never_whole():
-    """Less memory for smaller chunks: the compiled gradient holds one chunk of logits at a time."""
-    hidden, head = jnp.zeros((1, 64, 4)), jnp.zeros((4, 1000))
-    target, used = jnp.zeros((1, 64), jnp.int32), jnp.ones((1, 64), bool)
-
-    def loss(hidden, chunk):
-        return token_logprobs(hidden, target, used, head, temperature=1.0, chunk=chunk)[0].sum()
-
-    def peak(chunk):
-        compiled = jax.jit(jax.grad(functools.partial(loss, chunk=chunk))).lower(hidden).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    assert peak(4) < peak(64) / 4

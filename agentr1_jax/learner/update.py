@@ -90,7 +90,7 @@ def forward_reads(
         temperature=loss.temperature,
         chunk=loss.chunk,
         mesh=mesh,
-        entropy_gradient=loss.entropy_coef > 0,
+        entropy_gradient=loss.entropy_coef != 0,
     )
     if "value" not in params:
         return logprob, entropy, None

@@ -1,0 +1,331 @@
+"""Times one update on the same trajectories, laid out in rows in four ways, and checks that all have one gradient.
+
+    python -m experiments.bench_learner [--steps=2,4,8,16,32 --json=FILE]
+
+    steps_padded   a row for each step, padded to the longest, as published systems lay them out
+    steps_packed   the same steps, several to a row
+    chains         every trajectory once: a step adds only what its prompt adds to the steps before
+    tree           every group once: its trajectories share their prompt
+
+A group of 8 trajectories, a prompt of 64 tokens, 16 response and 24 observation tokens a step. A last case has a prompt
+8 times as long as what a trajectory adds to it. Rows of a mode are as long as its longest sequence, `tree`'s as its
+group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import app, flags
+from rich.console import Console
+from rich.table import Table
+
+from agentr1_jax.learner import fill
+from agentr1_jax.learner.batch import Batch, to_microbatches
+from agentr1_jax.learner.losses import LossConfig
+from agentr1_jax.learner.optimizer import make_optimizer
+from agentr1_jax.learner.packing import Packing, pack
+from agentr1_jax.learner.update import LearnerState, batch_gradient, init_state, make_update
+from agentr1_jax.policy.config import DecoderConfig
+from agentr1_jax.policy.params import init_params
+from agentr1_jax.policy.sharding import shardings
+from agentr1_jax.runtime.compiles import CompileCounter
+from agentr1_jax.runtime.mesh import global_batch, learner_mesh
+from agentr1_jax.trajectory import Outcome, Step, Trajectory
+
+STEPS = flags.DEFINE_list("steps", ["2", "4", "8", "16", "32"], "steps of a trajectory, for each case")
+ROUNDS = flags.DEFINE_integer("rounds", 3, "times that each mode is run, one after the other in turn")
+UPDATES = flags.DEFINE_integer("updates", 50, "updates of varying batches, to look for recompiles and waiting; 0: none")
+CHECKED = flags.DEFINE_integer("checked_steps", 8, "gradients are compared up to so many steps")
+HIDDEN = flags.DEFINE_integer("hidden", 768, "inner size of the SwiGLU")
+BLOCK = flags.DEFINE_integer("round_to", 8, "rows are a multiple of this many tokens")
+JSON = flags.DEFINE_string("json", "", "file for the figures")
+SEED = flags.DEFINE_integer("seed", 0, "of ids and advantages")
+
+GROUP, PROMPT, RESPONSE, OBSERVATION = 8, 64, 16, 24
+LONG_PROMPT_STEPS, LONG_PROMPT = 4, 8 * (4 * (RESPONSE + OBSERVATION) - OBSERVATION)
+MODES = {"steps_padded": "padded", "steps_packed": "steps", "chains": "chains", "tree": "tree"}
+ROWS = 8
+LOSS = LossConfig(
+    ratio="token",
+    clip="ppo",
+    clip_low=0.2,
+    clip_high=0.28,
+    dual_c=3.0,
+    value_coef=0.5,
+    value_clip=0.5,
+    entropy_coef=0.0,
+    temperature=1.0,
+    chunk=1024,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One mode's batch of one size.
+
+    Attributes:
+      tokens: nodes without padding.
+      batch, count: on the device, and its microbatches.
+      update: compiled for it.
+      peak_bytes: of the compiled program, as the compiler counts them.
+    """
+
+    tokens: int
+    batch: Batch
+    count: np.int32
+    update: Any
+    peak_bytes: int
+
+
+def group_of(steps: int, prompt: int, seed: int, group: int = 0) -> list[Trajectory]:
+    """A group of trajectories with random ids: `steps` steps that append to one shared prompt."""
+    rng = np.random.default_rng((seed, group))
+
+    def ids(count: int) -> np.ndarray:
+        return rng.integers(0, 4096, count).astype(np.int32)
+
+    def trajectory(sample: int) -> Trajectory:
+        context, made = opening, []
+        for _ in range(steps):
+            response = ids(RESPONSE)
+            logprobs = rng.normal(-math.log(4096), 0.1, RESPONSE).astype(np.float32)
+            made.append(Step(context, response, logprobs, reward=0.0))
+            context = np.concatenate([context, response, ids(OBSERVATION)])
+        return Trajectory(
+            uid=f"{group}/{sample}",
+            group=group,
+            sample=sample,
+            task="bench",
+            seed=seed,
+            steps=tuple(made),
+            outcome=Outcome.ENV_DONE,
+        )
+
+    opening = ids(prompt)
+    return [trajectory(sample) for sample in range(GROUP)]
+
+
+def laid_out(trajectories: Sequence[Trajectory], mode: str, row_tokens: int, seed: int) -> tuple[Packing, Any]:
+    """The packing, and its reads with seeded advantages and the weights of a mean over tokens."""
+    layout = pack(trajectories, mode=mode, row_tokens=row_tokens, row_reads=row_tokens, final_reads=False)
+    count = len(layout.token_read)
+    advantages = np.random.default_rng(seed).normal(size=count).astype(np.float32)
+    weights = np.full(count, 1 / count, np.float32)
+    return layout, fill.fill_policy(layout, advantages=advantages, weights=weights)
+
+
+def row_length(trajectories: Sequence[Trajectory], mode: str) -> int:
+    """The longest sequence, or for `tree` the whole group, rounded up."""
+    longest = max(len(s.prompt_ids) + len(s.response_ids) for t in trajectories for s in t.steps)
+    if mode == "tree":
+        longest = pack(trajectories, mode="tree", row_tokens=10**6, row_reads=10**6, final_reads=False).tokens_computed
+    return -(-longest // BLOCK.value) * BLOCK.value
+
+
+class Bench:
+    """The policy, its optimizer and the compiled programs that all cases share."""
+
+    def __init__(self) -> None:
+        self.policy = DecoderConfig(
+            vocab_size=4096, width=256, layers=4, heads=4, kv_heads=2, head_dim=64, hidden=HIDDEN.value
+        )
+        self.mesh = learner_mesh(1, 1, 1, jax.devices()[:1])
+        self.optimizer = make_optimizer(name="adamw", max_grad_norm=1.0, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0)
+        make = functools.partial(init_params, self.policy, jax.random.key(SEED.value))
+        self.layout = shardings(jax.eval_shape(lambda: init_state(make(), self.optimizer)), self.mesh)
+        self.fresh: Callable[[], LearnerState] = jax.jit(
+            lambda: init_state(make(), self.optimizer), out_shardings=self.layout
+        )
+        self.update = make_update(self.policy, LOSS, self.optimizer, self.layout)
+        self.gradient = jax.jit(batch_gradient(self.policy, LOSS, self.mesh))
+        self.rates = {"decoder": np.float32(1e-5)}
+
+    def case(self, trajectories: Sequence[Trajectory], mode: str) -> Case:
+        """Lays a mode's rows out and compiles its update."""
+        layout, reads = laid_out(trajectories, MODES[mode], row_length(trajectories, mode), SEED.value)
+        rows = min(ROWS, layout.rows)
+        count = -(-layout.rows // rows)
+        batch = global_batch(to_microbatches(layout.nodes, reads, microbatches=count, rows=rows), self.mesh)
+        compiled = self.update.lower(self.fresh(), {}, batch, np.int32(count), self.rates).compile()
+        memory = compiled.memory_analysis()
+        peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
+        return Case(layout.tokens_computed, batch, np.int32(count), compiled, peak - memory.alias_size_in_bytes)
+
+
+def timed(bench: Bench, cases: dict[str, Case]) -> dict[str, float]:
+    """Median seconds of an update in each mode, the modes in turn."""
+    seconds: dict[str, list[float]] = {mode: [] for mode in cases}
+    states = {mode: bench.fresh() for mode in cases}
+    for attempt in range(ROUNDS.value + 1):
+        for mode, case in cases.items():
+            jax.block_until_ready(states[mode])
+            begin = time.perf_counter()
+            states[mode], metrics = case.update(states[mode], {}, case.batch, case.count, bench.rates)
+            jax.block_until_ready((states[mode], metrics))
+            if attempt:  # The first touches its memory for the first time.
+                seconds[mode].append(time.perf_counter() - begin)
+    return {mode: float(np.median(x)) for mode, x in seconds.items()}
+
+
+def gradient_error(bench: Bench, cases: dict[str, Case]) -> float:
+    """Largest difference of a gradient from that of `steps_padded`, relative to the largest entry of its leaf."""
+    params = bench.fresh().params
+    grads = {mode: bench.gradient(params, {}, case.batch, case.count)[0] for mode, case in cases.items()}
+    reference = grads.pop(next(iter(grads)))
+
+    def error(one: jax.Array, other: jax.Array) -> float:
+        return float(np.abs(np.asarray(one) - np.asarray(other)).max() / np.abs(np.asarray(other)).max())
+
+    return max(max(jax.tree.leaves(jax.tree.map(error, g, reference))) for g in grads.values())
+
+
+def many_updates(bench: Bench, updates: int) -> dict[str, float]:
+    """Updates of batches of varying size, dispatched ahead with their metrics fetched one late: recompiles, and the
+    share of time in which the device had nothing to do."""
+    rng = np.random.default_rng(SEED.value)
+    state, row_tokens, most = bench.fresh(), 512, 4
+    counter = CompileCounter()
+    ready, sent, late = [], [], None
+    compiled = 0
+
+    def watch(metrics: Any) -> None:
+        jax.block_until_ready(metrics)
+        ready.append(time.perf_counter())
+
+    for i in range(updates):
+        trajectories = [
+            t for g in range(rng.integers(1, most + 1)) for t in group_of(int(rng.integers(1, 12)), PROMPT, i, g)
+        ]
+        layout, reads = laid_out(trajectories, "chains", row_tokens, i)
+        batch = to_microbatches(layout.nodes, reads, microbatches=most, rows=ROWS)
+        batch, count = global_batch(batch, bench.mesh), np.int32(-(-layout.rows // ROWS))
+        sent.append(time.perf_counter())
+        state, metrics = bench.update(state, {}, batch, count, bench.rates)
+        watcher = threading.Thread(target=watch, args=(metrics,))
+        watcher.start()
+        if late is not None:
+            late.join()
+        late = watcher
+        compiled = counter.count if i == 1 else compiled
+    assert late is not None
+    late.join()
+    idle = sum(max(0.0, after - before) for before, after in zip(ready[1:], sent[2:], strict=False))
+    return {
+        "updates": updates,
+        "recompiles": counter.count - compiled,
+        "idle_share": idle / (ready[-1] - ready[1]),
+    }
+
+
+def main(argv: Sequence[str]) -> None:
+    """All cases, a table, and the figures as JSON."""
+    del argv
+    bench, console = Bench(), Console()
+    modes: dict[str, dict[int, dict[str, float]]] = {mode: {} for mode in MODES}
+    errors = []
+    for steps in map(int, STEPS.value):
+        trajectories = group_of(steps, PROMPT, SEED.value)
+        cases = {mode: bench.case(trajectories, mode) for mode in MODES}
+        if steps <= CHECKED.value:
+            errors.append(gradient_error(bench, cases))
+        for mode, seconds in timed(bench, cases).items():
+            case = cases[mode]
+            modes[mode][steps] = {
+                "seconds": seconds,
+                "tokens_computed": case.tokens,
+                "peak_bytes": case.peak_bytes,
+            }
+        console.print(f"{steps} steps: " + ", ".join(f"{m} {modes[m][steps]['seconds']:.3f} s" for m in MODES))
+    long_cases = group_of(LONG_PROMPT_STEPS, LONG_PROMPT, SEED.value)
+    cases = {mode: bench.case(long_cases, mode) for mode in ("chains", "tree")}
+    errors.append(gradient_error(bench, cases))
+    seconds = timed(bench, cases)
+    figures = {
+        "modes": modes,
+        "speedup_chains_vs_steps_padded": ratios(modes, "steps_padded", "chains", "seconds"),
+        "speedup_chains_vs_steps_packed": ratios(modes, "steps_packed", "chains", "seconds"),
+        "token_ratio": ratios(modes, "steps_packed", "chains", "tokens_computed"),
+        "padded_token_ratio": {steps: float(steps) for steps in modes["chains"]},
+        "growth_exponent": growth(modes["chains"]),
+        "max_relative_gradient_error": max(errors),
+        "long_prompt": {
+            "prompt": LONG_PROMPT,
+            "steps": LONG_PROMPT_STEPS,
+            "seconds": seconds,
+            "tokens_computed": {mode: case.tokens for mode, case in cases.items()},
+            "speedup_tree_vs_chains": seconds["chains"] / seconds["tree"],
+            "token_ratio": cases["chains"].tokens / cases["tree"].tokens,
+        },
+    }
+    if UPDATES.value:
+        figures["many_updates"] = many_updates(bench, UPDATES.value)
+    show(console, figures)
+    if JSON.value:
+        with open(JSON.value, "w", encoding="utf-8") as out:
+            json.dump(figures, out, indent=2)
+
+
+def ratios(modes: dict[str, Any], above: str, below: str, what: str) -> dict[int, float]:
+    """Quotient of two modes for each number of steps."""
+    return {steps: modes[above][steps][what] / modes[below][steps][what] for steps in modes[below]}
+
+
+def growth(chains: dict[int, dict[str, float]]) -> float | None:
+    """Exponent of seconds over steps from 4 to the most; None without both."""
+    sizes = [steps for steps in chains if steps >= 4]
+    if len(sizes) < 2:
+        return None
+    first, last = min(sizes), max(sizes)
+    return math.log(chains[last]["seconds"] / chains[first]["seconds"]) / math.log(last / first)
+
+
+def show(console: Console, figures: dict[str, Any]) -> None:
+    """The figures as tables."""
+    modes = figures["modes"]
+    table = Table(title="one update: seconds (tokens computed, peak MiB)")
+    for column in ("steps", *MODES):
+        table.add_column(column, justify="right")
+    for steps in modes["chains"]:
+        cells = [modes[mode][steps] for mode in MODES]
+        table.add_row(
+            str(steps),
+            *(f"{c['seconds']:.3f} ({c['tokens_computed']:,}, {c['peak_bytes'] / 2**20:,.0f})" for c in cells),
+        )
+    console.print(table)
+    table = Table(title="chains against steps: seconds, tokens, their quotient")
+    for column in ("steps", "padded", "tokens", "quotient", "packed", "tokens", "quotient"):
+        table.add_column(column, justify="right")
+    for steps in modes["chains"]:
+        row = []
+        for kind, tokens in (("padded", "padded_token_ratio"), ("packed", "token_ratio")):
+            speedup, ratio = figures[f"speedup_chains_vs_steps_{kind}"][steps], figures[tokens][steps]
+            row += [f"{speedup:.2f}", f"{ratio:.2f}", f"{speedup / ratio:.2f}"]
+        table.add_row(str(steps), *row)
+    console.print(table)
+    long = figures["long_prompt"]
+    console.print(
+        f"chains grow as steps^{figures['growth_exponent'] or math.nan:.2f}; gradients differ by at most "
+        f"{figures['max_relative_gradient_error']:.1e}; prompt of {long['prompt']}: tree is "
+        f"{long['speedup_tree_vs_chains']:.2f} times as fast as chains, tokens {long['token_ratio']:.2f}, quotient "
+        f"{long['speedup_tree_vs_chains'] / long['token_ratio']:.2f}"
+    )
+    if "many_updates" in figures:
+        console.print(
+            "updates of varying batches: {updates}, recompiles {recompiles}, device idle {idle_share:.3f}".format(
+                **figures["many_updates"]
+            )
+        )
+
+
+if __name__ == "__main__":
+    app.run(main)
