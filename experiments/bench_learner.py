@@ -39,6 +39,7 @@ from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.params import init_params
 from agentr1_jax.policy.sharding import shardings
 from agentr1_jax.runtime.compiles import CompileCounter
+from agentr1_jax.runtime.memory import use_huge_pages
 from agentr1_jax.runtime.mesh import global_batch, learner_mesh
 from agentr1_jax.trajectory import Outcome, Step, Trajectory
 
@@ -328,4 +329,5 @@ def show(console: Console, figures: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    use_huge_pages()
     app.run(main)

@@ -38,6 +38,7 @@ from agentr1_jax.rollout.engine import Engine
 from agentr1_jax.rollout.runner import Group, run_groups
 from agentr1_jax.rollout.sampling import Sampling
 from agentr1_jax.runtime.compiles import CompileCounter
+from agentr1_jax.runtime.memory import use_huge_pages
 from agentr1_jax.runtime.mesh import learner_mesh
 from agentr1_jax.trajectory import Outcome
 
@@ -266,4 +267,5 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    use_huge_pages()
     app.run(main)

@@ -29,6 +29,7 @@ from agentr1_jax.runtime import processes
 from agentr1_jax.runtime.checkpoint import Checkpoints
 from agentr1_jax.runtime.compiles import CompileCounter
 from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.runtime.memory import use_huge_pages
 from agentr1_jax.runtime.metrics import MetricsWriter, read_metrics
 from agentr1_jax.runtime.profile import parse_updates, profiled
 from agentr1_jax.runtime.progress import progress
@@ -356,4 +357,5 @@ def step_advantages(trajectory: Trajectory) -> list[np.ndarray]:
 
 
 if __name__ == "__main__":
+    use_huge_pages()
     configs.run_main(main)

@@ -48,4 +48,6 @@ else
   environment_is_ready "$venv" || make_environment "$venv" "$python"
   VENV_PYTHON=$PWD/$venv/bin/python
 fi
+# Large arrays in huge pages (agentr1_jax/runtime/memory.py); a setting of the user's own stands.
+export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"
 export VENV_PYTHON

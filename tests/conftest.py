@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")  # Else programs under test start twice.
 
 import beartype
 import hypothesis

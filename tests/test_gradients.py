@@ -78,7 +78,7 @@ def grid_gradient(policy):
 @pytest.mark.parametrize("critic", [False, True])
 @pytest.mark.parametrize("context", CONTEXTS_OF_GRID)
 def test_packing_changes_no_loss_and_no_gradient(context, critic):
-    """Every ratio x clip (x aggregate, dealt over them), in double precision, with KL, correction and bootstrap reads."""
+    """Every ratio x clip in double precision, with KL, correction, bootstrap; the aggregates are dealt over them."""
     cases = [example(context, aggregate) for aggregate in AGGREGATES]
     single = parameters(critic)
     with jax.enable_x64(True):

@@ -109,7 +109,7 @@ def test_a_tree_computes_every_prefix_once(trajectories):
         {(i, *ids[: n + 1]) for s in t.steps for ids in [[*s.prompt_ids, *s.response_ids]] for n in range(len(ids))}
         for i, t in enumerate(trajectories)
     ]
-    row = (64 * LONGEST, 200)  # A prefix of one id ties trees together only where rows are short.
+    row = (64 * LONGEST, 200)
     roots = {p[1] for own in prefixes for p in own if len(p) == 2}
     tree = packed(trajectories, "tree", (64, 64), final_reads=False)
     distinct = len({p[1:] for own in prefixes for p in own})
@@ -199,7 +199,7 @@ def test_padded_rows_hold_one_step_each():
 
 def test_a_prefix_too_short_to_matter_does_not_tie_trees_together():
     """Rows fill better where first-fit may place each by itself; here 1 token of 128 is shared."""
-    sizes = (80, 100, 48, 28)
+    sizes = (80, 90, 48, 38)
     made = [of_steps(([1], [2 + i] * (n - 1)), uid=f"test/0/{i}") for i, n in enumerate(sizes)]
     assert packed(made, "tree", (128, 128)).rows == 2
     assert packed(made, "tree", (128, 128)).tokens_computed == sum(sizes)

@@ -29,8 +29,8 @@ from agentr1_jax.trajectory import Trajectory
 
 MODES = ("padded", "steps", "chains", "tree")
 
-WORTH_SHARING = 1 / 64
-"""A prefix shorter than this share of a row does not tie trees together: first-fit gains more by their freedom."""
+WORTH_SHARING = 1 / 32
+"""A prefix that is a smaller share of a chain does not tie it to others: first-fit gains more by its freedom."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +154,7 @@ def _pieces(
     number, tokens_used, reads_used = -1, 0, 0
     for a, b in itertools.pairwise([*begins, len(length)]):
         chain_reads = int(reads[a:b].sum())
-        worth = together and a and shared[a] >= WORTH_SHARING * row_tokens
+        worth = together and a and shared[a] >= WORTH_SHARING * length[b - 1]
         fits = tokens_used + length[b - 1] - shared[a] <= row_tokens and reads_used + chain_reads <= row_reads
         if worth and fits:
             piece[a:b] = number
