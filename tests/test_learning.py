@@ -1,0 +1,502 @@
+"""The learning half of the circle: what it drops, how it fills its updates, and what must not change them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+import tiny
+from builders import LONGEST, VOCAB, trajectory, with_logprobs
+from examples import POLICY, WIDE, check_close, parameters, scores
+
+from agentr1_jax.learner.packing import MODES
+from agentr1_jax.learner.update import init_state
+from agentr1_jax.policy.sharding import shardings
+from agentr1_jax.runtime.compiles import CompileCounter
+from agentr1_jax.trajectory import Outcome, read_jsonl, write_jsonl
+from configs import base
+from experiments import build, learning
+from experiments.circle import Run
+
+SMALL = {
+    "rollout.groups": 4,
+    "rollout.samples": 2,
+    "rollout.temperature": 0.8,
+    "budget.max_steps": 4,
+    "budget.response_tokens": 4,
+    "learner.row_tokens": LONGEST,
+    "learner.row_reads": 20,
+    "learner.rows": 4,
+    "loss.chunk": 16,
+    "optimizer.name": "sgd",
+    "optimizer.max_grad_norm": 0.0,
+    "warm_start.batch": 8,
+}
+ADAM = {"optimizer.name": "adamw"}
+EVERYTHING = {
+    "critic": "shared_trunk",
+    "credit.name": "step_gae",
+    "loss.ratio": "trajectory",
+    "kl.kind": "k3",
+    "kl.coef": 0.01,
+    "learner.old_logprobs": "learner",
+    "correction.kind": "tis_token",
+}
+CAPO = {"loss.ratio": "capo"}
+TWICE = {"learner.minibatches": 2, "learner.epochs": 2}
+RATES = {"decoder": 0.02, "value": 0.02}
+MICROBATCHES = 10
+"""So many of four rows hold a batch in any mode: all modes share their programs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """A run that has no rollout half, its learner, and a function that makes a fresh state."""
+
+    run: Run
+    learner: learning.Learner
+    fresh: Any
+    wide: bool
+
+    def learn(self, trajectories, state=None, kl_coef=0.0, **programs):
+        """(new state, metrics, trajectories), with other programs in the learner where they are given."""
+        learner = dataclasses.replace(self.learner, **programs)
+        with jax.enable_x64(self.wide):
+            state = self.fresh() if state is None else state
+            rates = {part: RATES[part] for part in state.params}
+            state, pending, out = learning.learn(self.run, learner, state, trajectories, rates, kl_coef)
+            return state, pending.result(), out
+
+    def under(self, changes):
+        """The same programs under a config in which only what they do not depend on is changed."""
+        config = self.run.config.copy_and_resolve_references()
+        config.update_from_flattened_dict(changes)
+        return dataclasses.replace(self, run=dataclasses.replace(self.run, config=config))
+
+
+def make(changes, *, wide=False, make_learner=learning.reinforced, **shape):
+    """All who ask for the same config share its programs."""
+    return _made(tuple(sorted({**SMALL, **changes, **shape}.items())), wide, make_learner)
+
+
+@functools.cache
+def _made(settings, wide, make_learner):
+    config = base.get_config().unlock()
+    config.update_from_flattened_dict(dict(settings))
+    mesh, none = tiny.mesh(), None
+    run = Run(config.lock(), none, none, none, WIDE if wide else POLICY, {}, none, mesh, none, none)
+    optimizer = build.optimizer_of(config)
+
+    def fresh():
+        params = parameters(config.critic != "none")
+        copies = jax.tree.map(lambda x: jnp.array(x, jnp.float64 if wide else x.dtype), params)
+        state = init_state(copies, optimizer)
+        return jax.device_put(state, shardings(state, mesh))
+
+    with jax.enable_x64(wide):
+        state = fresh()
+        layout = shardings(state, mesh)
+        if make_learner is learning.supervised:
+            learner = learning.supervised(run, optimizer, layout)
+        else:
+            start = None if config.kl.kind == "none" else state.params["decoder"]
+            learner = learning.reinforced(run, optimizer, layout, start)
+    capacity = MICROBATCHES * 4 // config.learner.rows
+    return Made(run, dataclasses.replace(learner, microbatches=capacity), fresh, wide)
+
+
+def batch(seed=0, context="append"):
+    """Eight trajectories of four groups, ended and cut."""
+    rng = np.random.default_rng(seed)
+    cuts = (None, "steps", "response", None)
+    return [
+        trajectory(
+            rng,
+            rng.integers(1, 5, rng.integers(1, 5)).tolist(),
+            context=context,
+            cut=cuts[(group + sample) % 4],
+            group=group,
+            sample=sample,
+        )
+        for group in range(4)
+        for sample in range(2)
+    ]
+
+
+@functools.cache
+def exact(seed=0, context="append"):
+    """The batch with the log-probs of the parameters that training starts from."""
+    made = batch(seed, context)
+    return with_logprobs(made, scores(made)[0])
+
+
+def recording(update, seen):
+    """The update; it notes in `seen` the parameters and the batch that it was given."""
+
+    def recorded(state, frozen, batch, count, rates):
+        seen.append(jax.device_get((state.params, batch)))
+        return update(state, frozen, batch, count, rates)
+
+    return recorded
+
+
+def stream(reads, name):
+    """A field of the sampled tokens, in (trajectory, step, token) order."""
+    on = reads.is_action
+    return getattr(reads, name)[on][np.argsort(reads.step[on], kind="stable")]
+
+
+def sampled(trajectories):
+    """Log-probs, step and trajectory of the sampled tokens."""
+    steps = [(i, s) for i, t in enumerate(trajectories) for s in t.steps]
+    sizes = [len(s.response_ids) for _, s in steps]
+    logprobs = np.concatenate([s.logprobs for _, s in steps]).astype(np.float64)
+    return logprobs, np.repeat(np.arange(len(steps)), sizes), np.repeat([i for i, _ in steps], sizes)
+
+
+def slow_logprobs(params, trajectories):
+    """Log-probs of the sampled tokens by one forward pass of each step alone, in double precision."""
+    steps = [s for t in trajectories for s in t.steps]
+    with jax.enable_x64(True):
+        ids = [np.concatenate([s.prompt_ids, s.response_ids]) for s in steps]
+        logits = tiny.full_logits(WIDE, params["decoder"], ids, LONGEST)
+    out = []
+    for s, row in zip(steps, logits, strict=True):
+        own = tiny.log_softmax(row[len(s.prompt_ids) - 1 : -1] / SMALL["rollout.temperature"])
+        out.append(own[np.arange(len(s.response_ids)), s.response_ids])
+    return np.concatenate(out)
+
+
+def check_equal(one, other):
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(one), jax.device_get(other))
+
+
+def with_step(t, number, **changes):
+    steps = list(t.steps)
+    steps[number] = dataclasses.replace(steps[number], **changes)
+    return dataclasses.replace(t, steps=tuple(steps))
+
+
+def bad(**changes):
+    """A trajectory with one wrong step."""
+    return with_step(trajectory(np.random.default_rng(0), [2, 2], group=7), 1, **changes)
+
+
+def of_size(prompt, response):
+    """Ids and log-probs of a step of these lengths."""
+    ids = np.zeros(max(prompt, response), np.int32)
+    return {"prompt_ids": ids[:prompt], "response_ids": ids[:response], "logprobs": np.zeros(response, np.float32)}
+
+
+MALFORMED = {
+    "no step": (dataclasses.replace(bad(), steps=()), "no step"),
+    "no response": (bad(**of_size(4, 0)), "a step without prompt or response tokens"),
+    "no prompt": (bad(**of_size(0, 2)), "a step without prompt or response tokens"),
+    "NaN reward": (bad(reward=float("nan")), "its reward is nan"),
+    "infinite reward": (bad(reward=float("inf")), "its reward is inf"),
+    "huge reward": (bad(reward=1e39), "its reward is 1e.39"),
+    "-inf log-prob": (bad(logprobs=np.float32([-1, -np.inf])), "step 1 has a log-prob that is not finite"),
+    "NaN log-prob": (bad(logprobs=np.float32([np.nan, -1])), "step 1 has a log-prob that is not finite"),
+    "missing log-prob": (bad(logprobs=np.float32([-1])), "step 1 has 1 log-probs for 2 response tokens"),
+    "long step": (bad(**of_size(LONGEST, 1)), "which do not fit a row"),
+    "long response": (bad(**of_size(4, 21)), "which do not fit a row"),
+}
+
+
+@pytest.mark.parametrize("name", list(MALFORMED))
+def test_a_malformed_trajectory_is_dropped_and_the_others_are_trained_as_if_it_had_never_been(name, caplog):
+    made, good = make(ADAM), exact()
+    (t, fault) = MALFORMED[name]
+    t = dataclasses.replace(t, uid="the/bad/one", group=0)
+    usable, dropped, malformed = learning.sift(made.run, [*good[:3], t, *good[3:]], critic=False)
+    assert usable == good and dropped == [t] and malformed == 1
+    (warning,) = [r.getMessage() for r in caplog.records]
+    assert warning.startswith("trajectory the/bad/one is dropped: ")
+    assert pytest.importorskip("re").search(fault, warning)
+    expected, metrics, _ = made.learn(good)
+    got, with_bad, out = made.learn([*good[:3], t, *good[3:]])
+    check_equal(got, expected)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get(got.params)))
+    assert with_bad == metrics | {"batch/dropped": 1, "batch/malformed": 1}
+    assert out[-1] is t and [o.uid for o in out[:-1]] == [g.uid for g in good]
+    assert all(len(o.info["advantages"]) == len(o.steps) for o in out[:-1])
+
+
+@pytest.mark.parametrize("outcome", [Outcome.TOOL_FAILURE, Outcome.ENV_FAILURE, Outcome.ENGINE_FAILURE, Outcome.STALE])
+def test_what_an_outcome_drops_is_no_malformed_trajectory(outcome, caplog):
+    made, good = make(ADAM), exact()
+    failed = dataclasses.replace(bad(reward=None, logprobs=np.float32([np.nan, np.nan])), outcome=outcome)
+    unborn = dataclasses.replace(failed, steps=())
+    assert learning.sift(made.run, [failed, *good, unborn], critic=True) == (good, [failed, unborn], 0)
+    assert not caplog.records
+
+
+def test_what_only_a_programmer_can_mend_is_an_error():
+    made = make(ADAM)
+    cut = dataclasses.replace(bad(), uid="the/cut/one", outcome=Outcome.MAX_STEPS)
+    assert learning.sift(made.run, [cut], critic=False) == ([cut], [], 0)
+    with pytest.raises(ValueError, match=r"the/cut/one was cut \(max_steps\) without final_prompt_ids.*finish\(\)"):
+        learning.sift(made.run, [cut], critic=True)
+    with pytest.raises(ValueError, match=r"\(answered\): steps \[1\] have no reward"):
+        learning.sift(made.run, [bad(reward=None)], critic=False)
+
+
+def test_a_final_prompt_that_fits_no_row_is_malformed_for_a_critic_alone():
+    made = make(ADAM)
+    cut = dataclasses.replace(bad(), outcome=Outcome.MAX_STEPS, final_prompt_ids=np.zeros(LONGEST + 1, np.int32))
+    assert learning.sift(made.run, [cut], critic=False) == ([cut], [], 0)
+    assert learning.sift(made.run, [cut], critic=True) == ([], [cut], 1)
+
+
+def test_what_was_dropped_can_be_written_down(tmp_path):
+    """The run writes all that `learn` returns."""
+    _, _, out = make(ADAM).learn([t for t, _ in MALFORMED.values()])
+    assert len(out) == len(MALFORMED)
+    write_jsonl(tmp_path / "t.jsonl.gz", out)
+    assert len(list(read_jsonl(tmp_path / "t.jsonl.gz"))) == len(out)
+
+
+@pytest.mark.parametrize("trajectories", [[], [t for t, _ in MALFORMED.values()]], ids=["empty", "all malformed"])
+@pytest.mark.parametrize("changes", [ADAM, EVERYTHING], ids=["plain", "everything"])
+def test_a_batch_of_nothing_changes_nothing(trajectories, changes):
+    made = make(changes, wide=changes is EVERYTHING)
+    state, _, _ = made.learn(exact())
+    before = jax.device_get(state)
+    for run in (made, made.under(TWICE)):
+        state, metrics, out = run.learn(trajectories, state)
+        check_equal(state, before)
+        count = len(trajectories)
+        assert metrics == {"batch/dropped": count, "batch/malformed": count} and out == trajectories
+
+
+def test_a_minibatch_of_nothing_is_no_update():
+    """Neither Adam's momentum nor the count of updates may move for it."""
+    made, (one, *rest) = make(ADAM), exact()
+    state, _, _ = made.learn([one, *rest])
+    kept = jax.device_get(state)
+    expected, _, _ = made.under({"learner.epochs": 2}).learn([one], state)
+    got, metrics, _ = made.under(TWICE).learn([one, bad(reward=float("nan"))], jax.device_put(kept))
+    check_equal(got, expected)
+    assert int(got.updates) == 3 and metrics["batch/trajectories"] == 1
+
+
+def test_metrics_of_several_updates_are_joined():
+    updates = [
+        {"loss": 1.0, "logprob_gap": 0.5, "max_logprob_gap": 3.0, "max_ratio": 1.0, "skipped": 0, "skipped_in_a_row": 1},
+        {"loss": 4.0, "logprob_gap": 1.5, "max_logprob_gap": 9.0, "max_ratio": 5.0, "skipped": 2, "skipped_in_a_row": 0},
+        {"loss": 4.0, "logprob_gap": 2.5, "max_logprob_gap": 1.0, "max_ratio": 2.0, "skipped": 3, "skipped_in_a_row": 0},
+    ]
+    assert learning.Pending({"batch/steps": 7.0, "learner/ref_kl": 0.25}, updates).result() == {
+        "learner/loss": 3.0,
+        "learner/logprob_gap": 0.5,
+        "learner/max_logprob_gap": 3.0,
+        "learner/max_ratio": 5.0,
+        "learner/skipped": 3.0,
+        "learner/skipped_in_a_row": 0.0,
+        "batch/steps": 7.0,
+        "learner/ref_kl": 0.25,
+    }
+    assert learning.Pending({"batch/dropped": 2.0}, []).result() == {"batch/dropped": 2.0}
+
+
+def test_the_gap_is_that_of_the_first_update():
+    made, trajectories = make(CAPO, wide=True).under(TWICE), batch()
+    _, metrics, _ = made.learn(trajectories)
+    gap = np.abs(scores(trajectories)[0] - sampled(trajectories)[0])[sampled(trajectories)[2] < 4]
+    np.testing.assert_allclose(metrics["learner/logprob_gap"], gap.mean(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["learner/max_logprob_gap"], gap.max(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "score", "log_ratio", "critic"),
+    [
+        ({}, False, False, False),
+        ({"learner.old_logprobs": "learner"}, True, False, False),
+        ({"credit.name": "token_gae", "critic": "shared_trunk"}, True, False, True),
+        ({"critic": "shared_trunk"}, False, False, False),
+        ({"kl.kind": "k2"}, True, False, False),
+        ({"kl.kind": "k1", "kl.where": "reward"}, True, False, False),
+        ({"loss.ratio": "trajectory"}, False, True, False),
+        ({"loss.ratio": "capo", "loss.clip": "none"}, False, False, False),
+        ({"loss.ratio": "step"}, False, False, False),
+    ],
+)
+def test_a_learner_has_the_programs_that_its_config_needs(changes, score, log_ratio, critic):
+    learner = make(changes).learner
+    assert (learner.score is not None, learner.log_ratio is not None, learner.critic) == (score, log_ratio, critic)
+    assert (learner.reference is not None) == ("kl.kind" in changes) and learner.credit is not None
+
+
+def test_demonstrations_are_learned_by_cross_entropy_whatever_rl_will_do():
+    made = make(EVERYTHING, make_learner=learning.supervised)
+    assert made.learner.score is made.learner.log_ratio is made.learner.credit is None
+    shown = batch()
+    shown = with_logprobs(shown, np.zeros_like(scores(shown)[0]))
+    state, metrics, out = made.learn(shown)
+    logprob = scores(shown)[0]
+    np.testing.assert_allclose(metrics["learner/loss"], -logprob.mean(), rtol=1e-5)
+    assert metrics["learner/tokens"] == len(logprob) and not {"learner/kl_loss", "gap/mean"} & set(metrics)
+    check_equal(state.params["value"], parameters()["value"])
+    assert {a for t in out for step in t.info["advantages"] for a in step} == {1.0}
+    assert made.learn(shown, state)[1]["learner/loss"] < metrics["learner/loss"]
+
+
+def test_kl_in_the_loss_is_0_at_the_reference_and_positive_elsewhere():
+    made = make(EVERYTHING, wide=True)
+    state, metrics, _ = made.learn(batch())
+    assert abs(metrics["learner/kl_loss"]) < 1e-12 and abs(metrics["learner/ref_kl"]) < 1e-12
+    params = jax.device_get(state.params)
+    _, metrics, _ = made.learn(batch(), state)
+    logprob, start = slow_logprobs(params, batch()), slow_logprobs(parameters(), batch())
+    k3 = np.mean(np.exp(start - logprob) - 1 + logprob - start)
+    assert k3 > 1e-6
+    np.testing.assert_allclose(metrics["learner/ref_kl"], k3, rtol=1e-5)
+    np.testing.assert_allclose(metrics["learner/kl_loss"], k3, rtol=1e-5)
+
+
+def test_kl_in_the_reward_is_a_reward_of_tokens():
+    rl = EVERYTHING | {"credit.name": "token_gae", "kl.kind": "k1", "kl.where": "reward", "loss.ratio": "token"}
+    made, seen, trajectories = make(rl, wide=True), [], batch()
+
+    def credit(streams):
+        seen.append(streams)
+        return made.learner.credit(streams)
+
+    def no_update(state, frozen, batch, count, rates):
+        assert batch.reads.ref_logprob is None, "it would be in the loss, too"
+        return state, {"loss": jnp.zeros(())}
+
+    other = {"decoder": tiny.decoder_params(POLICY, seed=5)}
+    with jax.enable_x64(True):
+        reference = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), other["decoder"])
+    _, metrics, _ = made.learn(trajectories, kl_coef=0.3, credit=credit, update=no_update, reference=reference)
+    x = slow_logprobs(parameters(), trajectories) - slow_logprobs(other, trajectories)
+    assert np.abs(x).max() > 1
+    np.testing.assert_allclose(seen[0].token_rewards[: len(x)], -0.3 * x, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(metrics["learner/ref_kl"], np.mean(np.exp(-x) - 1 + x), rtol=1e-5)
+    owed = [t.total_reward for t in trajectories] - 0.3 * np.bincount(sampled(trajectories)[2], x)
+    np.testing.assert_allclose(seen[0].outcome[: len(owed)], owed, rtol=1e-5, atol=1e-5)
+
+
+def test_recomputed_log_probs_are_the_centre_of_the_ratio_whatever_the_sampler_said():
+    made, trajectories = make(EVERYTHING, wide=True), batch()
+    _, metrics, _ = made.learn(trajectories)
+    for name, value in {"ratio": 1, "max_ratio": 1, "clip_fraction": 0, "approx_kl": 0}.items():
+        assert abs(metrics[f"learner/{name}"] - value) < 1e-9, name
+    d = slow_logprobs(parameters(), trajectories) - sampled(trajectories)[0]
+    for name in ("gap/mean", "learner/logprob_gap"):
+        np.testing.assert_allclose(metrics[name], np.abs(d).mean(), rtol=1e-5)
+    for name in ("gap/max", "learner/max_logprob_gap"):
+        np.testing.assert_allclose(metrics[name], np.abs(d).max(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["gap/k1"], -d.mean(), rtol=1e-5)
+    assert metrics["gap/nonfinite"] == 0
+
+
+@pytest.mark.parametrize(("kind", "unit"), [("tis_token", "trajectory"), ("mask_sequence", "step")])
+def test_the_correction_is_a_weight_of_each_tokens_policy_loss(kind, unit):
+    """The step with wrong sampler's log-probs is the one with right ones and advantages that are so weighted."""
+    made = make(EVERYTHING, wide=True).under({"correction.kind": kind, "correction.unit": unit, "correction.cap": 1.5})
+    right, rng = exact(), np.random.default_rng(0)
+    logprob, step, _ = sampled(right)
+    d = rng.uniform(-1.5, 1.5, len(logprob))
+    mean = (np.bincount(step, d) / np.bincount(step))[step]
+    factor = np.minimum(np.exp(d), 1.5) if kind == "tis_token" else 1.0 * (np.abs(mean) <= np.log(2))
+    assert len(np.unique(factor)) > 1
+
+    def weighted(streams):
+        credit = made.learner.credit(streams)
+        factors = np.pad(factor, (0, len(credit.advantages) - len(factor))).astype(np.float32)
+        return dataclasses.replace(credit, advantages=credit.advantages * factors)
+
+    got, _, _ = made.learn(with_logprobs(right, logprob - d))
+    expected, _, _ = made.learn(right, credit=weighted)
+    unweighted, _, _ = made.learn(right)
+    moved, wanted, other = (
+        jax.tree.map(lambda new, old: np.asarray(new) - np.asarray(old), state.params, parameters())
+        for state in (got, expected, unweighted)
+    )
+    check_close(moved, wanted, 1e-5)
+    with pytest.raises(AssertionError):
+        check_close(moved["decoder"], other["decoder"], 1e-2)
+
+
+@pytest.mark.parametrize("changes", [EVERYTHING, CAPO], ids=["trajectory", "capo"])
+def test_ratios_of_a_minibatch_in_every_update_of_two_passes(changes):
+    """Each update's loss, by loops over the log-probs that a slow forward pass finds for its parameters."""
+    made, trajectories, seen, advantages, losses = make(changes, wide=True), exact(), [], [], []
+
+    def credit(streams):
+        advantages.append(np.asarray((found := made.learner.credit(streams)).advantages))
+        return found
+
+    def update(*args):
+        state, metrics = recording(made.learner.update, seen)(*args)
+        losses.append(metrics)
+        return state, metrics
+
+    made.under(TWICE).learn(trajectories, credit=credit, update=update)
+    assert len(losses) == 4
+    old, _, owner = sampled(trajectories)
+    changed = 0
+    for i, ((params, _), metrics) in enumerate(zip(seen, losses, strict=True)):
+        part = trajectories[:4] if i % 2 == 0 else trajectories[4:]
+        mine = (owner < 4) == (i % 2 == 0)
+        new = slow_logprobs(params, part)
+        units = sampled(part)[1:]
+        expected, _ = reference.policy_loss(
+            *(changes["loss.ratio"], "ppo", new, old[mine], advantages[0][: len(owner)][mine], *units),
+            **{"low": 0.2, "high": 0.2, "c": 3.0, "tau": (1.0, 1.0)},
+        )
+        np.testing.assert_allclose(metrics["policy_loss"], np.mean(expected), atol=1e-5)
+        changed += not np.isclose(np.mean(expected), -np.mean(advantages[0][: len(owner)][mine]), atol=1e-3)
+    assert changed >= 2, "no ratio moved"
+
+
+def moved(made, trajectories):
+    """What all updates on a batch changed, and its metrics."""
+    state, metrics, _ = made.under(TWICE).learn(trajectories)
+    assert int(state.updates) == 4
+    with jax.enable_x64(True):
+        start = made.fresh().params
+    return jax.tree.map(lambda new, old: np.asarray(new) - np.asarray(old), state.params, start), metrics
+
+
+@pytest.mark.parametrize("changes", [EVERYTHING, CAPO], ids=["everything", "capo"])
+@pytest.mark.parametrize("context", ["append", "mixed"])
+def test_layout_changes_nothing(changes, context):
+    """Packing mode, microbatches, padding and order, over two passes of two minibatches; in double precision."""
+    made, trajectories = make(changes, wide=True), batch(1, context)
+    expected, metrics = moved(made, trajectories)
+    others = [made.under({"learner.packing": mode}) for mode in MODES]
+    others.append(make(changes | {"learner.rows": 2, "learner.row_tokens": LONGEST + 11}, wide=True))
+    for other in others:
+        got, other_metrics = moved(other, trajectories)
+        check_close(got, expected, 1e-9)
+        for name, x in metrics.items():
+            if name.startswith(("learner", "gap")):
+                np.testing.assert_allclose(other_metrics[name], x, rtol=1e-9, atol=1e-12, err_msg=name)
+    shuffled = [trajectories[i] for i in np.random.default_rng(0).permutation(len(trajectories))]
+    # Credit is computed in single precision; sums of eighths, which are all that GRPO needs, are exact in it.
+    check_close(moved(made, shuffled)[0], expected, 1e-9 if changes is CAPO else 1e-5)
+
+
+def test_batches_of_any_kind_and_size_run_the_same_programs():
+    made, counter = make(EVERYTHING, wide=True), CompileCounter()
+    state, rng, contexts = None, np.random.default_rng(0), ("append", "window", "rewrite", "branch", "mixed")
+    for update in range(50):
+        trajectories = batch(update, contexts[update % 5])[: rng.integers(0, 9) if update > 1 else 8]
+        if update % 7 == 3:
+            trajectories = [bad(reward=float("inf")), *trajectories]
+        state, metrics, _ = made.learn(trajectories, state)
+        if update == 1:
+            compiled = counter.count
+    assert counter.count == compiled
+    programs = (made.learner.update, made.learner.score, made.learner.log_ratio, made.learner.credit)
+    assert [program._cache_size() for program in programs] == [1] * 4
+    assert int(state.skipped) == 0 and all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get(state.params)))
