@@ -33,7 +33,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.learner.row_tokens = 320
     c.learner.row_reads = 256
     c.learner.rows = 4
-    c.loss.chunk = 128
+    c.loss.chunk = 512
     c.critic = "shared_trunk"
     c.credit.name = "step_gae"
     c.credit.args.lam = 0.95

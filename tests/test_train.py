@@ -141,6 +141,51 @@ def test_a_stopped_run_goes_on_bit_for_bit_where_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_run_with_every_part_of_the_learner_goes_on_where_it_was(tmp_path: Path) -> None:
+    """The adapted coefficient of the KL and the policy it is measured to are those of a run that never stopped."""
+    run, straight = tmp_path / "run", tmp_path / "straight"
+    parts = {
+        "critic": "shared_trunk",
+        "credit__name": "step_gae",
+        "kl__kind": "k1",
+        "kl__where": "reward",
+        "kl__coef": 0.1,
+        "kl__target": 0.01,
+        "kl__horizon": 16.0,
+        "loss__ratio": "trajectory",
+        "learner__old_logprobs": "learner",
+        "learner__packing": "tree",
+        "learner__minibatches": 2,
+        "correction__kind": "tis_sequence",
+        "optimizer__name": "lion",
+        "optimizer__schedule": "cosine",
+        "rollout__deterministic": True,
+        "updates": 5,
+    }
+    arguments = [sys.executable, "-m", "experiments.train", *command("quickstart", run, **parts)]
+    started = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 300
+    while not (run / "trajectories" / "rl_000001.jsonl.gz").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    started.send_signal(signal.SIGTERM)
+    output, _ = started.communicate(timeout=120)
+    assert started.returncode == 0 and "the same command resumes" in output, output[-3000:]
+    records = []
+    for folder in (run, straight):
+        done = train("quickstart", folder, **parts)
+        assert done.returncode == 0, done.stderr[-3000:]
+        records.append([r for r in read_metrics(folder / "metrics.jsonl") if r["phase"] == "rl"])
+        assert json.loads((folder / "summary.json").read_text())["recompiles_after_warmup"] == 0
+    exact = ("update", "learner/kl_coef", "learner/ref_kl", "learner/lr", "learner/loss", "gap/max", "learner/max_ratio")
+    resumed, whole = ([[r[key] for key in exact] for r in part] for part in records)
+    assert resumed == whole and [r["update"] for r in records[0]] == [1, 2, 3, 4, 5]
+    assert records[0][0]["learner/kl_coef"] == 0.1 and len({r["learner/kl_coef"] for r in records[0]}) == 5
+    assert abs(records[0][0]["learner/ref_kl"]) < 1e-9 < records[0][-1]["learner/ref_kl"]
+    for r in records[0]:
+        assert r["learner/skipped"] == 0 and r["gap/max"] < 1e-3 and "learner/kl_loss" not in r
+
+
+@pytest.mark.slow
 def test_a_control_run_learns_from_demonstrations_until_its_time_is_up(tmp_path: Path) -> None:
     run = tmp_path / "run"
     for _ in range(2):  # A finished run that is started again only writes its report anew.
