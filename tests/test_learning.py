@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import pickle
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import reference
 import tiny
 from builders import LONGEST, trajectory, with_logprobs
 from examples import POLICY, WIDE, check_close, parameters, scores
+from pair import run_two
 
 from agentr1_jax.learner.packing import MODES
 from agentr1_jax.learner.update import init_state
@@ -79,19 +81,18 @@ class Made:
         return dataclasses.replace(self, run=dataclasses.replace(self.run, config=config))
 
 
-def make(changes, *, wide=False, make_learner=learning.reinforced, **shape):
+def make(changes, *, wide=False, make_learner=learning.reinforced, shards=1):
     """All who ask for the same config share its programs."""
-    return _made(tuple(sorted({**SMALL, **changes, **shape}.items())), wide, make_learner)
+    return _made(tuple(sorted({**SMALL, **changes}.items())), wide, make_learner, shards)
 
 
 @functools.cache
-def _made(settings, wide, make_learner):
+def _made(settings, wide, make_learner, shards):
     config = base.get_config().unlock()
     config.update_from_flattened_dict(dict(settings))
-    mesh, none = tiny.mesh(), None
+    mesh, none = tiny.mesh(shards), None
     run = Run(config.lock(), none, none, none, WIDE if wide else POLICY, {}, none, mesh, none, none)
     optimizer = build.optimizer_of(config)
-
     params = parameters(config.critic != "none")
 
     def fresh():
@@ -478,8 +479,8 @@ def moved(made, trajectories):
     state, metrics, _ = made.under(TWICE).learn(trajectories)
     assert int(state.updates) == 4
     with jax.enable_x64(True):
-        start = made.fresh().params
-    return jax.tree.map(lambda new, old: np.asarray(new) - np.asarray(old), state.params, start), metrics
+        start = jax.device_get(made.fresh().params)
+    return jax.tree.map(lambda new, old: new - old, jax.device_get(state.params), start), metrics
 
 
 @pytest.mark.parametrize("changes", [EVERYTHING, CAPO], ids=["everything", "capo"])
@@ -499,6 +500,51 @@ def test_layout_changes_nothing(changes, context):
     shuffled = [trajectories[i] for i in np.random.default_rng(0).permutation(len(trajectories))]
     # Credit is computed in single precision; sums of eighths, which are all that GRPO needs, are exact in it.
     check_close(moved(made, shuffled)[0], expected, 1e-9 if changes is CAPO else 1e-5)
+
+
+CHILD = """
+import pickle, sys
+from agentr1_jax.runtime import processes
+
+processes.initialize()
+import test_learning as t
+
+index = processes.process_index()
+mine = [x for x in t.batch(1) if x.group % 2 == index]
+out = [t.moved(t.make(changes, wide=True, shards=4), mine) for changes in (t.EVERYTHING, t.CAPO)]
+if index == 0:
+    with open(sys.argv[1], "wb") as written:
+        pickle.dump(out, written)
+"""
+
+
+@pytest.mark.slow
+def test_processes_change_nothing(tmp_path):
+    """Two processes with two devices each, between which the groups are dealt as in a run."""
+    run_two(CHILD, str(tmp_path / "moved"))
+    with open(tmp_path / "moved", "rb") as written:
+        shared = pickle.load(written)
+    for changes, tolerance, (got, got_metrics) in zip((EVERYTHING, CAPO), (1e-5, 1e-9), shared, strict=True):
+        expected, metrics = moved(make(changes, wide=True), batch(1))
+        check_close(got, expected, tolerance)
+        for name, x in metrics.items():
+            if name.startswith("learner") and "gap" not in name:
+                np.testing.assert_allclose(got_metrics[name], x, rtol=tolerance, atol=1e-7, err_msg=name)
+
+
+def test_no_update_is_waited_for():
+    """Its metrics are not looked at before somebody asks for them."""
+    made = make(CAPO, wide=True)
+
+    class Unread:
+        def __float__(self):
+            raise TimeoutError("waited")
+
+    with jax.enable_x64(True):
+        programs = dataclasses.replace(made.learner, update=lambda state, *_: (state, {"loss": Unread()}))
+        _, pending, _ = learning.learn(made.under(TWICE).run, programs, made.fresh(), exact(), RATES)
+        with pytest.raises(TimeoutError, match="waited"):
+            pending.result()
 
 
 def test_batches_of_any_kind_and_size_run_the_same_programs():

@@ -1,17 +1,12 @@
-import os
-import pathlib
 import signal
-import socket
-import subprocess
-import sys
 
 import numpy as np
 import pytest
+from pair import run_two
 
 from agentr1_jax.runtime import processes
 from agentr1_jax.runtime.errors import UserError
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 CHILD = """
 import os, signal
 import numpy as np
@@ -40,28 +35,7 @@ os.write(1, b"agreed")
 
 
 def test_two_processes_exchange_and_agree() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "JAX_PLATFORMS": "cpu",
-        "AGENTR1_COORDINATOR": f"127.0.0.1:{port}",
-        "AGENTR1_NUM_PROCESSES": "2",
-        "AGENTR1_CPU_DEVICES": "2",
-    }
-    command = [sys.executable, "-c", CHILD]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    children = [
-        subprocess.Popen(command, env=environment | {"AGENTR1_PROCESS_ID": str(index)}, **pipes) for index in range(2)
-    ]
-    try:
-        outputs = [child.communicate(timeout=100) for child in children]
-    finally:
-        for child in children:
-            child.kill()
-    for child, (out, err) in zip(children, outputs, strict=True):
-        assert child.returncode == 0, err
+    for out in run_two(CHILD):
         assert out.endswith("agreed")
 
 

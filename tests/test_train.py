@@ -160,7 +160,7 @@ def test_a_run_with_every_part_of_the_learner_goes_on_where_it_was(tmp_path: Pat
         "optimizer__name": "lion",
         "optimizer__schedule": "cosine",
         "rollout__deterministic": True,
-        "updates": 5,
+        "updates": 6,
     }
     arguments = [sys.executable, "-m", "experiments.train", *command("quickstart", run, **parts)]
     started = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -176,13 +176,34 @@ def test_a_run_with_every_part_of_the_learner_goes_on_where_it_was(tmp_path: Pat
         assert done.returncode == 0, done.stderr[-3000:]
         records.append([r for r in read_metrics(folder / "metrics.jsonl") if r["phase"] == "rl"])
         assert json.loads((folder / "summary.json").read_text())["recompiles_after_warmup"] == 0
-    exact = ("update", "learner/kl_coef", "learner/ref_kl", "learner/lr", "learner/loss", "gap/max", "learner/max_ratio")
+    exact = (
+        "update",
+        "learner/kl_coef",
+        "learner/ref_kl",
+        "learner/lr",
+        "learner/loss",
+        "gap/max",
+        "learner/max_ratio",
+    )
     resumed, whole = ([[r[key] for key in exact] for r in part] for part in records)
-    assert resumed == whole and [r["update"] for r in records[0]] == [1, 2, 3, 4, 5]
-    assert records[0][0]["learner/kl_coef"] == 0.1 and len({r["learner/kl_coef"] for r in records[0]}) == 5
+    assert resumed == whole and [r["update"] for r in records[0]] == [1, 2, 3, 4, 5, 6]
+    assert records[0][0]["learner/kl_coef"] == 0.1 and len({r["learner/kl_coef"] for r in records[0]}) == 6
     assert abs(records[0][0]["learner/ref_kl"]) < 1e-9 < records[0][-1]["learner/ref_kl"]
     for r in records[0]:
         assert r["learner/skipped"] == 0 and r["gap/max"] < 1e-3 and "learner/kl_loss" not in r
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(
+    strict=True, reason="train.py asks an evaluation without result for em, and an empty batch for its tokens"
+)
+def test_a_run_of_failures_alone_goes_on(tmp_path: Path) -> None:
+    """No trajectory begins in time: all are dropped, and no batch holds anything."""
+    run = tmp_path / "run"
+    done = train("quickstart", run, warm_start_updates=0, budget__trajectory_seconds=1e-9)
+    assert done.returncode == 0, done.stderr[-3000:]
+    records = [r for r in read_metrics(run / "metrics.jsonl") if r["phase"] == "rl"]
+    assert [r["batch/dropped"] for r in records] == [8, 8] and "learner/loss" not in records[0]
 
 
 @pytest.mark.slow

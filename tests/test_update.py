@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,8 @@ import numpy as np
 import optax
 import pytest
 import tiny
-from examples import CONFIG, POLICY, check_close, check_nonzero, example, gradient, layout, parameters, scores
+from examples import CONFIG, POLICY, WIDE, check_close, check_nonzero, example, gradient, layout, parameters, scores
+from pair import run_two
 
 from agentr1_jax.learner.batch import to_microbatches
 from agentr1_jax.learner.optimizer import make_optimizer
@@ -28,27 +30,30 @@ RATES = {"decoder": np.float32(1024), "value": np.float32(512)}
 
 @functools.cache
 def updater(shape, adam=False):
-    """(update, fresh state, mesh); without Adam the update subtracts rate times gradient."""
+    """(update, fresh state, mesh): with Adam; or in double precision, where it subtracts rate times gradient."""
     mesh = tiny.mesh(*shape)
-    optimizer = optax.identity()
+    policy, optimizer, params = WIDE, optax.identity(), jax.tree.map(np.float64, parameters())
     if adam:
+        policy, params = POLICY, parameters()
         optimizer = make_optimizer(name="adamw", max_grad_norm=0.1, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
-    layout = shardings(init_state(parameters(), optimizer), mesh)
+    layout = shardings(jax.eval_shape(lambda: init_state(params, optimizer)), mesh)
 
     def fresh():
-        return jax.device_put(init_state(jax.tree.map(jnp.array, parameters()), optimizer), layout)
+        return jax.device_put(init_state(jax.tree.map(jnp.array, params), optimizer), layout)
 
-    return make_update(POLICY, CONFIG, optimizer, layout), fresh, mesh
+    return make_update(policy, CONFIG, optimizer, layout), fresh, mesh
 
 
 def one_update(batch, count, shape=(1, 1, 1)):
-    """The gradient that an update applied, and its metrics."""
-    update, fresh, mesh = updater(shape)
-    state, metrics = update(fresh(), {}, global_batch(batch, mesh), np.int32(count), RATES)
-    assert int(state.updates) == 1 and int(state.skipped) == 0
-    moved = jax.tree.map(lambda old, new: np.asarray(old) - np.asarray(new), parameters(), state.params)
-    grads = {part: jax.tree.map(lambda x, rate=RATES[part]: x / rate, tree) for part, tree in moved.items()}
-    return grads, jax.device_get(metrics)
+    """The gradient that an update applied, and its metrics, in double precision."""
+    single = parameters()
+    with jax.enable_x64(True):
+        update, fresh, mesh = updater(shape)
+        state, metrics = update(fresh(), {}, global_batch(batch, mesh), np.int32(count), RATES)
+        assert int(state.updates) == 1 and int(state.skipped) == 0
+        moved = jax.tree.map(lambda old, new: np.float64(old) - np.asarray(new), single, state.params)
+        grads = {part: jax.tree.map(lambda x, rate=RATES[part]: x / rate, tree) for part, tree in moved.items()}
+        return grads, jax.device_get(metrics)
 
 
 def in_rows(case, rows):
@@ -77,8 +82,8 @@ def test_rows_may_lie_anywhere_in_any_number_of_microbatches_of_one_program():
     order = np.random.default_rng(0).permutation(16)[:count]
     for rows in (range(count)[::-1], range(8, 8 + count), range(0, 2 * count, 2), order):
         other, other_metrics = one_update(in_rows(case, rows), 2)
-        check_close(other, grads, 1e-5)
-        check_close(other_metrics, metrics, 1e-5)
+        check_close(other, grads, 1e-9)
+        check_close(other_metrics, metrics, 1e-9)
     assert updater((1, 1, 1))[0]._cache_size() == 1, "the number of microbatches must be data"
 
 
@@ -94,8 +99,8 @@ def test_shards_do_not_change_the_update(shape):
     batch = in_rows(example("append"), range(0, 2 * ROWS_OF_STEPS, 2))
     grads, metrics = one_update(batch, 2)
     sharded, sharded_metrics = one_update(batch, 2, shape)
-    check_close(sharded, grads, 1e-5)
-    check_close(sharded_metrics, metrics, 1e-5)
+    check_close(sharded, grads, 1e-9)
+    check_close(sharded_metrics, metrics, 1e-9)
 
 
 def test_the_update_is_the_gradient_of_the_loss():
@@ -161,8 +166,37 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted():
 
 
 def test_the_old_state_is_donated():
-    update, fresh, mesh = updater((1, 1, 1))
+    update, fresh, mesh = updater((1, 1, 1), adam=True)
     state = fresh()
     batch = global_batch(example("append").batch(microbatches=MICROBATCHES, rows=8), mesh)
     update(state, {}, batch, np.int32(2), RATES)
     assert all(x.is_deleted() for x in jax.tree.leaves(state.params))
+
+
+CHILD = """
+import pickle, sys
+import jax
+from agentr1_jax.runtime import processes
+
+processes.initialize()
+import test_update
+
+index = processes.process_index()
+rows = slice(4 * index, 4 * index + 4)
+batch = jax.tree.map(lambda x: x[:, rows], test_update.in_rows(test_update.example("append"), range(0, 8, 2)))
+grads, metrics = test_update.one_update(batch, 2, (4, 1, 1))
+if index == 0:
+    with open(sys.argv[1], "wb") as out:
+        pickle.dump((grads, metrics), out)
+"""
+
+
+@pytest.mark.slow
+def test_processes_do_not_change_the_update(tmp_path):
+    """Two processes with two devices each, every one with its own half of the rows."""
+    run_two(CHILD, str(tmp_path / "update"))
+    with open(tmp_path / "update", "rb") as written:
+        grads, metrics = pickle.load(written)
+    alone, alone_metrics = one_update(in_rows(example("append"), range(0, 8, 2)), 2)
+    check_close(grads, alone, 1e-9)
+    check_close(metrics, alone_metrics, 1e-9)
