@@ -11,6 +11,7 @@ import enum
 import gzip
 import itertools
 import json
+import math
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -72,6 +73,9 @@ CORRUPT = (
     *(EOFError, zlib.error, gzip.BadGzipFile),  # of gzip
 )
 """What reading a corrupt line raises."""
+
+NONFINITE = ("nan", "inf", "-inf")
+"""How numbers that are not finite are written."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +141,9 @@ class Step:
       context_rule: the rule that built `prompt_ids`.
       policy_version: number of updates the sampling parameters had seen.
       info: anything else worth keeping; must be JSON.
+
+    Raises:
+      ValueError: there is not one log-probability for each response id.
     """
 
     prompt_ids: np.ndarray
@@ -150,6 +157,13 @@ class Step:
     context_rule: str = "append"
     policy_version: int = 0
     info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.logprobs.shape != self.response_ids.shape:
+            raise ValueError(
+                f"a step needs one log-probability for each response id, and has {self.logprobs.size} for "
+                f"{self.response_ids.size}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -212,6 +226,19 @@ def _undelta(record: Mapping[str, Any], previous: np.ndarray) -> np.ndarray:
     return np.concatenate([previous[: record["reuse"]], _ids(record["new"])])
 
 
+def _finite(value: Any) -> Any:
+    """The same with `nan`, `inf` and `-inf` as strings, for which JSON has no numbers."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _finite(x) for key, x in value.items()}
+    return [_finite(x) for x in value] if isinstance(value, list | tuple) else value
+
+
+def _number(value: Any) -> Any:
+    return float(value) if value in NONFINITE else value
+
+
 def to_json(trajectory: Trajectory) -> dict[str, Any]:
     """A trajectory as plain JSON; each prompt is stored against the previous prompt + response."""
     steps = []
@@ -238,21 +265,25 @@ def from_json(record: Mapping[str, Any]) -> Trajectory:
         fields = dict(fields)
         fields["prompt_ids"] = _undelta(fields["prompt_ids"], previous)
         fields["response_ids"] = _ids(fields["response_ids"])
-        fields["logprobs"] = np.asarray(fields["logprobs"], np.float32)
-        if fields["logprobs"].shape != fields["response_ids"].shape or not np.isfinite(fields["logprobs"]).all():
-            raise ValueError(f"step {len(steps)} needs one finite log-probability for each response id")
+        fields["logprobs"] = np.asarray([_number(x) for x in fields["logprobs"]], np.float32)
+        fields["reward"] = _number(fields["reward"])
+        fields["reward_parts"] = {name: _number(x) for name, x in fields["reward_parts"].items()}
         steps.append(Step(**fields))
         previous = np.concatenate([steps[-1].prompt_ids, steps[-1].response_ids])
     out = dict(record)
     out["steps"] = tuple(steps)
     out["outcome"] = Outcome(out["outcome"])
+    out["metrics"] = {name: _number(x) for name, x in out["metrics"].items()}
     if out.get("final_prompt_ids") is not None:
         out["final_prompt_ids"] = _undelta(out["final_prompt_ids"], previous)
     return Trajectory(**out)
 
 
 def write_jsonl(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]) -> None:
-    """Writes one gzipped JSONL file, renamed into place; equal content gives equal bytes (mtime 0)."""
+    """Writes one gzipped JSONL file, renamed into place; equal content gives equal bytes (mtime 0).
+
+    Numbers that are not finite are written as strings, so that what spoilt a trajectory can be looked at.
+    """
     path = os.fspath(path)
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     partial = f"{path}.partial"
@@ -262,8 +293,13 @@ def write_jsonl(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]
             gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0, compresslevel=5) as out,
         ):
             for trajectory in trajectories:
+                record = to_json(trajectory)
+                try:
+                    line = json.dumps(record, allow_nan=False)
+                except ValueError:
+                    line = json.dumps(_finite(record), allow_nan=False)
                 # Plain ASCII, since text of tools may hold lone surrogates, which UTF-8 has no bytes for.
-                out.write(json.dumps(to_json(trajectory), allow_nan=False).encode() + b"\n")
+                out.write(line.encode() + b"\n")
     except BaseException:
         os.unlink(partial)
         raise

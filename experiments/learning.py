@@ -25,6 +25,8 @@ from agentr1_jax.trajectory import POLICIES, Trajectory
 from experiments import build
 from experiments.circle import Run
 
+LARGEST = float(np.finfo(np.float32).max)
+
 
 @dataclasses.dataclass(frozen=True)
 class Learner:
@@ -200,6 +202,8 @@ def learn(
                 reads, layout, values=own.values[a:b], targets=targets[tokens], weights=value_weights[a:b]
             )
         batches.append(_to_device(run, learner, layout.nodes, reads))
+    # A minibatch that trains nothing is no update: an optimizer would move by its momentum.
+    batches = [batch for i, batch in enumerate(batches) if (trained & (minibatch == i)).any()]
 
     computed = sum(p.tokens_computed for p in packs)
     known |= _score_metrics(scored, own) | {
@@ -222,11 +226,9 @@ def _update(
     batches: Sequence[tuple[Batch, np.int32]],
     rates: Mapping[str, float],
 ) -> tuple[LearnerState, list[dict[str, jax.Array]]]:
-    """One update for each minibatch that holds anything; nothing is waited for."""
+    """One update for each minibatch; nothing is waited for."""
     out = []
     for batch, count in batches:
-        if not count:
-            continue
         if learner.log_ratio is not None:
             log_ratio = learner.log_ratio(state.params, run.frozen, batch, count)
             batch = dataclasses.replace(batch, reads=dataclasses.replace(batch.reads, log_ratio=log_ratio))
@@ -253,8 +255,13 @@ def sift(
     for t in trajectories:
         policy = POLICIES[t.outcome]
         fault = misfit(t, row_tokens=c.row_tokens, row_reads=c.row_reads, final_reads=critic)
-        if fault is None and policy.reward == "use" and not math.isfinite(t.total_reward):
-            fault = f"its reward is {t.total_reward}"
+        counts = policy.reward == "use" and t.steps
+        rewards = [t.total_reward, *(s.reward for s in t.steps if s.reward is not None)] if counts else []
+        # Statistics are float32; not a number is not below anything either.
+        fault = fault or next((f"its reward is {r}" for r in rewards if not abs(r) <= LARGEST), None)
+        beyond = max((max(s.prompt_ids.max(), s.response_ids.max()) for s in t.steps), default=0) if not fault else 0
+        if beyond >= run.policy.vocab_size:
+            fault = f"it has id {beyond}, beyond the vocabulary of {run.policy.vocab_size}"
         if policy.training == "drop" or fault:
             dropped.append(t)
             if policy.training != "drop":

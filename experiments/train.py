@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> None:
                 label = "control" if config.control else "before"
                 for name, temperature in ((label, 1.0), (f"{label}_greedy", 0.0)):
                     measured = evaluate(run, journal, state, f"eval_{name}", temperature=temperature)
-                    position.results[f"em_{name}"] = measured["em"]
+                    position.results |= {f"em_{name}": em for key, em in measured.items() if key == "em"}
                 journal.save(state)
             if position.phase == "rl" and not config.control:
                 fresh_rl = position.update == 0
@@ -272,7 +272,7 @@ def tokens_per_second(record: dict[str, float]) -> str:
     """Rates of the last update, for the progress line."""
     rates = []
     for what, tokens, seconds in (("learned", "learner_tokens", "learn"), ("decoded", "decode_tokens", "rollout")):
-        if record.get(f"time/{seconds}"):
+        if record.get(f"time/{seconds}") and f"time/{tokens}" in record:
             rates.append(f"{record[f'time/{tokens}'] / record[f'time/{seconds}']:,.0f} {what}")
     return f"tokens/s: {', '.join(rates)}"
 

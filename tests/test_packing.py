@@ -271,7 +271,7 @@ NONE = np.zeros(0, np.int32)
         (change(), {"mode": "trees"}, "unknown packing mode 'trees'; choose one of padded, steps, chains, tree"),
         (change(response_ids=NONE, logprobs=NONE), {}, "trajectory test/0/0: .*drop it first"),
         (change(prompt_ids=NONE), {}, "trajectory test/0/0: .*drop it first"),
-        (change(logprobs=np.zeros(1, np.float32)), {}, "test/0/0: step 1 has 1 log-probs for 2 response tokens"),
+        (change(logprobs=np.float32([-1, -np.inf])), {}, "test/0/0: step 1 has a log-prob that is not finite"),
         (dataclasses.replace(change(), steps=()), {}, "trajectory test/0/0: .*drop it first"),
         (dataclasses.replace(change(), final_prompt_ids=NONE), {}, "test/0/0: final_prompt_ids has 0 tokens"),
         (change(), {"row_tokens": 4}, r"test/0/0: step \d has \d+ tokens with 2 reads, which do not fit a row of 4"),

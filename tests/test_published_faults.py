@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from builders import trajectory, with_logprobs
 from examples import check_close
-from test_learning import CAPO, EVERYTHING, RATES, check_equal, exact, make, sampled, stream
+from learners import CAPO, EVERYTHING, RATES, check_equal, exact, make, sampled, stream
 
 from agentr1_jax.learner.packing import MODES
 from agentr1_jax.learner.update import Scores

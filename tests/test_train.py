@@ -194,9 +194,6 @@ def test_a_run_with_every_part_of_the_learner_goes_on_where_it_was(tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(
-    strict=True, reason="train.py asks an evaluation without result for em, and an empty batch for its tokens"
-)
 def test_a_run_of_failures_alone_goes_on(tmp_path: Path) -> None:
     """No trajectory begins in time: all are dropped, and no batch holds anything."""
     run = tmp_path / "run"

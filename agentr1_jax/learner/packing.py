@@ -126,8 +126,6 @@ def misfit(t: Trajectory, *, row_tokens: int, row_reads: int, final_reads: bool)
         return "it has no step, or a step without prompt or response tokens; drop it first"
     for number, s in enumerate(t.steps):
         tokens, reads = len(s.prompt_ids) + len(s.response_ids), len(s.response_ids)
-        if len(s.logprobs) != reads:
-            return f"step {number} has {len(s.logprobs)} log-probs for {reads} response tokens; record one for each"
         if not np.isfinite(s.logprobs).all():
             return f"step {number} has a log-prob that is not finite; no such token can have been sampled"
         if tokens > row_tokens or reads > row_reads:

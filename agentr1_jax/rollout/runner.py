@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import math
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 
 import numpy as np
@@ -206,7 +207,7 @@ def _timed_out(session: EngineSession, seconds: float | None) -> Trajectory:
 def signal(group: Sequence[Trajectory]) -> bool:
     """Whether a group can teach anything to a scheme that compares its members: their returns differ."""
     returns = {t.total_reward for t in group if POLICIES[t.outcome].training != "drop"}
-    return len(returns) > 1
+    return len({r for r in returns if math.isfinite(r)}) > 1
 
 
 def outcome_counts(trajectories: Iterable[Trajectory]) -> dict[str, int]:
