@@ -8,8 +8,8 @@
     tree           every group once: its trajectories share their prompt
 
 A group of 8 trajectories, a prompt of 64 tokens, 16 response and 24 observation tokens a step. A last case has a prompt
-8 times as long as what a trajectory adds to it. Rows of a mode are as long as its longest sequence, `tree`'s as its
-group.
+8 times as long as what a trajectory adds to it. Rows are as long as the longest sequence; those of `tree` hold 1, 2, 4
+or 8 trajectories.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from agentr1_jax.runtime.mesh import global_batch, learner_mesh
 from agentr1_jax.trajectory import Outcome, Step, Trajectory
 
 STEPS = flags.DEFINE_list("steps", ["2", "4", "8", "16", "32"], "steps of a trajectory, for each case")
-ROUNDS = flags.DEFINE_integer("rounds", 3, "times that each mode is run, one after the other in turn")
+ROUNDS = flags.DEFINE_integer("rounds", 5, "times that each mode is run, one after the other in turn")
 UPDATES = flags.DEFINE_integer("updates", 50, "updates of varying batches, to look for recompiles and waiting; 0: none")
 CHECKED = flags.DEFINE_integer("checked_steps", 8, "gradients are compared up to so many steps")
 HIDDEN = flags.DEFINE_integer("hidden", 768, "inner size of the SwiGLU")
@@ -55,8 +55,11 @@ SEED = flags.DEFINE_integer("seed", 0, "of ids and advantages")
 GROUP, PROMPT, RESPONSE, OBSERVATION = 8, 64, 16, 24
 LONG_PROMPT_STEPS, LONG_PROMPT = 4, 8 * (4 * (RESPONSE + OBSERVATION) - OBSERVATION)
 MODES = {"steps_padded": "padded", "steps_packed": "steps", "chains": "chains", "tree": "tree"}
-MICROBATCH = 2048
+MICROBATCH = 2700
 """A microbatch is the power of two of rows that has at most so many tokens."""
+TREE_ROW = 2600
+PATIENCE = 60.0
+"""Seconds of measurement after which a mode is not run again."""
 LOSS = LossConfig(
     ratio="token",
     clip="ppo",
@@ -127,10 +130,12 @@ def laid_out(trajectories: Sequence[Trajectory], mode: str, row_tokens: int, see
 
 
 def row_length(trajectories: Sequence[Trajectory], mode: str) -> int:
-    """The longest sequence, or for `tree` the whole group, rounded up."""
+    """The longest sequence, or for `tree` as many of a group as a row of `TREE_ROW` tokens takes, rounded up."""
     longest = max(len(s.prompt_ids) + len(s.response_ids) for t in trajectories for s in t.steps)
+    prompt = len(trajectories[0].steps[0].prompt_ids)
     if mode == "tree":
-        longest = pack(trajectories, mode="tree", row_tokens=10**6, row_reads=10**6, final_reads=False).tokens_computed
+        together = [prompt + (longest - prompt) * count for count in (1, 2, 4, GROUP)]
+        longest = max(together[0], *(tokens for tokens in together if tokens <= TREE_ROW))
     return -(-longest // BLOCK.value) * BLOCK.value
 
 
@@ -171,12 +176,15 @@ def timed(bench: Bench, cases: dict[str, Case]) -> dict[str, float]:
     states = {mode: bench.fresh() for mode in cases}
     for attempt in range(ROUNDS.value + 1):
         for mode, case in cases.items():
+            if sum(seconds[mode]) > PATIENCE:
+                continue
             jax.block_until_ready(states[mode])
             begin = time.perf_counter()
             states[mode], metrics = case.update(states[mode], {}, case.batch, case.count, bench.rates)
             jax.block_until_ready((states[mode], metrics))
-            if attempt:  # The first touches its memory for the first time.
-                seconds[mode].append(time.perf_counter() - begin)
+            took = time.perf_counter() - begin
+            # The first run touches its memory for the first time, which matters where it is short.
+            seconds[mode] += [took] if attempt or took > PATIENCE / 6 else []
     return {mode: float(np.median(x)) for mode, x in seconds.items()}
 
 
