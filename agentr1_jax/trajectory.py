@@ -265,7 +265,7 @@ def from_json(record: Mapping[str, Any]) -> Trajectory:
         fields = dict(fields)
         fields["prompt_ids"] = _undelta(fields["prompt_ids"], previous)
         fields["response_ids"] = _ids(fields["response_ids"])
-        fields["logprobs"] = np.asarray([_number(x) for x in fields["logprobs"]], np.float32)
+        fields["logprobs"] = np.asarray([float(x) for x in fields["logprobs"]], np.float32)
         fields["reward"] = _number(fields["reward"])
         fields["reward_parts"] = {name: _number(x) for name, x in fields["reward_parts"].items()}
         steps.append(Step(**fields))
