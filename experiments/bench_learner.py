@@ -29,9 +29,8 @@ from absl import app, flags
 from rich.console import Console
 from rich.table import Table
 
-from agentr1_jax.learner import fill
 from agentr1_jax.learner.batch import Batch, to_microbatches
-from agentr1_jax.learner.losses import LossConfig
+from agentr1_jax.learner.fill import fill
 from agentr1_jax.learner.optimizer import make_optimizer
 from agentr1_jax.learner.packing import Packing, pack
 from agentr1_jax.learner.update import LearnerState, batch_gradient, init_state, make_update
@@ -42,6 +41,8 @@ from agentr1_jax.runtime.compiles import CompileCounter
 from agentr1_jax.runtime.memory import use_huge_pages
 from agentr1_jax.runtime.mesh import global_batch, learner_mesh
 from agentr1_jax.trajectory import Outcome, Step, Trajectory
+from configs import base
+from experiments import build
 
 STEPS = flags.DEFINE_list("steps", ["2", "4", "8", "16", "32"], "steps of a trajectory, for each case")
 ROUNDS = flags.DEFINE_integer("rounds", 5, "times that each mode is run, one after the other in turn")
@@ -60,18 +61,7 @@ MICROBATCH = 2700
 TREE_ROW = 2600
 PATIENCE = 60.0
 """Seconds of measurement after which a mode is not run again."""
-LOSS = LossConfig(
-    ratio="token",
-    clip="ppo",
-    clip_low=0.2,
-    clip_high=0.28,
-    dual_c=3.0,
-    value_coef=0.5,
-    value_clip=0.5,
-    entropy_coef=0.0,
-    temperature=1.0,
-    chunk=512,
-)
+LOSS = build.loss_config(base.get_config(), chunk=512)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +116,7 @@ def laid_out(trajectories: Sequence[Trajectory], mode: str, row_tokens: int, see
     count = len(layout.token_read)
     advantages = np.random.default_rng(seed).normal(size=count).astype(np.float32)
     weights = np.full(count, 1 / count, np.float32)
-    return layout, fill.fill_policy(layout, advantages=advantages, weights=weights)
+    return layout, fill(layout, {"advantage": advantages, "weight": weights})
 
 
 def row_length(trajectories: Sequence[Trajectory], mode: str) -> int:

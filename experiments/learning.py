@@ -179,29 +179,19 @@ def learn(
     minibatch = np.concatenate([_minibatch_of_token(part, i) for i, part in enumerate(parts)])
     minibatch = np.concatenate([g["m"] for g in processes.all_gather_arrays({"m": minibatch})])
     trained = streams.trained[streams.token_trajectory]
-    policy_weights = _weights(run, streams, minibatch, c.loss.aggregate, trained)[mine]
-    value_weights = _weights(run, streams, minibatch, "token", trained & has_target)[mine]
-    recomputed = scored.logprobs if learner.credit and c.learner.old_logprobs == "learner" else None
-    others = {
-        "old_logprob": recomputed,
-        "ref_logprob": scored.ref_logprobs if c.kl.where == "loss" else None,
-        "rollout_weight": None if recomputed is None else _rollout_weights(run, own, recomputed),
+    per_token = {
+        "advantage": advantages[mine],
+        "weight": _weights(run, streams, minibatch, c.loss.aggregate, trained)[mine],
+        **_corrections(run, learner, own, scored),
     }
-    batches = []
+    if learner.critic:
+        value_weights = _weights(run, streams, minibatch, "token", trained & has_target)[mine]
+        per_token |= {"old_value": own.values, "value_target": targets[mine], "value_weight": value_weights}
     edges = np.cumsum([0, *(len(p.token_read) for p in packs)])
-    for layout, a, b in zip(packs, edges[:-1], edges[1:], strict=True):
-        tokens = slice(first + a, first + b)
-        reads = fill.fill_policy(
-            layout,
-            advantages=advantages[tokens],
-            weights=policy_weights[a:b],
-            **{name: x if x is None else x[a:b] for name, x in others.items()},
-        )
-        if learner.critic:
-            reads = fill.fill_critic(
-                reads, layout, values=own.values[a:b], targets=targets[tokens], weights=value_weights[a:b]
-            )
-        batches.append(_to_device(run, learner, layout.nodes, reads))
+    batches = [
+        _to_device(run, learner, p.nodes, fill.fill(p, {name: x[a:b] for name, x in per_token.items()}))
+        for p, a, b in zip(packs, edges[:-1], edges[1:], strict=True)
+    ]
     # A minibatch that trains nothing is no update: an optimizer would move by its momentum.
     batches = [batch for i, batch in enumerate(batches) if (trained & (minibatch == i)).any()]
 
@@ -289,12 +279,20 @@ def _weights(run: Run, streams: flat.Streams, minibatch: np.ndarray, aggregate: 
     return weights
 
 
-def _rollout_weights(run: Run, own: flat.Streams, old_logprobs: np.ndarray) -> np.ndarray | None:
-    c = run.config.correction
-    if c.kind == "none":
-        return None
-    sequence = own.token_step if c.unit == "step" else own.token_trajectory
-    return correction.rollout_weights(c.kind, old_logprobs, own.logprobs, sequence, cap=c.cap, low=c.low, high=c.high)
+def _corrections(run: Run, learner: Learner, own: flat.Streams, scored: Scored) -> dict[str, np.ndarray]:
+    """Fields of the reads that only some runs have: other old log-probs than the sampler's, and what corrects them."""
+    c, out = run.config.correction, {}
+    if scored.ref_logprobs is not None and run.config.kl.where == "loss":
+        out["ref_logprob"] = scored.ref_logprobs
+    if learner.credit is None or scored.logprobs is None or run.config.learner.old_logprobs == "sampler":
+        return out
+    out["old_logprob"] = scored.logprobs
+    if c.kind != "none":
+        sequence = own.token_step if c.unit == "step" else own.token_trajectory
+        out["rollout_weight"] = correction.rollout_weights(
+            c.kind, scored.logprobs, own.logprobs, sequence, cap=c.cap, low=c.low, high=c.high
+        )
+    return out
 
 
 def with_advantages(trajectories: Sequence[Trajectory], advantages: np.ndarray) -> list[Trajectory]:

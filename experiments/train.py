@@ -76,7 +76,8 @@ def main(argv: Sequence[str]) -> None:
                 label = "control" if config.control else "before"
                 for name, temperature in ((label, 1.0), (f"{label}_greedy", 0.0)):
                     measured = evaluate(run, journal, state, f"eval_{name}", temperature=temperature)
-                    position.results |= {f"em_{name}": em for key, em in measured.items() if key == "em"}
+                    if "em" in measured:  # Some trajectory was sampled.
+                        position.results[f"em_{name}"] = measured["em"]
                 journal.save(state)
             if position.phase == "rl" and not config.control:
                 fresh_rl = position.update == 0

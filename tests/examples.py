@@ -12,7 +12,7 @@ import tiny
 from builders import LONGEST, VOCAB, fixed_batch, with_logprobs
 
 from agentr1_jax.learner.batch import to_microbatches
-from agentr1_jax.learner.fill import aggregate_weights, fill_critic, fill_policy, gather_tokens
+from agentr1_jax.learner.fill import aggregate_weights, fill, gather_tokens
 from agentr1_jax.learner.losses import LossConfig
 from agentr1_jax.learner.packing import pack
 from agentr1_jax.learner.update import loss_and_metrics, make_score
@@ -81,10 +81,9 @@ class Example:
 
     def reads(self, packing, critic=True, others=False):
         extra = {"ref_logprob": self.ref_logprobs, "rollout_weight": self.rollout_weights} if others else {}
-        reads = fill_policy(packing, advantages=self.advantages, weights=self.weights, **extra)
-        if not critic:
-            return reads
-        return fill_critic(reads, packing, values=self.old_values, targets=self.targets, weights=self.value_weights)
+        if critic:
+            extra |= {"old_value": self.old_values, "value_target": self.targets, "value_weight": self.value_weights}
+        return fill(packing, {"advantage": self.advantages, "weight": self.weights, **extra})
 
     def batch(self, mode="chains", critic=True, microbatches=1, rows=ROWS, others=False):
         packing = layout(self.trajectories, mode)

@@ -11,8 +11,8 @@ from builders import LONGEST, batches, fixed_batch, trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentr1_jax.learner.batch import to_microbatches
-from agentr1_jax.learner.fill import fill_critic, fill_policy, gather_final, gather_tokens, place
+from agentr1_jax.learner.batch import CRITIC, to_microbatches
+from agentr1_jax.learner.fill import fill, gather_final, gather_tokens, place
 from agentr1_jax.learner.packing import MODES, pack
 from agentr1_jax.trajectory import Step
 
@@ -85,7 +85,7 @@ def test_rows_keep_their_limits_and_padding_has_no_part(trajectories, mode, row)
     padding = ~reads.is_action
     assert (reads.step[padding] == -1).all() and (reads.trajectory[padding] == -1).all()
     assert not reads.weight.any() and not reads.advantage.any()
-    filled = fill_policy(packing, advantages=np.ones(len(packing.token_read)), weights=np.ones(len(packing.token_read)))
+    filled = fill(packing, {"weight": np.ones(len(packing.token_read))})
     assert not filled.weight[padding].any() and filled.weight[~padding].all()
 
 
@@ -238,9 +238,7 @@ def test_fault_8_a_batch_is_padded_with_rows_of_no_weight():
     packing = packed(fixed_batch("window"), row=(LONGEST, 20))
     count = len(packing.token_read)
     ones = np.ones(count, np.float32)
-    reads = fill_critic(
-        fill_policy(packing, advantages=ones, weights=ones), packing, values=ones, targets=ones, weights=ones
-    )
+    reads = fill(packing, dict.fromkeys(("advantage", "weight", *CRITIC), ones))
     batch = to_microbatches(packing.nodes, reads, microbatches=4, rows=4)
     assert all(x.shape[:2] == (4, 4) for x in jax.tree.leaves(batch))
     for name in ("tokens", "position", "subtree_end"):

@@ -7,6 +7,7 @@ batch of all processes. A loss is then a plain sum, and neither microbatches, no
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -77,25 +78,15 @@ def place(packing: Packing, per_token: np.ndarray) -> np.ndarray:
     return out
 
 
-def fill_policy(packing: Packing, *, advantages: np.ndarray, weights: np.ndarray, **others: np.ndarray | None) -> Reads:
-    """Reads with advantages and loss weights, all [K] in stream order.
+def fill(packing: Packing, per_token: Mapping[str, np.ndarray]) -> Reads:
+    """Reads with further fields, each given as values [K] of the sampled tokens in stream order.
 
     Args:
       packing: the layout.
-      advantages, weights: of each sampled token.
-      others: further fields of `Reads` by name (`old_logprob` of other than the sampler, `ref_logprob`,
-        `rollout_weight`); None leaves a field as it is.
+      per_token: by name of the field: `advantage` and `weight`; with a critic `old_value`, `value_target` and
+        `value_weight`; where a run needs them `old_logprob` of other than the sampler, `ref_logprob`, `rollout_weight`.
     """
-    given = {"advantage": advantages, "weight": weights} | {k: x for k, x in others.items() if x is not None}
-    return dataclasses.replace(packing.reads, **{name: place(packing, x) for name, x in given.items()})
-
-
-def fill_critic(
-    reads: Reads, packing: Packing, *, values: np.ndarray, targets: np.ndarray, weights: np.ndarray
-) -> Reads:
-    """Reads with the critic's old values, targets and loss weights, all [K] in stream order."""
-    old_value, target, weight = (place(packing, x) for x in (values, targets, weights))
-    return dataclasses.replace(reads, old_value=old_value, value_target=target, value_weight=weight)
+    return dataclasses.replace(packing.reads, **{name: place(packing, x) for name, x in per_token.items()})
 
 
 def gather_tokens(packing: Packing, per_read: np.ndarray) -> np.ndarray:
