@@ -205,11 +205,33 @@ class Trajectory:
         return float(sum(step.reward for step in self.steps))  # type: ignore[misc]
 
 
+def observation_tokens(trajectory: Trajectory) -> list[int]:
+    """How many tokens at the end of each step's prompt came from elsewhere than the policy, since the step before.
+
+    They are the ids behind the longest common prefix with the previous prompt + response: under the rule `append` what
+    tools and template glue added, under others also what was written anew. Where nothing is common, the first id is not
+    counted, since no token stands before it that could predict it.
+
+    Returns:
+      a count for each step; 0 for the first, whose prompt is the task.
+    """
+    counts = [0] * len(trajectory.steps)
+    for t, (before, step) in enumerate(itertools.pairwise(trajectory.steps), start=1):
+        previous = np.concatenate([before.prompt_ids, before.response_ids])
+        known = max(_common_prefix(step.prompt_ids, previous), 1)
+        counts[t] = max(len(step.prompt_ids) - known, 0)
+    return counts
+
+
+def _common_prefix(one: np.ndarray, other: np.ndarray) -> int:
+    shared = min(len(one), len(other))
+    differs = np.flatnonzero(one[:shared] != other[:shared])
+    return int(differs[0]) if len(differs) else shared
+
+
 def _delta(prompt: np.ndarray, previous: np.ndarray) -> dict[str, Any]:
     """A prompt as the longest common prefix with `previous` and the ids that follow it."""
-    shared = min(len(prompt), len(previous))
-    differs = np.flatnonzero(prompt[:shared] != previous[:shared])
-    reuse = int(differs[0]) if len(differs) else shared
+    reuse = _common_prefix(prompt, previous)
     return {"reuse": reuse, "new": prompt[reuse:].tolist()}
 
 

@@ -27,12 +27,14 @@ class Nodes:
 class Reads:
     """Tokens to train, each predicted at the node `src` of its own row. Padding has weight 0 and step -1.
 
+    A read is trained where its weight is positive, be it an action or (in an ablation) of an observation.
+
     Attributes:
       src: node whose hidden state predicts the token.
       target: its id.
       step, trajectory, group: number of its unit; -1 for padding.
       is_action: True if the policy sampled it.
-      old_logprob: log π_old, the centre of ratio and clip.
+      old_logprob: log π_old, the centre of ratio and clip; of a read that is no action 0 until it is filled.
       advantage: A_k.
       weight: its share of the policy loss; all weights of a batch sum to 1 (aggregate `fixed` apart).
       old_value, value_target, value_weight: of the critic; None without one.

@@ -72,19 +72,20 @@ def aggregate_weights(
 
 
 def place(packing: Packing, per_token: np.ndarray) -> np.ndarray:
-    """A value per sampled token, in stream order, at its read: [K] -> [B, M]; 0 elsewhere."""
+    """A value per token that is read, in stream order (see `Packing.token_read`): [K] -> [B, M]; 0 elsewhere."""
     out = np.zeros(packing.reads.src.shape, per_token.dtype)
     out[packing.token_read[:, 0], packing.token_read[:, 1]] = per_token
     return out
 
 
 def fill(packing: Packing, per_token: Mapping[str, np.ndarray]) -> Reads:
-    """Reads with further fields, each given as values [K] of the sampled tokens in stream order.
+    """Reads with further fields, each given as values [K] of the tokens that are read, in stream order.
 
     Args:
       packing: the layout.
       per_token: by name of the field: `advantage` and `weight`; with a critic `old_value`, `value_target` and
         `value_weight`; where a run needs them `old_logprob` of other than the sampler, `ref_logprob`, `rollout_weight`.
+        Where observation tokens are read and trained, their `old_logprob` must be among them.
     """
     return dataclasses.replace(packing.reads, **{name: place(packing, x) for name, x in per_token.items()})
 

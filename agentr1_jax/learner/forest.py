@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int
 
-from agentr1_jax.trajectory import Trajectory
+from agentr1_jax.trajectory import Trajectory, observation_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,8 +24,10 @@ class Sequences:
       ids: of all sequences, in stream order.
       start: where each begins in `ids`.
       length: of each.
-      first_read: position of the first response token; of a final prompt its length.
-      reads: response tokens; 0 for a final prompt.
+      first_read: position of the first token that is read; of a final prompt its length.
+      reads: tokens that are read, from there to the end: its response, and the observation before it where observations
+        are read; 0 for a final prompt.
+      observed: how many of these are of the observation.
       trajectory: index of its trajectory.
       step: index of its step in the batch; -1 for a final prompt.
     """
@@ -35,31 +37,41 @@ class Sequences:
     length: Int[np.ndarray, "sequences"]
     first_read: Int[np.ndarray, "sequences"]
     reads: Int[np.ndarray, "sequences"]
+    observed: Int[np.ndarray, "sequences"]
     trajectory: Int[np.ndarray, "sequences"]
     step: Int[np.ndarray, "sequences"]
 
     def __getitem__(self, order: Int[np.ndarray, "some"]) -> Sequences:
         """The sequences in another order."""
-        fields = (self.start, self.length, self.first_read, self.reads, self.trajectory, self.step)
+        fields = (self.start, self.length, self.first_read, self.reads, self.observed, self.trajectory, self.step)
         return Sequences(self.ids, *(x[order] for x in fields))
 
 
-def sequences(trajectories: Sequence[Trajectory], *, final_prompts: bool) -> Sequences:
-    """The sequences of a batch; with the `final_prompts` at which values are bootstrapped, or without."""
+def observation_reads(trajectory: Trajectory, reads: str) -> list[int]:
+    """How many observation tokens of each step are read: none, or with reads `all` every one."""
+    return observation_tokens(trajectory) if reads == "all" else [0] * len(trajectory.steps)
+
+
+def sequences(trajectories: Sequence[Trajectory], *, final_prompts: bool, reads: str = "sampled") -> Sequences:
+    """The sequences of a batch; with the `final_prompts` at which values are bootstrapped, or without.
+
+    With `reads` = "all", observation tokens are read too; those of a final prompt belong to no step, and are not.
+    """
     steps = [s for t in trajectories for s in t.steps]
     ends = [(i, t.final_prompt_ids) for i, t in enumerate(trajectories) if final_prompts]
     finals = {i: ids for i, ids in ends if ids is not None}
     prompts = [s.prompt_ids for s in steps] + list(finals.values())
     responses = [s.response_ids for s in steps] + [np.zeros(0, np.int32)] * len(finals)
-    first_read = np.array([len(p) for p in prompts], np.int64)
-    reads = np.array([len(r) for r in responses], np.int64)
+    observed = np.array([n for t in trajectories for n in observation_reads(t, reads)] + [0] * len(finals), np.int64)
+    prompt, response = (np.array([len(x) for x in ids], np.int64) for ids in (prompts, responses))
     parts = [ids for pair in zip(prompts, responses, strict=True) for ids in pair]
     return Sequences(
         ids=np.concatenate([np.zeros(0, np.int32), *parts]).astype(np.int32),
-        start=np.cumsum(first_read + reads) - first_read - reads,
-        length=first_read + reads,
-        first_read=first_read,
-        reads=reads,
+        start=np.cumsum(prompt + response) - prompt - response,
+        length=prompt + response,
+        first_read=prompt - observed,
+        reads=response + observed,
+        observed=observed,
         trajectory=np.array([i for i, t in enumerate(trajectories) for _ in t.steps] + [*finals], np.int64),
         step=np.array([*range(len(steps)), *[-1] * len(finals)], np.int64),
     )

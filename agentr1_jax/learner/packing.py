@@ -3,7 +3,8 @@
     mode steps     | p p p r r |              one segment for each step: its whole prompt, its response
                    | p p p r r o o r r r |
     mode chains    | p p p r r o o r r r |    one segment for each maximal chain: every prompt that extends the
-                           ^ ^     ^ ^ ^      chain adds only what is new; every response token is read once
+                           ^ ^     ^ ^ ^      chain adds only what is new; every response token is read once, with
+                                              reads=all also every observation token (o)
     mode tree      | p p p r r o o r r r  r r r o r r |    prefixes shared by several trajectories are laid out once;
                                          (of p p p)        two samples of one prompt
 
@@ -24,10 +25,11 @@ import numpy as np
 from jaxtyping import Int
 
 from agentr1_jax.learner.batch import Nodes, Reads, empty_nodes, empty_reads
-from agentr1_jax.learner.forest import Sequences, ragged_arange, sequences, shared_prefixes
+from agentr1_jax.learner.forest import Sequences, observation_reads, ragged_arange, sequences, shared_prefixes
 from agentr1_jax.trajectory import Trajectory
 
 MODES = ("padded", "steps", "chains", "tree")
+READS = ("sampled", "all")
 
 WORTH_SHARING = 1 / 32
 """A prefix that is a smaller share of a chain does not tie it to others: first-fit gains more by its freedom."""
@@ -39,8 +41,9 @@ class Packing:
 
     Attributes:
       nodes: [B, L].
-      reads: [B, M]; advantages and weights still 0.
-      token_read: int [K, 2] (row, column) of each sampled token in (trajectory, step, token) order.
+      reads: [B, M]; advantages and weights still 0, and so `old_logprob` of what was not sampled.
+      token_read: int [K, 2] (row, column) of each token that is read, in (trajectory, step, token) order: the sampled
+        ones of a step, with reads `all` its observation tokens before them.
       final_read: int [N, 2] (row, column) of the value read at each trajectory's `final_prompt_ids`; -1 where none.
       tokens_stored: prompt + response tokens of all steps.
       tokens_computed: nodes without padding.
@@ -70,7 +73,13 @@ class Packing:
 
 
 def pack(
-    trajectories: Sequence[Trajectory], *, mode: str, row_tokens: int, row_reads: int, final_reads: bool
+    trajectories: Sequence[Trajectory],
+    *,
+    mode: str,
+    row_tokens: int,
+    row_reads: int,
+    final_reads: bool,
+    reads: str = "sampled",
 ) -> Packing:
     """Lays trajectories out in rows of one fixed length.
 
@@ -80,24 +89,28 @@ def pack(
       row_tokens: L.
       row_reads: M, most reads of a row.
       final_reads: also read the value at `final_prompt_ids` (needed by a critic).
+      reads: one of `READS`: the `sampled` tokens, or `all`, so that an ablation may train observation tokens too (see
+        `observation_tokens`). These have `is_action` False, and the unit of the step whose prompt brought them.
 
     Raises:
-      ValueError: unknown mode, an empty prompt or response, or a step that exceeds a row (see `misfit`).
+      ValueError: unknown mode or reads, an empty prompt or response, or a step that exceeds a row (see `misfit`).
     """
     if mode not in MODES:
         raise ValueError(f"unknown packing mode {mode!r}; choose one of {', '.join(MODES)}")
+    if reads not in READS:
+        raise ValueError(f"unknown reads {reads!r}; choose one of {', '.join(READS)}")
     for t in trajectories:
-        fault = misfit(t, row_tokens=row_tokens, row_reads=row_reads, final_reads=final_reads)
+        fault = misfit(t, row_tokens=row_tokens, row_reads=row_reads, final_reads=final_reads, reads=reads)
         if fault:
             raise ValueError(f"trajectory {t.uid}: {fault}")
-    s = sequences(trajectories, final_prompts=final_reads)
+    s = sequences(trajectories, final_prompts=final_reads, reads=reads)
     order, shared = shared_prefixes(s, mode)
     s = s[order]
-    reads = s.reads + (s.step < 0)
-    piece = _pieces(s.length, shared, reads, row_tokens, row_reads, together=mode == "tree")
+    count = s.reads + (s.step < 0)
+    piece = _pieces(s.length, shared, count, row_tokens, row_reads, together=mode == "tree")
     shared = np.where(np.diff(piece, prepend=-1) > 0, 0, shared)
     own = s.length - shared
-    tokens_of, reads_of = (np.bincount(piece, weights=x).astype(np.int64) for x in (own, reads))
+    tokens_of, reads_of = (np.bincount(piece, weights=x).astype(np.int64) for x in (own, count))
     row_of_piece = np.arange(len(tokens_of))
     if mode != "padded":
         row_of_piece = _first_fit_decreasing(tokens_of, reads_of, row_tokens, row_reads)
@@ -108,7 +121,8 @@ def pack(
     )
     if len(token_read):
         logprobs = np.concatenate([step.logprobs for t in trajectories for step in t.steps])
-        filled.old_logprob[token_read[:, 0], token_read[:, 1]] = logprobs
+        row, column = token_read[filled.is_action[token_read[:, 0], token_read[:, 1]]].T
+        filled.old_logprob[row, column] = logprobs
     return Packing(
         nodes=nodes,
         reads=filled,
@@ -119,18 +133,18 @@ def pack(
     )
 
 
-def misfit(t: Trajectory, *, row_tokens: int, row_reads: int, final_reads: bool) -> str | None:
+def misfit(t: Trajectory, *, row_tokens: int, row_reads: int, final_reads: bool, reads: str = "sampled") -> str | None:
     """Why a trajectory cannot be packed, or None: a read needs a token before it and a log-prob of its own, and a step
     is never split over rows."""
     if not t.steps or not all(len(s.prompt_ids) and len(s.response_ids) for s in t.steps):
         return "it has no step, or a step without prompt or response tokens; drop it first"
-    for number, s in enumerate(t.steps):
-        tokens, reads = len(s.prompt_ids) + len(s.response_ids), len(s.response_ids)
+    for number, (s, observed) in enumerate(zip(t.steps, observation_reads(t, reads), strict=True)):
+        tokens, count = len(s.prompt_ids) + len(s.response_ids), observed + len(s.response_ids)
         if not np.isfinite(s.logprobs).all():
             return f"step {number} has a log-prob that is not finite; no such token can have been sampled"
-        if tokens > row_tokens or reads > row_reads:
+        if tokens > row_tokens or count > row_reads:
             return (
-                f"step {number} has {tokens} tokens with {reads} reads, which do not fit a row of {row_tokens} tokens "
+                f"step {number} has {tokens} tokens with {count} reads, which do not fit a row of {row_tokens} tokens "
                 f"and {row_reads} reads; raise learner.row_tokens or learner.row_reads"
             )
     if final_reads and t.final_prompt_ids is not None and not 0 < len(t.final_prompt_ids) <= row_tokens:
@@ -187,7 +201,7 @@ def _first_fit_decreasing(
 def _lay_out(
     s: Sequences, shared: np.ndarray, row: np.ndarray, groups: np.ndarray, row_tokens: int, row_reads: int
 ) -> tuple[Nodes, Reads, np.ndarray, np.ndarray]:
-    """Writes sequences, ordered by row, into nodes and reads; says where each sampled token and final prompt went."""
+    """Writes sequences, ordered by row, into nodes and reads; says where each token read and final prompt went."""
     rows = int(row[-1]) + 1 if len(row) else 0
     own, count = s.length - shared, s.reads + (s.step < 0)
     start = row * row_tokens + _within_row(own, row)
@@ -200,19 +214,19 @@ def _lay_out(
 
     read = ragged_arange(row * row_reads + _within_row(count, row), count)
     reads.src.flat[read] = src - np.repeat(row * row_tokens, count)
-    sampled = np.repeat(s.step >= 0, count)
-    cell, of = read[sampled], np.repeat(np.arange(len(own)), s.reads)
+    token = np.repeat(s.step >= 0, count)
+    cell, of = read[token], np.repeat(np.arange(len(own)), s.reads)
     reads.target.flat[cell] = s.ids[ragged_arange(s.start + s.first_read, s.reads)]
     reads.step.flat[cell], reads.trajectory.flat[cell] = s.step[of], s.trajectory[of]
     reads.group.flat[cell] = groups[s.trajectory[of]]
-    reads.is_action.flat[cell] = True
+    reads.is_action.flat[cell] = ragged_arange(-s.observed, s.reads) >= 0
 
     of_step = np.zeros(int((s.step >= 0).sum()), np.int64)
     of_step[s.step[s.step >= 0]] = s.reads[s.step >= 0]
     first_token = np.cumsum(of_step) - of_step
     token_read, final_read = np.zeros((len(cell), 2), np.int64), np.full((len(groups), 2), -1, np.int64)
     token_read[ragged_arange(first_token[s.step], s.reads)] = np.stack(np.divmod(cell, row_reads), axis=1)
-    final_read[s.trajectory[s.step < 0]] = np.stack(np.divmod(read[~sampled], row_reads), axis=1)
+    final_read[s.trajectory[s.step < 0]] = np.stack(np.divmod(read[~token], row_reads), axis=1)
     return nodes, reads, token_read, final_read
 
 

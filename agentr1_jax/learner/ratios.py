@@ -16,6 +16,9 @@ MINIBATCH_RATIOS = ("trajectory", "capo")
 def log_ratio(kind: str, logprob: Float[Array, "rows reads"], reads: Reads) -> Float[Array, "rows reads"]:
     """log ρ of each read; 0 where it is no action.
 
+    The update calls action whatever it trains: where an ablation trains observation tokens, each has a ratio of its own
+    (`token`), or takes part in the mean of its step or trajectory like any other (`step`, `trajectory`, `capo`).
+
     `token`: log π − log π_old.
     `step`: log s = sg[mean over the step's tokens of log π − log π_old] + log π − sg[log π], clamped to ≤ 10, so
     that the value is the step's and the gradient flows through each token (GSPO, arXiv 2507.18071).

@@ -154,16 +154,18 @@ def loss_of_reads(
 
 
 def _trained(reads: Reads) -> Bool[Array, "*rows reads"]:
-    return reads.is_action & (reads.weight > 0)
+    return reads.weight > 0
 
 
 def _only_trained(reads: Reads, trained: Bool[Array, "rows reads"], logprob: Float[Array, "rows reads"]) -> Reads:
-    """Harmless numbers where a read is not trained: 0 times an infinite ratio has a NaN gradient."""
+    """What is trained counts as action, so that ratios are of it alone; elsewhere stand harmless numbers, since 0 times
+    an infinite ratio has a NaN gradient."""
     here = jax.lax.stop_gradient(logprob)
     neutral: dict[str, Any] = {"advantage": 0, "old_logprob": here, "ref_logprob": here, "rollout_weight": 1}
     neutral["log_ratio"] = 0
     present = {name: getattr(reads, name) for name in neutral if getattr(reads, name) is not None}
-    return dataclasses.replace(reads, **{name: jnp.where(trained, x, neutral[name]) for name, x in present.items()})
+    harmless = {name: jnp.where(trained, x, neutral[name]) for name, x in present.items()}
+    return dataclasses.replace(reads, is_action=trained, **harmless)
 
 
 def make_score(
