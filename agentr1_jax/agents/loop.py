@@ -78,7 +78,7 @@ class EnvLoop:
         opening = self.opening(observation)
         stops = [(i,) for i in self.tokenizer.stop_ids]
         turns: list[Turn] = []
-        state_key, spent = observation.state_key, 0
+        at, spent = observation, 0
         fits: np.ndarray | None = None
         steps = budget.max_steps + budget.final_answer_step
         for index in range(steps):
@@ -98,9 +98,9 @@ class EnvLoop:
                 reward_parts=transition.reward_parts,
                 observation="" if after is None else after.text or "",
                 tool_calls=transition.tool_calls,
-                state_key=state_key,
+                state_key=at.state_key,
                 context_rule=self.rule_name,
-                info={**transition.info, "finish_reason": completion.finish_reason},
+                info={**transition.info, **_potentials(at, after), "finish_reason": completion.finish_reason},
             )
             fits = np.concatenate([prompt, completion.ids])
             if transition.terminated or transition.truncated:
@@ -113,7 +113,7 @@ class EnvLoop:
             assert after is not None, "an environment that goes on must give an observation"
             ask_now = budget.final_answer_step and index + 2 == steps
             turns.append(Turn(completion.ids, self._observed(after, completion, ask_now)))
-            state_key = after.state_key
+            at = after
             spent += len(completion.ids) + len(turns[-1].observation_ids)
         final = self.rule(opening, turns)
         session.finish(Outcome.MAX_STEPS, final if len(final) <= budget.context_tokens else fits, env.cut(), facts)
@@ -140,3 +140,9 @@ class EnvLoop:
     def _text(self, completion: Completion) -> str:
         ids = completion.ids[:-1] if completion.finish_reason == "stop" else completion.ids
         return to_house(self.tokenizer.decode(ids.tolist()), self.tags)
+
+
+def _potentials(before: Observation, after: Observation | None) -> dict[str, float]:
+    """Φ of the states around a step, where the environment gives one; for potential-based shaping."""
+    found = {"potential": before.potential, "next_potential": after.potential if after is not None else None}
+    return {key: x for key, x in found.items() if x is not None}

@@ -26,6 +26,7 @@ class Observation:
       role: role of the turn that `text` becomes, `tool` or `user`.
       tools: schemas of the tools on offer, for the opening messages.
       state_key: anchor of the state, for credit schemes that compare visits to equal states.
+      potential: Φ of the state, for potential-based shaping; None if the environment has none.
     """
 
     messages: Sequence[Mapping[str, str]] | None = None
@@ -34,6 +35,7 @@ class Observation:
     role: str = "tool"
     tools: Sequence[Mapping[str, Any]] = ()
     state_key: str | None = None
+    potential: float | None = None
 
     def __post_init__(self) -> None:
         if sum(x is not None for x in (self.messages, self.text, self.token_ids)) != 1:
@@ -110,6 +112,11 @@ class Task(Protocol):
     @property
     def name(self) -> str:
         """The task's name, kept with each trajectory."""
+        ...
+
+    @property
+    def reward_parts(self) -> Sequence[str]:
+        """Names of the parts of its rewards."""
         ...
 
     def row(self, split: str, index: int) -> Row:

@@ -84,6 +84,11 @@ class MultihopTask:
             if not rows:
                 raise ValueError(f"{self._folder}: no {split} questions of {named[split]} in the {corpus} data")
 
+    @property
+    def reward_parts(self) -> Sequence[str]:
+        """The parts that have a weight."""
+        return list(self._reward.weights)
+
     def row(self, split: str, index: int) -> Row:
         """Row `index` of `train` or `eval`, shuffled anew for each pass. Raises ValueError if there can be none."""
         if split not in self._rows or index < 0:

@@ -63,6 +63,11 @@ class HopWorldTask:
                 raise ValueError(f"hopworld: the rate of flaw {flaw!r} is {rate}; it must be within 0 and 1")
         self.env()  # a wrong reward weight shows here, not in the first episode
 
+    @property
+    def reward_parts(self) -> Sequence[str]:
+        """The parts that have a weight."""
+        return list(self.reward_weights)
+
     def row(self, split: str, index: int) -> Row:
         """Row `index` of a split. Raises ValueError on another split or a negative index."""
         if split not in SPLITS or index < 0:

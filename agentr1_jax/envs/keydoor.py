@@ -1,0 +1,108 @@
+"""KeyDoor: a key that is taken first pays last, and everything between pays at once, a little and at random.
+
+After Key-to-Door (Hung et al. 2019, https://arxiv.org/abs/1810.06721; with noise in between, Mesnard et al. 2021,
+https://arxiv.org/abs/2011.09464). One step a room:
+
+    The last door is red. Say take, go on or open door.
+    Here: blue key, coin, red key, gold key.              take red key     0
+    Room 2: pear, leaf.                                   take pear        0.08 ± noise
+    Room 3: apple, stone.                                 go on            0
+    Last room: door, leaf.                                open door        1
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import Any
+
+from agentr1_jax.envs.base import Row
+from agentr1_jax.envs.tabular import Chance, Game
+from agentr1_jax.envs.tabular_task import TabularTask
+
+COLOURS = ("red", "blue", "green", "gold", "black", "white", "brown", "pink", "grey", "orange")
+WORTH = {"stone": 0.0, "leaf": 0.02, "nut": 0.04, "apple": 0.06, "pear": 0.08, "coin": 0.1}
+"""What a thing pays in the mean."""
+GO_ON, OPEN = "go on", "open door"
+
+
+def keydoor_task(*, rooms: int = 5, key_count: int = 3, noise: float = 0.3, mistakes: float = 0.7) -> TabularTask:
+    """KeyDoor as a Task; an episode has `rooms` + 2 steps, and its rewards are those of `game`.
+
+    Args:
+      rooms: between the key and the door, at least 0.
+      key_count: in the first room, 2 to 10, one of which fits.
+      noise: a thing pays `WORTH` plus or minus this, with equal probability.
+      mistakes: of the expert, see `TabularTask`.
+
+    Raises:
+      ValueError: a setting is out of its range.
+    """
+    if rooms < 0:
+        raise ValueError(f"keydoor: rooms is {rooms}; it must not be negative")
+    if not 2 <= key_count <= len(COLOURS):
+        raise ValueError(f"keydoor: key_count is {key_count}; it must be within 2 and {len(COLOURS)}")
+    if noise < 0:
+        raise ValueError(f"keydoor: noise is {noise}; it must not be negative")
+    draw = functools.partial(_draw, rooms=rooms, key_count=key_count)
+    return TabularTask("keydoor", draw, functools.partial(game, noise=noise), mistakes)
+
+
+def game(row: Row, *, noise: float) -> Game:
+    """The game of a row; its states are [room, colour of the key that is carried or ""].
+
+    Going on and everything that is no action pays 0; the door pays 1 to who carries its key, and ends the game in any
+    case. Φ = −½ (actions that the open door still lacks): −1 without the right key, −½ with it.
+    """
+    return Game(
+        start=(0, ""),
+        actions=functools.partial(_actions, row),
+        outcomes=functools.partial(_outcomes, row, noise),
+        tell=functools.partial(_tell, row),
+        potential=lambda state: -0.5 if state[1] == row["door"] else -1.0,  # type: ignore[index]
+    )
+
+
+def _actions(row: Row, state: Any) -> list[str]:
+    taking = [f"take {thing}" for thing in row["rooms"][state[0]]]
+    return [OPEN, *taking] if _is_last(row, state[0]) else [*taking, GO_ON]
+
+
+def _outcomes(row: Row, noise: float, state: Any, action: str | None) -> list[Chance]:
+    room, carried = state
+    if action == OPEN:
+        opens = carried == row["door"]
+        return [Chance(1.0, float(opens), None, success=opens)]
+    taken = "" if action is None else action.removeprefix("take ")
+    if taken.endswith(" key"):
+        carried = taken.removesuffix(" key")
+    after = None if _is_last(row, room) else (room + 1, carried)
+    if taken in WORTH:
+        return [Chance(0.5, WORTH[taken] + noise, after), Chance(0.5, WORTH[taken] - noise, after)]
+    return [Chance(1.0, 0.0, after)]
+
+
+def _tell(row: Row, state: Any) -> str:
+    room, _ = state
+    things = ", ".join(row["rooms"][room])
+    if _is_last(row, room):
+        return f"Last room: door, {things}."
+    return f"{f'Room {room + 1}' if room else 'Here'}: {things}."
+
+
+def _is_last(row: Row, room: int) -> bool:
+    return room == len(row["rooms"]) - 1
+
+
+def _draw(rng: random.Random, *, rooms: int, key_count: int) -> Row:
+    things = list(WORTH)
+    colours = rng.sample(COLOURS, key_count)
+    door = rng.choice(colours)
+    first = [*(f"{colour} key" for colour in colours), rng.choice(things)]
+    rng.shuffle(first)
+    return {
+        "question": f"The last door is {door}. Say take, {GO_ON} or {OPEN}.",
+        "layout": f"{door} of {', '.join(sorted(colours))}",
+        "door": door,
+        "rooms": [first, *(rng.sample(things, 2) for _ in range(rooms)), [rng.choice(things)]],
+    }

@@ -1,0 +1,53 @@
+"""Revisited states: over a lake of 4 x 4 cells, told in words, past its holes.
+
+    python -m experiments.train --config=configs/frozenlake.py
+
+About 100 s of CPU time on one core. Seed 0: the goal is reached in
+.30 of the episodes after the warm start (sampled; .13 greedy), and in .90 at the end (.95 greedy), on maps that
+training has not.
+"""
+
+from __future__ import annotations
+
+import ml_collections
+
+from configs import base
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """FrozenLake, a decoder of 0.1M parameters, group-relative credit."""
+    c = base.get_config()
+    c.run_dir = "runs/frozenlake"
+    c.updates = 80
+    c.warm_start_updates = 200
+    c.task.name = "frozenlake"
+    c.task.mistakes = 0.65
+    c.tokenizer.vocab_size = 464  # every word is one piece
+    c.policy.preset = "tiny"
+    c.policy.width = 64
+    c.policy.layers = 2
+    c.policy.head_dim = 16
+    c.policy.hidden = 128
+    c.budget.max_steps = 10
+    c.budget.response_tokens = 5
+    c.budget.observation_tokens = 32
+    c.budget.context_tokens = 336
+    c.budget.on_response_cut = "continue"  # it is no action then
+    c.rollout.parking = 0
+    c.rollout.length = 384
+    c.rollout.groups = 8
+    c.rollout.prefill_rows = (16, 64)
+    c.rollout.prefill_width = 32
+    c.learner.row_tokens = 336
+    c.learner.row_reads = 56
+    c.learner.rows = 8
+    c.loss.chunk = 512
+    c.credit.name = "grpo"
+    c.optimizer.name = "muon"
+    c.optimizer.lr = 5e-4
+    c.warm_start.lr = 3e-3
+    c.warm_start.demonstrations = 2000
+    c.warm_start.practice = 0.0
+    c.warm_start.batch = 32
+    c.eval.every = 10
+    return c
