@@ -22,7 +22,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.compilation_cache = "~/.cache/agentr1_jax"  # persistent cache of compiled programs; "" for none
 
     c.task = ConfigDict()
-    c.task.name = ""  # hopworld | multihop
+    c.task.name = ""  # hopworld | multihop | keydoor | frozenlake
     c.task.top_k = 3  # passages a search returns
     c.task.rewards = ConfigDict()  # weights of the reward parts
     c.task.rewards.answer = 1.0  # exact match of the final answer
@@ -38,6 +38,13 @@ def get_config() -> ml_collections.ConfigDict:
     c.task.data_dir = ""  # multihop: folder of the data; "" reads AGENTR1_DATA, then ../shared/data
     c.task.datasets = ("hotpotqa", "2wikimultihopqa")  # multihop: whose questions and passages
     c.task.corpus = "full"  # multihop: full | mini
+    c.task.mistakes = 0.7  # keydoor, frozenlake: probability that the expert errs, at each step
+    c.task.rooms = 5  # keydoor: between the key and the door; an episode has two steps more
+    c.task.key_count = 3  # keydoor: in the first room, one of which fits
+    c.task.noise = 0.3  # keydoor: a thing pays its mean plus or minus this
+    c.task.size = 4  # frozenlake: cells of a side
+    c.task.holes = 0.2  # frozenlake: share of the cells
+    c.task.slip = 0.0  # frozenlake: probability that a step slides to a side; 2/3 is Gymnasium's slippery lake
 
     c.tools = ConfigDict()  # limits of every tool call; 0 for none
     c.tools.seconds = 30.0  # of a call
@@ -107,10 +114,31 @@ def get_config() -> ml_collections.ConfigDict:
     c.rollout.refills = 0  # most further groups sampled in a batch in place of those whose returns are all equal
 
     c.credit = ConfigDict()
-    c.credit.name = "grpo"  # a scheme of agentr1_jax/credit
+    c.credit.name = "grpo"  # a scheme of agentr1_jax/credit, or of credit.file
+    c.credit.file = ""  # a Python file of one's own whose functions carry @register; "" for none
     c.credit.args = ConfigDict()  # its hyper-parameters where they differ from its defaults
     c.credit.args.gamma = placeholder(float)  # discount
     c.credit.args.lam = placeholder(float)  # lambda of GAE
+    c.credit.args.gamma_high = placeholder(float)  # bilevel_gae: discount per step
+    c.credit.args.whiten = placeholder(str)  # none | token | step | trajectory: what mean and std count once
+    c.credit.args.unit = placeholder(str)  # token | step | trajectory: likewise, of statistics of a group
+    c.credit.args.norm = placeholder(str)  # mean_norm | mean_std_norm (gigpo, turn_grpo)
+    c.credit.args.step_weight = placeholder(float)  # gigpo: of the part that compares equal states
+    c.credit.args.outcome_weight = placeholder(float)  # turn_grpo: of the outcome
+    c.credit.args.of = placeholder(str)  # turn_grpo: reward | return
+    c.credit.args.history = placeholder(int)  # hgpo: states before the present one
+    c.credit.args.alpha = placeholder(float)  # hgpo: the longer shared history counts (k + 1)^alpha times
+
+    c.shaping = ConfigDict()  # what is done to rewards before credit; see agentr1_jax/credit/shaping.py
+    c.shaping.terminal_only = False  # the sum of a trajectory's rewards is given on its last step
+    c.shaping.process_parts = ()  # reward parts that are process rewards
+    c.shaping.process_norm = "none"  # none | group | batch: over whose steps they are normalised
+    c.shaping.potential = 0.0  # weight of gamma * potential(next state) - potential(state), where the task has one
+    c.shaping.overlong_buffer = 0  # tokens before the limit at which a penalty for length begins; 0 for none
+    c.shaping.overlong_limit = 0  # tokens at which it is full
+    c.shaping.overlong_factor = 1.0  # the full penalty
+    c.shaping.overlong_unit = "step"  # step | trajectory: whose tokens
+    c.shaping.scale_returns = False  # divides rewards by the running std of returns
 
     c.loss = ConfigDict()
     c.loss.ratio = "token"  # token | step | trajectory | capo (the last two take one more forward pass per update)
@@ -147,6 +175,8 @@ def get_config() -> ml_collections.ConfigDict:
     c.learner.row_reads = 192  # trained tokens a row can hold
     c.learner.rows = 8  # rows of a microbatch, over all processes
     c.learner.old_logprobs = "sampler"  # sampler | learner (recomputed): the old policy of ratio and clip
+    c.learner.loss_mask = True  # False trains on what came from tools as if the policy had said it (to compare)
+    c.learner.advantage_mask = True  # False lets credit count those tokens as actions (to compare)
     c.learner.minibatches = 1  # updates per pass over a batch
     c.learner.epochs = 1  # passes over a batch
 
@@ -165,6 +195,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.optimizer.max_grad_norm = 1.0  # 0 for no clipping
 
     c.warm_start = ConfigDict()
+    c.warm_start.run = ""  # a run's folder, whose tokenizer and newest decoder RL starts from, in place of the below
     c.warm_start.lr = 3e-3  # peak; rises over 5 % and falls to a tenth by a cosine
     c.warm_start.demonstrations = 4096  # expert trajectories, made once
     c.warm_start.practice = 0.25  # share of them on the task's practice split

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -19,8 +20,12 @@ from jax.sharding import Mesh
 from agentr1_jax.agents.context import context_rule
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity
+from agentr1_jax.credit import SCHEMES
+from agentr1_jax.credit.shaping import Shaping
 from agentr1_jax.envs.base import Task
+from agentr1_jax.envs.frozenlake import frozenlake_task
 from agentr1_jax.envs.hopworld.task import HopWorldTask
+from agentr1_jax.envs.keydoor import keydoor_task
 from agentr1_jax.envs.multihop import MultihopTask, data_folder
 from agentr1_jax.learner.losses import LossConfig
 from agentr1_jax.learner.optimizer import make_optimizer
@@ -55,6 +60,7 @@ from agentr1_jax.text.tool_calls import call_tags
 from agentr1_jax.tools.limits import ToolLimits, wrapped
 from agentr1_jax.tools.meter import Meter
 from agentr1_jax.trajectory import Budget
+from experiments import inherited
 
 
 def learner_mesh(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -85,15 +91,27 @@ def task(config: ml_collections.ConfigDict, meter: Meter | None = None) -> Task:
                 seed=config.seed,
                 wrap=wrap,
             )
+        if c.name in ("keydoor", "frozenlake") and config.warm_start.practice:
+            raise UserError(f"{c.name} has no split 'practice'; set warm_start.practice=0")
+        if c.name == "keydoor":
+            steps = c.rooms + 2
+            if config.budget.max_steps < steps:
+                raise UserError(
+                    f"keydoor: its door is {steps} steps away (task.rooms + 2), beyond budget.max_steps "
+                    f"({config.budget.max_steps}); raise it, or lower task.rooms"
+                )
+            return keydoor_task(rooms=c.rooms, key_count=c.key_count, noise=c.noise, mistakes=c.mistakes)
+        if c.name == "frozenlake":
+            return frozenlake_task(size=c.size, holes=c.holes, slip=c.slip, mistakes=c.mistakes)
     except (ValueError, FileNotFoundError) as error:
         raise UserError(str(error)) from error
-    raise UserError(f"unknown task.name {c.name!r}; choose 'hopworld' or 'multihop'")
+    raise UserError(f"unknown task.name {c.name!r}; choose 'hopworld', 'multihop', 'keydoor' or 'frozenlake'")
 
 
 def tokenizer(config: ml_collections.ConfigDict, task: Task, *, resumes: bool) -> Tokenizer:
     """The tokenizer at `config.tokenizer.path`, or one trained on the task's texts and kept in the run folder.
 
-    A run that `resumes` has trained its own already.
+    A run that `resumes` has its own already; one that starts from another run gets a copy of that run's.
     """
     path = os.path.expanduser(config.tokenizer.path)
     if "{data}" in path:
@@ -101,7 +119,10 @@ def tokenizer(config: ml_collections.ConfigDict, task: Task, *, resumes: bool) -
     if not path:
         path = os.path.join(config.run_dir, "tokenizer.model")
         if processes.process_index() == 0 and not resumes:
-            train_sentencepiece(task.texts(config.tokenizer.texts), path, config.tokenizer.vocab_size)
+            if config.warm_start.run:
+                inherited.copy_tokenizer(config.warm_start.run, path)
+            else:
+                train_sentencepiece(task.texts(config.tokenizer.texts), path, config.tokenizer.vocab_size)
         processes.barrier("tokenizer")
     try:
         return load_tokenizer(path)
@@ -242,9 +263,25 @@ def loss_config(config: ml_collections.ConfigDict, **changes: Any) -> LossConfig
     return LossConfig(**(fields | changes))
 
 
-def credit_args(config: ml_collections.ConfigDict) -> dict[str, float]:
+def credit_args(config: ml_collections.ConfigDict) -> dict[str, Any]:
     """Hyper-parameters of the credit scheme that the config sets."""
     return {key: value for key, value in config.credit.args.to_dict().items() if value is not None}
+
+
+def discount(config: ml_collections.ConfigDict) -> float:
+    """The discount per step of the credit scheme; 1 for one that has none."""
+    parameter = inspect.signature(SCHEMES[config.credit.name].assign).parameters.get("gamma")
+    return credit_args(config).get("gamma", parameter.default if parameter else 1.0)
+
+
+def shaping(config: ml_collections.ConfigDict) -> Shaping:
+    """What is done to rewards before credit is assigned."""
+    return Shaping(**config.shaping.to_dict())
+
+
+def reads(config: ml_collections.ConfigDict) -> str:
+    """Which tokens the learner reads in RL: those of tools and environments too where a mask is left out."""
+    return "sampled" if config.learner.loss_mask and config.learner.advantage_mask else "all"
 
 
 def frozen(config: ml_collections.ConfigDict, policy: DecoderConfig, mesh: Mesh) -> Params:
@@ -326,7 +363,8 @@ def learner_state(config: ml_collections.ConfigDict, policy: DecoderConfig, mesh
     """How the learner's state comes to be.
 
     Returns:
-      fresh: () -> LearnerState with the parameters that training starts from, made in place on the mesh.
+      fresh: () -> LearnerState with the parameters that training starts from, made in place on the mesh; those of
+        the decoder come from `warm_start.run` where that is set.
       restart: params -> LearnerState that keeps the parameters and starts the optimizer anew.
       the optimizer, the state's shape structs with shardings, and its shardings.
     """
@@ -343,6 +381,9 @@ def learner_state(config: ml_collections.ConfigDict, policy: DecoderConfig, mesh
         return init_state(with_critic(policy, decoder, config.critic), optimizer)
 
     def fresh() -> LearnerState:
+        if config.warm_start.run:
+            like = checkpoint.abstract(shapes.params["decoder"], layout.params["decoder"])
+            return start(inherited.decoder(config.warm_start.run, like))
         if policy.lora.rank:
             return start(_made(lambda key: adapters(init_decoder(policy, key)), config, mesh))
         return start(_decoder(config, policy, mesh))

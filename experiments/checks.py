@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 
 from agentr1_jax.agents.context import context_rule
 from agentr1_jax.agents.loop import EnvLoop
-from agentr1_jax.credit import get_scheme
-from agentr1_jax.envs.base import Row, Task
+from agentr1_jax.credit import Scheme, get_scheme, load_schemes
+from agentr1_jax.envs.base import Observation, Row, Task
 from agentr1_jax.learner.correction import CORRECTIONS
 from agentr1_jax.learner.fill import AGGREGATES
 from agentr1_jax.learner.kl import adapted_kl_coef
@@ -42,7 +42,10 @@ def check(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | Non
     try:
         build.budget(config)
         context_rule(config.context)
+        if config.credit.file:
+            load_schemes(config.credit.file)
         scheme, _ = get_scheme(config.credit.name, build.credit_args(config))
+        build.shaping(config)
         build.loss_config(config)
         build.optimizer_of(config)
         build.engine_config(config)
@@ -63,13 +66,32 @@ def check(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | Non
     for key, (value, known) in choices.items():
         if value not in known:
             raise UserError(f"unknown {key} {value!r}; choose one of {', '.join(known)}")
-    if scheme.needs_critic and config.critic == "none":
-        raise UserError(f"credit scheme {scheme.name!r} needs a critic; set config.critic=shared_trunk")
+    _check_credit(config, scheme)
     _check_kl(config)
     parse_updates(config.profile_updates)
     _check_sampling(config)
     _check_lengths(config)
     _check_placement(config, jax.devices() if devices is None else devices)
+
+
+def _check_credit(config: ml_collections.ConfigDict, scheme: Scheme) -> None:
+    """The scheme gets what it needs, as far as a config can tell; `check_openings` asks the task for state keys."""
+    c = config.rollout
+    for key in ("groups", "samples"):
+        if c[key] < 1:
+            raise UserError(f"rollout.{key} is {c[key]}; it must be at least 1")
+    if scheme.needs_critic and config.critic == "none":
+        raise UserError(f"credit scheme {scheme.name!r} needs a critic; set config.critic=shared_trunk")
+    if scheme.needs_samples and c.samples < 2:
+        raise UserError(
+            f"credit scheme {scheme.name!r} compares the samples of a task row, and rollout.samples is {c.samples}: no "
+            "token would ever get an advantage; set rollout.samples to 2 or more"
+        )
+    if build.reads(config) == "all" and config.learner.row_reads < config.budget.context_tokens:
+        raise UserError(
+            f"learner.loss_mask or learner.advantage_mask is False: a step then has up to budget.context_tokens "
+            f"({config.budget.context_tokens}) reads, and learner.row_reads is {config.learner.row_reads}; raise it"
+        )
 
 
 def _check_kl(config: ml_collections.ConfigDict) -> None:
@@ -145,16 +167,22 @@ def _check_placement(config: ml_collections.ConfigDict, devices: Sequence[jax.De
 
 
 def check_openings(config: ml_collections.ConfigDict, task: Task, agent: EnvLoop) -> None:
-    """Refuses a split that the task lacks, and a budget that the task's first prompts already exceed.
+    """Refuses a split that the task lacks, a budget that the task's first prompts already exceed, and a scheme or
+    reward tool that needs of the task's observations what they do not have.
 
     Raises:
       UserError: names the splits there are, or the row, its length and the keys to change.
     """
 
-    async def opening_tokens(row: Row) -> int:
-        observation = await task.env().reset(row, seed=0)
-        return len(agent.opening(observation))
+    async def first_observation(row: Row) -> Observation:
+        return await task.env().reset(row, seed=0)
 
+    for part in config.shaping.process_parts:
+        if part not in task.reward_parts:
+            raise UserError(
+                f"shaping.process_parts: task {task.name!r} has no reward part {part!r}; it has "
+                f"{', '.join(task.reward_parts)}"
+            )
     room = config.budget.context_tokens - config.budget.response_tokens
     for split in ("train", config.eval.split):
         try:
@@ -162,13 +190,29 @@ def check_openings(config: ml_collections.ConfigDict, task: Task, agent: EnvLoop
         except ValueError as error:
             raise UserError(f"eval.split: {error}") from error
         for row in rows:
-            tokens = asyncio.run(opening_tokens(row))
+            observation = asyncio.run(first_observation(row))
+            _check_observation(config, task, observation)
+            tokens = len(agent.opening(observation))
             if tokens > room:
                 raise UserError(
                     f"the prompt of row {row['id']} has {tokens} tokens; budget.context_tokens "
                     f"({config.budget.context_tokens}) less budget.response_tokens ({config.budget.response_tokens}) "
                     f"leaves {room}: raise budget.context_tokens"
                 )
+
+
+def _check_observation(config: ml_collections.ConfigDict, task: Task, observation: Observation) -> None:
+    scheme, _ = get_scheme(config.credit.name, build.credit_args(config))
+    if scheme.needs_state_key and observation.state_key is None:
+        raise UserError(
+            f"credit scheme {scheme.name!r} compares steps of equal state_key, and observations of task {task.name!r} "
+            "have none; set Observation.state_key in the environment, or choose another credit.name"
+        )
+    if config.shaping.potential and observation.potential is None:
+        raise UserError(
+            f"shaping.potential is {config.shaping.potential}, and observations of task {task.name!r} have no "
+            "potential; set Observation.potential in the environment, or shaping.potential=0"
+        )
 
 
 def check_attention(config: ml_collections.ConfigDict, policy: DecoderConfig, mesh: Mesh, *, call: bool = True) -> None:

@@ -127,6 +127,35 @@ def roll_out(
     return kept, dull
 
 
+def with_greedy_rewards(
+    run: Run, params: Params, trajectories: Sequence[Trajectory], visits: Sequence[int], *, version: int
+) -> list[Trajectory]:
+    """The trajectories with the reward of the greedy rollout of their row in `info["greedy_reward"]`, where it did not
+    fail; `visits` is where group 0 of the batch began.
+
+    Each process makes those of its own groups.
+    """
+    groups = sorted({t.group for t in trajectories})
+    if not groups:
+        return list(trajectories)
+    names = build.identities(run.task, run.config.seed, "greedy", groups, [visits[0] + g for g in groups], 1)
+    greedy = run_groups(
+        run.engine,
+        run.view(params, run.frozen),
+        run.agent,
+        [Group(run.task.row("train", visits[0] + g), own) for g, own in zip(groups, names, strict=True)],
+        sampling=Sampling(0.0),
+        policy_version=version,
+        wanted=len(groups),
+        limits=build.limits(run.config),
+    )
+    rewards = {t.group: t.total_reward for (t,) in greedy if POLICIES[t.outcome].reward == "use"}
+    return [
+        dataclasses.replace(t, info={**t.info, "greedy_reward": rewards[t.group]}) if t.group in rewards else t
+        for t in trajectories
+    ]
+
+
 def evaluate(
     run: Run, params: Params, questions: int, *, temperature: float, phase: str, version: int
 ) -> tuple[dict[str, float], list[Trajectory]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from absl import logging
@@ -27,6 +27,7 @@ class Position:
       first_checkpoint: number of the checkpoint at update 0 of that phase.
       metrics_index: index of the next record of metrics.jsonl.
       kl_coef: present coefficient of an adaptive KL; None for the config's.
+      returns: moments of the step returns of all RL batches so far.
       seconds: time spent so far, set-up included.
       warm_start_seconds: of which until the end of the warm start.
       results: figures for the summary.
@@ -39,6 +40,7 @@ class Position:
     first_checkpoint: int = 0
     metrics_index: int = 0
     kl_coef: float | None = None
+    returns: Sequence[float] = ()
     seconds: float = 0.0
     warm_start_seconds: float = 0.0
     results: dict[str, Any] = dataclasses.field(default_factory=dict)

@@ -13,6 +13,8 @@ from absl import logging
 
 from agentr1_jax.credit import Credit, CreditBatch, get_scheme
 from agentr1_jax.credit import streams as flat
+from agentr1_jax.credit.shaping import Moments, Shaping, shaped
+from agentr1_jax.credit.streams import Streams
 from agentr1_jax.learner import correction, fill, kl
 from agentr1_jax.learner.batch import Batch, Nodes, Reads, to_microbatches
 from agentr1_jax.learner.packing import Packing, misfit, pack
@@ -25,6 +27,7 @@ from agentr1_jax.trajectory import POLICIES, Trajectory
 from experiments import build
 from experiments.circle import Run
 
+NOTHING_SEEN = Moments()
 LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -40,6 +43,10 @@ class Learner:
       critic: whether values are wanted.
       microbatches: most of them that a batch can fill.
       credit: the scheme; None for demonstrations, whose advantage is 1.
+      greedy: whether the scheme needs the reward of a greedy rollout of each row.
+      gamma: the scheme's discount per step.
+      shaping: what is done to rewards before.
+      reads: tokens that are trained: `sampled`, or `all` where a mask is left out to compare.
     """
 
     update: Callable[..., tuple[LearnerState, dict[str, jax.Array]]]
@@ -49,6 +56,10 @@ class Learner:
     reference: Params | None = None
     critic: bool = False
     credit: Callable[[CreditBatch], Credit] | None = None
+    greedy: bool = False
+    gamma: float = 1.0
+    shaping: Shaping = Shaping()
+    reads: str = "sampled"
 
 
 def supervised(run: Run, optimizer: Any, layout: Any) -> Learner:
@@ -64,7 +75,8 @@ def reinforced(run: Run, optimizer: Any, layout: Any, reference: Params | None) 
     """The learner of RL."""
     config, loss = run.config, build.loss_config(run.config)
     scheme, assign = get_scheme(config.credit.name, build.credit_args(config))
-    needs_score = scheme.needs_critic or reference is not None or config.learner.old_logprobs == "learner"
+    critic, reads = scheme.uses_critic and config.critic != "none", build.reads(config)
+    needs_score = critic or reference is not None or config.learner.old_logprobs == "learner" or reads == "all"
     needs_pass = loss.ratio in MINIBATCH_RATIOS and loss.clip != "none"
     batch = config.rollout.groups * config.rollout.samples // config.learner.minibatches
     return Learner(
@@ -73,8 +85,12 @@ def reinforced(run: Run, optimizer: Any, layout: Any, reference: Params | None) 
         score=make_score(run.policy, loss, run.learner_mesh) if needs_score else None,
         log_ratio=make_log_ratio(run.policy, loss, run.learner_mesh) if needs_pass else None,
         reference=reference,
-        critic=scheme.needs_critic,
+        critic=critic,
         credit=jax.jit(assign),
+        greedy=scheme.needs_greedy,
+        gamma=build.discount(config),
+        shaping=build.shaping(config),
+        reads=reads,
     )
 
 
@@ -85,10 +101,12 @@ class Pending:
     Attributes:
       known: metrics that the host knows.
       updates: of each update of the batch.
+      moments: of the returns of all batches so far.
     """
 
     known: dict[str, float]
     updates: list[dict[str, jax.Array]]
+    moments: Moments = NOTHING_SEEN
 
     def result(self) -> dict[str, float]:
         """Waits for the device: means over the updates, the largest of `max_*`, the last of `skipped*`.
@@ -131,6 +149,7 @@ def learn(
     trajectories: Sequence[Trajectory],
     rates: Mapping[str, float],
     kl_coef: float = 0.0,
+    moments: Moments = NOTHING_SEEN,
 ) -> tuple[LearnerState, Pending, list[Trajectory]]:
     """All updates on one batch: `learner.epochs` passes over `learner.minibatches` parts.
 
@@ -143,12 +162,15 @@ def learn(
       trajectories: this process's share.
       rates: learning rate of each part of the parameters.
       kl_coef: of the KL in the reward.
+      moments: of the returns of earlier batches.
 
     Returns:
       the new state, metrics, and all trajectories, the trained ones with their advantages in `info`.
     """
     c = run.config
-    usable, dropped, malformed = sift(run, trajectories, critic=learner.critic)
+    usable, dropped, malformed = sift(
+        run, trajectories, critic=learner.critic, greedy=learner.greedy, reads=learner.reads
+    )
     known = {"batch/dropped": float(len(dropped)), "batch/malformed": float(malformed)}
     parts = _minibatches(usable, c.learner.minibatches)
     packs = [
@@ -158,30 +180,31 @@ def learn(
             row_tokens=c.learner.row_tokens,
             row_reads=c.learner.row_reads,
             final_reads=learner.critic,
+            reads=learner.reads,
         )
         for part in parts
     ]
     ordered = [t for part in parts for t in part]
     scored = _score(run, learner, state.params, packs)
-    token_rewards = None
-    if scored.logprobs is not None and scored.ref_logprobs is not None and c.kl.where == "reward":
-        token_rewards = kl.kl_rewards(c.kl.kind, scored.logprobs, scored.ref_logprobs, kl_coef)
-    own = flat.flatten(ordered, scored.values, scored.final_values, token_rewards)
-    gathered = [flat.Streams(**g) for g in processes.all_gather_arrays(dataclasses.asdict(own))]
-    streams = flat.join(gathered)
-    first = sum(len(g.logprobs) for g in gathered[: processes.process_index()])
-    mine = slice(first, first + len(own.logprobs))
+    own, streams, mine = _streams(run, learner, ordered, scored, kl_coef)
     if not len(streams.logprobs):
         logging.warning("no usable trajectory in this batch; it is skipped")
-        return state, Pending(known, []), dropped
+        return state, Pending(known, [], moments), dropped
 
-    advantages, targets, has_target = _credit(run, learner, streams)
-    minibatch = np.concatenate([_minibatch_of_token(part, i) for i, part in enumerate(parts)])
+    baseline = moments.mean
+    if learner.credit is not None:
+        streams, moments = shaped(streams, learner.shaping, gamma=learner.gamma, moments=moments)
+        known |= _reward_metrics(streams)
+    if learner.shaping.scale_returns:
+        baseline /= moments.std
+    advantages, targets, has_target = _credit(run, learner, streams, baseline)
+    minibatch = np.repeat(np.arange(len(parts)), [len(p.token_read) for p in packs])
     minibatch = np.concatenate([g["m"] for g in processes.all_gather_arrays({"m": minibatch})])
     trained = streams.trained[streams.token_trajectory]
+    spoken = trained & (streams.is_action | (not c.learner.loss_mask))
     per_token = {
         "advantage": advantages[mine],
-        "weight": _weights(run, streams, minibatch, c.loss.aggregate, trained)[mine],
+        "weight": _weights(run, streams, minibatch, c.loss.aggregate, spoken)[mine],
         **_corrections(run, learner, own, scored),
     }
     if learner.critic:
@@ -193,20 +216,39 @@ def learn(
         for p, a, b in zip(packs, edges[:-1], edges[1:], strict=True)
     ]
     # A minibatch that trains nothing is no update: an optimizer would move by its momentum.
-    batches = [batch for i, batch in enumerate(batches) if (trained & (minibatch == i)).any()]
+    batches = [batch for i, batch in enumerate(batches) if (spoken & (minibatch == i)).any()]
 
     computed = sum(p.tokens_computed for p in packs)
     known |= _score_metrics(scored, own) | {
         "batch/trajectories": float(len(streams.outcome)),
         "batch/steps": float(len(streams.rewards)),
-        "batch/tokens": float(len(streams.logprobs)),
+        "batch/tokens": float(streams.is_action.sum()),
         "batch/sharing": sum(p.tokens_stored for p in packs) / max(computed, 1),
         "batch/fill": computed / max(sum(p.nodes.tokens.size for p in packs), 1),
-        "batch/advantage_std": float(advantages[trained].std()) if trained.any() else 0.0,
+        "batch/advantage_std": float(advantages[spoken].std()) if spoken.any() else 0.0,
         "time/learner_tokens": float(computed * c.learner.epochs),
     }
     state, updates = _update(run, learner, state, batches * c.learner.epochs, rates)
-    return state, Pending(known, updates), with_advantages(ordered, advantages[mine]) + dropped
+    return state, Pending(known, updates, moments), with_advantages(ordered, advantages[mine][own.is_action]) + dropped
+
+
+def _streams(
+    run: Run, learner: Learner, trajectories: Sequence[Trajectory], scored: Scored, kl_coef: float
+) -> tuple[Streams, Streams, slice]:
+    """The streams of this process, those of all, and where in their tokens this process's lie."""
+    own = flat.flatten(
+        trajectories,
+        scored.values,
+        scored.final_values,
+        process_parts=learner.shaping.process_parts,
+        observations=learner.reads == "all",
+    )
+    if scored.logprobs is not None and scored.ref_logprobs is not None and run.config.kl.where == "reward":
+        rewards = kl.kl_rewards(run.config.kl.kind, scored.logprobs, scored.ref_logprobs, kl_coef)
+        own = dataclasses.replace(own, token_rewards=np.where(own.is_action, rewards, 0).astype(np.float32))
+    gathered = [Streams(**g) for g in processes.all_gather_arrays(dataclasses.asdict(own))]
+    first = sum(len(g.logprobs) for g in gathered[: processes.process_index()])
+    return own, flat.join(gathered), slice(first, first + len(own.logprobs))
 
 
 def _update(
@@ -228,12 +270,13 @@ def _update(
 
 
 def sift(
-    run: Run, trajectories: Sequence[Trajectory], *, critic: bool
+    run: Run, trajectories: Sequence[Trajectory], *, critic: bool, greedy: bool = False, reads: str = "sampled"
 ) -> tuple[list[Trajectory], list[Trajectory], int]:
     """What can be trained on, and what cannot.
 
     A trajectory is dropped where its outcome says so, and where its numbers would spoil a batch: no step or token, a
-    reward or log-prob that is not finite, a step longer than a row. Those are said aloud.
+    reward or log-prob that is not finite, a step longer than a row, no greedy rollout where the scheme needs it. Those
+    are said aloud.
 
     Returns:
       usable and dropped trajectories, and how many of these were malformed.
@@ -244,11 +287,13 @@ def sift(
     c, usable, dropped, malformed = run.config.learner, [], [], 0
     for t in trajectories:
         policy = POLICIES[t.outcome]
-        fault = misfit(t, row_tokens=c.row_tokens, row_reads=c.row_reads, final_reads=critic)
+        fault = misfit(t, row_tokens=c.row_tokens, row_reads=c.row_reads, final_reads=critic, reads=reads)
         counts = policy.reward == "use" and t.steps
         rewards = [t.total_reward, *(s.reward for s in t.steps if s.reward is not None)] if counts else []
         # Statistics are float32; not a number is not below anything either.
         fault = fault or next((f"its reward is {r}" for r in rewards if not abs(r) <= LARGEST), None)
+        if greedy and not fault and not math.isfinite(t.info.get("greedy_reward", math.nan)):
+            fault = "the greedy rollout of its row failed"
         beyond = max((max(s.prompt_ids.max(), s.response_ids.max()) for s in t.steps), default=0) if not fault else 0
         if beyond >= run.policy.vocab_size:
             fault = f"it has id {beyond}, beyond the vocabulary of {run.policy.vocab_size}"
@@ -267,7 +312,7 @@ def sift(
     return usable, dropped, malformed
 
 
-def _weights(run: Run, streams: flat.Streams, minibatch: np.ndarray, aggregate: str, mask: np.ndarray) -> np.ndarray:
+def _weights(run: Run, streams: Streams, minibatch: np.ndarray, aggregate: str, mask: np.ndarray) -> np.ndarray:
     """Loss weights of the masked tokens, [K] over all processes; each minibatch is a batch of its own."""
     group = np.unique(streams.group, return_inverse=True)[1]
     units = (streams.token_step, streams.token_trajectory, group[streams.token_trajectory])
@@ -279,19 +324,23 @@ def _weights(run: Run, streams: flat.Streams, minibatch: np.ndarray, aggregate: 
     return weights
 
 
-def _corrections(run: Run, learner: Learner, own: flat.Streams, scored: Scored) -> dict[str, np.ndarray]:
+def _corrections(run: Run, learner: Learner, own: Streams, scored: Scored) -> dict[str, np.ndarray]:
     """Fields of the reads that only some runs have: other old log-probs than the sampler's, and what corrects them."""
     c, out = run.config.correction, {}
     if scored.ref_logprobs is not None and run.config.kl.where == "loss":
         out["ref_logprob"] = scored.ref_logprobs
-    if learner.credit is None or scored.logprobs is None or run.config.learner.old_logprobs == "sampler":
+    if learner.credit is None or scored.logprobs is None:
         return out
-    out["old_logprob"] = scored.logprobs
-    if c.kind != "none":
-        sequence = own.token_step if c.unit == "step" else own.token_trajectory
-        out["rollout_weight"] = correction.rollout_weights(
-            c.kind, scored.logprobs, own.logprobs, sequence, cap=c.cap, low=c.low, high=c.high
+    recomputed = run.config.learner.old_logprobs == "learner"
+    if recomputed or learner.reads == "all":  # Nobody sampled what came from a tool.
+        out["old_logprob"] = scored.logprobs if recomputed else np.where(own.is_action, own.logprobs, scored.logprobs)
+    if recomputed and c.kind != "none":
+        sequence, said = (own.token_step if c.unit == "step" else own.token_trajectory), own.is_action
+        weights = np.ones(len(said), np.float32)
+        weights[said] = correction.rollout_weights(
+            c.kind, scored.logprobs[said], own.logprobs[said], sequence[said], cap=c.cap, low=c.low, high=c.high
         )
+        out["rollout_weight"] = weights
     return out
 
 
@@ -312,10 +361,6 @@ def _minibatches(trajectories: Sequence[Trajectory], count: int) -> list[list[Tr
     groups = np.unique([t.group for t in trajectories])
     parts = [set(part.tolist()) for part in np.array_split(groups, count)]
     return [[t for t in trajectories if t.group in part] for part in parts]
-
-
-def _minibatch_of_token(part: Sequence[Trajectory], index: int) -> np.ndarray:
-    return np.full(sum(len(s.response_ids) for t in part for s in t.steps), index, np.int32)
 
 
 def _to_device(run: Run, learner: Learner, nodes: Nodes, reads: Reads) -> tuple[Batch, np.int32]:
@@ -361,21 +406,35 @@ def _score(run: Run, learner: Learner, params: Params, packs: Sequence[Packing])
     return Scored(**{name: np.concatenate(x) if x else None for name, x in parts.items()})
 
 
-def _score_metrics(scored: Scored, own: flat.Streams) -> dict[str, float]:
+def _score_metrics(scored: Scored, own: Streams) -> dict[str, float]:
     """The gap between sampler and learner of this process's tokens, and the KL to the reference over all processes."""
     if scored.logprobs is None:
         return {}
-    gap = correction.gap_metrics(scored.logprobs, own.logprobs, own.token_trajectory)
+    said = own.is_action
+    gap = correction.gap_metrics(scored.logprobs[said], own.logprobs[said], own.token_trajectory[said])
     out = {f"gap/{name}": x for name, x in gap.items()}
     out |= {"learner/logprob_gap": gap.get("mean", math.nan), "learner/max_logprob_gap": gap.get("max", math.nan)}
     if scored.ref_logprobs is not None:
-        estimate = kl.kl_estimate("k3", scored.logprobs, scored.ref_logprobs)
+        estimate = kl.kl_estimate("k3", scored.logprobs[said], scored.ref_logprobs[said])
         parts = processes.all_gather_json([float(estimate.sum()), len(estimate)])
         out["learner/ref_kl"] = sum(total for total, _ in parts) / max(sum(count for _, count in parts), 1)
     return out
 
 
-def _credit(run: Run, learner: Learner, streams: flat.Streams) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _reward_metrics(streams: Streams) -> dict[str, float]:
+    """Groups from which schemes that compare samples learn nothing, and steps that none can be compared with."""
+    group = np.unique(streams.group, return_inverse=True)[1]
+    highest, lowest = np.full(group.max() + 1, -np.inf), np.full(group.max() + 1, np.inf)
+    np.maximum.at(highest, group, streams.outcome)
+    np.minimum.at(lowest, group, streams.outcome)
+    return {
+        "batch/dead_groups": float((highest == lowest).sum()),
+        "batch/lone_members": float((np.bincount(group) == 1).sum()),
+        "batch/steps_without_key": float((streams.state_key < 0).sum()),
+    }
+
+
+def _credit(run: Run, learner: Learner, streams: Streams, baseline: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Advantages, value targets and where those exist, [K] over all processes; computed alike in each."""
     k = len(streams.logprobs)
     if learner.credit is None:
@@ -383,12 +442,24 @@ def _credit(run: Run, learner: Learner, streams: flat.Streams) -> tuple[np.ndarr
     c = run.config
     trajectories = c.rollout.groups * c.rollout.samples
     steps = trajectories * (c.budget.max_steps + c.budget.final_answer_step)
+    of_step = c.budget.response_tokens if learner.reads == "sampled" else c.budget.context_tokens
     batch = flat.to_batch(
         streams,
         trajectories=trajectories,
         steps=steps,
-        tokens=steps * c.budget.response_tokens,
+        tokens=steps * of_step,
         critic=learner.critic,
+        baseline=baseline,
+        advantage_mask=c.learner.advantage_mask,
     )
     credit: Any = jax.device_get(learner.credit(batch))
-    return credit.advantages[:k], credit.value_targets[:k], credit.value_mask[:k]
+    advantages = credit.advantages[:k]
+    if c.learner.advantage_mask and not c.learner.loss_mask:
+        advantages = _over_observations(streams, advantages)
+    return advantages, credit.value_targets[:k], credit.value_mask[:k]
+
+
+def _over_observations(streams: Streams, advantages: np.ndarray) -> np.ndarray:
+    """An answer, where it is trained on, has the advantage of the last token of the response that it answers."""
+    last = np.maximum.accumulate(np.where(streams.is_action, np.arange(len(advantages)), 0))
+    return advantages[last]

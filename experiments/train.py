@@ -20,6 +20,7 @@ from absl import flags, logging
 from rich.console import Console
 
 from agentr1_jax import report
+from agentr1_jax.credit.shaping import Moments
 from agentr1_jax.learner.kl import adapted_kl_coef
 from agentr1_jax.learner.schedules import rate_by_progress
 from agentr1_jax.learner.update import LearnerState
@@ -36,7 +37,7 @@ from agentr1_jax.runtime.progress import progress
 from agentr1_jax.runtime.seeds import generator
 from agentr1_jax.tools.meter import Meter
 from agentr1_jax.trajectory import Trajectory, read_jsonl, write_jsonl
-from experiments import build, checks, circle, dry_run, learning
+from experiments import build, checks, circle, dry_run, inherited, learning
 from experiments.circle import Run
 from experiments.journal import Journal, Position, Stopped, add_totals, count_recompiles
 from experiments.learning import Learner, Pending
@@ -79,7 +80,7 @@ def main(argv: Sequence[str]) -> None:
                     if "em" in measured:  # Some trajectory was sampled.
                         position.results[f"em_{name}"] = measured["em"]
                 journal.save(state)
-            if position.phase == "rl" and not config.control:
+            if position.phase == "rl" and config.updates and not config.control:
                 fresh_rl = position.update == 0
                 reference = build.reference(config, run.policy, run.learner_mesh, state.params, fresh=fresh_rl)
                 state = reinforce(run, journal, learning.reinforced(run, optimizer, layout, reference), state)
@@ -106,6 +107,8 @@ def set_up(config: ml_collections.ConfigDict) -> Run:
     """
     checks.check(config)
     resumes = configs.check_same_config(config.run_dir, config)
+    if config.warm_start.run and not resumes:
+        inherited.check(config)
     if config.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.compilation_cache))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
@@ -137,7 +140,7 @@ def warm_start(run: Run, journal: Journal, learner: Learner, state: LearnerState
     """Supervised updates on expert trajectories: a number of them, or as many as a control's time allows."""
     config, position = run.config, journal.position
     total, first = config.warm_start_updates, processes.process_index() == 0
-    if not total:
+    if not total or config.warm_start.run:
         return state
     expert = circle.demonstrations(run)
     if position.update == 0:
@@ -212,10 +215,13 @@ def reinforce(run: Run, journal: Journal, learner: Learner, state: LearnerState)
             position.visits = visits.stop + refilled
             draw_timeline(run)
             rollout = circle.rollout_metrics(run.engine.counters, run.tools)
+            if learner.greedy:
+                trajectories = circle.with_greedy_rewards(run, state.params, trajectories, visits, version=update)
             rates, since = build.rates(config, update, state.params), time.perf_counter()
             kl_coef = config.kl.coef if position.kl_coef is None else position.kl_coef
-            state, pending, trajectories = learning.learn(run, learner, state, trajectories, rates, kl_coef)
-            position.update = update + 1
+            moments = Moments(*position.returns)
+            state, pending, trajectories = learning.learn(run, learner, state, trajectories, rates, kl_coef, moments)
+            position.update, position.returns = update + 1, pending.moments
             trajectories += dull
             write_trajectories(run, f"rl_{update:06d}", trajectories)  # While the device learns.
             sampled = circle.means(trajectories)

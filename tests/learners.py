@@ -58,13 +58,13 @@ class Made:
     fresh: Any
     wide: bool
 
-    def learn(self, trajectories, state=None, kl_coef=0.0, **programs):
+    def learn(self, trajectories, state=None, kl_coef=0.0, moments=learning.NOTHING_SEEN, **programs):
         """(new state, metrics, trajectories), with other programs in the learner where they are given."""
         learner = dataclasses.replace(self.learner, **programs)
         with jax.enable_x64(self.wide):
             state = self.fresh() if state is None else state
             rates = {part: RATES[part] for part in state.params}
-            state, pending, out = learning.learn(self.run, learner, state, trajectories, rates, kl_coef)
+            state, pending, out = learning.learn(self.run, learner, state, trajectories, rates, kl_coef, moments)
             return state, pending.result(), out
 
     def under(self, changes):

@@ -10,16 +10,22 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
 from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.report.inspector import script_json
+from agentr1_jax.runtime import config as configs
+from agentr1_jax.runtime.checkpoint import Checkpoints
+from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.runtime.metrics import read_metrics
 from agentr1_jax.trajectory import Outcome, Trajectory, read_jsonl
 from configs import quickstart
-from experiments import build
+from experiments import build, inherited
 
 ROOT = Path(__file__).parent.parent
 SMALL = {
@@ -88,6 +94,107 @@ def test_the_quickstart_budget_lets_the_right_way_through(tmp_path: Path) -> Non
         played = [asyncio.run(play(split, index)) for index in range(128)]
         assert sum(t.metrics["em"] for t in played) / len(played) >= 0.99
         assert {t.outcome for t in played} == {Outcome.ANSWERED}
+
+
+def small_config(run_dir: Path, **overrides: object):
+    with quickstart.get_config().unlocked() as config:
+        keys = {**SMALL, "learner.rows": 8, "run_dir": str(run_dir)}
+        config.update_from_flattened_dict(keys | {k.replace("__", "."): v for k, v in overrides.items()})
+    return config.lock()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """What a run leaves of which another one may start, with a checkpoint that holds nothing."""
+    config = small_config(tmp_path / "source", critic="separate", seed=5)
+    configs.write_config(config.run_dir, config)
+    (tmp_path / "source" / "tokenizer.model").write_bytes(b"pieces")
+    (tmp_path / "source" / "checkpoints" / "3").mkdir(parents=True)
+    return tmp_path / "source"
+
+
+def save_start(config):
+    """Checkpoints what a run would start from; returns it."""
+    policy = build.policy(config, types.SimpleNamespace(vocab_size=128, name="t"))
+    state = build.learner_state(config, policy, build.learner_mesh(config))[0]()
+    checkpoints = Checkpoints(config.run_dir, keep=2)
+    checkpoints.save(4, state, {})
+    checkpoints.close()
+    return state
+
+
+def test_the_decoder_of_another_run_comes_whatever_the_critics(tmp_path: Path, source: Path) -> None:
+    theirs = save_start(small_config(source, critic="separate", seed=5)).params["decoder"]
+    for critic, parts in (("none", {"decoder"}), ("separate", {"decoder", "critic", "value"})):
+        run = small_config(tmp_path / critic, critic=critic, seed=6, warm_start__run=str(source))
+        inherited.check(run)
+        params = save_start(run).params
+        assert set(params) == parts
+        for part in parts - {"value"}:
+            jax.tree.map(np.testing.assert_array_equal, params[part], theirs)
+    own = save_start(small_config(tmp_path / "own", critic="none", seed=6)).params["decoder"]
+    assert any((a != b).any() for a, b in zip(jax.tree.leaves(own), jax.tree.leaves(theirs), strict=True))
+
+    def like(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, np.float32, sharding=jax.numpy.zeros(1).sharding)
+
+    with pytest.raises(UserError, match="lacks parameters of this policy"):
+        inherited.decoder(str(source), {"other": like(2)})
+    for wrong in (like(2, 2), {"embedding": like(2, 2)}):
+        with pytest.raises(UserError, match=r"source/checkpoints/4/state: "):
+            inherited.decoder(str(source), {"embed": wrong})
+
+
+def test_adapters_of_another_run_come_with_the_weights_under_them(tmp_path: Path) -> None:
+    lora = {"policy__lora__rank": 2, "critic": "none"}
+    config = small_config(tmp_path / "source", seed=5, **lora)
+    configs.write_config(config.run_dir, config)
+    (tmp_path / "source" / "tokenizer.model").write_bytes(b"pieces")
+    theirs = save_start(config)
+    run = small_config(tmp_path / "run", seed=5, warm_start__run=config.run_dir, **lora)
+    inherited.check(run)
+    jax.tree.map(np.testing.assert_array_equal, save_start(run).params, theirs.params)
+    with pytest.raises(UserError, match=r"(?s)another policy:\n  seed: 5 there, 6 here\n"):
+        inherited.check(small_config(tmp_path / "run", seed=6, warm_start__run=config.run_dir, **lora))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            {"policy__width": 64, "policy__qk_norm": True},
+            r"(?s)qk_norm: None there, True here\n  policy.width: 32 there",
+        ),
+        ({"tokenizer__vocab_size": 99}, "tokenizer.vocab_size: 1536 there, 99 here"),
+        ({"control": True}, "control learns from demonstrations alone"),
+        ({"run_dir": "{source}/../source"}, "the run's own folder"),
+        ({"warm_start__run": "nowhere"}, "nowhere: no run"),
+    ],
+)
+def test_a_run_that_rl_cannot_start_from_is_refused(
+    tmp_path: Path, source: Path, overrides: dict, message: str
+) -> None:
+    given = {k: v.format(source=source) if isinstance(v, str) else v for k, v in overrides.items()}
+    with pytest.raises(UserError, match=message):
+        inherited.check(small_config(**{"run_dir": tmp_path / "run", "warm_start__run": str(source), **given}))
+
+
+def test_how_a_policy_is_computed_may_differ(tmp_path: Path, source: Path) -> None:
+    inherited.check(small_config(tmp_path / "run", warm_start__run=str(source), policy__remat="full", seed=8))
+
+
+def test_a_run_with_parts_gone_is_refused(tmp_path: Path, source: Path) -> None:
+    run = small_config(tmp_path / "run", warm_start__run=str(source))
+    (source / "tokenizer.model").rename(source / "gone")
+    with pytest.raises(UserError, match=r"its tokenizer\.model is gone"):
+        inherited.check(run)
+    (source / "gone").rename(source / "tokenizer.model")
+    (source / "checkpoints").rename(source / "gone")
+    with pytest.raises(UserError, match="has no checkpoint yet"):
+        inherited.check(run)
+    (source / "config.json").write_text("[]")
+    with pytest.raises(UserError, match="not a config"):
+        inherited.check(run)
 
 
 @pytest.mark.slow
@@ -217,6 +324,37 @@ def test_a_control_run_learns_from_demonstrations_until_its_time_is_up(tmp_path:
 
 
 @pytest.mark.slow
+def test_rl_starts_from_another_run(tmp_path: Path) -> None:
+    """Whatever critic it has: the same tokens are sampled before RL, and the folder stands alone afterwards."""
+    source, run = tmp_path / "source", tmp_path / "run"
+    done = train("quickstart", source, updates=0)
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary = json.loads((source / "summary.json").read_text())
+    assert summary["updates"] == 0 and "em_before_greedy" in summary and "em_after" not in summary
+    kept = {"warm_start__run": source, "critic": "separate", "checkpoint_every": 1}
+    started = subprocess.Popen(
+        [sys.executable, "-m", "experiments.train", *command("quickstart", run, updates=3, **kept)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    deadline = time.monotonic() + 300
+    while not (run / "trajectories" / "rl_000000.jsonl.gz").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    started.send_signal(signal.SIGTERM)
+    output, _ = started.communicate(timeout=120)
+    assert started.returncode == 0 and "the same command resumes" in output, output[-3000:]
+    for name in ("tokenizer.model", "trajectories/eval_before.jsonl.gz", "trajectories/eval_before_greedy.jsonl.gz"):
+        assert (run / name).read_bytes() == (source / name).read_bytes()
+    source.rename(tmp_path / "elsewhere")
+    done = train("quickstart", run, updates=3, **kept)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert {phase for _, phase, _ in in_order(run)} == {"eval_sampled", "eval", "rl"}
+    assert json.loads((run / "summary.json").read_text())["updates"] == 3
+
+
+@pytest.mark.slow
 def test_two_processes_train_one_policy(tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = ["bash", "launch/local.sh", "2", *command("quickstart", run)]
@@ -245,7 +383,11 @@ def test_real_questions(tmp_path: Path, data_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "overrides", "message"),
     [
-        ("quickstart", {"credit__name": "gae"}, "unknown credit scheme 'gae'; choose one of grpo, step_gae, token_gae"),
+        (
+            "quickstart",
+            {"credit__name": "gae"},
+            "unknown credit scheme 'gae'; choose one of bilevel_gae, dr_grpo, gigpo, grpo",
+        ),
         ("quickstart", {"critic": "none"}, "credit scheme 'step_gae' needs a critic"),
         ("quickstart", {"learner__row_tokens": 64}, "learner.row_tokens (64) is less than budget.context_tokens"),
         ("quickstart", {"budget__context_tokens": 70}, "the prompt of row hopworld/train/0 has"),

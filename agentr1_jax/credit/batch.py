@@ -1,7 +1,7 @@
 """What a credit scheme sees and what it returns.
 
 Flat streams in (trajectory, step, token) order, global over processes. Capacities are fixed per run; what is beyond the
-data points to one extra segment (token_step = S, traj_of_step = N, group = G) whose results are dropped.
+data points to one extra segment (token_step = S, traj_of_step = N, group = N) whose results are dropped.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ class CreditBatch:
       is_action: True for tokens the policy sampled.
       token_step: step of each token.
       traj_of_step: trajectory of each step.
-      group: group of each trajectory, in [0, groups).
+      group: group of each trajectory, in [0, trajectories).
       bootstrap: value of the future of each trajectory: V(o_T) where it was cut, 0 where it ended.
+      state_value: fallback baseline of each step, from what was known before this batch; None for 0.
+      greedy_reward: reward of the greedy rollout of each trajectory's row; None where none was made.
     """
 
     rewards: Float[Array, "steps"]
@@ -41,6 +43,8 @@ class CreditBatch:
     traj_of_step: Int[Array, "steps"]
     group: Int[Array, "trajectories"]
     bootstrap: Float[Array, "trajectories"]
+    state_value: Float[Array, "steps"] | None = None
+    greedy_reward: Float[Array, "trajectories"] | None = None
 
     @property
     def steps(self) -> int:
@@ -80,6 +84,27 @@ class CreditBatch:
         index = jnp.where(self.trained, jnp.arange(self.token_step.shape[0]), -1)
         last = jax.ops.segment_max(index, self.token_step, self.steps + 1)
         return self.trained & (index == last[self.token_step])
+
+    @property
+    def step_index(self) -> Int[Array, "steps"]:
+        """t of each step, from 0."""
+        index = jnp.arange(self.steps)
+        return index - jax.ops.segment_min(index, self.traj_of_step, self.trajectories + 1)[self.traj_of_step]
+
+    @property
+    def tokens_of_step(self) -> Int[Array, "steps"]:
+        """Sampled tokens of each step; 0 for padding."""
+        return jax.ops.segment_sum(self.trained.astype(jnp.int32), self.token_step, self.steps + 1)[:-1]
+
+    @property
+    def steps_of_trajectory(self) -> Int[Array, "trajectories"]:
+        """Steps of each trajectory; 0 for padding."""
+        return jax.ops.segment_sum(self.real_step.astype(jnp.int32), self.traj_of_step, self.trajectories + 1)[:-1]
+
+    @property
+    def tokens_of_trajectory(self) -> Int[Array, "trajectories"]:
+        """Sampled tokens of each trajectory; 0 for padding."""
+        return jax.ops.segment_sum(self.tokens_of_step, self.traj_of_step, self.trajectories + 1)[:-1]
 
 
 @flax.struct.dataclass

@@ -1,4 +1,8 @@
-"""The few operations every scheme is made of: one linear recurrence, segment statistics, whitening, broadcasting."""
+"""The few operations every scheme is made of: one linear recurrence, statistics over a unit, sums and broadcasts.
+
+A unit is what a mean counts once: a token, a step or a trajectory. Statistics take it as weights, so that "mean over
+steps" of values that live on tokens weighs each token by one over the tokens of its step.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from agentr1_jax.credit.batch import Credit, CreditBatch
+
+UNITS = ("token", "step", "trajectory")
+WHITENINGS = ("none", *UNITS)
 
 
 def backward_recurrence(x: Float[Array, "n"], decay: Float[Array, "n"]) -> Float[Array, "n"]:
@@ -34,32 +41,88 @@ def continues(segment: Int[Array, "n"]) -> Bool[Array, "n"]:
     return jnp.concatenate([segment[1:] == segment[:-1], jnp.zeros((1,), bool)])
 
 
-def segment_moments(
-    x: Float[Array, "n"], segment: Int[Array, "n"], segments: int
-) -> tuple[Float[Array, "s"], Float[Array, "s"], Float[Array, "s"]]:
-    """Count, mean and sample standard deviation (n − 1) of each segment, with one extra segment for padding.
+def classes(*keys: Int[Array, "n"]) -> Int[Array, "n"]:
+    """Number in [0, n) of the class of each element; two are of one class iff they agree in every key."""
+    n = keys[0].shape[0]
+    *ordered, index = jax.lax.sort((*keys, jnp.arange(n)), num_keys=len(keys))
+    differ = jnp.zeros((n - 1,), bool)
+    for key in ordered:
+        differ |= key[1:] != key[:-1]
+    number = jnp.cumsum(jnp.concatenate([jnp.zeros((1,), jnp.int32), differ.astype(jnp.int32)]))
+    return jnp.zeros((n,), jnp.int32).at[index].set(number, unique_indices=True)
 
-    A segment of one or no element has standard deviation 0. The deviation is taken about the mean (two passes), so
-    that equal elements give exactly 0 up to rounding of the mean.
+
+def deviations(
+    x: Float[Array, "n"], segment: Int[Array, "n"], segments: int, weight: Float[Array, "n"] | None = None
+) -> tuple[Float[Array, "n"], Float[Array, "n"], Float[Array, "n"]]:
+    """Where each element stands among those of its segment.
+
+    Equal elements, and a lone one, deviate by exactly 0, whatever the mean was rounded to. Elements beyond `segments`
+    are padding and get 0.
+
+    Args:
+      x: values.
+      segment: of each, in [0, segments].
+      segments: their number.
+      weight: how often each element counts; 1 unless given. One without weight is padding.
+
+    Returns:
+      xᵢ − mean, the variance Σ w(x − mean)² / (Σ w) and the count Σ w of its segment, at each element.
     """
-    count = jax.ops.segment_sum(jnp.ones_like(x), segment, segments + 1)
-    mean = jax.ops.segment_sum(x, segment, segments + 1) / jnp.maximum(count, 1)
-    square = jax.ops.segment_sum((x - mean[segment]) ** 2, segment, segments + 1)
-    return count, mean, jnp.sqrt(square / jnp.maximum(count - 1, 1))
+    weight = jnp.ones_like(x) if weight is None else weight.astype(x.dtype)
+    weight = jnp.where(segment < segments, weight, 0)
+    present = weight > 0
+
+    def total(values: Array) -> Array:
+        return jax.ops.segment_sum(values, segment, segments + 1)
+
+    count = total(weight)
+    mean = total(weight * jnp.where(present, x, 0)) / jnp.maximum(count, 1e-30)
+    highest = jax.ops.segment_max(jnp.where(present, x, -jnp.inf), segment, segments + 1)
+    lowest = jax.ops.segment_min(jnp.where(present, x, jnp.inf), segment, segments + 1)
+    differ = present & (highest > lowest)[segment]
+    centred = jnp.where(differ, x - mean[segment], 0)
+    variance = total(weight * centred**2) / jnp.maximum(count, 1e-30)
+    return centred, variance[segment], jnp.where(present, count[segment], 0)
 
 
-def whiten(x: Float[Array, "n"], mask: Bool[Array, "n"]) -> Float[Array, "n"]:
-    """(x − mean) / √(var + 1e-8) over the masked elements, var with n − 1; 0 elsewhere.
+def sample_std(variance: Float[Array, "n"], count: Float[Array, "n"]) -> Float[Array, "n"]:
+    """The standard deviation with n − 1 from the variance with n; 0 for a lone element."""
+    return jnp.sqrt(variance * count / jnp.maximum(count - 1, 1))
+
+
+def whiten(x: Float[Array, "n"], weight: Float[Array, "n"] | Bool[Array, "n"]) -> Float[Array, "n"]:
+    """(x − mean) / √(var + 1e-8) over the elements with weight, var with n − 1, n the sum of weights; 0 elsewhere.
 
     One element gives 0; equal elements give 0.
     """
-    count = mask.sum()
-    mean = jnp.where(mask, x, 0).sum() / jnp.maximum(count, 1)
-    # Rounding of the mean must not be blown up where nothing differs, hence the exact test.
-    differ = jnp.max(jnp.where(mask, x, -jnp.inf)) > jnp.min(jnp.where(mask, x, jnp.inf))
-    centred = jnp.where(mask & differ, x - mean, 0)
-    variance = (centred**2).sum() / jnp.maximum(count - 1, 1)
-    return centred * jax.lax.rsqrt(variance + 1e-8)
+    centred, variance, count = deviations(x, jnp.zeros(x.shape, jnp.int32), 1, weight)
+    return centred * jax.lax.rsqrt(variance * count / jnp.maximum(count - 1, 1) + 1e-8)
+
+
+def whiten_tokens(batch: CreditBatch, x: Float[Array, "tokens"], unit: str) -> Float[Array, "tokens"]:
+    """Whitens values of the trained tokens; `unit` is what mean and variance count once, or `none` for no whitening."""
+    weight = batch.trained.astype(x.dtype)
+    if unit == "none":
+        return jnp.where(batch.trained, x, 0)
+    if unit == "step":
+        weight = of_step(batch, 1 / jnp.maximum(batch.tokens_of_step, 1).astype(x.dtype))
+    if unit == "trajectory":
+        tokens = jnp.maximum(batch.tokens_of_trajectory, 1).astype(x.dtype)
+        weight = of_step(batch, of_trajectory(batch, 1 / tokens))
+    return whiten(x, weight)
+
+
+def whiten_steps(batch: CreditBatch, x: Float[Array, "steps"], unit: str) -> Float[Array, "steps"]:
+    """Whitens values of the steps; `unit` is what mean and variance count once, or `none` for no whitening."""
+    if unit == "none":
+        return jnp.where(batch.real_step, x, 0)
+    weight = batch.real_step.astype(x.dtype)
+    if unit == "token":
+        weight = batch.tokens_of_step
+    if unit == "trajectory":
+        weight = of_trajectory(batch, 1 / jnp.maximum(batch.steps_of_trajectory, 1).astype(x.dtype))
+    return whiten(x, weight)
 
 
 def of_step(batch: CreditBatch, per_step: Float[Array, "steps"]) -> Float[Array, "tokens"]:
@@ -72,6 +135,61 @@ def of_trajectory(batch: CreditBatch, per_trajectory: Float[Array, "trajectories
     """A value per trajectory, broadcast to its steps; 0 for padding."""
     padded = jnp.concatenate([per_trajectory, jnp.zeros((1,), per_trajectory.dtype)])
     return padded[batch.traj_of_step]
+
+
+def sum_to_steps(batch: CreditBatch, per_token: Float[Array, "tokens"]) -> Float[Array, "steps"]:
+    """Σ over the sampled tokens of each step."""
+    return jax.ops.segment_sum(jnp.where(batch.trained, per_token, 0), batch.token_step, batch.steps + 1)[:-1]
+
+
+def group_of_step(batch: CreditBatch) -> Int[Array, "steps"]:
+    """Group of each step; N for padding."""
+    padded = jnp.concatenate([batch.group, jnp.full((1,), batch.trajectories, batch.group.dtype)])
+    return padded[batch.traj_of_step]
+
+
+def step_returns(batch: CreditBatch, gamma: float) -> Float[Array, "steps"]:
+    """Gₜ = rₜ + γGₜ₊₁, rₜ with the rewards of the step's tokens; where a trajectory was cut, G beyond it is its
+    bootstrap value."""
+    return gae_over_steps(batch, jnp.zeros_like(batch.rewards), gamma, 1.0)
+
+
+def gae_over_steps(batch: CreditBatch, value: Float[Array, "steps"], gamma: float, lam: float) -> Float[Array, "steps"]:
+    """δₜ = rₜ + γVₜ₊₁ − Vₜ,  Aₜ = δₜ + γλAₜ₊₁, with V beyond the last step the bootstrap value; 0 for padding."""
+    reward = batch.rewards + sum_to_steps(batch, batch.token_rewards)
+    goes_on = continues(batch.traj_of_step)
+    next_value = jnp.where(goes_on, shift_back(value), of_trajectory(batch, batch.bootstrap))
+    delta = jnp.where(batch.real_step, reward + gamma * next_value - value, 0)
+    return backward_recurrence(delta, gamma * lam * goes_on)
+
+
+def next_value(batch: CreditBatch, values: Float[Array, "tokens"]) -> Float[Array, "tokens"]:
+    """V at the next sampled token of the trajectory, over whatever lies between; the bootstrap value at its end."""
+    trajectory = trajectory_of_token(batch)
+    goes_on = continues(trajectory)
+    end_value = jnp.concatenate([batch.bootstrap, jnp.zeros((1,), batch.bootstrap.dtype)])[trajectory]
+    handed = jnp.where(batch.trained, values, jnp.where(goes_on, 0, end_value))
+    value_from_here = backward_recurrence(handed, 1.0 * (goes_on & ~batch.trained))
+    return jnp.where(goes_on, shift_back(value_from_here), end_value)
+
+
+def gae_over_tokens(
+    batch: CreditBatch, values: Float[Array, "tokens"], gamma: float, lam: float
+) -> Float[Array, "tokens"]:
+    """δₖ = rₖ + γVₖ₊₁ − Vₖ,  Aₖ = δₖ + γλAₖ₊₁ on the timeline of the sampled tokens of a trajectory.
+
+    A step's reward falls on its last sampled token. Tokens that were not sampled hand on what follows them.
+    """
+    reward = batch.token_rewards + jnp.where(batch.last_token, of_step(batch, batch.rewards), 0)
+    delta = jnp.where(batch.trained, reward + gamma * next_value(batch, values) - values, 0)
+    decay = jnp.where(batch.trained, gamma * lam, 1.0) * continues(trajectory_of_token(batch))
+    return backward_recurrence(delta, decay)
+
+
+def trajectory_of_token(batch: CreditBatch) -> Int[Array, "tokens"]:
+    """Trajectory of each token; N for padding."""
+    padded = jnp.concatenate([batch.traj_of_step, jnp.full((1,), batch.trajectories, batch.traj_of_step.dtype)])
+    return padded[batch.token_step]
 
 
 def without_critic(batch: CreditBatch, advantages: Float[Array, "tokens"]) -> Credit:

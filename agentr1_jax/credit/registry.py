@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from agentr1_jax.credit.batch import Credit, CreditBatch
+from agentr1_jax.credit.primitives import UNITS, WHITENINGS
+
+DISCOUNTS = ("gamma", "lam", "gamma_high")
+AT_LEAST_ZERO = ("step_weight", "outcome_weight", "history", "alpha")
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "whiten": WHITENINGS,
+    "unit": UNITS,
+    "norm": ("mean_norm", "mean_std_norm"),
+    "of": ("reward", "return"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,26 +31,81 @@ class Scheme:
       name: its name in configs.
       assign: (batch, **hyper-parameters) -> Credit; pure, and compiled by the caller.
       needs_critic: True if it reads `batch.values`.
+      uses_critic: True if it reads and trains them where the run has a critic, and does without where it has none.
+      needs_state_key: True if it compares steps of equal `batch.state_key`.
+      needs_greedy: True if it reads `batch.greedy_reward`.
+      needs_samples: True if it gives a lone sample of a row no advantage.
+      file: where it was defined.
     """
 
     name: str
     assign: Callable[..., Credit]
-    needs_critic: bool
+    needs_critic: bool = False
+    uses_critic: bool = False
+    needs_state_key: bool = False
+    needs_greedy: bool = False
+    needs_samples: bool = False
+    file: str | None = None
 
 
 SCHEMES: dict[str, Scheme] = {}
 
 
-def register(name: str, *, needs_critic: bool = False) -> Callable[[Callable[..., Credit]], Callable[..., Credit]]:
-    """Decorator that adds a scheme under `name`. Raises ValueError if the name is taken."""
+def register(
+    name: str,
+    *,
+    needs_critic: bool = False,
+    uses_critic: bool = False,
+    needs_state_key: bool = False,
+    needs_greedy: bool = False,
+    needs_samples: bool = False,
+) -> Callable[[Callable[..., Credit]], Callable[..., Credit]]:
+    """Decorator that adds a scheme under `name`; see `Scheme` for what it may need.
+
+    Raises:
+      ValueError: the name is taken.
+    """
 
     def add(assign: Callable[..., Credit]) -> Callable[..., Credit]:
+        file = inspect.getsourcefile(assign)
         if name in SCHEMES:
-            raise ValueError(f"credit scheme {name!r} is registered twice")
-        SCHEMES[name] = Scheme(name, assign, needs_critic)
+            raise ValueError(f"credit scheme {name!r} is registered twice, in {SCHEMES[name].file} and in {file}")
+        SCHEMES[name] = Scheme(
+            name,
+            assign,
+            needs_critic=needs_critic,
+            uses_critic=uses_critic or needs_critic,
+            needs_state_key=needs_state_key,
+            needs_greedy=needs_greedy,
+            needs_samples=needs_samples,
+            file=file,
+        )
         return assign
 
     return add
+
+
+def load_schemes(path: str) -> None:
+    """Imports a user's Python file, whose functions carry `@register(...)`; reading it again changes nothing.
+
+    Raises:
+      ValueError: there is no such file, it does not load, or it registers nothing.
+    """
+    path = os.path.abspath(os.path.expanduser(path))
+    if not os.path.isfile(path):
+        raise ValueError(f"credit.file: {path}: no such file")
+    spec = importlib.util.spec_from_file_location("agentr1_jax_user_schemes", path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"credit.file: {path}: not a Python file; name it *.py")
+    module = importlib.util.module_from_spec(spec)
+    for name in [scheme.name for scheme in SCHEMES.values() if scheme.file == path]:
+        del SCHEMES[name]
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"credit.file: {path}: {type(error).__name__}: {error}") from error
+    if not any(scheme.file == path for scheme in SCHEMES.values()):
+        raise ValueError(f"credit.file: {path} registers no scheme; decorate a function with @register('its_name')")
 
 
 def get_scheme(name: str, hyperparameters: Mapping[str, Any]) -> tuple[Scheme, Callable[[CreditBatch], Credit]]:
@@ -49,16 +116,20 @@ def get_scheme(name: str, hyperparameters: Mapping[str, Any]) -> tuple[Scheme, C
       hyperparameters: keyword arguments of the scheme, e.g. `{"gamma": 1.0, "lam": 0.95}`.
 
     Raises:
-      ValueError: unknown name or hyper-parameter, or a discount outside [0, 1]; the message lists what exists.
+      ValueError: unknown name or hyper-parameter, a discount outside [0, 1], an unknown unit; the message lists what
+        exists.
     """
     if name not in SCHEMES:
         raise ValueError(f"unknown credit scheme {name!r}; choose one of {', '.join(sorted(SCHEMES))}")
     scheme = SCHEMES[name]
     known = list(inspect.signature(scheme.assign).parameters)[1:]
-    unknown = sorted(set(hyperparameters) - set(known))
-    if unknown:
-        raise ValueError(f"credit scheme {name!r} has no hyper-parameter {unknown[0]!r}; it has {known or 'none'}")
-    for key in ("gamma", "lam"):
-        if not 0 <= hyperparameters.get(key, 1.0) <= 1:
-            raise ValueError(f"credit.{key} is {hyperparameters[key]}; a discount lies in [0, 1]")
+    for key, value in hyperparameters.items():
+        if key not in known:
+            raise ValueError(f"credit scheme {name!r} has no hyper-parameter {key!r}; it has {known or 'none'}")
+        if key in DISCOUNTS and not 0 <= value <= 1:
+            raise ValueError(f"credit.args.{key} is {value}; a discount lies in [0, 1]")
+        if key in AT_LEAST_ZERO and not value >= 0:
+            raise ValueError(f"credit.args.{key} is {value}; it must be at least 0")
+        if key in CHOICES and value not in CHOICES[key]:
+            raise ValueError(f"credit.args.{key} is {value!r}; choose one of {', '.join(CHOICES[key])}")
     return scheme, functools.partial(scheme.assign, **hyperparameters)

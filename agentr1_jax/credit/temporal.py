@@ -1,42 +1,52 @@
-"""Schemes that follow time: generalised advantage estimation over tokens or over steps."""
+"""Schemes that follow time: returns and generalised advantage estimation, over tokens, steps or both."""
 
 from __future__ import annotations
 
-import jax
+import dataclasses
+
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from agentr1_jax.credit.batch import Credit, CreditBatch
-from agentr1_jax.credit.primitives import backward_recurrence, continues, of_step, of_trajectory, shift_back, whiten
+from agentr1_jax.credit.primitives import (
+    backward_recurrence,
+    gae_over_steps,
+    gae_over_tokens,
+    next_value,
+    of_step,
+    step_returns,
+    sum_to_steps,
+    whiten_steps,
+    whiten_tokens,
+    without_critic,
+)
 from agentr1_jax.credit.registry import register
 
 
-@register("step_gae", needs_critic=True)
-def step_gae(batch: CreditBatch, *, gamma: float = 1.0, lam: float = 1.0) -> Credit:
-    """GAE whose time is the step: one value before each response, one advantage for all its tokens.
+@register("reinforce")
+def reinforce(batch: CreditBatch, *, gamma: float = 1.0, whiten: str = "step") -> Credit:
+    """Gₜ = rₜ + γGₜ₊₁ over steps, whitened over steps, broadcast to the step's tokens.
 
-    δₜ = rₜ + γVₜ₊₁ − Vₜ,  Aₜ = δₜ + γλAₜ₊₁, with V_t the critic at the last prompt token of step t and V after the last
-    step the bootstrap value. Advantages are whitened over steps and broadcast to the step's tokens. The critic's target
-    is Rₜ = Aₜ + Vₜ (A before whitening), at that one position only. rₜ includes the rewards of the step's tokens.
+    What the tables of Agent-R1 v2 call REINFORCE++.
 
-    Source: StepPO, arXiv 2604.18401.
+    Source: Williams 1992; Agent-R1, arXiv 2511.14460.
     """
-    assert batch.values is not None
-    value = _sum_to_steps(batch, jnp.where(batch.first_token, batch.values, 0))
-    reward = batch.rewards + _sum_to_steps(batch, jnp.where(batch.trained, batch.token_rewards, 0))
-    goes_on = continues(batch.traj_of_step)
-    next_value = jnp.where(goes_on, shift_back(value), of_trajectory(batch, batch.bootstrap))
-    delta = jnp.where(batch.real_step, reward + gamma * next_value - value, 0)
-    advantage = backward_recurrence(delta, gamma * lam * goes_on)
-    return Credit(
-        advantages=of_step(batch, whiten(advantage, batch.real_step)),
-        value_targets=jnp.where(batch.first_token, of_step(batch, advantage + value), 0),
-        value_mask=batch.first_token,
-    )
+    return without_critic(batch, of_step(batch, whiten_steps(batch, step_returns(batch, gamma), whiten)))
+
+
+@register("reinforce_pp")
+def reinforce_pp(batch: CreditBatch, *, gamma: float = 1.0, whiten: str = "token") -> Credit:
+    """Gₖ = rₖ + γGₖ₊₁ over the sampled tokens of the whole trajectory, whitened over tokens.
+
+    The return does not start anew at an observation: what comes of a call is credited to the call.
+
+    Source: REINFORCE++, arXiv 2501.03262.
+    """
+    returns = gae_over_tokens(batch, jnp.zeros_like(batch.token_rewards), gamma, 1.0)
+    return without_critic(batch, whiten_tokens(batch, returns, whiten))
 
 
 @register("token_gae", needs_critic=True)
-def token_gae(batch: CreditBatch, *, gamma: float = 1.0, lam: float = 1.0) -> Credit:
+def token_gae(batch: CreditBatch, *, gamma: float = 1.0, lam: float = 1.0, whiten: str = "token") -> Credit:
     """GAE whose time is the sampled token, over the whole trajectory.
 
     δₖ = rₖ + γVₖ₊₁ − Vₖ,  Aₖ = δₖ + γλAₖ₊₁. Tokens that were not sampled are skipped: the last token of step t
@@ -46,28 +56,59 @@ def token_gae(batch: CreditBatch, *, gamma: float = 1.0, lam: float = 1.0) -> Cr
     Source: PPO, arXiv 1707.06347; Agent-R1, arXiv 2511.14460.
     """
     assert batch.values is not None
-    trajectory = _trajectory_of_token(batch)
-    goes_on = continues(trajectory)
-    end_value = jnp.concatenate([batch.bootstrap, jnp.zeros((1,), batch.bootstrap.dtype)])[trajectory]
-    reward = batch.token_rewards + jnp.where(batch.last_token, of_step(batch, batch.rewards), 0)
-    # V at the next sampled token: skipped tokens hand on what follows them.
-    handed = jnp.where(batch.trained, batch.values, jnp.where(goes_on, 0, end_value))
-    value_from_here = backward_recurrence(handed, 1.0 * (goes_on & ~batch.trained))
-    next_value = jnp.where(goes_on, shift_back(value_from_here), end_value)
-    delta = jnp.where(batch.trained, reward + gamma * next_value - batch.values, 0)
-    decay = jnp.where(batch.trained, gamma * lam, 1.0) * goes_on
-    advantage = backward_recurrence(delta, decay)
+    advantage = gae_over_tokens(batch, batch.values, gamma, lam)
     return Credit(
-        advantages=whiten(advantage, batch.trained),
+        advantages=whiten_tokens(batch, advantage, whiten),
         value_targets=jnp.where(batch.trained, advantage + batch.values, 0),
         value_mask=batch.trained,
     )
 
 
-def _sum_to_steps(batch: CreditBatch, per_token: Float[Array, "tokens"]) -> Float[Array, "steps"]:
-    return jax.ops.segment_sum(per_token, batch.token_step, batch.steps + 1)[: batch.steps]
+@register("step_gae", needs_critic=True)
+def step_gae(batch: CreditBatch, *, gamma: float = 1.0, lam: float = 1.0, whiten: str = "step") -> Credit:
+    """GAE whose time is the step: one value before each response, one advantage for all its tokens.
+
+    δₜ = rₜ + γVₜ₊₁ − Vₜ,  Aₜ = δₜ + γλAₜ₊₁, with V_t the critic at the last prompt token of step t and V after the last
+    step the bootstrap value. Advantages are whitened over steps and broadcast to the step's tokens. The critic's target
+    is Rₜ = Aₜ + Vₜ (A before whitening), at that one position only. rₜ includes the rewards of the step's tokens.
+
+    Source: StepPO, arXiv 2604.18401.
+    """
+    assert batch.values is not None
+    first = batch.first_token
+    value = sum_to_steps(batch, jnp.where(first, batch.values, 0))
+    advantage = gae_over_steps(batch, value, gamma, lam)
+    return Credit(
+        advantages=of_step(batch, whiten_steps(batch, advantage, whiten)),
+        value_targets=jnp.where(first, of_step(batch, advantage + value), 0),
+        value_mask=first,
+    )
 
 
-def _trajectory_of_token(batch: CreditBatch) -> Array:
-    padded = jnp.concatenate([batch.traj_of_step, jnp.full((1,), batch.trajectories, batch.traj_of_step.dtype)])
-    return padded[batch.token_step]
+@register("bilevel_gae", needs_critic=True)
+def bilevel_gae(
+    batch: CreditBatch, *, gamma: float = 1.0, lam: float = 1.0, gamma_high: float = 0.95, whiten: str = "token"
+) -> Credit:
+    """GAE over steps, then over the tokens inside each step.
+
+    High level: with V_t the value at the last token of step t (before it is sampled) and r_t with that token's own
+    reward, δₜ = rₜ + γ_high·Vₜ₊₁ − Vₜ,  Aₜ = δₜ + γ_high·λ·Aₜ₊₁. Low level: the last token of the step has advantage
+    A_t; before it δₖ = rₖ + γVₖ₊₁ − Vₖ,  Aₖ = δₖ + γλAₖ₊₁. Whitened over tokens; the critic's target is Aₖ + Vₖ at
+    every sampled token (A before whitening).
+
+    Source: VAGEN, arXiv 2510.16907; RAGEN, arXiv 2504.20073.
+    """
+    assert batch.values is not None
+    trained, last = batch.trained, batch.last_token
+    at_last = dataclasses.replace(batch, token_rewards=jnp.where(last, batch.token_rewards, 0))
+    value = sum_to_steps(batch, jnp.where(last, batch.values, 0))
+    high = gae_over_steps(at_last, value, gamma_high, lam)
+    inside = trained & ~last
+    delta = jnp.where(inside, batch.token_rewards + gamma * next_value(batch, batch.values) - batch.values, 0)
+    decay = jnp.where(last, 0.0, jnp.where(inside, gamma * lam, 1.0))
+    advantage = backward_recurrence(jnp.where(last, of_step(batch, high), delta), decay)
+    return Credit(
+        advantages=whiten_tokens(batch, advantage, whiten),
+        value_targets=jnp.where(trained, advantage + batch.values, 0),
+        value_mask=trained,
+    )

@@ -1,0 +1,22 @@
+"""The config in a JSON file, such as the `config.json` that a run leaves in its folder.
+
+    python -m experiments.train --config=configs/resolved.py:runs/quickstart/config.json --config.run_dir=... [...]
+
+For another run that differs in what the command line says; `experiments.ablate` starts its runs by such files.
+"""
+
+from __future__ import annotations
+
+import json
+
+import ml_collections
+
+from configs import base
+
+
+def get_config(path: str) -> ml_collections.ConfigDict:
+    """The base config with every value of the file."""
+    config = base.get_config()
+    with open(path, encoding="utf-8") as lines, config.unlocked():
+        config.update(json.load(lines))
+    return config

@@ -1,0 +1,106 @@
+"""What a run takes from another one in place of a warm start of its own (`warm_start.run`): tokenizer and decoder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import ml_collections
+import orbax.checkpoint as ocp
+
+from agentr1_jax.policy.decoder import Params
+from agentr1_jax.runtime import config as configs
+from agentr1_jax.runtime.errors import UserError
+
+SAME = ("policy.", "tokenizer.")
+MAY_DIFFER = ("policy.attention", "policy.remat")
+"""How the policy is computed, not what it is."""
+
+
+def check(config: ml_collections.ConfigDict) -> None:
+    """Refuses a `warm_start.run` that this run cannot start from; reads its config, and no more.
+
+    Raises:
+      UserError: no such run, one without a checkpoint or tokenizer, another policy (the differing keys are listed), or
+        a run that would do nothing but a warm start itself.
+    """
+    source = config.warm_start.run
+    if config.control:
+        raise UserError("control learns from demonstrations alone; set warm_start.run='' or control=False")
+    if os.path.realpath(source) == os.path.realpath(config.run_dir):
+        raise UserError(f"warm_start.run is {source}, the run's own folder; name the run that RL starts from")
+    path = os.path.join(source, "config.json")
+    if not os.path.isfile(path):
+        raise UserError(f"warm_start.run: {source}: no run (it has no config.json)")
+    try:
+        with open(path, encoding="utf-8") as lines:
+            theirs = dict(configs.flatten(json.load(lines)))
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"warm_start.run: {path}: not a config ({error}); restore it") from error
+    different = differing(dict(configs.flatten(configs.resolve(config))), theirs)
+    if different:
+        listed = "\n".join(different)
+        raise UserError(f"warm_start.run: {source} has another policy:\n{listed}\nset them to what that run has")
+    if not config.tokenizer.path and not os.path.isfile(os.path.join(source, "tokenizer.model")):
+        raise UserError(f"warm_start.run: {source}: its tokenizer.model is gone; restore it")
+    newest_checkpoint(source)
+
+
+def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """The keys that make two runs' policies or tokenizers different things, a line each, from flat configs."""
+    keys = [key for key in sorted(ours.keys() | theirs.keys()) if key.startswith(SAME) and key not in MAY_DIFFER]
+    if ours.get("policy.lora.rank") and not ours.get("policy.weights"):
+        keys.append("seed")  # The frozen random weights under the adapters are made from it.
+    missing = "(no such key)"
+    return [
+        f"  {key}: {theirs.get(key, missing)!r} there, {ours.get(key, missing)!r} here"
+        for key in keys
+        if ours.get(key, missing) != theirs.get(key, missing)
+    ]
+
+
+def copy_tokenizer(source: str, path: str) -> None:
+    """Copies the tokenizer that the run in `source` has trained to `path`, renamed into place."""
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    shutil.copyfile(os.path.join(source, "tokenizer.model"), f"{path}.partial")
+    os.replace(f"{path}.partial", path)
+
+
+def newest_checkpoint(source: str) -> str:
+    """Folder of the learner's state in the newest checkpoint of a run. Raises UserError if there is none."""
+    folder = os.path.join(source, "checkpoints")
+    # Orbax gives a checkpoint its name, a number, when it is complete.
+    steps = [int(name) for name in os.listdir(folder) if name.isdecimal()] if os.path.isdir(folder) else []
+    if not steps:
+        raise UserError(f"warm_start.run: {source} has no checkpoint yet; let that run come to its first one")
+    return os.path.abspath(os.path.join(folder, str(max(steps)), "state"))
+
+
+def decoder(source: str, like: Params) -> Params:
+    """What is trained of the decoder in the newest checkpoint of the run in `source`; its critic is not looked at.
+
+    Args:
+      source: folder of a run.
+      like: shape structs with shardings, to restore into.
+
+    Raises:
+      UserError: the checkpoint does not hold such a decoder.
+    """
+    path = newest_checkpoint(source)
+    tree = {"params": {"decoder": like}}
+    arguments = ocp.args.PyTreeRestore(
+        item=tree, restore_args=ocp.checkpoint_utils.construct_restore_args(tree), partial_restore=True
+    )
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            restored = reader.restore(path, args=arguments)["params"]["decoder"]
+    except (ValueError, TypeError) as error:
+        raise UserError(f"warm_start.run: {path}: {str(error).partition('. ')[0]}") from error
+    # A leaf that the checkpoint lacks comes back as it was asked for.
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(restored)):
+        raise UserError(f"warm_start.run: {path}: lacks parameters of this policy")
+    return restored

@@ -1,0 +1,167 @@
+"""What the learner does with schemes and masks beyond the plain case: observation tokens that are trained or credited,
+greedy rollouts, baselines that outlive a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import learners
+import numpy as np
+import pytest
+from builders import LONGEST
+
+from agentr1_jax.credit import shaping
+from agentr1_jax.credit.shaping import Moments
+from agentr1_jax.credit.streams import flatten
+from experiments import learning
+
+ALL = {"learner.row_reads": LONGEST}
+NO_LOSS_MASK = {**ALL, "learner.loss_mask": False}
+NO_ADVANTAGE_MASK = {
+    **ALL,
+    "learner.advantage_mask": False,
+    "critic": "shared_trunk",
+    "credit.name": "token_gae",
+    "credit.args.whiten": "none",
+}
+
+
+def updated(made, trajectories, **arguments):
+    """The batch that the update saw, as flat arrays of its reads, and the metrics."""
+    seen = []
+    update = learners.recording(made.learner.update, seen)
+    _, metrics, out = made.learn(trajectories, update=update, **arguments)
+    (_, batch), *_ = seen
+    return batch.reads, metrics, out
+
+
+def in_order(reads, name):
+    """A field of all real reads, in (trajectory, step, place in the sequence) order."""
+    real = reads.step >= 0
+    return getattr(reads, name)[real][np.lexsort((reads.src[real], reads.step[real]))]
+
+
+def brought(trajectories):
+    """For each read in `in_order`: whether it is an action, and the step whose response came before it."""
+    streams = flatten(trajectories, observations=True)
+    return streams.is_action, streams.token_step
+
+
+@pytest.mark.parametrize("context", ["append", "rewrite"])
+def test_without_the_loss_mask_an_answer_is_trained_with_the_advantage_of_what_it_answers(context):
+    trajectories = learners.exact(context=context)
+    reads, metrics, out = updated(learners.make(NO_LOSS_MASK), trajectories)
+    is_action, step = brought(trajectories)
+    np.testing.assert_array_equal(in_order(reads, "is_action"), is_action)
+    weight, advantage = in_order(reads, "weight"), in_order(reads, "advantage")
+    np.testing.assert_allclose(weight, 1 / len(weight), rtol=1e-5)
+    of_step = {k: a for k, a, said in zip(step, advantage, is_action, strict=True) if said}
+    assert [of_step[k] for k in step[~is_action]] == advantage[~is_action].tolist()
+    assert len(advantage[~is_action]) and np.abs(advantage[~is_action]).max() > 0
+    # Nobody sampled them: their ratio starts at 1, like that of the policy's own tokens.
+    assert metrics["learner/ratio"] == pytest.approx(1, abs=1e-4)
+    assert metrics["batch/tokens"] == is_action.sum()
+    shown = [a for t in out for own in t.info["advantages"] for a in own]
+    np.testing.assert_allclose(shown, advantage[is_action], atol=1e-4)
+
+
+def test_with_both_masks_the_same_tokens_are_trained_as_ever():
+    trajectories = learners.exact()
+    masked, _, _ = updated(learners.make(ALL), trajectories)
+    unmasked, _, _ = updated(learners.make(NO_LOSS_MASK), trajectories)
+    said = in_order(unmasked, "is_action")
+    np.testing.assert_array_equal(in_order(unmasked, "advantage")[said], in_order(masked, "advantage"))
+    assert in_order(masked, "is_action").all() and said.sum() == masked.is_action.sum()
+
+
+def test_without_the_advantage_mask_credit_passes_through_every_token():
+    """GAE over the whole stream by a loop, answers included, with the critic's value at each of them."""
+    trajectories = learners.exact()
+    made = learners.make(NO_ADVANTAGE_MASK)
+    reads, _, _ = updated(made, trajectories)
+    is_action, step = brought(trajectories)
+    streams = flatten(trajectories, observations=True)
+    value, advantage = in_order(reads, "old_value"), in_order(reads, "advantage")
+    owner = streams.token_trajectory
+    bootstrap = _final_values(made, trajectories)
+    for i, t in enumerate(trajectories):
+        at = np.flatnonzero(owner == i)
+        ends = {np.flatnonzero(step == s)[-1]: s for s in np.unique(step[at])}
+        after, expected = (bootstrap[i] if streams.cut[i] else 0.0), []
+        for k in reversed(at):  # gamma and lambda 1: the return less the value
+            after += streams.rewards[ends[k]] if k in ends else 0.0
+            expected.append(after - value[k])
+        np.testing.assert_allclose(advantage[at], expected[::-1], atol=1e-5, err_msg=t.uid)
+    weight = in_order(reads, "weight")
+    assert (weight[~is_action] == 0).all() and (weight[is_action] > 0).all()
+    # The critic learns what credit asks it for: its value at every token of the timeline.
+    assert (in_order(reads, "value_weight") > 0).all()
+
+
+def _final_values(made, trajectories):
+    pack = learning.pack(
+        trajectories, mode="chains", row_tokens=LONGEST, row_reads=LONGEST, final_reads=True, reads="all"
+    )
+    state = made.fresh()
+    return learning._score(made.run, made.learner, state.params, [pack]).final_values
+
+
+def test_remax_compares_with_the_greedy_rollout_and_drops_rows_that_have_none(caplog):
+    trajectories = learners.exact()
+    greedy = [dataclasses.replace(t, info={"greedy_reward": 0.25 * t.group}) if t.group else t for t in trajectories]
+    reads, metrics, out = updated(learners.make({"credit.name": "remax"}), greedy)
+    kept = [t for t in greedy if t.group]
+    expected = [t.total_reward - 0.25 * t.group for t in kept for s in t.steps for _ in s.response_ids]
+    np.testing.assert_allclose(learners.stream(reads, "advantage"), expected, atol=1e-5)
+    assert metrics["batch/malformed"] == len(greedy) - len(kept) == 2
+    assert "the greedy rollout of its row failed" in caplog.text
+
+
+def test_a_state_seen_by_no_other_is_compared_with_earlier_batches():
+    """No step has a key here: every baseline is the mean return of the batches before."""
+    made, trajectories = learners.make({"credit.name": "state_baseline"}), learners.exact()
+    returns = shaping.returns(flatten(trajectories), 1.0)
+    per_token = np.repeat(returns, [len(s.response_ids) for t in trajectories for s in t.steps])
+    for moments in (Moments(), Moments(10.0, 0.5, 3.0)):
+        reads, _, _ = updated(made, trajectories, moments=moments)
+        np.testing.assert_allclose(learners.stream(reads, "advantage"), per_token - moments.mean, atol=1e-5)
+
+
+def test_moments_of_returns_are_handed_on():
+    made, trajectories = learners.make({"credit.name": "state_baseline"}), learners.exact()
+    _, pending, _ = learning.learn(made.run, made.learner, made.fresh(), trajectories, learners.RATES)
+    returns = shaping.returns(flatten(trajectories), 1.0)
+    assert pending.moments == pytest.approx(Moments().seen(returns))
+    assert Moments(*list(pending.moments)) == pending.moments  # as a checkpoint keeps them
+
+
+def test_a_state_baseline_with_a_critic_asks_and_teaches_it():
+    made = learners.make({"credit.name": "state_baseline", "critic": "shared_trunk"})
+    trajectories = [dataclasses.replace(t, outcome="answered", final_prompt_ids=None) for t in learners.exact()]
+    reads, metrics, _ = updated(made, trajectories)
+    returns = shaping.returns(flatten(trajectories), 1.0)
+    first = learners.stream(reads, "value_weight") > 0
+    assert first.sum() == len(returns)
+    np.testing.assert_allclose(learners.stream(reads, "value_target")[first], returns, atol=1e-5)
+    expected = returns - learners.stream(reads, "old_value")[first]
+    np.testing.assert_allclose(learners.stream(reads, "advantage")[first], expected, atol=1e-5)
+    assert metrics["learner/value_loss"] > 0
+
+
+def test_scaled_rewards_scale_advantages():
+    made, trajectories = learners.make({"credit.name": "dr_grpo"}), learners.exact()
+    plain, _, _ = updated(made, trajectories)
+    scaled, _, _ = updated(made, trajectories, shaping=shaping.Shaping(scale_returns=True))
+    std = shaping.returns(flatten(trajectories), 1.0).std(ddof=1)
+    np.testing.assert_allclose(scaled.advantage * std, plain.advantage, atol=1e-5)
+
+
+def test_groups_that_teach_nothing_are_counted():
+    trajectories = learners.exact()
+    same = [
+        dataclasses.replace(t, steps=tuple(dataclasses.replace(s, reward=0.0) for s in t.steps)) if t.group == 0 else t
+        for t in trajectories
+    ]
+    _, metrics, _ = updated(learners.make({}), same[:-1])
+    assert metrics["batch/lone_members"] == 1 and metrics["batch/dead_groups"] == 2
+    assert metrics["batch/steps_without_key"] == metrics["batch/steps"]

@@ -1,0 +1,65 @@
+"""Presets: every published algorithm that the house names is a config of its own, on any task."""
+
+from __future__ import annotations
+
+import pathlib
+
+import jax
+import pytest
+
+from agentr1_jax.runtime.config import flatten, load_config
+from agentr1_jax.runtime.errors import UserError
+from configs import presets
+from experiments import checks
+
+FOLDER = pathlib.Path(presets.__file__).parent
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
+TASKS = ("quickstart", "multihop_tiny", "keydoor", "frozenlake")
+SHARED = {"run_dir", "rollout.refills", "learner.minibatches"}
+
+
+def changed(name, task):
+    """Dotted keys in which a preset differs from what all share, with their values."""
+    shared = dict(flatten(presets.on(task, "").to_dict()))
+    own = dict(flatten(load_config(f"{FOLDER / name}.py:{task}").to_dict()))
+    assert own.keys() == shared.keys()
+    return {key: x for key, x in own.items() if x != shared[key]}
+
+
+def test_every_preset_that_the_house_names_is_there():
+    assert NAMES == sorted(
+        "ppo_token ppo_step grpo dr_grpo dapo gspo rloo reinforce reinforce_pp reinforce_pp_baseline remax gigpo "
+        "capo".split()
+    )
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_works_on_a_task_and_changes_the_algorithm_alone(name, task):
+    checks.check(load_config(f"{FOLDER / name}.py:{task}"), jax.devices()[:1])
+    assert all(key in SHARED or key.split(".")[0] in presets.ALGORITHM for key in changed(name, task))
+
+
+def test_presets_differ_from_each_other():
+    lines = {name: {k: v for k, v in changed(name, "quickstart").items() if k != "run_dir"} for name in NAMES}
+    assert len({repr(sorted(x.items())) for x in lines.values()}) == len(NAMES)
+    assert lines["ppo_step"] == {
+        "critic": "shared_trunk",
+        "credit.name": "step_gae",
+        "loss.ratio": "step",
+        "loss.clip": "dual",
+        "loss.clip_low": 3e-4,
+        "loss.clip_high": 4e-4,
+        "loss.dual_c": 10.0,
+        "loss.aggregate": "step",
+    }
+
+
+def test_nothing_of_the_task_s_own_algorithm_is_left():
+    c = presets.on("quickstart", "x")
+    assert c.critic == "none" and c.credit.args.lam is None and c.run_dir == "runs/quickstart_x"
+
+
+def test_an_unknown_task_is_refused_with_those_there_are():
+    with pytest.raises(UserError, match=r"no config 'chess' to apply a preset to; choose one of .*quickstart"):
+        load_config(f"{FOLDER / 'grpo'}.py:chess")
