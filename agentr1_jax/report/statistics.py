@@ -1,0 +1,128 @@
+"""Intervals for means over seeds and questions, by bootstrap; pure numpy, the same for the same seed.
+
+Every resample draws one thing fewer than there are (n - 1 of n), so that the spread of its mean is that of the mean
+without bias (Rao & Wu 1988, "Resampling inference with complex survey data"); with all n it is too small by n/(n - 1),
+which counts where n is three. What no resampling can mend is that few things say little of their spread. On normal
+data the interval over n seeds that is called 95 % holds the truth in
+
+    n           2    3    4    5    8    20
+    coverage   50   75   82   86   90    92 %
+
+of all cases: below five it is the range from the lowest to the highest, or nearly so, and should be read as that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Real
+
+DRAWS = 4000
+LEVEL = 0.95
+
+
+class Interval(NamedTuple):
+    """A mean with its bootstrap interval; `low <= mean <= high` but for the skew of few resamples."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def mean_interval(
+    values: Float[np.ndarray, "n"], *, seed: int = 0, draws: int = DRAWS, level: float = LEVEL
+) -> Interval:
+    """Percentile bootstrap interval of a mean over n independent values; one value has an interval of no width.
+
+    Raises:
+      ValueError: there are no values.
+    """
+    return two_stage_interval([np.asarray([value]) for value in values], seed=seed, draws=draws, level=level)
+
+
+def two_stage_interval(
+    values: Sequence[Float[np.ndarray, "_"]],
+    *,
+    same_questions: bool = False,
+    seed: int = 0,
+    draws: int = DRAWS,
+    level: float = LEVEL,
+) -> Interval:
+    """Percentile bootstrap interval of a mean over seeds of means over questions, both seen as samples of many.
+
+    Each resample draws seeds with replacement, then questions within them with replacement. Where all seeds were asked
+    the same questions, one draw of questions serves all seeds: a hard question is hard for each of them, which draws
+    of their own would take for chance that averages out. Noise of single answers enters both stages, so the interval
+    is too wide rather than too narrow where it is all there is (by up to √3; Owen 2007, "The pigeonhole bootstrap").
+
+    Args:
+      values: for each seed its scores, one a question; in the same order for all where `same_questions`.
+      same_questions: whether question i is the same in all seeds.
+      seed: of the resampling.
+      draws: resamples.
+      level: share of resampled means within the interval.
+
+    Raises:
+      ValueError: no seed, a seed without questions, or seeds of unequal length said to have the same questions.
+    """
+    if not len(values) or not all(len(scores) for scores in values):
+        raise ValueError("an interval needs at least one seed, and at least one value of each")
+    if same_questions and len({len(scores) for scores in values}) > 1:
+        raise ValueError(f"seeds with the same questions have {[len(scores) for scores in values]} scores")
+    rng = np.random.default_rng(seed)
+
+    def question_weights(count: int, resamples: int) -> np.ndarray:
+        drawn = max(count - 1, 1)
+        return rng.multinomial(drawn, np.full(count, 1 / count), size=resamples) / drawn
+
+    chosen = rng.integers(len(values), size=(draws, max(len(values) - 1, 1)))
+    if same_questions:
+        means = question_weights(len(values[0]), draws) @ np.stack(values, axis=1)
+        picked = np.take_along_axis(means, chosen, axis=1)
+    else:
+        picked = np.empty(chosen.shape)
+        for i, scores in enumerate(values):
+            here = chosen == i
+            picked[here] = question_weights(len(scores), int(here.sum())) @ scores
+    resampled = picked.mean(axis=1)
+    low, high = np.quantile(resampled, [(1 - level) / 2, (1 + level) / 2])
+    return Interval(float(np.mean([np.mean(scores) for scores in values])), float(low), float(high))
+
+
+def paired_difference(
+    ours: Sequence[Float[np.ndarray, "_"]],
+    theirs: Sequence[Float[np.ndarray, "_"]],
+    *,
+    same_questions: bool = False,
+    seed: int = 0,
+    draws: int = DRAWS,
+    level: float = LEVEL,
+) -> Interval:
+    """Two-stage interval of the mean of ours − theirs, paired by seed and question: what both share cancels.
+
+    Args:
+      ours, theirs: for each seed the scores of the same questions in the same order.
+      same_questions, seed, draws, level: see `two_stage_interval`.
+
+    Raises:
+      ValueError: they do not pair up.
+    """
+    lengths = [[len(scores) for scores in side] for side in (ours, theirs)]
+    if lengths[0] != lengths[1]:
+        raise ValueError(f"scores do not pair up: {lengths[0]} and {lengths[1]} of them, seed by seed")
+    differences = [np.subtract(a, b) for a, b in zip(ours, theirs, strict=True)]
+    return two_stage_interval(differences, same_questions=same_questions, seed=seed, draws=draws, level=level)
+
+
+def area_under(updates: Real[np.ndarray, "n"], values: Float[np.ndarray, "n"]) -> float:
+    """Mean height of a learning curve over its span: its trapezoid area over the updates, divided by them.
+
+    Args:
+      updates: ascending.
+      values: at those updates; straight lines between them.
+    """
+    if len(updates) < 2:
+        return float(values[0])
+    return float(np.trapezoid(values, updates) / (updates[-1] - updates[0]))

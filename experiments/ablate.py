@@ -1,0 +1,82 @@
+"""Runs a grid of trainings and compares them: credit schemes, other changes to the config, several seeds.
+
+    python -m experiments.ablate --config=configs/quickstart.py --schemes=grpo,step_gae,gigpo --seeds=0,1,2
+    python -m experiments.ablate --config=... --schemes='gigpo(norm=mean_std_norm),grpo+loss.clip=dual' --dry_run
+
+The same command again resumes the grid, and where all runs are finished only draws anew. An arm of `--schemes` is
+
+    SCHEME                          a credit scheme, with the config's settings where it knows them
+    SCHEME(setting=value, ...)      with hyper-parameters of its own (`credit.args`)
+    SCHEME+key=value+key=value      with changes to any other keys of the config; after SCHEME or SCHEME(...)
+
+`--loss_mask=true,false` and `--advantage_mask=true,false` run each arm with each value of `learner.loss_mask` and
+`learner.advantage_mask`. A scheme that needs a critic gets `critic=shared_trunk` where the config has none; the table
+says so. Everything is checked before anything starts.
+
+All arms of a seed start RL from one warm start, which is made first, by the config without the changes of any arm.
+Folders: OUT/<arm>/seed<k>, OUT/warm_start/seed<k>; log and config of a run lie beside its folder. OUT gets
+ablation.png, ablation.md and ablation.csv. Ctrl-C and SIGTERM have all runs save and leave.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from absl import flags
+from rich.console import Console
+
+from agentr1_jax.runtime import config as configs
+from agentr1_jax.runtime.processes import StopRequest
+from experiments import fleet, grid, grid_plan
+from experiments.comparison import compare
+
+CONFIG = configs.define_config_flag()
+SCHEMES = flags.DEFINE_string("schemes", None, "arms of the grid, separated by commas", required=True)
+SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "each arm is run with each of them")
+OUT = flags.DEFINE_string("out", None, "folder of the grid; the config's run_dir with _ablation unless given")
+PARALLEL = flags.DEFINE_integer(
+    "parallel", None, "runs at once; unless given as many as there are cores, and one on accelerators", lower_bound=1
+)
+LOSS_MASK = flags.DEFINE_list("loss_mask", [], "values of learner.loss_mask to run each arm with")
+ADVANTAGE_MASK = flags.DEFINE_list("advantage_mask", [], "values of learner.advantage_mask to run each arm with")
+METRIC = flags.DEFINE_string("metric", "em", "metric of the evaluations that is compared")
+DRY_RUN = flags.DEFINE_bool("dry_run", False, "print the grid and what it costs, and leave")
+WIDTH = 150
+"""Columns of the tables where the output is no terminal."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """The grid, its checks, its runs, what they came to."""
+    del argv
+    config, console = CONFIG.value, Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
+    arms = grid.parse_arms(SCHEMES.value)
+    for key, values in (("learner.loss_mask", LOSS_MASK.value), ("learner.advantage_mask", ADVANTAGE_MASK.value)):
+        if values:
+            arms = grid.crossed(arms, key, values, configs.resolve(config)["learner"].get(key.partition(".")[2]))
+    out = OUT.value or f"{config.run_dir.rstrip('/')}_ablation"
+    warm_starts, cells = grid.make_grid(config, arms, grid.parse_seeds(SEEDS.value), out)
+    todo = [cell for cell in (*warm_starts, *cells) if not cell.finished]
+    backend = grid_plan.check_apart([cell.config for cell in todo]) if todo else ""
+    grid_plan.check_folders([*warm_starts, *cells])
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    parallel = min(PARALLEL.value or (cores if backend == "cpu" else 1), max(len(cells), 1))
+    if DRY_RUN.value:
+        console.print(grid_plan.grid_table(warm_starts, cells))
+        console.print(grid_plan.cost_table(warm_starts, cells, parallel))
+        return 0
+
+    with StopRequest() as stop:
+        failed = fleet.run_all([*warm_starts, *cells], parallel=parallel, stop=stop, console=console)
+    for cell, fault in failed.items():
+        console.print(f"{fleet.title(cell)} failed: {fault}", markup=False, highlight=False, soft_wrap=True)
+    compare(out, cells, METRIC.value, os.path.basename(config.run_dir), console)
+    if stop.requested:
+        console.print(f"stopped; the same command goes on with {out}", markup=False)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    configs.run_main(main)

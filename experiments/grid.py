@@ -1,0 +1,290 @@
+"""The grid of an ablation: its arms as one writes them, and the config of each of its runs."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import inspect
+import itertools
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ml_collections
+from absl import flags
+from ml_collections import config_flags
+
+from agentr1_jax.credit.registry import get_scheme, load_schemes
+from agentr1_jax.runtime import config as configs
+from agentr1_jax.runtime.errors import UserError
+from experiments import inherited
+
+WARM_START = "warm_start"
+SAME_FOR_ALL = ("seed", "run_dir", "compilation_cache", "control", "control_seconds", "eval", "task.name")
+"""What an arm cannot change, since its runs would not be compared with those of other arms."""
+OF_WARM_START = ("warm_start", "warm_start_updates")
+SYNTAX = "write SCHEME, SCHEME(setting=value, ...), or either with changes: SCHEME+config.key=value+config.key=value"
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """A credit scheme and changes to the config, as text.
+
+    Attributes:
+      name: as it was written.
+      scheme: of credit.
+      settings: hyper-parameters of the scheme.
+      changes: of other keys of the config.
+    """
+
+    name: str
+    scheme: str
+    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    changes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Cell:
+    """One run of the grid.
+
+    Attributes:
+      arm: its name; `warm_start` for that.
+      seed: of the run.
+      config: of the run; its folder is `config.run_dir`.
+      after: folder of the run that has to be finished first; "" for none.
+      note: what the table says of its arm.
+    """
+
+    arm: str
+    seed: int
+    config: ml_collections.ConfigDict
+    after: str = ""
+    note: str = ""
+
+    @property
+    def folder(self) -> str:
+        """The run's folder; log and config file lie beside it."""
+        return self.config.run_dir
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has come to its end."""
+        return is_finished(self.folder)
+
+
+def is_finished(folder: str) -> bool:
+    """Whether a folder holds a run that has come to its end."""
+    return os.path.exists(os.path.join(folder, "summary.json"))
+
+
+def parse_arms(text: str) -> list[Arm]:
+    """Arms of a list such as `grpo,gigpo(norm=mean_std_norm),grpo+loss.clip=dual`.
+
+    Raises:
+      UserError: it is empty, something in it is no arm, or an arm comes twice.
+    """
+    arms = [_parse_arm(item) for item in _split(text)]
+    if not arms:
+        raise UserError(f"--schemes is empty; {SYNTAX}")
+    for one, other in itertools.combinations(arms, 2):
+        if folder_name(one.name) == folder_name(other.name):
+            raise UserError(f"--schemes: {one.name!r} and {other.name!r} are one arm; leave one of them out")
+    return arms
+
+
+def crossed(arms: Sequence[Arm], key: str, values: Sequence[str], present: Any) -> list[Arm]:
+    """Each arm with each value of a key; the name of an arm tells the value where it is not the config's own.
+
+    Raises:
+      UserError: a value is neither true nor false, comes twice, or an arm sets the key by itself.
+    """
+    if not set(values) <= {"true", "false"} or len(set(values)) < len(values):
+        raise UserError(f"--{key.rpartition('.')[2]}={','.join(values)}: write true, false, or both")
+    out = []
+    for arm, value in itertools.product(arms, values):
+        if key in arm.changes:
+            raise UserError(f"--schemes: {arm.name!r} sets {key}, and so does --{key.rpartition('.')[2]}")
+        name = arm.name if value == str(present).lower() else f"{arm.name}+{key}={value}"
+        out.append(dataclasses.replace(arm, name=name, changes={**arm.changes, key: value}))
+    return out
+
+
+def parse_seeds(texts: Sequence[str]) -> list[int]:
+    """Seeds as numbers. Raises UserError if one is none."""
+    if not all(text.isdecimal() for text in texts):
+        raise UserError(f"--seeds={','.join(texts)}: write whole numbers, e.g. --seeds=0,1,2")
+    return [int(text) for text in texts]
+
+
+def make_grid(
+    config: ml_collections.ConfigDict, arms: Sequence[Arm], seeds: Sequence[int], out: str
+) -> tuple[list[Cell], list[Cell]]:
+    """The runs of a grid, seed by seed.
+
+    Args:
+      config: what all runs have in common.
+      arms: what they differ in.
+      seeds: each arm has a run of each.
+      out: folder of the grid.
+
+    Returns:
+      the warm starts, one a seed, and the runs of the arms. There are no warm starts where the config has none, or
+      names the run to start from.
+
+    Raises:
+      UserError: an unknown scheme or key, a value of another type, a key that no arm may change.
+    """
+    if config.control:
+        raise UserError("control is set: control runs have no credit assignment to compare")
+    if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
+        raise UserError(f"--seeds={','.join(map(str, seeds))}: name different seeds, e.g. --seeds=0,1,2")
+    shared = bool(config.warm_start_updates) and not config.warm_start.run
+    try:
+        if config.credit.file:
+            load_schemes(config.credit.file)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    warm_starts, cells = [], []
+    for seed in seeds:
+        start = _with(config, seed=seed, run_dir=os.path.join(out, WARM_START, f"seed{seed}"))
+        if shared:
+            # What warm starts have no use for is what the config of an ablation may leave out.
+            start.updates, start.critic, start.credit.name = 0, "none", "grpo"
+            _drop_settings(start, keep=())
+            warm_starts.append(Cell(WARM_START, seed, start))
+        for arm in arms:
+            folder = os.path.join(out, folder_name(arm.name), f"seed{seed}")
+            own, note = configured(_with(config, seed=seed, run_dir=folder), arm)
+            if shared:
+                _check_same_start(arm, own, start)
+                own.warm_start.run = start.run_dir
+            cells.append(Cell(arm.name, seed, own, own.warm_start.run if shared else "", note))
+    return warm_starts, cells
+
+
+def configured(config: ml_collections.ConfigDict, arm: Arm) -> tuple[ml_collections.ConfigDict, str]:
+    """The config of an arm, and what the table is to say of it.
+
+    Settings of the config's own scheme stay where the arm's has them too. A scheme that needs a critic gets one.
+    """
+    where = f"--schemes: {arm.name!r}"
+    try:
+        scheme, _ = get_scheme(arm.scheme, {})
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from error
+    if arm.scheme != config.credit.name:
+        _drop_settings(config, keep=list(inspect.signature(scheme.assign).parameters)[1:])
+    changes = {
+        "credit.name": arm.scheme,
+        **{f"credit.args.{key}": value for key, value in arm.settings.items()},
+        **arm.changes,
+    }
+    for key in changes:
+        if key.startswith(tuple(f"{fixed}." for fixed in SAME_FOR_ALL)) or key in SAME_FOR_ALL:
+            raise UserError(f"{where} changes {key}, which is the same for all arms; change it by --config.{key}")
+    config, note = changed(config, changes, where), ""
+    if scheme.needs_critic and config.critic == "none":
+        config.critic = "shared_trunk"
+        note = "with critic=shared_trunk, since the config has none"
+    return config, note
+
+
+def changed(config: ml_collections.ConfigDict, changes: Mapping[str, str], where: str) -> ml_collections.ConfigDict:
+    """The config with changes read as the command line reads them.
+
+    Raises:
+      UserError: an unknown key (the nearest is named) or a value of another type.
+    """
+    known = [key for key, _ in configs.flatten(config.to_dict())]
+    for key in changes:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1, 0.5)
+            raise UserError(f"{where}: unknown key {key!r}; " + (f"did you mean {near[0]!r}?" if near else SYNTAX))
+    values, argv = flags.FlagValues(), ["", *(f"--config.{key}={value}" for key, value in changes.items())]
+    config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=argv)
+    try:
+        values(argv)
+    except flags.Error as error:
+        raise UserError(f"{where}: {str(error).removeprefix('flag --config.')}") from error
+    return values["config"].value
+
+
+def folder_name(arm: str) -> str:
+    """The name of an arm as that of a folder."""
+    return re.sub(r"[^\w.=+-]+", "_", arm).strip("_")
+
+
+def write_config(cell: Cell) -> str:
+    """Writes a run's config beside its folder, for `configs/resolved.py`; returns the path."""
+    path = f"{cell.folder}.json"
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(f"{path}.partial", "w", encoding="utf-8") as out:
+        json.dump(configs.resolve(cell.config), out, indent=2)
+    os.replace(f"{path}.partial", path)
+    return path
+
+
+def summary(cell: Cell) -> Mapping[str, float]:
+    """The figures of a finished run."""
+    with open(os.path.join(cell.folder, "summary.json"), encoding="utf-8") as lines:
+        return json.load(lines)
+
+
+def _with(config: ml_collections.ConfigDict, **values: Any) -> ml_collections.ConfigDict:
+    out = copy.deepcopy(config)
+    for key, value in values.items():
+        out[key] = value
+    return out
+
+
+def _drop_settings(config: ml_collections.ConfigDict, keep: Sequence[str]) -> None:
+    for key in config.credit.args:
+        if key not in keep:
+            config.credit.args[key] = None
+
+
+def _check_same_start(arm: Arm, own: ml_collections.ConfigDict, start: ml_collections.ConfigDict) -> None:
+    """Refuses an arm whose runs cannot start from the warm start that all share."""
+    different = inherited.differing(*(dict(configs.flatten(configs.resolve(c))) for c in (own, start)))
+    useless = [key for key in arm.changes if key.partition(".")[0] in OF_WARM_START]
+    if different or useless:
+        listed = "\n".join([*different, *(f"  {key}" for key in useless)])
+        raise UserError(
+            f"--schemes: {arm.name!r} would need a warm start of its own:\n{listed}\n"
+            "all arms share one; change it for all by --config.*, or make runs of that arm by themselves"
+        )
+
+
+def _parse_arm(item: str) -> Arm:
+    scheme, *changes = re.split(r"\+(?=[A-Za-z_][\w.]*=)", item.strip())
+    match = re.fullmatch(r"(\w+)\s*(?:\((.*)\))?", scheme.strip())
+    if not match:
+        raise UserError(f"--schemes: {item.strip()!r} is not an arm; {SYNTAX}")
+    pairs = [_split(match[2] or ""), changes]
+    found: list[dict[str, str]] = []
+    for part in pairs:
+        split = [pair.partition("=") for pair in part]
+        keys = [key.strip() for key, _, _ in split]
+        if not all(equals and key and value.strip() for (_, equals, value), key in zip(split, keys, strict=True)):
+            raise UserError(f"--schemes: {item.strip()!r} has a setting without a value; {SYNTAX}")
+        if len(set(keys)) < len(keys):
+            raise UserError(f"--schemes: {item.strip()!r} sets something twice")
+        found.append({key: value.strip() for key, (_, _, value) in zip(keys, split, strict=True)})
+    return Arm(re.sub(r"\s+", "", item), match[1], *found)
+
+
+def _split(text: str) -> list[str]:
+    """Parts between the commas that are not in parentheses; parts of white space alone are left out."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character == "(") - (character == ")")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    if depth:
+        raise UserError(f"--schemes: {text!r} has parentheses that do not match")
+    return [part for part in parts if part.strip()]
