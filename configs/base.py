@@ -12,7 +12,7 @@ def get_config() -> ml_collections.ConfigDict:
     c = ConfigDict()
     c.seed = 0  # keys every random choice
     c.run_dir = "runs/base"  # the run's folder; starting again resumes it
-    c.updates = 100  # RL batches
+    c.updates = 100  # RL batches; 0 for a warm start alone
     c.warm_start_updates = 0  # supervised updates on demonstrations before RL
     c.control = False  # no RL: supervised updates on the same demonstrations for control_seconds, for comparison
     c.control_seconds = 480.0  # training time of a control run, in seconds

@@ -28,8 +28,8 @@ from rich.console import Console
 
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.processes import StopRequest
-from experiments import fleet, grid, grid_plan
-from experiments.comparison import compare
+from experiments.ablation import cost, fleet, grid
+from experiments.ablation.comparison import compare
 
 CONFIG = configs.define_config_flag()
 SCHEMES = flags.DEFINE_string("schemes", None, "arms of the grid, separated by commas", required=True)
@@ -59,13 +59,13 @@ def main(argv: Sequence[str]) -> int:
     out = OUT.value or f"{config.run_dir.rstrip('/')}_ablation"
     warm_starts, cells = grid.make_grid(config, arms, grid.parse_seeds(SEEDS.value), out)
     todo = [cell for cell in (*warm_starts, *cells) if not cell.finished]
-    backend = grid_plan.check_apart([cell.config for cell in todo]) if todo else ""
-    grid_plan.check_folders([*warm_starts, *cells])
+    backend = cost.check_apart([cell.config for cell in todo]) if todo else ""
+    cost.check_folders([*warm_starts, *cells])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parallel = min(PARALLEL.value or (cores if backend == "cpu" else 1), max(len(cells), 1))
     if DRY_RUN.value:
-        console.print(grid_plan.grid_table(warm_starts, cells))
-        console.print(grid_plan.cost_table(warm_starts, cells, parallel))
+        console.print(cost.grid_table(warm_starts, cells))
+        console.print(cost.cost_table(warm_starts, cells, parallel))
         return 0
 
     with StopRequest() as stop:

@@ -268,6 +268,19 @@ def credit_args(config: ml_collections.ConfigDict) -> dict[str, Any]:
     return {key: value for key, value in config.credit.args.to_dict().items() if value is not None}
 
 
+def credit_room(config: ml_collections.ConfigDict) -> dict[str, int]:
+    """Capacities of a `CreditBatch`: the most trajectories, steps and tokens of a batch."""
+    trajectories = config.rollout.groups * config.rollout.samples
+    steps = trajectories * (config.budget.max_steps + config.budget.final_answer_step)
+    of_step = config.budget.response_tokens if reads(config) == "sampled" else config.budget.context_tokens
+    return {"trajectories": trajectories, "steps": steps, "tokens": steps * of_step}
+
+
+def learns_values(config: ml_collections.ConfigDict) -> bool:
+    """Whether RL asks and trains a critic: the config has one, and the scheme uses it."""
+    return SCHEMES[config.credit.name].uses_critic and config.critic != "none"
+
+
 def discount(config: ml_collections.ConfigDict) -> float:
     """The discount per step of the credit scheme; 1 for one that has none."""
     parameter = inspect.signature(SCHEMES[config.credit.name].assign).parameters.get("gamma")

@@ -75,7 +75,7 @@ def reinforced(run: Run, optimizer: Any, layout: Any, reference: Params | None) 
     """The learner of RL."""
     config, loss = run.config, build.loss_config(run.config)
     scheme, assign = get_scheme(config.credit.name, build.credit_args(config))
-    critic, reads = scheme.uses_critic and config.critic != "none", build.reads(config)
+    critic, reads = build.learns_values(config), build.reads(config)
     needs_score = critic or reference is not None or config.learner.old_logprobs == "learner" or reads == "all"
     needs_pass = loss.ratio in MINIBATCH_RATIOS and loss.clip != "none"
     batch = config.rollout.groups * config.rollout.samples // config.learner.minibatches
@@ -440,14 +440,9 @@ def _credit(run: Run, learner: Learner, streams: Streams, baseline: float) -> tu
     if learner.credit is None:
         return np.ones(k, np.float32), np.zeros(k, np.float32), np.zeros(k, bool)
     c = run.config
-    trajectories = c.rollout.groups * c.rollout.samples
-    steps = trajectories * (c.budget.max_steps + c.budget.final_answer_step)
-    of_step = c.budget.response_tokens if learner.reads == "sampled" else c.budget.context_tokens
     batch = flat.to_batch(
         streams,
-        trajectories=trajectories,
-        steps=steps,
-        tokens=steps * of_step,
+        **build.credit_room(c),
         critic=learner.critic,
         baseline=baseline,
         advantage_mask=c.learner.advantage_mask,

@@ -15,7 +15,6 @@ import ml_collections
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from agentr1_jax.credit import get_scheme
 from agentr1_jax.learner.batch import CRITIC, batch_shapes
 from agentr1_jax.learner.losses import LossConfig
 from agentr1_jax.learner.ratios import MINIBATCH_RATIOS
@@ -172,11 +171,10 @@ def programs(plan: Plan) -> Iterator[Program]:
     yield Program("rollout view", "parameters from learner mesh to rollout mesh")
     yield from _engine_programs(plan)
     rates = dict.fromkeys(plan.state.params, np.float32(0))
-    scheme, _ = get_scheme(config.credit.name, build.credit_args(config))
     loss, has_kl = build.loss_config(config), config.kl.kind != "none"
     recomputed, needs_pass = config.learner.old_logprobs == "learner", loss.ratio in MINIBATCH_RATIOS
     c, per_minibatch = config.learner, config.rollout.groups * config.rollout.samples // config.learner.minibatches
-    present: tuple[str, ...] = CRITIC if scheme.needs_critic else ()
+    present: tuple[str, ...] = CRITIC if build.learns_values(config) else ()
     present += (*["ref_logprob"] * (loss.kl != "none"), *["rollout_weight"] * (config.correction.kind != "none"))
 
     def phase(trajectories: int, present: tuple[str, ...]) -> tuple[Any, str]:
@@ -193,7 +191,7 @@ def programs(plan: Plan) -> Iterator[Program]:
         batch, shape = phase(trajectories, present)
         return shape, lambda: program.lower(plan.state, plan.frozen, batch, np.int32(1), rates)
 
-    if config.warm_start_updates or config.control:
+    if (config.warm_start_updates and not config.warm_start.run) or config.control:
         supervised = build.loss_config(config, clip="none", kl="none")
         yield Program("update (warm start)", update(supervised, config.warm_start.batch, ())[0])
         yield Program("learner state, restarted", "a new optimizer for RL")
@@ -205,14 +203,12 @@ def programs(plan: Plan) -> Iterator[Program]:
         reference = _laid_out(cast, mesh)
         yield Program("reference", "a copy of the policy, on the learner mesh")
     batch, shape = phase(per_minibatch, ())
-    if scheme.needs_critic or has_kl or recomputed:
+    if build.learns_values(config) or has_kl or recomputed or build.reads(config) == "all":
         score: Any = make_score(policy, loss, mesh)
         arguments = (plan.state.params, plan.frozen, reference, batch, np.int32(1))
         yield Program("score", shape, lambda: score.lower(*arguments))
-    n = config.rollout.groups * config.rollout.samples
-    steps = n * (config.budget.max_steps + config.budget.final_answer_step)
-    tokens = steps * config.budget.response_tokens
-    yield Program("credit", f"{scheme.name}: {n} trajectories, {steps} steps, {tokens} tokens")
+    room = ", ".join(f"{n} {what}" for what, n in build.credit_room(config).items())
+    yield Program("credit", f"{config.credit.name}: {room}")
     if needs_pass:
         log_ratio: Any = make_log_ratio(policy, loss, mesh)
         filled, _ = phase(per_minibatch, present)

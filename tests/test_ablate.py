@@ -27,7 +27,8 @@ from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.runtime.processes import StopRequest
 from agentr1_jax.trajectory import Outcome, Step, Trajectory, write_jsonl
 from configs import quickstart, resolved
-from experiments import checks, comparison, fleet, grid, grid_plan
+from experiments import checks
+from experiments.ablation import comparison, cost, fleet, grid
 
 ROOT = Path(__file__).parent.parent
 
@@ -156,20 +157,20 @@ def test_masks_multiply_the_grid():
 def test_a_cell_that_cannot_work_is_refused_with_its_folder(config):
     config.learner.rows = 8  # One a device of the tests.
     _, cells = cells_of(config, "grpo,grpo+learner.row_tokens=64")
-    assert grid_plan.check_all([cells[0].config]) == "cpu"
+    assert cost.check_all([cells[0].config]) == "cpu"
     with pytest.raises(UserError, match=r"learner.row_tokens=64/seed0: learner.row_tokens \(64\) is less than"):
-        grid_plan.check_all([cell.config for cell in cells])
+        cost.check_all([cell.config for cell in cells])
 
 
 def test_a_run_of_another_config_is_refused_though_it_is_finished(config, tmp_path):
     _, (cell,) = cells_of(config, "grpo", out=str(tmp_path))
     configs.write_config(cell.folder, cell.config)
     Path(cell.folder, "summary.json").write_text("{}")
-    grid_plan.check_folders([cell])
+    cost.check_folders([cell])
     config.optimizer.lr = 0.5
     _, (other,) = cells_of(config, "grpo", out=str(tmp_path))
     with pytest.raises(UserError, match=r"(?s)optimizer.lr: 0.0003 there, 0.5 here.*choose another --out"):
-        grid_plan.check_folders([other])
+        cost.check_folders([other])
 
 
 def test_a_cells_file_says_its_config_to_the_last_value(config, tmp_path):
@@ -184,21 +185,21 @@ def test_a_cells_file_says_its_config_to_the_last_value(config, tmp_path):
 def test_the_cost_of_a_grid(config, tmp_path):
     config.rollout.refills = 4
     (start,), cells = cells_of(config, "grpo,rloo,dr_grpo", out=str(tmp_path))
-    assert grid_plan.cost(start.config)[:2] == (900, 2 * 256)
+    assert cost.cost(start.config)[:2] == (900, 2 * 256)
     # 40 batches of (16 + 4) x 8; four evaluations of 256 and one of 64 after updates 10, 20, 30.
     trajectories = 40 * 20 * 8 + 4 * 256 + 3 * 64
-    assert grid_plan.cost(cells[0].config) == (40, trajectories, trajectories * 6 * 40)
+    assert cost.cost(cells[0].config) == (40, trajectories, trajectories * 6 * 40)
     config.budget.trajectory_tokens = 100
-    assert grid_plan.cost(config)[2] == trajectories * 100
-    assert grid_plan.hours_left(cells, 2) is None and grid_plan.hours_left([], 2) == 0
+    assert cost.cost(config)[2] == trajectories * 100
+    assert cost.hours_left(cells, 2) is None and cost.hours_left([], 2) == 0
     os.makedirs(cells[0].folder)
     Path(cells[0].folder, "summary.json").write_text('{"seconds": 1800.0}')
     assert (
-        grid_plan.hours_left(cells, 1) == 1.0
-        and grid_plan.hours_left(cells, 2) == grid_plan.hours_left(cells, 9) == 0.5
+        cost.hours_left(cells, 1) == 1.0
+        and cost.hours_left(cells, 2) == cost.hours_left(cells, 9) == 0.5
     )
     console = Console(file=io.StringIO(), width=150)
-    console.print(grid_plan.grid_table([start], cells), grid_plan.cost_table([start], cells, 1))
+    console.print(cost.grid_table([start], cells), cost.cost_table([start], cells, 1))
     assert "1 of 1" in console.file.getvalue() and "unknown until one has finished" in console.file.getvalue()
 
 

@@ -123,6 +123,18 @@ def test_no_config_is_a_mistake(folder: pathlib.Path) -> None:
     assert result.stderr.startswith("error: no config given")
 
 
+def test_three_dots_stand_for_more_arguments() -> None:
+    def parsed(*argv: str, arguments: tuple[str, ...]) -> list[str]:
+        return config_lib.parse_flags(["main", *argv], arguments=arguments)[1:]
+
+    assert parsed("a", arguments=("RUN...",)) == ["a"]
+    assert parsed("a", "b", "c", arguments=("RUN", "[MORE...]")) == ["a", "b", "c"]
+    with pytest.raises(UserError, match=r"RUN\.\.\. is missing; the command takes RUN\.\.\."):
+        parsed(arguments=("RUN...",))
+    with pytest.raises(UserError, match="unexpected argument 'b'"):
+        parsed("a", "b", arguments=("RUN",))
+
+
 def test_a_bug_keeps_its_traceback(folder: pathlib.Path) -> None:
     flags = ["--config=configs/base.py", "--config.algo.name=bug"]
     for variables in ({}, {"AGENTR1_COORDINATOR": "127.0.0.1:1"}):

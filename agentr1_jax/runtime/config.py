@@ -35,8 +35,8 @@ def define_config_flag(default: str | None = None) -> flags.FlagHolder[ml_collec
 def run_main(main: Callable[[Sequence[str]], Any], arguments: Sequence[str] = ()) -> None:
     """Runs `main(argv)` as `absl.app.run` does, but a user's mistake is one message and exit status 2.
 
-    `arguments` names the positional arguments of the command, those that may be left out in brackets. A command that
-    has any needs no `--config`.
+    `arguments` names the positional arguments of the command, those that may be left out in brackets, and the last one
+    with three dots behind it where there may be more of it. A command that has any needs no `--config`.
 
     One process of several leaves at once when it fails: `jax.distributed` would have it wait at exit for the others,
     which wait for it in a collective.
@@ -84,7 +84,7 @@ def parse_flags(argv: Sequence[str], arguments: Sequence[str] = ()) -> list[str]
     except flags.Error as error:
         raise UserError(_first_line(error).partition(". ")[0]) from error
     given = len(rest) - 1
-    if given > len(arguments):
+    if given > len(arguments) and not (arguments and arguments[-1].endswith(("...", "...]"))):
         raise UserError(f"unexpected argument {rest[1 + len(arguments)]!r}; flags are written --name=value")
     if given < len([name for name in arguments if not name.startswith("[")]):
         raise UserError(f"{arguments[given]} is missing; the command takes {' '.join(arguments)}")

@@ -15,7 +15,7 @@ from rich.table import Table
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.errors import UserError
 from experiments import checks
-from experiments.grid import Cell, summary
+from experiments.ablation.grid import Cell, summary
 
 
 def check_apart(cells: Sequence[ml_collections.ConfigDict]) -> str:

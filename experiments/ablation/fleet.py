@@ -21,7 +21,7 @@ from agentr1_jax.runtime.memory import TUNABLE
 from agentr1_jax.runtime.processes import StopRequest
 from configs import resolved
 from experiments import build
-from experiments.grid import Cell, is_finished, write_config
+from experiments.ablation.grid import Cell, is_finished, write_config
 
 SECONDS_BETWEEN_LOOKS = 0.5
 SECONDS_BETWEEN_LINES = 60.0

@@ -17,8 +17,8 @@ from agentr1_jax.report.tables import format_value
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.runtime.metrics import read_metrics
 from agentr1_jax.trajectory import read_jsonl
-from experiments.fleet import title as title_of
-from experiments.grid import Cell, summary
+from experiments.ablation.fleet import title as title_of
+from experiments.ablation.grid import Cell, summary
 
 
 def compare(out: str, cells: Sequence[Cell], metric: str, title: str, console: Console) -> None:

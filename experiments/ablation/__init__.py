@@ -1,0 +1,1 @@
+"""The parts of `experiments.ablate`: the grid, what it costs, its processes, what they came to."""

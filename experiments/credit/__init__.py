@@ -1,0 +1,1 @@
+"""The parts of `experiments.credit_compare` and `experiments.gradient_bench`."""

@@ -1,0 +1,103 @@
+"""Which credit schemes are compared: those that a flag names, or all that a recording has the data for."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import ml_collections
+
+from agentr1_jax.credit import SCHEMES, Scheme, get_scheme, load_schemes
+from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.trajectory import Trajectory
+from experiments import build
+from experiments.credit.effects import Assign
+
+
+class Chosen(NamedTuple):
+    """The schemes to compare by label, the label of the run's own, and what the reader must know of the choice."""
+
+    assigns: Mapping[str, Assign]
+    own: str | None
+    notes: Sequence[str]
+
+
+def choose(text: str, config: ml_collections.ConfigDict, trajectories: Sequence[Trajectory]) -> Chosen:
+    """The schemes that `--schemes` names.
+
+    Args:
+      text: `all`, or names with hyper-parameters, e.g. `grpo,step_gae(lam=0.9)`.
+      config: of the run; with `all`, its own scheme has the hyper-parameters of the run.
+      trajectories: those to judge.
+
+    Raises:
+      UserError: an unknown scheme or hyper-parameter, the same twice, a named one that lacks what it needs.
+    """
+    own_args, assigns, notes = build.credit_args(config), {}, []
+    own = label(config.credit.name, own_args)
+    try:
+        if config.credit.file:
+            load_schemes(config.credit.file)
+        named = parsed(text) if text != "all" else [(n, own_args if n == config.credit.name else {}) for n in SCHEMES]
+        for name, args in named:
+            scheme, assign = get_scheme(name, args)
+            fault = lacks(scheme, config, trajectories)
+            if fault and text != "all":
+                raise UserError(f"--schemes: {name} {fault}")
+            if label(name, args) in assigns:
+                raise UserError(f"--schemes: {label(name, args)} is there twice")
+            if fault:
+                notes.append(f"{name} is left out: it {fault}.")
+            else:
+                assigns[label(name, args)] = assign
+    except (ValueError, TypeError) as error:
+        raise UserError(f"--schemes: {error}") from error
+    keyless = sum(s.state_key is None for t in trajectories for s in t.steps)
+    if keyless:
+        notes.append(f"{keyless} steps have no state key; schemes that compare equal states see each of them alone.")
+    order = sorted(assigns, key=lambda name: (name != own, list(assigns).index(name)))
+    return Chosen({name: assigns[name] for name in order}, own if own in assigns else None, notes)
+
+
+def parsed(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """`a,b(x=1,y=z)` as names with arguments. Raises UserError if it reads otherwise."""
+    out = []
+    for item in re.split(r",(?![^(]*\))", text):
+        match = re.fullmatch(r"\s*(\w+)\s*(?:\(([^()]*)\))?\s*", item)
+        pairs = [pair.partition("=") for pair in match[2].split(",")] if match and match[2] else []
+        if not match or any(not key.strip() or not value.strip() for key, _, value in pairs):
+            raise UserError(f"--schemes: cannot read {item!r}; write e.g. --schemes='grpo,step_gae(lam=0.9)'")
+        out.append((match[1], {key.strip(): number_or_text(value.strip()) for key, _, value in pairs}))
+    return out
+
+
+def number_or_text(text: str) -> int | float | str:
+    """What a hyper-parameter on the command line means."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def label(name: str, args: Mapping[str, Any]) -> str:
+    """`step_gae(lam=0.9)`."""
+    return f"{name}({', '.join(f'{key}={value}' for key, value in args.items())})" if args else name
+
+
+def lacks(scheme: Scheme, config: ml_collections.ConfigDict, trajectories: Sequence[Trajectory]) -> str | None:
+    """What a scheme needs that these trajectories or their run do not have; None if nothing."""
+    groups = [t.group for t in trajectories]
+    greedy = sum(not math.isfinite(float(t.info.get("greedy_reward", "nan"))) for t in trajectories)
+    if scheme.needs_critic and config.critic == "none":
+        return "needs a critic, and the run has none (config.critic)"
+    if scheme.needs_state_key and all(s.state_key is None for t in trajectories for s in t.steps):
+        return "needs state keys, and the recorded steps have none (Observation.state_key of the environment)"
+    if scheme.needs_greedy and greedy:
+        return f"needs the reward of a greedy rollout of each row, which {greedy} of {len(groups)} trajectories lack"
+    if scheme.needs_samples and len(set(groups)) == len(groups):
+        return "compares the samples of a task row, and each row was sampled once"
+    return None

@@ -1,0 +1,284 @@
+"""Credit schemes on one batch: advantages, gradients at the same parameters, and what resampled groups change of both.
+
+The gradient of a loss Σₖ wₖ·Aₖ·lₖ is linear in A, so one program serves all schemes, group by group. A resampled batch
+needs no gradient of its own: resampling changes the advantages of a group by a scale and a shift at most (whitening),
+so its gradient is a weighted sum of those of the groups, for A and for A = 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from agentr1_jax.credit import Credit, CreditBatch
+from agentr1_jax.credit import streams as flat
+from agentr1_jax.credit.shaping import Moments, shaped
+from agentr1_jax.learner import fill
+from agentr1_jax.learner.batch import Batch, to_microbatches
+from agentr1_jax.learner.packing import Packing, pack
+from agentr1_jax.learner.update import batch_gradient, make_score
+from agentr1_jax.policy.decoder import Params
+from agentr1_jax.report import credit_stats as stats
+from agentr1_jax.runtime import mesh as meshes
+from agentr1_jax.runtime.progress import progress
+from agentr1_jax.trajectory import Trajectory
+from experiments import build
+from experiments.circle import Run
+
+Assign = Callable[[CreditBatch], Credit]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One group of the batch: its trajectories, their streams with the critic's values, how they lie in rows."""
+
+    trajectories: Sequence[Trajectory]
+    streams: flat.Streams
+    packing: Packing
+
+
+@dataclasses.dataclass(frozen=True)
+class Effects:
+    """What the schemes, along the first axis, make of the same batch.
+
+    Attributes:
+      schemes: their names.
+      trajectories: of the batch, by group.
+      advantages: of each token.
+      steps: the mean over each step's tokens.
+      gram: inner products of their gradients.
+      noise: of their gradients, under resampling of groups.
+      batch_effect: how far resampling the other groups moves the advantage of a step, over the size of advantages.
+      misfit: largest share of a resampled batch's advantages that is neither scale nor shift.
+    """
+
+    schemes: Sequence[str]
+    trajectories: Sequence[Trajectory]
+    advantages: Float[np.ndarray, "schemes tokens"]
+    steps: Float[np.ndarray, "schemes steps"]
+    gram: Float[np.ndarray, "schemes schemes"]
+    noise: Sequence[stats.Noise]
+    batch_effect: Float[np.ndarray, "schemes"]
+    misfit: Float[np.ndarray, "schemes"]
+
+
+def scored_parts(
+    run: Run, params: Params, trajectories: Sequence[Trajectory], moments: Moments
+) -> tuple[list[Part], float]:
+    """The groups of a batch, their rewards shaped as the run shapes them, with the values of its critic.
+
+    Args:
+      run: config, policy, frozen parameters and mesh are used.
+      params: trained parameters.
+      trajectories: the batch, by group.
+      moments: of the returns of earlier batches.
+
+    Returns:
+      the groups, and the mean |log-prob as recorded − log-prob at the parameters|.
+    """
+    c, critic = run.config.learner, "value" in params
+    groups = [list(group) for _, group in itertools.groupby(trajectories, key=lambda t: t.group)]
+    limits: dict[str, Any] = {"mode": c.packing, "row_tokens": c.row_tokens, "row_reads": c.row_reads}
+    packings = [pack(group, final_reads=critic, **limits) for group in groups]
+    score = make_score(run.policy, build.loss_config(run.config, kl="none"), run.learner_mesh)
+    capacity = microbatches(run, packings)
+    shaping = build.shaping(run.config)
+    streams, gaps = [], []
+    for group, packing in zip(groups, packings, strict=True):
+        batch, count = to_device(run, packing, capacity, {})
+        scores: Any = jax.device_get(score(params, run.frozen, None, batch, count))
+
+        def by_row(x: np.ndarray, packing: Packing = packing) -> np.ndarray:
+            return x.reshape(-1, x.shape[-1])[: packing.rows]
+
+        logprobs = fill.gather_tokens(packing, by_row(scores.logprob))
+        values = fill.gather_tokens(packing, by_row(scores.value)) if critic else None
+        final = fill.gather_final(packing, by_row(scores.value)) if critic else None
+        streams.append(flat.flatten(group, values, final, process_parts=shaping.process_parts))
+        gaps.append(np.abs(logprobs - streams[-1].logprobs))
+    # Over the whole batch, since some tools look at all of it.
+    whole, _ = shaped(flat.join(streams), shaping, gamma=build.discount(run.config), moments=moments)
+    rewards = np.split(whole.rewards, np.cumsum([len(s.rewards) for s in streams])[:-1])
+    outcomes = np.split(whole.outcome, np.cumsum([len(s.outcome) for s in streams])[:-1])
+    streams = [dataclasses.replace(s, rewards=r, outcome=o) for s, r, o in zip(streams, rewards, outcomes, strict=True)]
+    return [Part(*part) for part in zip(groups, streams, packings, strict=True)], float(np.concatenate(gaps).mean())
+
+
+def microbatches(run: Run, packings: Sequence[Packing]) -> int:
+    """Most microbatches that one of the groups fills."""
+    return max(-(-p.rows // _rows(run)) for p in packings)
+
+
+def to_device(run: Run, packing: Packing, capacity: int, per_token: Mapping[str, np.ndarray]) -> tuple[Batch, Any]:
+    """A group on the learner's mesh with the given fields of its reads, and how many microbatches it fills."""
+    rows = _rows(run)
+    batch = to_microbatches(packing.nodes, fill.fill(packing, per_token), microbatches=capacity, rows=rows)
+    return meshes.global_batch(batch, run.learner_mesh), np.int32(-(-packing.rows // rows))
+
+
+def _rows(run: Run) -> int:
+    devices = run.learner_mesh.size
+    return -(-run.config.learner.rows // devices) * devices
+
+
+def effects(
+    run: Run,
+    params: Params,
+    parts: Sequence[Part],
+    schemes: Mapping[str, Assign],
+    *,
+    aggregate: str,
+    resamples: int,
+    baseline: float = 0.0,
+) -> Effects:
+    """Judges the batch by every scheme.
+
+    Args:
+      run: config, policy, frozen parameters and mesh are used.
+      params: trained parameters at which the gradients are taken.
+      parts: the groups.
+      schemes: by name.
+      aggregate: of the tokens' losses.
+      resamples: bootstrap samples of the groups.
+      baseline: what a state is worth of which nothing else is known.
+    """
+    streams = flat.join([part.streams for part in parts])
+    judge = make_judge(schemes, parts, critic="value" in params, baseline=baseline)
+    advantages = judge(streams)
+    weights = loss_weights(run, streams, aggregate)
+    edges = token_edges(parts)
+    factors, moved, misfit = resampled(judge, parts, advantages, resamples)
+    # Means are taken anew in a resampled batch: their denominators change with the groups drawn.
+    share = np.array([weights[a:b].sum() for a, b in itertools.pairwise(edges)])
+    denominators = factors[0, :, 2] @ share if aggregate != "fixed" else np.ones(resamples)
+    factors = factors[:, :, :2] / denominators[:, None, None]
+
+    vectors = group_gradients(run, params, parts, weights)
+    shift = vectors(np.ones_like(advantages[0]))
+    totals, noise = [], []
+    with progress("gradients", 0, len(schemes), True) as shown:
+        for i, (name, of_scheme) in enumerate(zip(schemes, advantages, strict=True)):
+            own = vectors(of_scheme)
+            both = np.concatenate([own, shift])
+            gram = (both @ both.T).astype(np.float64)
+            whole = np.repeat([1.0, 0.0], len(parts))
+            noise.append(stats.gradient_noise(gram, whole, factors[i].reshape(resamples, -1), len(parts)))
+            totals.append(own.sum(0))
+            shown(i + 1, name)
+    stacked = np.stack(totals)
+    steps = stats.step_means(advantages, streams.step_tokens)
+    size = np.sqrt((steps**2).mean(1))
+    return Effects(
+        schemes=list(schemes),
+        trajectories=[t for part in parts for t in part.trajectories],
+        advantages=advantages,
+        steps=steps,
+        gram=(stacked @ stacked.T).astype(np.float64),
+        noise=noise,
+        batch_effect=np.divide(moved, size, out=np.zeros_like(moved), where=size > 0),
+        misfit=misfit,
+    )
+
+
+def loss_weights(run: Run, streams: flat.Streams, aggregate: str) -> np.ndarray:
+    """Loss weight of each token."""
+    group = np.unique(streams.group, return_inverse=True)[1][streams.token_trajectory]
+    trained = streams.trained[streams.token_trajectory]
+    units = (streams.token_step, streams.token_trajectory, group)
+    return fill.aggregate_weights(aggregate, *units, trained, fixed_denominator=run.config.loss.fixed_denominator)
+
+
+def token_edges(parts: Sequence[Part]) -> np.ndarray:
+    """Where the tokens of each group begin, and the last one's end."""
+    return np.cumsum([0, *(len(part.streams.logprobs) for part in parts)])
+
+
+def make_judge(
+    schemes: Mapping[str, Assign], parts: Sequence[Part], *, critic: bool, baseline: float
+) -> Callable[[flat.Streams], np.ndarray]:
+    """Streams -> advantages [schemes, K]: one program for all schemes and for all batches of so many of the groups."""
+    together = jax.jit(lambda batch: jnp.stack([assign(batch).advantages for assign in schemes.values()]))
+    of_parts = [part.streams for part in parts]
+    room: dict[str, Any] = {
+        "trajectories": len(parts) * max(len(s.outcome) for s in of_parts),
+        "steps": len(parts) * max(len(s.rewards) for s in of_parts),
+        "tokens": len(parts) * max(len(s.logprobs) for s in of_parts),
+    }
+
+    def judge(streams: flat.Streams) -> np.ndarray:
+        batch = flat.to_batch(streams, critic=critic, baseline=baseline, **room)
+        return np.asarray(together(batch))[:, : len(streams.logprobs)]
+
+    return judge
+
+
+def resampled(
+    judge: Callable[[flat.Streams], np.ndarray], parts: Sequence[Part], advantages: np.ndarray, resamples: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Batches of groups drawn anew with replacement, judged by every scheme.
+
+    Returns:
+      [schemes, resamples, 3, groups]: factor of each group's gradient, of its gradient at A = 1, and how often it was
+      drawn; [schemes] root mean square over steps of the standard deviation of a step's advantage; [schemes] largest
+      misfit of scale and shift.
+    """
+    groups, rng = len(parts), np.random.default_rng(0)
+    streams, edges = [part.streams for part in parts], token_edges(parts)
+    steps = np.cumsum([0, *(len(s.rewards) for s in streams)])
+    factors, misfit = np.zeros((len(advantages), resamples, 3, groups)), np.zeros(len(advantages))
+    seen = np.zeros(steps[-1])
+    total, square = np.zeros((2, len(advantages), steps[-1]))
+    for r in range(resamples):
+        drawn = np.sort(rng.integers(groups, size=groups))
+        # A group drawn twice is two groups.
+        copies = [dataclasses.replace(streams[g], group=np.full_like(streams[g].group, i)) for i, g in enumerate(drawn)]
+        after = judge(flat.join(copies))
+        before = np.concatenate([advantages[:, edges[g] : edges[g + 1]] for g in drawn], axis=1)
+        count = np.bincount(drawn, minlength=groups)
+        for i in range(len(advantages)):
+            scale, shift, rest = stats.affine(before[i], after[i])
+            factors[i, r] = scale * count, shift * count, count
+            misfit[i] = max(misfit[i], rest)
+        moves = stats.step_means(after - before, np.concatenate([c.step_tokens for c in copies]))
+        # Its copies were judged alike: the first will do.
+        place, first = np.unique(np.concatenate([np.arange(steps[g], steps[g + 1]) for g in drawn]), return_index=True)
+        seen[place] += 1
+        total[:, place] += moves[:, first]
+        square[:, place] += moves[:, first] ** 2
+    seen = np.maximum(seen, 1)
+    variance = np.maximum(square / seen - (total / seen) ** 2, 0)
+    return factors, np.sqrt(variance.mean(1)), misfit
+
+
+def group_gradients(
+    run: Run, params: Params, parts: Sequence[Part], weights: np.ndarray
+) -> Callable[[np.ndarray], np.ndarray]:
+    """Advantages [K] -> gradient of each group's part of the loss −Σ w·A·log π, float32 [groups, parameters].
+
+    Only what is trained of the decoder counts; a group without any advantage has the gradient 0 and costs nothing.
+    """
+    loss = build.loss_config(run.config, ratio="token", clip="none", kl="none", entropy_coef=0.0)
+    gradient = jax.jit(batch_gradient(run.policy, loss, run.learner_mesh))
+    policy = {"decoder": params["decoder"]}
+    size = sum(x.size for x in jax.tree.leaves(policy))
+    capacity = microbatches(run, [part.packing for part in parts])
+
+    def of_group(part: Part, advantages: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        if not (advantages * weights).any():
+            return np.zeros(size, np.float32)
+        batch, count = to_device(run, part.packing, capacity, {"advantage": advantages, "weight": weights})
+        grads, _ = gradient(policy, run.frozen, batch, count)
+        return np.concatenate([np.asarray(x, np.float32).ravel() for x in jax.tree.leaves(jax.device_get(grads))])
+
+    def vectors(advantages: np.ndarray) -> np.ndarray:
+        pieces = zip(parts, itertools.pairwise(token_edges(parts)), strict=True)
+        return np.stack([of_group(part, advantages[a:b], weights[a:b]) for part, (a, b) in pieces])
+
+    return vectors

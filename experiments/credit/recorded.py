@@ -1,0 +1,188 @@
+"""Recorded batches of runs, and the parameters that belong to them, for experiments that look back."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import ml_collections
+import numpy as np
+from jax.sharding import Mesh
+
+from agentr1_jax.policy.config import DecoderConfig
+from agentr1_jax.policy.decoder import Params
+from agentr1_jax.rollout.runner import signal
+from agentr1_jax.runtime.checkpoint import Checkpoints
+from agentr1_jax.runtime.config import flatten
+from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.trajectory import Trajectory, read_jsonl
+from experiments import build
+from experiments.export_hf import stored_config
+from experiments.journal import Position
+
+OF_POLICY = ("policy", "tokenizer", "critic", "context", "rollout.temperature", "rollout.top_k", "rollout.top_p")
+"""Keys and sections of a config in which recordings of one policy agree."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recording:
+    """RL batches of one run.
+
+    Attributes:
+      folder: of the run.
+      config: of the run.
+      updates: the batches.
+      trajectories: all that training used of them; groups are numbered apart.
+    """
+
+    folder: str
+    config: ml_collections.ConfigDict
+    updates: Sequence[int]
+    trajectories: Sequence[Trajectory]
+
+
+def recording(folder: str, updates: str) -> Recording:
+    """The recorded RL batches of a run.
+
+    Args:
+      folder: of the run.
+      updates: `last`, or numbers as in the names of the files, with commas between them.
+
+    Raises:
+      UserError: no run, no recorded batch of that number, a file that cannot be read.
+    """
+    config, files = stored_config(folder), _files(folder)
+    if not files:
+        raise UserError(f"{folder}: has recorded no RL batch yet (trajectories/rl_*.jsonl.gz)")
+    if updates != "last" and not re.fullmatch(r"\d+(,\d+)*", updates):
+        raise UserError(f"--update={updates}: write `last`, or the number of an update, e.g. --update={max(files)}")
+    wanted = [max(files)] if updates == "last" else sorted({int(update) for update in updates.split(",")})
+    for update in wanted:
+        if update not in files:
+            raise UserError(f"{folder}: has no RL batch {update}; those from {min(files)} to {max(files)} are recorded")
+    trajectories: list[Trajectory] = []
+    try:
+        for update in wanted:
+            batch = [t for path in sorted(files[update]) for t in read_jsonl(path)]
+            trajectories += _numbered(_trained(config, batch), 1 + max((t.group for t in trajectories), default=-1))
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    return Recording(folder, config, wanted, trajectories)
+
+
+def _files(folder: str) -> dict[int, list[str]]:
+    """The files of each recorded batch; several processes write one each."""
+    below = os.path.join(folder, "trajectories")
+    out: dict[int, list[str]] = {}
+    for name in os.listdir(below) if os.path.isdir(below) else ():
+        if match := re.fullmatch(r"rl_(\d+)(\.p\d+)?\.jsonl\.gz", name):
+            out.setdefault(int(match[1]), []).append(os.path.join(below, name))
+    return out
+
+
+def _trained(config: ml_collections.ConfigDict, batch: Sequence[Trajectory]) -> list[Trajectory]:
+    """Without the groups that others were sampled in place of."""
+    if not config.rollout.refills:
+        return list(batch)
+    groups: dict[int, list[Trajectory]] = {}
+    for t in batch:
+        groups.setdefault(t.group, []).append(t)
+    return [t for group in groups.values() if signal(group) for t in group]
+
+
+def _numbered(batch: Sequence[Trajectory], first: int) -> list[Trajectory]:
+    """The trajectories by group and sample, groups numbered from `first`."""
+    order = sorted(batch, key=lambda t: (t.group, t.sample))
+    number = np.unique([t.group for t in order], return_inverse=True)[1]
+    return [dataclasses.replace(t, group=first + int(g)) for t, g in zip(order, number, strict=True)]
+
+
+def join(recordings: Sequence[Recording]) -> list[Trajectory]:
+    """The trajectories of several runs, groups numbered apart; names tell the runs apart where there are several."""
+    out: list[Trajectory] = []
+    for r in recordings:
+        prefix = f"{os.path.basename(os.path.normpath(r.folder))}:" if len(recordings) > 1 else ""
+        batch = _numbered(r.trajectories, 1 + max((t.group for t in out), default=-1))
+        out += [dataclasses.replace(t, uid=f"{prefix}{t.uid}") for t in batch]
+    return out
+
+
+def check_one_policy(recordings: Sequence[Recording]) -> None:
+    """Refuses to join recordings of different policies.
+
+    Parameters are compared by `newest_params`, since they take time and memory to read.
+
+    Raises:
+      UserError: with what differs, and where.
+    """
+    first = recordings[0]
+    for r in recordings[1:]:
+        differing = [
+            f"{key} is {here!r} in {first.folder} and {there!r} in {r.folder}"
+            for key, here, there in _differences(first.config, r.config)
+        ]
+        if _tokenizer_bytes(first.folder) != _tokenizer_bytes(r.folder):
+            differing.append(f"tokenizer.model differs between {first.folder} and {r.folder}")
+        if differing:
+            raise UserError(f"recordings of different policies: {'; '.join(differing)}. Compare schemes on one of them")
+    versions: dict[int, str] = {}
+    for r in recordings:
+        for t in r.trajectories:
+            versions |= {s.policy_version: r.folder for s in t.steps if s.policy_version not in versions}
+    if len(versions) > 1:
+        listed = ", ".join(f"version {version} ({folder})" for version, folder in sorted(versions.items()))
+        raise UserError(f"recordings of different policies: {listed}; choose one update of one policy with --update=U")
+
+
+def _differences(one: ml_collections.ConfigDict, other: ml_collections.ConfigDict) -> list[tuple[str, Any, Any]]:
+    here, there = dict(flatten(one.to_dict())), dict(flatten(other.to_dict()))
+    keys = [k for k in sorted(here.keys() | there.keys()) if any(k == p or k.startswith(f"{p}.") for p in OF_POLICY)]
+    return [(k, here.get(k), there.get(k)) for k in keys if here.get(k) != there.get(k)]
+
+
+def _tokenizer_bytes(folder: str) -> bytes:
+    path = os.path.join(folder, "tokenizer.model")
+    if not os.path.exists(path):
+        return b""
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def newest_params(recordings: Sequence[Recording], policy: DecoderConfig, mesh: Mesh) -> tuple[Params, Position]:
+    """What is trained, as of the newest checkpoint, and where the run stood then.
+
+    Raises:
+      UserError: a run has no checkpoint, or the parameters of two runs differ.
+    """
+    params, position = _restored(recordings[0], policy, mesh)
+    for r in recordings[1:]:
+        other, _ = _restored(r, policy, mesh)
+        same = jax.tree.map(np.array_equal, params, other)
+        if not all(jax.tree.leaves(same)):
+            raise UserError(
+                f"recordings of different policies: the newest parameters of {recordings[0].folder} and {r.folder} "
+                "differ. Compare schemes on one of them"
+            )
+    return params, position
+
+
+def _restored(recorded: Recording, policy: DecoderConfig, mesh: Mesh) -> tuple[Params, Position]:
+    config, none = recorded.config, f"{recorded.folder}: has no checkpoint yet; let the run come to its first one"
+    if not os.path.isdir(os.path.join(recorded.folder, "checkpoints")):
+        raise UserError(none)
+    _, _, (_, like, _) = build.learner_state(config, policy, mesh)
+    with contextlib.closing(Checkpoints(recorded.folder, config.checkpoints_kept)) as kept:
+        restored = kept.restore(like)
+    if restored is None:
+        raise UserError(none)
+    return restored[0].params, Position(**restored[1])
+
+
+def version(position: Position, config: ml_collections.ConfigDict) -> int:
+    """RL batches that the parameters at a position have learnt from, as steps count them in `policy_version`."""
+    return {"rl": position.update, "done": config.updates}.get(position.phase, 0)

@@ -1,0 +1,422 @@
+"""Comparing credit schemes: its statistics, what is refused, gradients and resamples against slow ones, the page."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import functools
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import jax
+import learners
+import numpy as np
+import pytest
+from builders import trajectory
+from examples import parameters
+from test_train import ROOT, train
+
+from agentr1_jax.credit import SCHEMES as REGISTRY
+from agentr1_jax.credit import get_scheme
+from agentr1_jax.credit.shaping import Moments
+from agentr1_jax.learner.batch import to_microbatches
+from agentr1_jax.learner.fill import fill
+from agentr1_jax.learner.packing import pack
+from agentr1_jax.learner.update import batch_gradient
+from agentr1_jax.report import credit as plots
+from agentr1_jax.report import credit_stats as stats
+from agentr1_jax.report.credit_page import ShownStep, write_page
+from agentr1_jax.runtime.config import write_config
+from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.trajectory import write_jsonl
+from configs import quickstart
+from experiments import build
+from experiments.credit import choice, effects, recorded
+
+HOSTILE = "</pre><script>alert(1)</script><img src=x onerror='alert(1)'>\"&amp;"
+MOST_ROWS = 4 * 8
+"""Steps of four times the largest group."""
+SCHEMES = {
+    "grpo": ("grpo", {}),
+    "token_gae": ("token_gae", {"whiten": "trajectory", "lam": 0.5}),
+    "gigpo": ("gigpo", {}),
+}
+
+
+def assigns():
+    return {label: get_scheme(name, args)[1] for label, (name, args) in SCHEMES.items()}
+
+
+def test_a_step_has_the_mean_of_its_tokens():
+    advantages = np.array([[1, 3, 5, 0, 0, 9]], np.float32)
+    np.testing.assert_array_equal(stats.step_means(advantages, np.array([2, 1, 3])), [[2, 5, 3]])
+
+
+def test_correlations_by_hand():
+    x = np.array([[1, 2, 3, 4], [2, 4, 6, 9], [4, 3, 2, 1], [5, 5, 5, 5], [1, 1, 2, 9]], float)
+    linear, rank = stats.pearson(x), stats.spearman(x)
+    np.testing.assert_allclose(linear[:3, :3], np.corrcoef(x[:3]), atol=1e-12)
+    np.testing.assert_allclose(rank[:3, :3], [[1, 1, -1], [1, 1, -1], [-1, -1, 1]], atol=1e-12)
+    # Ranks of the last are 1.5, 1.5, 3, 4.
+    np.testing.assert_allclose(rank[0, 4], np.corrcoef([1, 2, 3, 4], [1.5, 1.5, 3, 4])[0, 1], atol=1e-12)
+    assert np.isnan(linear[3]).all() and np.isnan(rank[:, 3]).all(), "a constant has no correlation"
+
+
+def test_signs_oppose_only_where_both_are_set():
+    opposed = stats.opposed(np.array([[1.0, -1, 0, 2], [-1.0, -1, 5, 0]]))
+    np.testing.assert_array_equal(opposed, [[0, 0.25], [0.25, 0]])
+
+
+def test_disagreement_is_of_the_direction_and_not_of_the_scale():
+    x = np.array([[1.0, -1, 1, 1], [10.0, -10, 10, -10], [0, 0, 0, 0]])
+    scaled = stats.scaled(x)
+    np.testing.assert_allclose((scaled**2).mean(1), [1, 1, 0])
+    np.testing.assert_array_equal(np.sign(scaled), np.sign(x))
+    assert stats.disagreement(x).argmax() == 3
+    np.testing.assert_allclose(stats.disagreement(x)[0], np.std([1, 1, 0]))
+
+
+def test_a_zero_gradient_has_no_direction_and_neighbours_are_alike():
+    gram = np.array([[4.0, 2, 0], [2, 4, 0], [0, 0, 0]])
+    cosine = stats.cosines(gram)
+    np.testing.assert_allclose(cosine[:2, :2], [[1, 0.5], [0.5, 1]])
+    assert np.isnan(cosine[2]).all()
+    assert stats.chain(np.array([[1, 0.1, 0.9], [0.1, 1, 0.5], [0.9, 0.5, 1]])) == [0, 2, 1]
+    assert stats.chain(cosine) == [0, 1, 2]
+
+
+def test_signal_to_noise_of_parts_with_a_known_one():
+    """n parts mean + noise of unit variance in each of d directions: the sum has signal n·|mean| and noise √(n·d)."""
+    rng, n, d = np.random.default_rng(0), 64, 4000
+    counts = rng.multinomial(n, np.full(n, 1 / n), 400).astype(float)
+
+    def noise(mean):
+        parts = rng.standard_normal((n, d))
+        parts[:, 0] += mean
+        return stats.gradient_noise(parts @ parts.T, np.ones(n), counts, n)
+
+    assert noise(24.0).snr == pytest.approx(24 * n / np.sqrt(n * d), rel=0.1)
+    assert noise(0.0).snr < 0.25, "noise alone has the length of a signal, and is none"
+    same = stats.gradient_noise(np.ones((n, n)), np.ones(n), np.ones((5, n)), n)
+    assert same == (n, np.inf, pytest.approx(1))
+    assert np.isnan(stats.gradient_noise(np.ones((1, 1)), np.ones(1), np.ones((5, 1)), 1).snr)
+    assert stats.gradient_noise(np.zeros((2, 2)), np.ones(2), np.ones((5, 2)), 2).norm == 0
+
+
+def test_scale_and_shift_are_found_and_what_is_neither_is_told():
+    x = np.random.default_rng(0).standard_normal(50)
+    assert stats.affine(x, 3 * x - 2) == pytest.approx((3, -2, 0), abs=1e-9)
+    assert stats.affine(np.zeros(4), np.full(4, 2.0)) == pytest.approx((1, 2, 0))
+    assert stats.affine(x, x**2)[2] > 0.3
+
+
+def test_csv_runs_no_formula():
+    rows = [{"uid": "=cmd()", "x": -1.5}, {"uid": "a,\n'b\"", "x": None}]
+    read = list(csv.reader(io.StringIO(stats.csv_text(rows))))
+    assert read == [["uid", "x"], ["'=cmd()", "-1.5"], ["a,\n'b\"", ""]]
+    assert stats.csv_text([]) == "\n"
+
+
+def test_names_with_hyperparameters_are_read():
+    assert choice.parsed("grpo, step_gae(lam=0.9,gamma=1),gigpo(norm=mean_std_norm)") == [
+        ("grpo", {}),
+        ("step_gae", {"lam": 0.9, "gamma": 1}),
+        ("gigpo", {"norm": "mean_std_norm"}),
+    ]
+    for wrong in ("grpo,", "step_gae(lam)", "step_gae(lam=0.9", "a b", ""):
+        with pytest.raises(UserError, match=r"cannot read .*; write e\.g\. --schemes="):
+            choice.parsed(wrong)
+
+
+@pytest.fixture
+def config():
+    return quickstart.get_config().unlock()
+
+
+def keyed(trajectories):
+    """Each step in a state of its own number."""
+    return [
+        dataclasses.replace(t, steps=tuple(dataclasses.replace(s, state_key=str(i)) for i, s in enumerate(t.steps)))
+        for t in trajectories
+    ]
+
+
+def test_all_is_what_the_recording_has_the_data_for(config):
+    chosen = choice.choose("all", config, keyed(learners.batch()))
+    assert next(iter(chosen.assigns)) == chosen.own == "step_gae(lam=0.95)"
+    assert {"grpo", "gigpo", "token_gae"} <= set(chosen.assigns) and "step_gae" not in chosen.assigns
+    assert [note for note in chosen.notes if note.startswith("remax is left out: it needs the reward of a greedy")]
+    config.critic = "none"
+    chosen = choice.choose("all", config, learners.batch())
+    assert chosen.own is None and not {"gigpo", "token_gae", "step_gae(lam=0.95)"} & set(chosen.assigns)
+    assert any("steps have no state key" in note for note in chosen.notes)
+    greedy = [dataclasses.replace(t, info={"greedy_reward": 0.5}) for t in learners.batch()]
+    assert "remax" in choice.choose("all", config, greedy).assigns
+
+
+@pytest.mark.parametrize(
+    ("schemes", "message"),
+    [
+        ("step_gae", "step_gae needs a critic, and the run has none"),
+        ("gigpo", "gigpo needs state keys"),
+        ("remax", "remax needs the reward of a greedy rollout of each row, which 8 of 8 trajectories lack"),
+        ("nonsense", "unknown credit scheme 'nonsense'; choose one of"),
+        ("grpo(unity=token)", "credit scheme 'grpo' has no hyper-parameter 'unity'"),
+        ("reinforce(gamma=1.5)", "gamma is 1.5; a discount lies in"),
+        ("reinforce(gamma=much)", "--schemes: "),
+        ("grpo,grpo", "grpo is there twice"),
+    ],
+)
+def test_a_named_scheme_that_cannot_be_is_refused(config, schemes, message):
+    config.critic = "none"
+    with pytest.raises(UserError, match=re.escape(message)):
+        choice.choose(schemes, config, learners.batch())
+
+
+def test_schemes_that_compare_samples_need_some(config):
+    with pytest.raises(UserError, match="grpo compares the samples of a task row, and each row was sampled once"):
+        choice.choose("grpo", config, learners.batch()[::2])
+
+
+def test_a_user_adds_a_scheme_by_a_file(config, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from agentr1_jax.credit import register\n"
+        "from agentr1_jax.credit.group import grpo\n"
+        "register('mine')(lambda batch, *, times=2.0: grpo(batch))\n"
+    )
+    config.credit.file = str(path)
+    try:
+        assert list(choice.choose("mine(times=3)", config, learners.batch()).assigns) == ["mine(times=3)"]
+    finally:
+        REGISTRY.pop("mine", None)
+
+
+def leave_run(folder, config, batches, suffix=""):
+    """The config and recorded batches of a run."""
+    config.run_dir = str(folder)
+    write_config(folder, config)
+    (folder / "tokenizer.model").write_bytes(b"model")
+    for update, batch in batches.items():
+        batch = [learners.with_step(t, i, policy_version=update) for t in batch for i in [0]]
+        write_jsonl(folder / "trajectories" / f"rl_{update:06d}{suffix}.jsonl.gz", batch)
+    return str(folder)
+
+
+def one_step(seed=0, groups=2):
+    rng = np.random.default_rng(seed)
+    return [trajectory(rng, [2], group=g, sample=i) for g in range(groups) for i in range(2)]
+
+
+def test_which_batch_is_read(config, tmp_path):
+    run = leave_run(tmp_path / "a", config, {0: one_step(), 3: one_step(1, groups=3)})
+    last = recorded.recording(run, "last")
+    assert last.updates == [3] and len(last.trajectories) == 6
+    assert recorded.recording(run, "0").updates == [0]
+    with pytest.raises(UserError, match="has no RL batch 2; those from 0 to 3 are recorded"):
+        recorded.recording(run, "2")
+    with pytest.raises(UserError, match="write `last`, or the number of an update"):
+        recorded.recording(run, "first")
+    both = recorded.recording(run, "0,3")
+    assert [t.group for t in both.trajectories] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    with pytest.raises(UserError, match=r"different policies: version 0 .*, version 3 .*; choose one update"):
+        recorded.check_one_policy([both])
+    empty = leave_run(tmp_path / "empty", config, {})
+    with pytest.raises(UserError, match="has recorded no RL batch yet"):
+        recorded.recording(empty, "last")
+    (tmp_path / "a" / "trajectories" / "rl_000003.jsonl.gz").write_bytes(b"junk")
+    with pytest.raises(UserError, match=r"rl_000003\.jsonl\.gz, line 1: not a trajectory"):
+        recorded.recording(run, "last")
+
+
+def test_files_of_all_processes_are_one_batch(config, tmp_path):
+    even = [t for t in one_step() if t.group == 0]
+    leave_run(tmp_path, config, {1: [t for t in one_step() if t.group == 1]}, suffix=".p0")
+    run = leave_run(tmp_path, config, {1: even}, suffix=".p1")
+    assert [(t.group, t.sample) for t in recorded.recording(run, "1").trajectories] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_groups_that_were_replaced_are_left_out(config, tmp_path):
+    dull = [
+        dataclasses.replace(t, steps=(dataclasses.replace(t.steps[0], reward=1.0),)) if t.group == 1 else t
+        for t in one_step(groups=3)
+    ]
+    config.rollout.refills = 4
+    batch = recorded.recording(leave_run(tmp_path, config, {1: dull}), "1").trajectories
+    assert [t.group for t in batch] == [0, 0, 1, 1] and batch[2].uid == "test/2/0"
+
+
+def test_only_recordings_of_one_policy_are_joined(config, tmp_path):
+    one = recorded.recording(leave_run(tmp_path / "one", config, {2: one_step()}), "2")
+    config.seed = 7
+    two = recorded.recording(leave_run(tmp_path / "two", config, {2: one_step()}), "2")
+    recorded.check_one_policy([one, two])
+    joined = recorded.join([one, two])
+    assert [t.group for t in joined] == [0, 0, 1, 1, 2, 2, 3, 3] and len({t.uid for t in joined}) == 8
+    config.policy.width = 48
+    other = recorded.recording(leave_run(tmp_path / "other", config, {2: one_step()}), "2")
+    with pytest.raises(UserError, match=r"of different policies: policy\.width is None in .*one and 48 in .*other"):
+        recorded.check_one_policy([one, other])
+    (tmp_path / "two" / "tokenizer.model").write_bytes(b"another")
+    with pytest.raises(UserError, match=r"of different policies: tokenizer\.model differs"):
+        recorded.check_one_policy([one, two])
+    later = recorded.recording(leave_run(tmp_path / "one", config.copy_and_resolve_references(), {4: one_step()}), "4")
+    with pytest.raises(UserError, match="of different policies: version 2"):
+        recorded.check_one_policy([one, dataclasses.replace(later, config=one.config)])
+
+
+@functools.cache
+def case():
+    """A run with a critic, its parts, and the comparison of some schemes on them."""
+    run = learners.make({"critic": "shared_trunk", "credit.name": "step_gae"}).run
+    params = parameters(True)
+    trajectories = keyed(learners.batch())
+    parts, gap = effects.scored_parts(run, params, trajectories, Moments())
+    result = effects.effects(run, params, parts, assigns(), aggregate="step", resamples=20)
+    return run, params, trajectories, parts, gap, result
+
+
+@functools.cache
+def whole_gradient():
+    run = case()[0]
+    return jax.jit(batch_gradient(run.policy, build.loss_config(run.config, clip="none"), run.learner_mesh))
+
+
+def slow_gradient(run, params, trajectories, advantages):
+    """The gradient of Σ w·A·log π of the policy over a whole batch at once, a row for each step; [parameters]."""
+    c = run.config.learner
+    layout = pack(trajectories, mode="padded", row_tokens=c.row_tokens, row_reads=c.row_reads, final_reads=False)
+    step_tokens = np.array([len(s.response_ids) for t in trajectories for s in t.steps])
+    weights = np.repeat(1 / step_tokens / len(step_tokens), step_tokens).astype(np.float32)
+    reads = fill(layout, {"advantage": advantages, "weight": weights})
+    batch = to_microbatches(layout.nodes, reads, microbatches=1, rows=MOST_ROWS)
+    grads, _ = whole_gradient()({"decoder": params["decoder"]}, {}, batch, np.int32(1))
+    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(grads)])
+
+
+def test_gradients_are_those_of_the_whole_batch():
+    run, params, trajectories, _, gap, result = case()
+    slow = np.stack([slow_gradient(run, params, trajectories, a) for a in result.advantages])
+    np.testing.assert_allclose(result.gram, slow @ slow.T, rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose([n.norm for n in result.noise], np.linalg.norm(slow, axis=1), rtol=1e-4)
+    recorded_logprobs = np.concatenate([s.logprobs for t in trajectories for s in t.steps])
+    exact = learners.slow_logprobs(params, trajectories)
+    np.testing.assert_allclose(gap, np.abs(recorded_logprobs - exact).mean(), rtol=1e-4)
+
+
+def test_resampled_gradients_are_those_of_resampled_batches():
+    """A group drawn twice is two groups; whitening and the loss's mean are those of the resampled batch."""
+    run, params, trajectories, parts, _, result = case()
+    streams = effects.flat.join([part.streams for part in parts])
+    judge = effects.make_judge(assigns(), parts, critic=True, baseline=0.0)
+    edges = effects.token_edges(parts)
+    factors, _, misfit = effects.resampled(judge, parts, result.advantages, 3)
+    np.testing.assert_allclose(misfit, 0, atol=1e-4)
+    weights = effects.loss_weights(run, streams, "step")
+    size = np.array([weights[a:b].sum() for a, b in zip(edges[:-1], edges[1:], strict=True)])
+    vectors = effects.group_gradients(run, params, parts, weights)
+    shift = vectors(np.ones_like(weights))
+    assert (factors[0, :, 2].max(1) > 1).all(), "no group was drawn twice"
+    for i, of_scheme in enumerate(result.advantages):
+        own = vectors(of_scheme)
+        scale, moved, count = factors[i, 2]
+        drawn = [int(g) for g in np.repeat(np.arange(len(parts)), count.astype(int))]
+        again = [dataclasses.replace(t, group=k) for k, g in enumerate(drawn) for t in parts[g].trajectories]
+        fresh, _ = effects.scored_parts(run, params, again, Moments())
+        advantages = judge(effects.flat.join([part.streams for part in fresh]))[i]
+        slow = slow_gradient(run, params, again, advantages)
+        np.testing.assert_allclose((scale @ own + moved @ shift) / (count @ size), slow, rtol=1e-3, atol=2e-5)
+
+
+def test_the_effect_of_other_groups_is_that_of_whitening():
+    _, _, trajectories, _, _, result = case()
+    effect = dict(zip(result.schemes, result.batch_effect, strict=True))
+    assert effect["grpo"] == 0 and effect["gigpo"] < 1e-5
+    assert effect["token_gae"] > 0.01
+    assert result.steps.shape == (len(SCHEMES), sum(len(t.steps) for t in trajectories))
+
+
+def test_rewards_are_shaped_as_in_the_run():
+    run, params, trajectories, _, _, _ = case()
+    config = run.config.copy_and_resolve_references()
+    config.shaping.terminal_only = True
+    parts, _ = effects.scored_parts(dataclasses.replace(run, config=config), params, trajectories, Moments())
+    for part in parts:
+        np.testing.assert_allclose(part.streams.outcome, [t.total_reward for t in part.trajectories], atol=1e-6)
+        ends = np.cumsum(part.streams.trajectory_steps) - 1
+        np.testing.assert_allclose(part.streams.rewards[ends], part.streams.outcome, atol=1e-6)
+        assert not np.delete(part.streams.rewards, ends).any()
+
+
+def test_the_page_runs_nothing_and_shows_everything(tmp_path):
+    names = ["grpo", "step_gae(lam=0.9)"]
+    x = np.random.default_rng(0).standard_normal((2, 40))
+    pictures = {name: tmp_path / f"{name}.png" for name in ("heatmaps", "noise", "strips")}
+    plots.plot_heatmaps(pictures["heatmaps"], names, [("a", stats.pearson(x)), ("b", np.full((2, 2), np.nan))])
+    plots.plot_noise(pictures["noise"], names, [("a", np.array([0.5, np.nan])), ("b", np.zeros(2))])
+    plots.plot_strips(pictures["strips"], names, stats.scaled(x), np.arange(40) % 3, x[0])
+    shown = ShownStep(
+        "Step 2 of 3",
+        HOSTILE,
+        [HOSTILE],
+        HOSTILE,
+        HOSTILE,
+        HOSTILE,
+        HOSTILE,
+        {"grpo": (-0.5, -9.0), names[1]: (0.0, 0.0), HOSTILE: (1.0, 1.5)},
+    )
+    write_page(
+        tmp_path / "report.html",
+        title=HOSTILE,
+        facts={"steps": 1234, HOSTILE: HOSTILE},
+        notes=[HOSTILE],
+        schemes=[{"scheme": "grpo", "snr": 0.25}, {"scheme": HOSTILE, "snr": None}],
+        pairs=[{"scheme": "grpo", "other": HOSTILE, "cosine": 0.5}],
+        pictures=pictures,
+        steps=[shown, shown],
+        own="grpo",
+    )
+    page = (tmp_path / "report.html").read_text()
+    assert not re.search(r"<script|<img src=x|onerror='|</pre><s|\"&amp;\"", page), "text has become markup"
+    assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;") >= 14
+    assert "default-src 'none'" in page and not re.search(r"<[^>]+(src|href)=\"(?!data:)", page)
+    assert page.count('src="data:image/png;base64,') == 3 and "1,234" in page and "<td>0.250</td>" in page
+    assert "left:0.0%;width:50.0%" in page and "left:50.0%;width:25.0%" in page and "-0.500" in page
+    assert "<tr class='own'" in page and page.count("<tr class='own'") == 1
+
+
+def compare_runs(*arguments):
+    command = [sys.executable, "-m", "experiments.credit_compare", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+
+
+@pytest.mark.slow
+def test_a_run_is_compared_and_runs_of_other_policies_are_refused(tmp_path):
+    run, other, twin, out = (tmp_path / name for name in ("run", "other", "twin", "out"))
+    assert train("quickstart", run, eval__every=0, updates=2).returncode == 0
+    shutil.copytree(run, twin)
+    done = compare_runs(run, twin, f"--out={out}", "--schemes=grpo,step_gae(lam=0.9)", "--resamples=5")
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = list(csv.DictReader(io.StringIO((out / "advantages.csv").read_text())))
+    assert list(rows[0]) == ["uid", "step", "reward", "state_key", "grpo", "step_gae(lam=0.9)"]
+    assert {row["uid"].split(":")[0] for row in rows} == {"run", "twin"} and float(rows[0]["grpo"]) is not None
+    table = list(csv.DictReader(io.StringIO((out / "schemes.csv").read_text())))
+    assert [row["scheme"] for row in table] == ["grpo", "step_gae(lam=0.9)"]
+    assert "| grpo |" in (out / "summary.md").read_text() and (out / "report.html").stat().st_size > 10_000
+    record = json.loads((run / "config.json").read_text())
+    shutil.copytree(run, other)
+    (other / "config.json").write_text(json.dumps({**record, "critic": "none"}))
+    for arguments, message in (
+        ((run, other), "recordings of different policies: critic is 'shared_trunk'"),
+        ((run, "--update=0,1"), "recordings of different policies: version 0"),
+        ((run, "--schemes=remax"), "remax needs the reward of a greedy rollout"),
+        ((other, "--schemes=step_gae"), "step_gae needs a critic"),
+        (("nowhere",), "nowhere: no run"),
+        ((), "RUN... is missing; the command takes RUN..."),
+    ):
+        refused = compare_runs(*arguments)
+        assert refused.returncode == 2 and message in refused.stderr and "Traceback" not in refused.stderr
