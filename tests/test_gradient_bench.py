@@ -1,0 +1,270 @@
+"""The gradient bench: exact gradients of small processes, schemes whose expectation is known, and its statistics."""
+
+from __future__ import annotations
+
+import csv
+import functools
+
+import jax
+import jax.numpy as jnp
+import matplotlib.image
+import numpy as np
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+from agentr1_jax.learner.fill import AGGREGATES, aggregate_weights
+from agentr1_jax.report.gradients import clusters, plot_gradients
+from agentr1_jax.runtime.errors import UserError
+from experiments import gradient_bench as bench
+from experiments.credit import estimates
+from experiments.credit import processes as mdps
+
+if not flags.FLAGS.is_parsed():
+    flags.FLAGS(["test"])
+
+PAIRS = 7300
+"""Batches in every test that credits or differentiates, so that they share compiled programs."""
+PLAIN = {"whiten": "none"}
+UNBIASED = (
+    bench.Variant("reinforce", PLAIN, None),
+    bench.Variant("rloo", {}, None),
+    bench.Variant("state_baseline", {}, None),
+    bench.Variant("step_gae", PLAIN, "exact V"),
+    bench.Variant("step_gae", PLAIN, "const V"),
+    bench.Variant("step_gae", PLAIN | {"lam": 0.9}, "exact V"),
+    bench.Variant("token_gae", PLAIN, "exact V"),
+    bench.Variant("token_gae", PLAIN, "const V"),
+    bench.Variant("remax", {}, None),
+)
+DR_GRPO, INDEX = (
+    bench.Variant("dr_grpo", {}, None),
+    bench.Variant("turn_grpo", {"of": "return", "outcome_weight": 0.0}, None),
+)
+
+
+@functools.cache
+def known(name):
+    """A process, its paths and its exact gradient."""
+    process = mdps.PROCESSES[name]()
+    paths = mdps.every_path(process)
+    return process, paths, mdps.exact_gradient(paths, process.logits)[1]
+
+
+@functools.cache
+def every_pair(name, shift=0.0):
+    """All groups of two samples of one row, laid out, and the probability of each; padded to PAIRS."""
+    process, paths, _ = known(name)
+    old = process.logits + shift * np.random.default_rng(0).normal(size=process.logits.shape)
+    p = mdps.probabilities(paths, mdps.log_policy(old))
+    pairs = np.argwhere(paths.row[:, None] == paths.row[None, :])
+    likelihood = p[pairs].prod(axis=1) / paths.rows
+    assert len(pairs) <= PAIRS and likelihood.sum() == pytest.approx(1)
+    rest = PAIRS - len(pairs)
+    greedy = np.bincount(paths.row, mdps.greedy_probabilities(paths, old) * paths.outcome)
+    pairs = np.pad(pairs, ((0, rest), (0, 0)))
+    drawn = estimates.gather(paths, old, pairs, greedy[paths.row[pairs]], samples=2)
+    return (*estimates.lay_out(drawn), np.pad(likelihood, (0, rest)))
+
+
+def gradients(name, variant, batch, reads, aggregate="fixed", config=bench.ON_POLICY):
+    share = estimates.weights(aggregate, reads, trajectories=2)
+    return bench.estimate(config, known(name)[0].logits, reads, bench.advantages(variant, batch), share)
+
+
+def expected(name, variant):
+    """E ĝ of one group of two samples, without chance."""
+    batch, reads, likelihood = every_pair(name)
+    return likelihood @ gradients(name, variant, batch, reads).astype(np.float64)
+
+
+@pytest.mark.parametrize("name", mdps.PROCESSES)
+def test_gradient_is_the_slope_of_the_return_and_the_score(name):
+    process, paths, exact = known(name)
+    p = mdps.probabilities(paths, mdps.log_policy(process.logits))
+    np.testing.assert_allclose(np.bincount(paths.row, p), 1)
+    np.testing.assert_allclose(np.bincount(paths.row, mdps.greedy_probabilities(paths, process.logits)), 1)
+    np.testing.assert_allclose(exact, mdps.score_gradient(paths, process.logits), atol=1e-12)
+    direction = np.random.default_rng(0).normal(size=process.logits.shape)
+    above, below = (mdps.exact_gradient(paths, process.logits + e * direction)[0] for e in (1e-5, -1e-5))
+    assert (above - below) / 2e-5 == pytest.approx(exact @ direction.ravel(), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", mdps.PROCESSES)
+def test_values_are_those_of_the_policy(name):
+    process, paths, _ = known(name)
+    log_pi = mdps.log_policy(process.logits)
+    p = mdps.probabilities(paths, log_pi)
+    values, _ = mdps.exact_values(paths, process.logits)
+    assert p @ values[:, 0, 0] == pytest.approx(p @ paths.outcome)
+    # Given all that led to a node, what follows is worth V on average: test at the second step of the first row.
+    second = (paths.state[:, 1] >= 0) & (paths.row == 0)
+    for state in set(paths.state[second, 1]):
+        here = second & (paths.state[:, 1] == state)
+        future = paths.reward[here, 1:].sum(axis=1)
+        np.testing.assert_allclose(values[here, 1, 0], p[here] @ future / p[here].sum())
+
+
+@pytest.mark.parametrize("name", ["stop_or_go", "key_door"])
+@pytest.mark.parametrize("variant", UNBIASED, ids=lambda v: v.label)
+def test_unbiased_exactly(name, variant):
+    np.testing.assert_allclose(expected(name, variant), known(name)[2], atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["stop_or_go", "key_door"])
+def test_grpo_without_std_is_shrunk_by_the_share_of_the_others(name):
+    np.testing.assert_allclose(expected(name, DR_GRPO), known(name)[2] / 2, atol=2e-6)
+
+
+def test_index_baseline_is_biased_where_the_policy_decides_when_to_stop():
+    process, _, exact = known("stop_or_go")
+    found = expected("stop_or_go", INDEX).reshape(mdps.STATES, -1)
+    # Both are alive at the first choice; at the second one the other sample is there only if it chose to go on.
+    go = np.exp(mdps.log_policy(process.logits))[1]
+    np.testing.assert_allclose(found[0], exact.reshape(mdps.STATES, -1)[0] / 2, atol=2e-6)
+    np.testing.assert_allclose(found[1], exact.reshape(mdps.STATES, -1)[1] * go / 2, atol=2e-6)
+    assert go < 0.5
+
+
+def test_verdicts_from_samples():
+    process, paths, exact = known("revisits")
+    drawn = estimates.draw(paths, process.logits, 3, batches=PAIRS, groups=1, samples=2)
+    batch, reads = estimates.lay_out(drawn)
+    for variant in UNBIASED:
+        errors = estimates.judge(gradients("revisits", variant, batch, reads), exact)
+        assert errors.verdict == "unbiased", (variant.label, errors)
+        assert errors.bias_low < 0.01 and errors.bias_high < 0.1 and abs(errors.scale - 1) < 2 * errors.scale_half
+    shrunk = estimates.judge(gradients("revisits", DR_GRPO, batch, reads), exact)
+    assert shrunk.verdict == "scaled" and abs(shrunk.scale - 0.5) < 2 * shrunk.scale_half
+    by_trajectory = estimates.judge(gradients("revisits", UNBIASED[0], batch, reads, "trajectory"), exact)
+    assert by_trajectory.verdict == "biased"
+    late = bench.Variant("step_gae", PLAIN | {"lam": 0.9}, "const V")
+    assert estimates.judge(gradients("revisits", late, batch, reads), exact).verdict == "biased"
+
+
+def test_layout_is_that_of_the_paths():
+    process, paths, _ = known("key_door")
+    path = np.random.default_rng(0).integers(len(paths.noise), size=(PAIRS, 2))
+    batch, reads = estimates.lay_out(estimates.gather(paths, process.logits, path, np.zeros(path.shape), samples=1))
+    for b in range(3):
+        steps = [(i, m, t) for i, m in enumerate(path[b]) for t in np.flatnonzero(paths.state[m] >= 0)]
+        tokens = [(s, a) for s, (_, m, t) in enumerate(steps) for a in paths.action[m, t] if a >= 0]
+        pad_steps, pad_tokens = batch["rewards"].shape[1] - len(steps), reads.target.shape[1] - len(tokens)
+        np.testing.assert_array_equal(batch["traj_of_step"][b], [i for i, _, _ in steps] + [2] * pad_steps)
+        np.testing.assert_allclose(batch["rewards"][b], [paths.reward[m, t] for _, m, t in steps] + [0] * pad_steps)
+        np.testing.assert_array_equal(
+            batch["token_step"][b], [s for s, _ in tokens] + [batch["rewards"].shape[1]] * pad_tokens
+        )
+        np.testing.assert_array_equal(reads.target[b], [a for _, a in tokens] + [0] * pad_tokens)
+        np.testing.assert_array_equal(reads.group[b], [steps[s][0] for s, _ in tokens] + [-1] * pad_tokens)
+
+
+def test_old_log_probs_are_those_of_the_policy_that_sampled():
+    _, reads, likelihood = every_pair("key_door", shift=1.0)
+    log_pi = mdps.log_policy(known("key_door")[0].logits)
+    log_ratio = np.where(reads.is_action, log_pi[np.asarray(reads.target)] - np.asarray(reads.old_logprob), 0)
+    assert likelihood @ np.exp(log_ratio.sum(axis=1)) == pytest.approx(1, rel=1e-5)
+    assert np.abs(log_ratio).max() > 0.5
+
+
+def test_clipping_adds_bias_that_bounds_out_of_reach_do_not():
+    exact = known("key_door")[2]
+    batch, reads, likelihood = every_pair("key_door", shift=1.0)
+    variant = bench.Variant("step_gae", PLAIN, "exact V")
+
+    def bias(config):
+        found = likelihood @ gradients("key_door", variant, batch, reads, config=config).astype(np.float64)
+        return np.linalg.norm(found - exact) / np.linalg.norm(exact)
+
+    assert bias(bench.ON_POLICY) > 1.5 * bias(bench.UNCLIPPED)
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+def test_weights_are_those_of_each_batch_alone(aggregate):
+    _, reads, _ = every_pair("key_door")
+    some = jax.tree.map(lambda x: x[::999], reads)
+    found = estimates.weights(aggregate, some, trajectories=2)
+    for b, mask in enumerate(np.asarray(some.is_action)):
+        units = (np.where(mask, np.asarray(x)[b], 30) for x in (some.step, some.trajectory, some.group))
+        alone = aggregate_weights(aggregate, *units, mask, fixed_denominator=2.0)
+        np.testing.assert_allclose(found[b], alone, rtol=1e-5)
+
+
+def test_interval_covers_and_test_rejects_at_its_level():
+    rng = np.random.default_rng(0)
+    exact = np.array([0.6, 0.0, 0.8, 0.0])
+    for bias in (np.zeros(4), np.array([0.1, -0.1, 0.0, 0.0]), np.array([0.4, 0.0, 0.0, 0.0])):
+        shapes = rng.normal(size=(4, 3)) * np.array([1.0, 0.5, 0.1])
+        covered, rejected, aligned = 0, 0, 0
+        for _ in range(150):
+            samples = exact + (bias + rng.normal(size=(400, 3)) @ shapes.T)
+            errors = estimates.judge(samples, exact)
+            covered += errors.bias_low <= np.linalg.norm(bias) <= errors.bias_high
+            rejected += errors.p < 0.05
+            aligned += abs(errors.scale - 1 - bias @ exact) <= errors.scale_half
+        assert covered > 0.9 * 150 and aligned > 0.9 * 150
+        assert rejected > 0.9 * 150 if bias.any() else rejected < 0.1 * 150
+
+
+def test_judge_tells_length_from_direction():
+    rng = np.random.default_rng(0)
+    exact, noise = np.array([3.0, 4.0]), rng.normal(size=(2000, 2))
+    noise -= noise.mean(axis=0)
+    half, turned = estimates.judge(exact / 2 + noise, exact), estimates.judge(exact + [0.8, -0.6] + noise, exact)
+    assert (half.verdict, turned.verdict) == ("scaled", "biased")
+    assert half.scale == pytest.approx(0.5) and half.off == 0 and half.variance == pytest.approx(2 / 25, rel=0.1)
+    assert half.noise == pytest.approx(4 * half.variance) and half.mse == pytest.approx(0.25 + half.variance, rel=1e-3)
+    assert turned.scale == pytest.approx(1) and turned.off == pytest.approx(0.2, rel=1e-2)
+    nothing = estimates.judge(np.zeros((300, 2)), exact)
+    assert (nothing.verdict, nothing.scale, nothing.p, nothing.cosine) == ("biased", 0, 0, 0)
+    assert estimates.judge(np.tile(exact, (300, 1)), exact).verdict == "unbiased"
+
+
+def test_variants_cover_every_scheme_plain_and_by_default():
+    labels = [v.label for v in bench.variants(list(bench.SCHEMES))]
+    assert len(set(labels)) == len(labels) and {label.split()[0].strip(",") for label in labels} == set(bench.SCHEMES)
+    assert {"step_gae whiten=none, exact V", "step_gae, const V", "token_gae whiten=none lam=0.9, exact V"} <= set(
+        labels
+    )
+    assert {"state_baseline", "reinforce", "reinforce whiten=none", "gigpo gamma=1", INDEX.label} <= set(labels)
+
+
+def test_discounts_reach_the_scheme():
+    batch, _, _ = every_pair("key_door")
+    one, other = (bench.advantages(bench.Variant("step_gae", PLAIN | {"lam": x}, "const V"), batch) for x in (1.0, 0.5))
+    assert jnp.abs(one - other).max() > 0.1
+
+
+def test_command_writes_tables_figures_and_picture(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "LOSSES", {"token, ppo": bench.LOSSES["token, ppo"]})
+    chosen = {"process": ["stop_or_go"], "schemes": ["rloo", "dr_grpo"], "batches": PAIRS, "groups": 1, "samples": 2}
+    with flagsaver.flagsaver(**chosen, out=str(tmp_path)):
+        bench.main([])
+    with open(tmp_path / "gradients.csv", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [(r["scheme"], r["loss"]) for r in rows if r["aggregate"] == "fixed"] == [
+        ("rloo", "on-policy"),
+        ("dr_grpo", "on-policy"),
+        ("step_gae whiten=none, exact V", "token, ppo"),
+    ]
+    assert {r["aggregate"] for r in rows} == set(AGGREGATES)
+    markdown = (tmp_path / "gradients.md").read_text("utf-8")
+    assert "| rloo | unbiased |" in markdown and "| dr_grpo | scaled |" in markdown
+    assert matplotlib.image.imread(tmp_path / "gradients.png").std() > 0.01
+
+
+@pytest.mark.parametrize(("flag", "text"), [("schemes", "rlooo"), ("process", "maze")])
+def test_unknown_names_are_refused_with_those_there_are(flag, text):
+    with flagsaver.flagsaver(**{flag: [text]}), pytest.raises(UserError, match=f"--{flag}.*{text}.*choose"):
+        bench.main([])
+
+
+def test_picture_joins_labels_of_points_that_touch(tmp_path):
+    points = [(0.1, 1.0, 1), (0.1005, 1.001, 2), (0.1, 2.0, 3), (0.0, 1.0, 4)]
+    assert list(clusters(points).values()) == [[1, 2], [3], [4]]
+    row = {"off": 0.1, "off_low": 0.05, "off_high": 0.2, "noise": 1.0, "verdict": "biased"}
+    plot_gradients(
+        tmp_path / "all.png", {"a": [{**row, "scheme": "x"}, {**row, "scheme": "y", "off": np.inf}], "b": []}
+    )
+    plot_gradients(tmp_path / "none.png", {})
+    assert all(matplotlib.image.imread(tmp_path / f"{name}.png").std() > 0.001 for name in ("all", "none"))
