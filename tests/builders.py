@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 from hypothesis import strategies as st
 
@@ -138,62 +138,101 @@ class Token:
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """A trajectory as nested lists, which loops can read: the reward and the tokens of each step."""
+    """A trajectory as nested lists, which loops can read.
+
+    Attributes:
+      group: any integer in [0, trajectories).
+      rewards: of each step, beside those of its tokens.
+      tokens: of each step.
+      bootstrap: value of what follows the last step.
+      keys: state of each step, None where unknown; empty if none is known.
+      state_values: fallback baseline of each step; empty for 0.
+      greedy: reward of the greedy rollout of the same row.
+    """
 
     group: int
     rewards: list[float]
     tokens: list[list[Token]]
     bootstrap: float = 0.0
+    keys: Sequence[int | None] = ()
+    state_values: Sequence[float] = ()
+    greedy: float = 0.0
 
     @property
     def outcome(self) -> float:
-        """R_i."""
-        return sum(self.rewards)
+        """R_i, with the rewards of its sampled tokens."""
+        return sum(self.rewards) + sum(t.reward for step in self.tokens for t in step if t.is_action)
 
 
 CAPACITIES = {"trajectories": 6, "steps": 18, "tokens": 100}
-_NUMBER = st.integers(-16, 16).map(lambda n: n / 8)
+EIGHTHS = tuple(np.arange(-16, 17) / 8)
+"""Numbers whose sums are exact, so that what is equal on paper is equal in floating point."""
 
 
 @st.composite
-def rollouts(draw: st.DrawFn, observations: bool = True) -> list[Rollout]:
-    """Rollouts that fit `CAPACITIES`, each step with a sampled token; with `observations` other tokens lie between."""
-    token = st.builds(Token, value=_NUMBER, reward=_NUMBER)
-    if observations:
-        token |= st.builds(Token, value=_NUMBER, reward=st.just(0.0), is_action=st.just(False))
-    step = st.lists(token, min_size=1, max_size=5).filter(lambda tokens: any(t.is_action for t in tokens))
-    out = []
-    for _ in range(draw(st.integers(1, CAPACITIES["trajectories"]))):
-        steps = draw(st.lists(st.tuples(_NUMBER, step), min_size=1, max_size=3))
-        rewards, tokens = [r for r, _ in steps], [s for _, s in steps]
-        bootstrap = draw(st.just(0.0) | _NUMBER)
-        out.append(Rollout(draw(st.integers(0, 2)), rewards, tokens, bootstrap))
-    return out
+def rollouts(draw: st.DrawFn, numbers: Sequence[float] = EIGHTHS, observations: bool = True) -> list[Rollout]:
+    """Rollouts of up to three groups that fit `CAPACITIES`, each step with a sampled token.
+
+    Some are lone members, states are revisited or unknown, some rollouts were cut; with `observations`, other tokens
+    lie before, between and after the sampled ones. All their numbers are among `numbers`.
+    """
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    lengths = st.lists(st.integers(1, 5), min_size=1, max_size=3)
+    shape = st.tuples(st.integers(0, 2), lengths, st.booleans())
+    shapes = draw(st.lists(shape, min_size=1, max_size=CAPACITIES["trajectories"]))
+
+    def number() -> float:
+        return float(rng.choice(numbers))
+
+    def step(length: int) -> list[Token]:
+        sampled = rng.random(length) < (0.6 if observations else 1.0)
+        sampled[rng.integers(length)] = True
+        return [Token(number(), number() if one else 0.0, bool(one)) for one in sampled]
+
+    def states(count: int) -> list[int | None]:
+        return [None if key < 0 else key for key in rng.integers(-1, 3, count).tolist()]
+
+    return [
+        Rollout(
+            group=group,
+            rewards=[number() for _ in lengths],
+            tokens=[step(length) for length in lengths],
+            bootstrap=number() if cut else 0.0,
+            keys=states(len(lengths)),
+            state_values=[number() for _ in lengths],
+            greedy=number(),
+        )
+        for group, lengths, cut in shapes
+    ]
 
 
 def credit_batch(
     data: Sequence[Rollout], *, trajectories: int, steps: int, tokens: int, dtype: Any = None
 ) -> CreditBatch:
     """The flat streams of rollouts, padded to capacities."""
-    dtype = dtype or jnp.float32
+    dtype = dtype or np.float32
     flat = [t for r in data for step in r.tokens for t in step]
     step_tokens = [len(step) for r in data for step in r.tokens]
     traj_steps = [len(r.tokens) for r in data]
     token_step = np.repeat(np.arange(len(step_tokens)), step_tokens)
     traj_of_step = np.repeat(np.arange(len(data)), traj_steps)
+    keys = [-1 if key is None else key for r in data for key in r.keys or [None] * len(r.tokens)]
 
     def pad(x: Sequence[float] | np.ndarray, capacity: int, fill: float, dtype: Any) -> Any:
-        return jnp.asarray([*x, *[fill] * (capacity - len(x))], dtype)
+        return np.array([*x, *[fill] * (capacity - len(x))], dtype)
 
-    return CreditBatch(
-        rewards=pad([x for r in data for x in r.rewards], steps, 0, dtype),
-        token_rewards=pad([t.reward for t in flat], tokens, 0, dtype),
-        outcome=pad([r.outcome for r in data], trajectories, 0, dtype),
-        state_key=jnp.full((steps,), -1, jnp.int32),
-        values=pad([t.value for t in flat], tokens, 0, dtype),
-        is_action=pad([t.is_action for t in flat], tokens, False, bool),
-        token_step=pad(token_step, tokens, steps, jnp.int32),
-        traj_of_step=pad(traj_of_step, steps, trajectories, jnp.int32),
-        group=pad([r.group for r in data], trajectories, trajectories, jnp.int32),
-        bootstrap=pad([r.bootstrap for r in data], trajectories, 0, dtype),
-    )
+    fields = {
+        "rewards": pad([x for r in data for x in r.rewards], steps, 0, dtype),
+        "token_rewards": pad([t.reward for t in flat], tokens, 0, dtype),
+        "outcome": pad([r.outcome for r in data], trajectories, 0, dtype),
+        "state_key": pad(keys, steps, -1, np.int32),
+        "values": pad([t.value for t in flat], tokens, 0, dtype),
+        "is_action": pad([t.is_action for t in flat], tokens, False, bool),
+        "token_step": pad(token_step, tokens, steps, np.int32),
+        "traj_of_step": pad(traj_of_step, steps, trajectories, np.int32),
+        "group": pad([r.group for r in data], trajectories, trajectories, np.int32),
+        "bootstrap": pad([r.bootstrap for r in data], trajectories, 0, dtype),
+        "state_value": pad([x for r in data for x in r.state_values or [0.0] * len(r.tokens)], steps, 0, dtype),
+        "greedy_reward": pad([r.greedy for r in data], trajectories, 0, dtype),
+    }
+    return CreditBatch(**jax.device_put(fields))

@@ -194,10 +194,7 @@ def test_the_cost_of_a_grid(config, tmp_path):
     assert cost.hours_left(cells, 2) is None and cost.hours_left([], 2) == 0
     os.makedirs(cells[0].folder)
     Path(cells[0].folder, "summary.json").write_text('{"seconds": 1800.0}')
-    assert (
-        cost.hours_left(cells, 1) == 1.0
-        and cost.hours_left(cells, 2) == cost.hours_left(cells, 9) == 0.5
-    )
+    assert cost.hours_left(cells, 1) == 1.0 and cost.hours_left(cells, 2) == cost.hours_left(cells, 9) == 0.5
     console = Console(file=io.StringIO(), width=150)
     console.print(cost.grid_table([start], cells), cost.cost_table([start], cells, 1))
     assert "1 of 1" in console.file.getvalue() and "unknown until one has finished" in console.file.getvalue()

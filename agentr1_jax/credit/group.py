@@ -106,7 +106,7 @@ def turn_grpo(
     """
     reward = batch.rewards + sum_to_steps(batch, batch.token_rewards)
     x = reward if of == "reward" else step_returns(batch, gamma)
-    cell = jnp.where(batch.real_step, classes(group_of_step(batch), batch.step_index), batch.steps)
+    cell = jnp.where(batch.real_step, classes(group_of_step(batch), batch.step_index)[1], batch.steps)
     turn = normalised(*deviations(x, cell, batch.steps), norm)
     outcome = of_trajectory(batch, outcome_advantage(batch, norm, "trajectory"))
     return without_critic(batch, of_step(batch, turn + outcome_weight * outcome))
@@ -114,11 +114,8 @@ def turn_grpo(
 
 def outcome_advantage(batch: CreditBatch, norm: str, unit: str) -> Float[Array, "trajectories"]:
     """R_i normalised in its group; the unit is what mean and std count once."""
-    weight = {
-        "trajectory": None,
-        "step": batch.steps_of_trajectory,
-        "token": batch.tokens_of_trajectory,
-    }[unit]
+    count = {"step": batch.steps_of_trajectory, "token": batch.tokens_of_trajectory}
+    weight = None if unit == "trajectory" else count[unit].astype(batch.outcome.dtype)
     return normalised(*deviations(batch.outcome, batch.group, batch.trajectories, weight), norm)
 
 

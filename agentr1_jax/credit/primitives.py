@@ -6,6 +6,8 @@ steps" of values that live on tokens weighs each token by one over the tokens of
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -41,15 +43,22 @@ def continues(segment: Int[Array, "n"]) -> Bool[Array, "n"]:
     return jnp.concatenate([segment[1:] == segment[:-1], jnp.zeros((1,), bool)])
 
 
-def classes(*keys: Int[Array, "n"]) -> Int[Array, "n"]:
-    """Number in [0, n) of the class of each element; two are of one class iff they agree in every key."""
+def classes(*keys: Int[Array, "n"]) -> list[Int[Array, "n"]]:
+    """Classes by the first key, by the first two keys, and so on: one sort serves them all.
+
+    Returns:
+      for each number of leading keys, the number in [0, n) of each element's class; two elements are of one class iff
+      they agree in all of those keys.
+    """
     n = keys[0].shape[0]
-    *ordered, index = jax.lax.sort((*keys, jnp.arange(n)), num_keys=len(keys))
-    differ = jnp.zeros((n - 1,), bool)
+    # Which of several equal elements comes first does not matter.
+    *ordered, index = jax.lax.sort((*keys, jnp.arange(n)), num_keys=len(keys), is_stable=False)
+    out, differ = [], jnp.zeros((n - 1,), bool)
     for key in ordered:
         differ |= key[1:] != key[:-1]
-    number = jnp.cumsum(jnp.concatenate([jnp.zeros((1,), jnp.int32), differ.astype(jnp.int32)]))
-    return jnp.zeros((n,), jnp.int32).at[index].set(number, unique_indices=True)
+        number = jnp.cumsum(jnp.concatenate([jnp.zeros((1,), jnp.int32), differ.astype(jnp.int32)]))
+        out.append(jnp.zeros((n,), jnp.int32).at[index].set(number, unique_indices=True))
+    return out
 
 
 def deviations(
@@ -57,8 +66,8 @@ def deviations(
 ) -> tuple[Float[Array, "n"], Float[Array, "n"], Float[Array, "n"]]:
     """Where each element stands among those of its segment.
 
-    Equal elements, and a lone one, deviate by exactly 0, whatever the mean was rounded to. Elements beyond `segments`
-    are padding and get 0.
+    Equal elements (see `_differ`), and a lone one, deviate by exactly 0, whatever the mean was rounded to. Elements
+    beyond `segments` are padding and get 0.
 
     Args:
       x: values.
@@ -69,8 +78,7 @@ def deviations(
     Returns:
       xᵢ − mean, the variance Σ w(x − mean)² / (Σ w) and the count Σ w of its segment, at each element.
     """
-    weight = jnp.ones_like(x) if weight is None else weight.astype(x.dtype)
-    weight = jnp.where(segment < segments, weight, 0)
+    weight = jnp.where(segment < segments, jnp.ones_like(x) if weight is None else weight, 0)
     present = weight > 0
 
     def total(values: Array) -> Array:
@@ -80,8 +88,7 @@ def deviations(
     mean = total(weight * jnp.where(present, x, 0)) / jnp.maximum(count, 1e-30)
     highest = jax.ops.segment_max(jnp.where(present, x, -jnp.inf), segment, segments + 1)
     lowest = jax.ops.segment_min(jnp.where(present, x, jnp.inf), segment, segments + 1)
-    differ = present & (highest > lowest)[segment]
-    centred = jnp.where(differ, x - mean[segment], 0)
+    centred = jnp.where(present & _differ(lowest, highest)[segment], x - mean[segment], 0)
     variance = total(weight * centred**2) / jnp.maximum(count, 1e-30)
     return centred, variance[segment], jnp.where(present, count[segment], 0)
 
@@ -91,13 +98,27 @@ def sample_std(variance: Float[Array, "n"], count: Float[Array, "n"]) -> Float[A
     return jnp.sqrt(variance * count / jnp.maximum(count - 1, 1))
 
 
-def whiten(x: Float[Array, "n"], weight: Float[Array, "n"] | Bool[Array, "n"]) -> Float[Array, "n"]:
+def whiten(x: Float[Array, "n"], weight: Float[Array, "n"]) -> Float[Array, "n"]:
     """(x − mean) / √(var + 1e-8) over the elements with weight, var with n − 1, n the sum of weights; 0 elsewhere.
 
     One element gives 0; equal elements give 0.
     """
-    centred, variance, count = deviations(x, jnp.zeros(x.shape, jnp.int32), 1, weight)
-    return centred * jax.lax.rsqrt(variance * count / jnp.maximum(count - 1, 1) + 1e-8)
+    present, count = weight > 0, weight.sum()
+    mean = (weight * jnp.where(present, x, 0)).sum() / jnp.maximum(count, 1e-30)
+    lowest, highest = jnp.where(present, x, jnp.inf).min(), jnp.where(present, x, -jnp.inf).max()
+    centred = jnp.where(present & _differ(lowest, highest), x - mean, 0)
+    variance = (weight * centred**2).sum() / jnp.maximum(count - 1, 1)
+    return centred * jax.lax.rsqrt(variance + 1e-8)
+
+
+def _differ(lowest: Float[Array, "*s"], highest: Float[Array, "*s"]) -> Bool[Array, "*s"]:
+    """Whether values differ by more than rounding.
+
+    A return is a sum whose rounding depends on its place in the scan; divided by the std of equal returns, what is left
+    would be a large advantage.
+    """
+    size = jnp.maximum(jnp.abs(lowest), jnp.abs(highest))
+    return highest - lowest > 32 * jnp.finfo(lowest.dtype).eps * size
 
 
 def whiten_tokens(batch: CreditBatch, x: Float[Array, "tokens"], unit: str) -> Float[Array, "tokens"]:
@@ -119,7 +140,7 @@ def whiten_steps(batch: CreditBatch, x: Float[Array, "steps"], unit: str) -> Flo
         return jnp.where(batch.real_step, x, 0)
     weight = batch.real_step.astype(x.dtype)
     if unit == "token":
-        weight = batch.tokens_of_step
+        weight = batch.tokens_of_step.astype(x.dtype)
     if unit == "trajectory":
         weight = of_trajectory(batch, 1 / jnp.maximum(batch.steps_of_trajectory, 1).astype(x.dtype))
     return whiten(x, weight)
@@ -180,10 +201,26 @@ def gae_over_tokens(
 
     A step's reward falls on its last sampled token. Tokens that were not sampled hand on what follows them.
     """
-    reward = batch.token_rewards + jnp.where(batch.last_token, of_step(batch, batch.rewards), 0)
-    delta = jnp.where(batch.trained, reward + gamma * next_value(batch, values) - values, 0)
-    decay = jnp.where(batch.trained, gamma * lam, 1.0) * continues(trajectory_of_token(batch))
-    return backward_recurrence(delta, decay)
+    delta = token_rewards(batch) + gamma * next_value(batch, values) - values
+    return _over_tokens(batch, delta, gamma * lam)
+
+
+def token_returns(batch: CreditBatch, gamma: float) -> Float[Array, "tokens"]:
+    """Gₖ = rₖ + γGₖ₊₁ on the same timeline; G beyond the last sampled token is the bootstrap value."""
+    at_end = jnp.where(continues(batch.traj_of_step), 0, of_trajectory(batch, batch.bootstrap))
+    batch = dataclasses.replace(batch, rewards=batch.rewards + gamma * at_end)
+    return _over_tokens(batch, token_rewards(batch), gamma)
+
+
+def token_rewards(batch: CreditBatch) -> Float[Array, "tokens"]:
+    """r_k: the token's own reward, and on the last sampled token of a step the step's."""
+    return batch.token_rewards + jnp.where(batch.last_token, of_step(batch, batch.rewards), 0)
+
+
+def _over_tokens(batch: CreditBatch, x: Float[Array, "tokens"], decay: float) -> Float[Array, "tokens"]:
+    """yₖ = xₖ + decay·yₖ₊₁ over the sampled tokens of each trajectory."""
+    passes_on = jnp.where(batch.trained, decay, 1.0) * continues(trajectory_of_token(batch))
+    return backward_recurrence(jnp.where(batch.trained, x, 0), passes_on)
 
 
 def trajectory_of_token(batch: CreditBatch) -> Int[Array, "tokens"]:

@@ -15,6 +15,7 @@ from agentr1_jax.credit.primitives import UNITS, WHITENINGS
 
 DISCOUNTS = ("gamma", "lam", "gamma_high")
 AT_LEAST_ZERO = ("step_weight", "outcome_weight", "history", "alpha")
+WHOLE = ("history",)
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "whiten": WHITENINGS,
     "unit": UNITS,
@@ -67,7 +68,7 @@ def register(
     """
 
     def add(assign: Callable[..., Credit]) -> Callable[..., Credit]:
-        file = inspect.getsourcefile(assign)
+        file = inspect.getsourcefile(inspect.unwrap(assign))
         if name in SCHEMES:
             raise ValueError(f"credit scheme {name!r} is registered twice, in {SCHEMES[name].file} and in {file}")
         SCHEMES[name] = Scheme(
@@ -98,14 +99,21 @@ def load_schemes(path: str) -> None:
     if spec is None or spec.loader is None:
         raise ValueError(f"credit.file: {path}: not a Python file; name it *.py")
     module = importlib.util.module_from_spec(spec)
-    for name in [scheme.name for scheme in SCHEMES.values() if scheme.file == path]:
-        del SCHEMES[name]
+    before = {name: scheme for name, scheme in SCHEMES.items() if scheme.file != path}
+    _keep(before)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
+        _keep(before)
         raise ValueError(f"credit.file: {path}: {type(error).__name__}: {error}") from error
     if not any(scheme.file == path for scheme in SCHEMES.values()):
         raise ValueError(f"credit.file: {path} registers no scheme; decorate a function with @register('its_name')")
+
+
+def _keep(schemes: Mapping[str, Scheme]) -> None:
+    """Leaves just these in the registry."""
+    for name in SCHEMES.keys() - schemes.keys():
+        del SCHEMES[name]
 
 
 def get_scheme(name: str, hyperparameters: Mapping[str, Any]) -> tuple[Scheme, Callable[[CreditBatch], Credit]]:
@@ -126,6 +134,10 @@ def get_scheme(name: str, hyperparameters: Mapping[str, Any]) -> tuple[Scheme, C
     for key, value in hyperparameters.items():
         if key not in known:
             raise ValueError(f"credit scheme {name!r} has no hyper-parameter {key!r}; it has {known or 'none'}")
+        if key in (*DISCOUNTS, *AT_LEAST_ZERO) and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ValueError(f"credit.args.{key} is {value!r}; it must be a number")
+        if key in WHOLE and value != int(value):
+            raise ValueError(f"credit.args.{key} is {value}; it must be a whole number")
         if key in DISCOUNTS and not 0 <= value <= 1:
             raise ValueError(f"credit.args.{key} is {value}; a discount lies in [0, 1]")
         if key in AT_LEAST_ZERO and not value >= 0:

@@ -23,6 +23,9 @@ from agentr1_jax.credit.primitives import (
 )
 from agentr1_jax.credit.registry import register
 
+UNKNOWN, NO_STEP = -1, -2
+"""Keys of what has none."""
+
 
 @register("gigpo", needs_samples=True, needs_state_key=True)
 def gigpo(
@@ -41,7 +44,8 @@ def gigpo(
 
     Source: GiGPO, arXiv 2505.10978.
     """
-    step = normalised(*deviations(step_returns(batch, gamma), _anchors(batch), batch.steps), norm)
+    anchor = jnp.where(_known(batch), classes(group_of_step(batch), batch.state_key)[1], batch.steps)
+    step = normalised(*deviations(step_returns(batch, gamma), anchor, batch.steps), norm)
     episode = of_trajectory(batch, outcome_advantage(batch, norm, unit))
     return without_critic(batch, of_step(batch, episode + step_weight * step))
 
@@ -56,15 +60,11 @@ def hgpo(batch: CreditBatch, *, gamma: float = 0.95, history: int = 2, alpha: fl
 
     Source: HGPO, arXiv 2602.22817.
     """
-    returns, trajectory = step_returns(batch, gamma), batch.traj_of_step
-    known = batch.real_step & (batch.state_key >= 0)
-    path = classes(group_of_step(batch), batch.state_key)
+    returns, known = step_returns(batch, gamma), _known(batch)
+    keys = [_key_before(batch, k) for k in range(history + 1)]
     total, weights = jnp.zeros_like(returns), jnp.zeros_like(returns)
-    for k in range(history + 1):
-        if k:
-            before, same = _shift(batch.state_key, k), _shift(trajectory, k) == trajectory
-            known &= ~same | (before >= 0)
-            path = classes(path, jnp.where(same, before, -1))
+    for k, path in enumerate(classes(group_of_step(batch), *keys)[1:]):
+        known &= keys[k] != UNKNOWN
         centred, variance, count = deviations(returns, jnp.where(known, path, batch.steps), batch.steps)
         weight = jnp.where(count > 1, float(k + 1) ** alpha, 0)
         total += weight * centred / (jnp.sqrt(variance) + 1e-6)
@@ -81,9 +81,10 @@ def state_baseline(batch: CreditBatch, *, gamma: float = 1.0, whiten: str = "non
     batches); never Gₜ itself, whose A = 0 would weigh states by how many samples reach them. All of these are
     independent of the action, so the gradient is unbiased, also where the policy decides when to stop.
     """
-    returns, anchor = step_returns(batch, gamma), _anchors(batch)
+    returns, known = step_returns(batch, gamma), _known(batch)
+    _, anchor, own = classes(group_of_step(batch), batch.state_key, batch.traj_of_step)
+    anchor, own = (jnp.where(known, x, batch.steps) for x in (anchor, own))
     centred, _, count = deviations(returns, anchor, batch.steps)
-    own = jnp.where(anchor < batch.steps, classes(anchor, batch.traj_of_step), batch.steps)
 
     def of_own(x: Float[Array, "steps"]) -> Float[Array, "steps"]:
         return jax.ops.segment_sum(x, own, batch.steps + 1)[own]
@@ -95,7 +96,7 @@ def state_baseline(batch: CreditBatch, *, gamma: float = 1.0, whiten: str = "non
     fallback = jnp.zeros_like(returns) if batch.state_value is None else batch.state_value
     if batch.values is not None:
         fallback = sum_to_steps(batch, jnp.where(first, batch.values, 0))
-    advantage = jnp.where((anchor < batch.steps) & (others > 0), among_others, returns - fallback)
+    advantage = jnp.where(known & (others > 0), among_others, returns - fallback)
     credit = without_critic(batch, of_step(batch, whiten_steps(batch, advantage, whiten)))
     if batch.values is None:
         return credit
@@ -103,12 +104,16 @@ def state_baseline(batch: CreditBatch, *, gamma: float = 1.0, whiten: str = "non
     return dataclasses.replace(credit, value_targets=targets, value_mask=first)
 
 
-def _anchors(batch: CreditBatch) -> Int[Array, "steps"]:
-    """Class of each step by group and state; S for padding and for steps without a key."""
-    known: Bool[Array, "steps"] = batch.real_step & (batch.state_key >= 0)
-    return jnp.where(known, classes(group_of_step(batch), batch.state_key), batch.steps)
+def _known(batch: CreditBatch) -> Bool[Array, "steps"]:
+    """Steps whose state has a key."""
+    return batch.real_step & (batch.state_key >= 0)
 
 
-def _shift(x: Int[Array, "steps"], by: int) -> Int[Array, "steps"]:
-    """xₜ₋ₖ at t; -1 before the start."""
-    return jnp.concatenate([jnp.full((min(by, x.shape[0]),), -1, x.dtype), x[: max(x.shape[0] - by, 0)]])
+def _key_before(batch: CreditBatch, k: int) -> Int[Array, "steps"]:
+    """Key of the state k steps before each step: `UNKNOWN` without one, `NO_STEP` before the trajectory's start."""
+
+    def before(x: Int[Array, "steps"]) -> Int[Array, "steps"]:
+        return jnp.concatenate([jnp.full((min(k, batch.steps),), -1, x.dtype), x[: max(batch.steps - k, 0)]])
+
+    key = jnp.where(batch.state_key < 0, UNKNOWN, batch.state_key)
+    return jnp.where(before(batch.traj_of_step) == batch.traj_of_step, before(key), NO_STEP) if k else key

@@ -15,6 +15,7 @@ from agentr1_jax.credit.primitives import (
     of_step,
     step_returns,
     sum_to_steps,
+    token_returns,
     whiten_steps,
     whiten_tokens,
     without_critic,
@@ -41,8 +42,7 @@ def reinforce_pp(batch: CreditBatch, *, gamma: float = 1.0, whiten: str = "token
 
     Source: REINFORCE++, arXiv 2501.03262.
     """
-    returns = gae_over_tokens(batch, jnp.zeros_like(batch.token_rewards), gamma, 1.0)
-    return without_critic(batch, whiten_tokens(batch, returns, whiten))
+    return without_critic(batch, whiten_tokens(batch, token_returns(batch, gamma), whiten))
 
 
 @register("token_gae", needs_critic=True)

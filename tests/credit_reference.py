@@ -1,0 +1,250 @@
+"""Slow references of the credit schemes: their definitions as plain loops, independent of the library's code."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from builders import Rollout, Token
+
+Result = tuple[list[float], dict[int, float]]
+"""Advantage of every token, and the critic's targets by token."""
+
+
+def whiten(x: Sequence[float], unit: Sequence[Hashable]) -> list[float]:
+    """(x − mean)/√(var + 1e-8), where every unit counts once: means of means, var with n − 1 units (at least 1)."""
+    cells = defaultdict(list)
+    for key, v in zip(unit, x, strict=True):
+        cells[key].append(v)
+    if not cells:
+        return []
+    mean = statistics.fmean(statistics.fmean(own) for own in cells.values())
+    squares = [statistics.fmean((v - mean) ** 2 for v in own) for own in cells.values()]
+    return [(v - mean) / math.sqrt(sum(squares) / max(len(cells) - 1, 1) + 1e-8) for v in x]
+
+
+def normalise(x: float, cell: Sequence[float], norm: str) -> float:
+    """x − mean of its cell, or that over the sample std + 1e-6; 0 for a lone element."""
+    if len(cell) < 2:
+        return 0.0
+    return (x - statistics.fmean(cell)) / (statistics.stdev(cell) + 1e-6 if norm == "mean_std_norm" else 1.0)
+
+
+def gae(rewards: Sequence[float], values: Sequence[float], end: float, gamma: float, lam: float) -> list[float]:
+    """Aₜ = Σ_l (γλ)^l δₜ₊ₗ of one trajectory, as the sum it is."""
+    after = [*values[1:], end]
+    delta = [r + gamma * w - v for r, v, w in zip(rewards, values, after, strict=True)]
+    return [sum((gamma * lam) ** (u - t) * delta[u] for u in range(t, len(delta))) for t in range(len(delta))]
+
+
+def sampled(data: Sequence[Rollout]) -> list[tuple[int, int, int, Token]]:
+    """Place in the stream, trajectory, step and content of every sampled token."""
+    stream = [(i, t, token) for i, r in enumerate(data) for t, step in enumerate(r.tokens) for token in step]
+    return [(k, i, t, token) for k, (i, t, token) in enumerate(stream) if token.is_action]
+
+
+def first_sampled(data: Sequence[Rollout]) -> dict[tuple[int, int], tuple[int, Token]]:
+    """Place and content of the first sampled token of each (trajectory, step)."""
+    return {(i, t): (k, token) for k, i, t, token in reversed(sampled(data))}
+
+
+def from_tokens(data: Sequence[Rollout], raw: Sequence[float], unit: str) -> list[float]:
+    """Whitens one number for each sampled token, and puts it where the token is in the stream."""
+    places = sampled(data)
+    if unit != "none":
+        raw = whiten(raw, [{"token": k, "step": (i, t), "trajectory": i}[unit] for k, i, t, _ in places])
+    out = [0.0] * sum(len(step) for r in data for step in r.tokens)
+    for (k, *_), a in zip(places, raw, strict=True):
+        out[k] = a
+    return out
+
+
+def from_steps(data: Sequence[Rollout], raw: Sequence[Sequence[float]], unit: str = "none") -> list[float]:
+    """Whitens one number for each step of each trajectory, and broadcasts it to the step's sampled tokens."""
+    if unit == "token":
+        return from_tokens(data, [raw[i][t] for _, i, t, _ in sampled(data)], "token")
+    flat = [(i, t) for i, r in enumerate(data) for t in range(len(r.tokens))]
+    white = {(i, t): raw[i][t] for i, t in flat}
+    if unit != "none":
+        units = [i if unit == "trajectory" else (i, t) for i, t in flat]
+        white = dict(zip(flat, whiten([raw[i][t] for i, t in flat], units), strict=True))
+    return from_tokens(data, [white[i, t] for _, i, t, _ in sampled(data)], "none")
+
+
+def step_rewards(r: Rollout) -> list[float]:
+    """Reward of each step, with those of its sampled tokens."""
+    return [x + sum(t.reward for t in step if t.is_action) for x, step in zip(r.rewards, r.tokens, strict=True)]
+
+
+def returns(r: Rollout, gamma: float) -> list[float]:
+    """Gₜ = rₜ + γGₜ₊₁; beyond the last step the bootstrap value."""
+    return gae(step_rewards(r), [0.0] * len(r.tokens), r.bootstrap, gamma, 1.0)
+
+
+def token_rewards(r: Rollout) -> list[float]:
+    """Reward of each sampled token; that of the step falls on the step's last one."""
+    out = []
+    for reward, step in zip(r.rewards, r.tokens, strict=True):
+        out += [t.reward for t in step if t.is_action]
+        out[-1] += reward
+    return out
+
+
+def token_gae(data: Sequence[Rollout], gamma: float, lam: float, whiten: str) -> Result:
+    raw, values = [], [token.value for *_, token in sampled(data)]
+    for r in data:
+        own = [t.value for step in r.tokens for t in step if t.is_action]
+        raw += gae(token_rewards(r), own, r.bootstrap, gamma, lam)
+    targets = {k: a + v for (k, *_), a, v in zip(sampled(data), raw, values, strict=True)}
+    return from_tokens(data, raw, whiten), targets
+
+
+def step_gae(data: Sequence[Rollout], gamma: float, lam: float, whiten: str) -> Result:
+    first = first_sampled(data)
+    starts = [[first[i, t][1].value for t in range(len(r.tokens))] for i, r in enumerate(data)]
+    raw = [gae(step_rewards(r), own, r.bootstrap, gamma, lam) for r, own in zip(data, starts, strict=True)]
+    targets = {k: raw[i][t] + starts[i][t] for (i, t), (k, _) in first.items()}
+    return from_steps(data, raw, whiten), targets
+
+
+def bilevel_gae(data: Sequence[Rollout], gamma: float, lam: float, gamma_high: float, whiten: str) -> Result:
+    raw = []
+    for r in data:
+        steps = [[t for t in step if t.is_action] for step in r.tokens]
+        rewards = [x + step[-1].reward for x, step in zip(r.rewards, steps, strict=True)]
+        high = gae(rewards, [step[-1].value for step in steps], r.bootstrap, gamma_high, lam)
+        for step, a in zip(steps, high, strict=True):
+            low = [a]
+            for token, after in zip(step[-2::-1], step[:0:-1], strict=True):
+                low.append(token.reward + gamma * after.value - token.value + gamma * lam * low[-1])
+            raw += low[::-1]
+    targets = {k: a + token.value for (k, _, _, token), a in zip(sampled(data), raw, strict=True)}
+    return from_tokens(data, raw, whiten), targets
+
+
+def reinforce(data: Sequence[Rollout], gamma: float, whiten: str) -> Result:
+    return from_steps(data, [returns(r, gamma) for r in data], whiten), {}
+
+
+def reinforce_pp(data: Sequence[Rollout], gamma: float, whiten: str) -> Result:
+    raw = []
+    for r in data:
+        rewards = token_rewards(r)
+        raw += gae(rewards, [0.0] * len(rewards), r.bootstrap, gamma, 1.0)
+    return from_tokens(data, raw, whiten), {}
+
+
+def outcomes(data: Sequence[Rollout], norm: str, unit: str) -> list[list[float]]:
+    """The outcome normalised in its group, which has each once, or once for each step or token; for each step."""
+    groups = defaultdict(list)
+    for i, r in enumerate(data):
+        copies = {"trajectory": 1, "step": len(r.tokens), "token": sum(j == i for _, j, _, _ in sampled(data))}[unit]
+        groups[r.group] += [r.outcome] * copies
+    return [[normalise(r.outcome, groups[r.group], norm)] * len(r.tokens) for r in data]
+
+
+def grpo(data: Sequence[Rollout], unit: str) -> Result:
+    return from_steps(data, outcomes(data, "mean_std_norm", unit)), {}
+
+
+def dr_grpo(data: Sequence[Rollout], unit: str) -> Result:
+    return from_steps(data, outcomes(data, "mean_norm", unit)), {}
+
+
+def reinforce_pp_baseline(data: Sequence[Rollout], unit: str, whiten: str) -> Result:
+    centred = outcomes(data, "mean_norm", unit)
+    return from_tokens(data, [centred[i][0] for _, i, _, _ in sampled(data)], whiten), {}
+
+
+def rloo(data: Sequence[Rollout]) -> Result:
+    raw = []
+    for i, r in enumerate(data):
+        others = [o.outcome for j, o in enumerate(data) if o.group == r.group and j != i]
+        raw.append([r.outcome - statistics.fmean(others) if others else 0.0] * len(r.tokens))
+    return from_steps(data, raw), {}
+
+
+def remax(data: Sequence[Rollout]) -> Result:
+    return from_steps(data, [[r.outcome - r.greedy] * len(r.tokens) for r in data]), {}
+
+
+def opo(data: Sequence[Rollout]) -> Result:
+    raw = []
+    for r in data:
+        lengths = [(data[i].outcome, k) for k, i, _, _ in sampled(data) if data[i].group == r.group]
+        raw.append([r.outcome - statistics.fmean(outcome for outcome, _ in lengths)] * len(r.tokens))
+    return from_steps(data, raw), {}
+
+
+def cells(data: Sequence[Rollout], x: Sequence[Sequence[float]], key: Callable[[int, int], Hashable]) -> Any:
+    """For each step the numbers of the steps of its group with the same key, its own included; empty without a key."""
+    flat = [(data[i].group, key(i, t), x[i][t]) for i, r in enumerate(data) for t in range(len(r.tokens))]
+
+    def cell(i: int, t: int) -> list[float]:
+        own = key(i, t)
+        return [] if own is None else [y for group, other, y in flat if (group, other) == (data[i].group, own)]
+
+    return [[cell(i, t) for t in range(len(r.tokens))] for i, r in enumerate(data)]
+
+
+def turn_grpo(data: Sequence[Rollout], gamma: float, outcome_weight: float, norm: str, of: str) -> Result:
+    x = [step_rewards(r) if of == "reward" else returns(r, gamma) for r in data]
+    alike, outcome = cells(data, x, lambda i, t: t), outcomes(data, norm, "trajectory")
+    raw = [
+        [normalise(y, alike[i][t], norm) + outcome_weight * outcome[i][t] for t, y in enumerate(own)]
+        for i, own in enumerate(x)
+    ]
+    return from_steps(data, raw), {}
+
+
+def gigpo(data: Sequence[Rollout], gamma: float, step_weight: float, norm: str, unit: str) -> Result:
+    g = [returns(r, gamma) for r in data]
+    alike, outcome = cells(data, g, lambda i, t: data[i].keys[t]), outcomes(data, norm, unit)
+    raw = [
+        [outcome[i][t] + step_weight * normalise(y, alike[i][t], norm) for t, y in enumerate(own)]
+        for i, own in enumerate(g)
+    ]
+    return from_steps(data, raw), {}
+
+
+def hgpo(data: Sequence[Rollout], gamma: float, history: int, alpha: float) -> Result:
+    """A state that is unknown agrees with none, also where it lies in the history."""
+    g = [returns(r, gamma) for r in data]
+    total, weights = [[0.0] * len(own) for own in g], [[0.0] * len(own) for own in g]
+    for level in range(history + 1):
+
+        def suffix(i: int, t: int, level: int = level) -> Hashable:
+            states = [data[i].keys[u] if u >= 0 else "before the start" for u in range(t - level, t + 1)]
+            return None if None in states else tuple(states)
+
+        alike = cells(data, g, suffix)
+        for i, own in enumerate(g):
+            for t, y in enumerate(own):
+                if len(alike[i][t]) > 1:
+                    a = (y - statistics.fmean(alike[i][t])) / (statistics.pstdev(alike[i][t]) + 1e-6)
+                    total[i][t] += (level + 1) ** alpha * a
+                    weights[i][t] += (level + 1) ** alpha
+    raw = [[a / w if w else 0.0 for a, w in zip(*own, strict=True)] for own in zip(total, weights, strict=True)]
+    return from_steps(data, raw), {}
+
+
+def state_baseline(data: Sequence[Rollout], gamma: float, whiten: str, critic: bool) -> Result:
+    g = [returns(r, gamma) for r in data]
+    first = first_sampled(data)
+
+    def baseline(i: int, t: int) -> float:
+        visits = [
+            g[j][u]
+            for j, other in enumerate(data)
+            for u, key in enumerate(other.keys)
+            if j != i and other.group == data[i].group and key is not None and key == data[i].keys[t]
+        ]
+        known = first[i, t][1].value if critic else data[i].state_values[t]
+        return statistics.fmean(visits) if visits else known
+
+    raw = [[y - baseline(i, t) for t, y in enumerate(own)] for i, own in enumerate(g)]
+    targets = {k: g[i][t] for (i, t), (k, _) in first.items()} if critic else {}
+    return from_steps(data, raw, whiten), targets

@@ -1,0 +1,106 @@
+"""Credit of rollouts by every scheme, through one compiled program for each scheme that the tests share."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from builders import CAPACITIES, Rollout, credit_batch
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from agentr1_jax.credit import SCHEMES, Credit, CreditBatch
+
+NAMES = sorted(SCHEMES)
+CHOICES: Mapping[str, tuple[Any, ...]] = {
+    "whiten": ("none", "token", "step", "trajectory"),
+    "unit": ("trajectory", "step", "token"),
+    "norm": ("mean_norm", "mean_std_norm"),
+    "of": ("reward", "return"),
+    "history": (0, 1, 2),
+    "critic": (False, True),
+}
+"""Hyper-parameters that a program is compiled for, the others are its arguments; and whether there is a critic."""
+DISCOUNTS = st.sampled_from((0.0, 0.5, 0.75, 1.0))
+WEIGHTS = st.sampled_from((0.0, 0.5, 1.0, 2.0))
+NUMBERS = st.fixed_dictionaries(
+    {"gamma": DISCOUNTS, "lam": DISCOUNTS, "gamma_high": DISCOUNTS}
+    | dict.fromkeys(("step_weight", "outcome_weight", "alpha"), WEIGHTS)
+)
+TYPICAL = {"gamma": 0.75, "lam": 0.5, "gamma_high": 0.5, "step_weight": 2.0, "outcome_weight": 0.5, "alpha": 1.0}
+quick = settings(max_examples=40, deadline=None)
+
+
+@functools.cache
+def parameters(name: str) -> tuple[str, ...]:
+    """The hyper-parameters of a scheme, and `critic` where it can do with and without one."""
+    optional = SCHEMES[name].uses_critic and not SCHEMES[name].needs_critic
+    return (*tuple(inspect.signature(SCHEMES[name].assign).parameters)[1:], *("critic",) * optional)
+
+
+@functools.cache
+def options(name: str) -> list[dict[str, Any]]:
+    """Every combination of a scheme's choices; there is one, without any, where it has none."""
+    keys = [key for key in CHOICES if key in parameters(name)]
+    return [dict(zip(keys, values, strict=True)) for values in itertools.product(*(CHOICES[key] for key in keys))]
+
+
+@functools.cache
+def program(name: str, dtype: Any) -> Any:
+    """(batch, numbers) -> the credit of each of the scheme's `options`; compiled."""
+
+    def assign(batch: CreditBatch, numbers: dict[str, Any], critic: bool = True, **option: Any) -> Credit:
+        return SCHEMES[name].assign(batch if critic else batch.replace(values=None), **option, **numbers)
+
+    # In double precision, programs this small take longer to optimise than to run; single precision is as in a run.
+    compiler_options = {"xla_backend_optimization_level": 0} if dtype == np.float64 else None
+    return jax.jit(
+        lambda batch, numbers: [assign(batch, numbers, **option) for option in options(name)],
+        compiler_options=compiler_options,
+    )
+
+
+def own_numbers(name: str, numbers: Mapping[str, float]) -> dict[str, float]:
+    """Those of the numbers that the scheme has."""
+    return {key: x for key, x in numbers.items() if key in parameters(name)}
+
+
+def every_option(
+    name: str, data: Sequence[Rollout], capacities: Mapping[str, int] = CAPACITIES, dtype: Any = np.float64, **numbers
+) -> list[tuple[dict[str, Any], Credit]]:
+    """Each of the scheme's `options` and its credit, as numpy arrays without padding, which is checked to have none."""
+    count = sum(len(step) for r in data for step in r.tokens)
+    trained = np.array([t.is_action for r in data for step in r.tokens for t in step], bool)
+    with jax.enable_x64(dtype == np.float64):
+        batch = credit_batch(data, **capacities, dtype=dtype)
+        credits = jax.device_get(program(name, dtype)(batch, own_numbers(name, TYPICAL | numbers)))
+    for credit in credits:
+        for field in (credit.advantages, credit.value_targets, credit.value_mask):
+            assert not field[count:].any(), f"{name}: padding got credit"
+            assert not field[:count][~trained].any(), f"{name}: a token that was not sampled got credit"
+    return [(o, jax.tree.map(lambda x: x[:count], credit)) for o, credit in zip(options(name), credits, strict=True)]
+
+
+def credit_of(name: str, data: Sequence[Rollout], dtype: Any = np.float64, **hyper: Any) -> Credit:
+    """The credit of one option; choices not given are the scheme's defaults, numbers not given are `TYPICAL`."""
+    defaults = {key: p.default for key, p in inspect.signature(SCHEMES[name].assign).parameters.items()}
+    chosen = {key: hyper.pop(key, defaults.get(key, False)) for key in CHOICES if key in parameters(name)}
+    assert set(hyper) <= set(parameters(name)), f"{name} has no {hyper}"
+    return next(credit for o, credit in every_option(name, data, dtype=dtype, **hyper) if o == chosen)
+
+
+def exact(data: Sequence[Rollout]) -> dict[str, int]:
+    """The capacities that just hold the data."""
+    steps = [step for r in data for step in r.tokens]
+    return {"trajectories": len(data), "steps": len(steps), "tokens": sum(map(len, steps))}
+
+
+def check_same(one: Credit, other: Credit, order: Any = slice(None), err_msg: str = "", atol: float = 1e-9) -> None:
+    """Equal, with the tokens of `one` put in another order."""
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(a[order], b, atol=atol, rtol=1e-9, err_msg=err_msg)
