@@ -13,35 +13,24 @@ Takes one to two minutes on two cores, mostly of compilation.
 from __future__ import annotations
 
 import csv
-import dataclasses
-import functools
-import inspect
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from absl import flags
-from jaxtyping import Array, Float
 from rich.console import Console
 from rich.table import Table
 
-from agentr1_jax.credit import SCHEMES, CreditBatch, get_scheme, load_schemes
-from agentr1_jax.credit.registry import DISCOUNTS
-from agentr1_jax.learner.batch import Reads
+from agentr1_jax.credit import SCHEMES, load_schemes
 from agentr1_jax.learner.fill import AGGREGATES
-from agentr1_jax.learner.losses import CLIPS, LossConfig
-from agentr1_jax.learner.ratios import RATIOS
 from agentr1_jax.report.gradients import plot_gradients
 from agentr1_jax.report.tables import markdown_table
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.runtime.progress import progress
-from experiments.credit.estimates import LEVEL, draw, gradients, judge, lay_out, weights
-from experiments.credit.processes import PROCESSES, every_path, exact_gradient
+from experiments.credit.bias import LOSSES, Row, chosen, off_policy, on_policy, variants
+from experiments.credit.estimates import LEVEL
+from experiments.credit.processes import PROCESSES
 
 BATCHES = flags.DEFINE_integer("batches", 4096, "independent batches of each process", lower_bound=200)
 GROUPS = flags.DEFINE_integer("groups", 4, "groups of a batch", lower_bound=1)
@@ -54,124 +43,7 @@ SEED = flags.DEFINE_integer("seed", 0, "of sampling")
 OUT = flags.DEFINE_string("out", "", "folder for gradients.md, gradients.csv and gradients.png")
 
 WIDTH = 172
-WRONG_VALUE = 0.5
-ON_POLICY = LossConfig(
-    ratio="token",
-    clip="ppo",
-    clip_low=0.2,
-    clip_high=0.2,
-    dual_c=3.0,
-    value_coef=0.5,
-    value_clip=0.5,
-    entropy_coef=0.0,
-    temperature=1.0,
-    chunk=1024,
-)
-UNCLIPPED = dataclasses.replace(ON_POLICY, clip_low=1 - 1e-6, clip_high=1e9)
-LOSSES = {
-    "none": dataclasses.replace(ON_POLICY, clip="none"),
-    **{f"{ratio}, no bound": dataclasses.replace(UNCLIPPED, ratio=ratio) for ratio in RATIOS},
-    **{
-        f"{ratio}, {clip}": dataclasses.replace(
-            ON_POLICY, ratio=ratio, clip=clip, clip_high=0.2 if clip == "ppo" else 0.28
-        )
-        for ratio in RATIOS
-        for clip in CLIPS
-        if clip != "none"
-    },
-}
-"""Every ratio x clip; `no bound` is `ppo` whose bounds are never reached."""
 COLORS = {"unbiased": "green", "scaled": "blue", "biased": "dark_orange"}
-Row = dict[str, Any]
-
-
-class Variant(NamedTuple):
-    """A scheme with hyper-parameters and, if it needs one, a critic: `exact V` or `const V`."""
-
-    scheme: str
-    hyperparameters: Mapping[str, Any]
-    critic: str | None
-
-    @property
-    def label(self) -> str:
-        """As tables show it."""
-        settings = [f"{key}={x:g}" if isinstance(x, float) else f"{key}={x}" for key, x in self.hyperparameters.items()]
-        return ", ".join([" ".join([self.scheme, *settings]), *([self.critic] if self.critic else [])])
-
-
-def variants(names: Sequence[str]) -> list[Variant]:
-    """Each scheme plain, as it is by default, and with one hyper-parameter changed at a time; plain is not whitened."""
-    out = []
-    for name in names:
-        scheme, _ = get_scheme(name, {})
-        known = inspect.signature(scheme.assign).parameters
-        plain = {"whiten": "none"} if "whiten" in known and known["whiten"].default != "none" else {}
-        others: list[Mapping[str, Any]] = [{}] if plain else []
-        others += [plain | {"lam": 0.9}] if "lam" in known else []
-        others += [plain | {key: 1.0} for key in ("gamma", "gamma_high") if key in known and known[key].default != 1]
-        others += [{"norm": "mean_std_norm"}] if "norm" in known else []
-        others += [{"of": "return", "outcome_weight": 0.0}] if {"of", "outcome_weight"} <= set(known) else []
-        critics = ("exact V", "const V") if scheme.needs_critic else (None,)
-        out += [Variant(name, settings, critic) for critic in critics for settings in (plain, *others)]
-    return out
-
-
-@functools.cache
-def program(scheme: str, settings: tuple[tuple[str, Any], ...]) -> Callable[..., Array]:
-    """(fields of batches, discounts) -> advantages [batches, tokens]: one program, whatever the discounts."""
-    _, assign = get_scheme(scheme, dict(settings))
-    return jax.jit(jax.vmap(lambda fields, given: assign(CreditBatch(**fields), **given).advantages, (0, None)))
-
-
-def advantages(variant: Variant, fields: Mapping[str, Array]) -> Float[Array, "batches tokens"]:
-    """Advantages under a variant of a scheme, of batches given by the fields of their `CreditBatch`."""
-    scheme, _ = get_scheme(variant.scheme, variant.hyperparameters)
-    defaults = {key: x.default for key, x in inspect.signature(scheme.assign).parameters.items() if key in DISCOUNTS}
-    given = {**defaults, **variant.hyperparameters}
-    settings = tuple((key, x) for key, x in given.items() if key not in defaults)
-    constant = jnp.full_like(fields["values"], WRONG_VALUE)
-    values = {None: None, "exact V": fields["values"], "const V": constant}[variant.critic]
-    return program(variant.scheme, settings)({**fields, "values": values}, {key: float(given[key]) for key in defaults})
-
-
-def on_policy(name: str, schemes: Sequence[Variant]) -> Iterator[Row]:
-    """A row for each variant and aggregate."""
-    process = PROCESSES[name]()
-    paths = every_path(process)
-    _, exact = exact_gradient(paths, process.logits)
-    fields, reads = lay_out(draw(paths, process.logits, SEED.value, **sizes()))
-    shares = {aggregate: weights(aggregate, reads, GROUPS.value * SAMPLES.value) for aggregate in AGGREGATES}
-    for variant in schemes:
-        advantage = advantages(variant, fields)
-        for aggregate, share in shares.items():
-            errors = judge(estimate(ON_POLICY, process.logits, reads, advantage, share), exact)
-            told = {"process": name, "scheme": variant.label, "aggregate": aggregate, "loss": "on-policy"}
-            yield told | dataclasses.asdict(errors)
-
-
-def off_policy(name: str) -> Iterator[Row]:
-    """A row for each loss, on trajectories of other logits."""
-    process = PROCESSES[name]()
-    paths = every_path(process)
-    _, exact = exact_gradient(paths, process.logits)
-    shift = np.random.default_rng(0).normal(scale=SHIFT.value, size=process.logits.shape)
-    fields, reads = lay_out(draw(paths, process.logits + shift, SEED.value, **sizes()))
-    variant = Variant("step_gae", {"whiten": "none"}, critic="exact V")
-    advantage, share = advantages(variant, fields), weights("fixed", reads, GROUPS.value * SAMPLES.value)
-    for loss, config in LOSSES.items():
-        errors = judge(estimate(config, process.logits, reads, advantage, share), exact)
-        told = {"process": name, "scheme": variant.label, "aggregate": "fixed", "loss": loss}
-        yield told | dataclasses.asdict(errors)
-
-
-def sizes() -> dict[str, int]:
-    return {"batches": BATCHES.value, "groups": GROUPS.value, "samples": SAMPLES.value}
-
-
-def estimate(config: LossConfig, logits: np.ndarray, reads: Reads, advantage: Array, weight: np.ndarray) -> np.ndarray:
-    """Gradient of each batch, [batches, actions]."""
-    reads = dataclasses.replace(reads, advantage=advantage, weight=jnp.asarray(weight))
-    return np.asarray(gradients(config, jnp.asarray(logits, jnp.float32), reads))
 
 
 def cells(row: Row) -> dict[str, str]:
@@ -238,16 +110,6 @@ def write(folder: str, rows: Sequence[Row], notes: str) -> None:
     plot_gradients(os.path.join(folder, "gradients.png"), panels, title="Policy gradients of one batch, on-policy")
 
 
-def chosen(wanted: Sequence[str], known: Sequence[str], what: str) -> list[str]:
-    """The names asked for. Raises UserError for an unknown one."""
-    if wanted == ["all"]:
-        return list(known)
-    for name in wanted:
-        if name not in known:
-            raise UserError(f"--{what}: unknown name {name!r}; choose all or some of {', '.join(known)}")
-    return list(wanted)
-
-
 def own_schemes(path: str) -> None:
     """Registers the schemes of a user's file. Raises UserError if it cannot be read."""
     try:
@@ -265,11 +127,14 @@ def main(argv: Sequence[str]) -> None:
     processes = chosen(PROCESS.value, list(PROCESSES), "process")
     console = Console()
     console.width = max(console.width, WIDTH)  # A log must not cut figures.
+    sizes = {"batches": BATCHES.value, "groups": GROUPS.value, "samples": SAMPLES.value}
     rows: list[Row] = []
     total = len(processes) * (len(schemes) * len(AGGREGATES) + len(LOSSES))
     with progress("gradients", 0, total, True) as tell:
         for name in processes:
-            for row in itertools.chain(on_policy(name, schemes), off_policy(name)):
+            for row in itertools.chain(
+                on_policy(name, schemes, SEED.value, sizes), off_policy(name, SHIFT.value, SEED.value, sizes)
+            ):
                 rows.append(row)
                 tell(len(rows), name)
     notes = (

@@ -4,94 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from absl import logging
 
-from agentr1_jax.credit import Credit, CreditBatch, get_scheme
 from agentr1_jax.credit import streams as flat
-from agentr1_jax.credit.shaping import Moments, Shaping, shaped
+from agentr1_jax.credit.shaping import Moments, shaped
 from agentr1_jax.credit.streams import Streams
 from agentr1_jax.learner import correction, fill, kl
 from agentr1_jax.learner.batch import Batch, Nodes, Reads, to_microbatches
 from agentr1_jax.learner.packing import Packing, misfit, pack
-from agentr1_jax.learner.ratios import MINIBATCH_RATIOS
-from agentr1_jax.learner.update import LearnerState, Scores, make_log_ratio, make_score, make_update
+from agentr1_jax.learner.update import LearnerState
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime import processes
 from agentr1_jax.trajectory import POLICIES, Trajectory
 from experiments import build
 from experiments.circle import Run
+from experiments.phases import Learner
 
 NOTHING_SEEN = Moments()
 LARGEST = float(np.finfo(np.float32).max)
-
-
-@dataclasses.dataclass(frozen=True)
-class Learner:
-    """The compiled programs of one phase.
-
-    Attributes:
-      update: one optimizer step.
-      score: forward pass for values, recomputed and reference log-probs; None where nothing needs it.
-      log_ratio: the pass that the ratio needs before each update; None for those that need none.
-      reference: what is trained of the decoder, as RL started; None without a KL term.
-      critic: whether values are wanted.
-      microbatches: most of them that a batch can fill.
-      credit: the scheme; None for demonstrations, whose advantage is 1.
-      greedy: whether the scheme needs the reward of a greedy rollout of each row.
-      gamma: the scheme's discount per step.
-      shaping: what is done to rewards before.
-      reads: tokens that are trained: `sampled`, or `all` where a mask is left out to compare.
-    """
-
-    update: Callable[..., tuple[LearnerState, dict[str, jax.Array]]]
-    microbatches: int
-    score: Callable[..., Scores] | None = None
-    log_ratio: Callable[..., jax.Array] | None = None
-    reference: Params | None = None
-    critic: bool = False
-    credit: Callable[[CreditBatch], Credit] | None = None
-    greedy: bool = False
-    gamma: float = 1.0
-    shaping: Shaping = Shaping()
-    reads: str = "sampled"
-
-
-def supervised(run: Run, optimizer: Any, layout: Any) -> Learner:
-    """The learner of the warm start: the same update with advantage 1, and no ratio, no KL, no critic."""
-    config = run.config
-    return Learner(
-        update=make_update(run.policy, build.loss_config(config, clip="none", kl="none"), optimizer, layout),
-        microbatches=build.microbatches(config, config.warm_start.batch),
-    )
-
-
-def reinforced(run: Run, optimizer: Any, layout: Any, reference: Params | None) -> Learner:
-    """The learner of RL."""
-    config, loss = run.config, build.loss_config(run.config)
-    scheme, assign = get_scheme(config.credit.name, build.credit_args(config))
-    critic, reads = build.learns_values(config), build.reads(config)
-    needs_score = critic or reference is not None or config.learner.old_logprobs == "learner" or reads == "all"
-    needs_pass = loss.ratio in MINIBATCH_RATIOS and loss.clip != "none"
-    batch = config.rollout.groups * config.rollout.samples // config.learner.minibatches
-    return Learner(
-        update=make_update(run.policy, loss, optimizer, layout),
-        microbatches=build.microbatches(config, batch),
-        score=make_score(run.policy, loss, run.learner_mesh) if needs_score else None,
-        log_ratio=make_log_ratio(run.policy, loss, run.learner_mesh) if needs_pass else None,
-        reference=reference,
-        critic=critic,
-        credit=jax.jit(assign),
-        greedy=scheme.needs_greedy,
-        gamma=build.discount(config),
-        shaping=build.shaping(config),
-        reads=reads,
-    )
 
 
 @dataclasses.dataclass(frozen=True)

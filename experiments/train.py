@@ -37,10 +37,11 @@ from agentr1_jax.runtime.progress import progress
 from agentr1_jax.runtime.seeds import generator
 from agentr1_jax.tools.meter import Meter
 from agentr1_jax.trajectory import Trajectory, read_jsonl, write_jsonl
-from experiments import build, checks, circle, dry_run, inherited, learning
+from experiments import build, checks, circle, dry_run, inherited, learning, phases
 from experiments.circle import Run
 from experiments.journal import Journal, Position, Stopped, add_totals, count_recompiles
-from experiments.learning import Learner, Pending
+from experiments.learning import Pending
+from experiments.phases import Learner
 
 CONFIG = configs.define_config_flag()
 DRY_RUN = flags.DEFINE_bool("dry_run", False, "print sizes and programs of the run, and leave")
@@ -71,7 +72,7 @@ def main(argv: Sequence[str]) -> None:
         try:
             run.engine.compile(run.view(state.params, run.frozen))
             if position.phase == "warm_start":
-                state = restart(warm_start(run, journal, learning.supervised(run, optimizer, layout), state).params)
+                state = restart(warm_start(run, journal, phases.supervised(run, optimizer, layout), state).params)
                 position.enter("rl")
                 position.warm_start_seconds = journal.seconds
                 label = "control" if config.control else "before"
@@ -83,7 +84,7 @@ def main(argv: Sequence[str]) -> None:
             if position.phase == "rl" and config.updates and not config.control:
                 fresh_rl = position.update == 0
                 reference = build.reference(config, run.policy, run.learner_mesh, state.params, fresh=fresh_rl)
-                state = reinforce(run, journal, learning.reinforced(run, optimizer, layout, reference), state)
+                state = reinforce(run, journal, phases.reinforced(run, optimizer, layout, reference), state)
                 for label, temperature in (("after", 0.0), ("after_sampled", 1.0)):
                     measured = evaluate(run, journal, state, f"eval_{label}", temperature=temperature)
                     position.results |= {f"{k}_{label}": v for k, v in measured.items() if k[:2] in ("em", "f1")}

@@ -16,7 +16,7 @@ from examples import POLICY, WIDE, parameters, scores
 from agentr1_jax.learner.update import init_state
 from agentr1_jax.policy.sharding import shardings
 from configs import base
-from experiments import build, learning
+from experiments import build, learning, phases
 from experiments.circle import Run
 
 SMALL = {
@@ -54,7 +54,7 @@ class Made:
     """A run that has no rollout half, its learner, and a function that makes a fresh state."""
 
     run: Run
-    learner: learning.Learner
+    learner: phases.Learner
     fresh: Any
     wide: bool
 
@@ -74,7 +74,7 @@ class Made:
         return dataclasses.replace(self, run=dataclasses.replace(self.run, config=config))
 
 
-def make(changes, *, wide=False, make_learner=learning.reinforced, shards=1):
+def make(changes, *, wide=False, make_learner=phases.reinforced, shards=1):
     """All who ask for the same config share its programs."""
     return _made(tuple(sorted({**SMALL, **changes}.items())), wide, make_learner, shards)
 
@@ -96,11 +96,11 @@ def _made(settings, wide, make_learner, shards):
     with jax.enable_x64(wide):
         state = fresh()
         layout = shardings(state, mesh)
-        if make_learner is learning.supervised:
-            learner = learning.supervised(run, optimizer, layout)
+        if make_learner is phases.supervised:
+            learner = phases.supervised(run, optimizer, layout)
         else:
             start = None if config.kl.kind == "none" else state.params["decoder"]
-            learner = learning.reinforced(run, optimizer, layout, start)
+            learner = phases.reinforced(run, optimizer, layout, start)
     capacity = MICROBATCHES * 4 // config.learner.rows
     return Made(run, dataclasses.replace(learner, microbatches=capacity), fresh, wide)
 

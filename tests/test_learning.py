@@ -33,7 +33,7 @@ from pair import run_two
 from agentr1_jax.learner.packing import MODES
 from agentr1_jax.runtime.compiles import CompileCounter
 from agentr1_jax.trajectory import POLICIES, Outcome, OutcomePolicy, read_jsonl, write_jsonl
-from experiments import learning
+from experiments import learning, phases
 
 MALFORMED = {
     "no step": (dataclasses.replace(bad(), steps=()), "no step"),
@@ -187,7 +187,7 @@ def test_a_learner_has_the_programs_that_its_config_needs(changes, score, log_ra
 
 
 def test_demonstrations_are_learned_by_cross_entropy_whatever_rl_will_do():
-    made = make(EVERYTHING, make_learner=learning.supervised)
+    made = make(EVERYTHING, make_learner=phases.supervised)
     assert made.learner.score is made.learner.log_ratio is made.learner.credit is None
     shown = batch()
     shown = with_logprobs(shown, np.zeros_like(scores(shown)[0]))

@@ -21,7 +21,7 @@ from experiments.credit.processes import Paths, exact_values, greedy_probabiliti
 
 Z = 1.96
 """Half a 95 % interval, in standard errors."""
-LEVEL = 0.01
+LEVEL = 1e-4
 """An estimator is called biased where chance alone would show as much this rarely."""
 ROUGH = 0.5
 """Share of the exact value of a state that stands for what earlier batches may have told of it."""
@@ -210,7 +210,8 @@ def judge(estimates: Float[np.ndarray, "batches actions"], exact: Float[np.ndarr
     """Compares independent estimates with the exact gradient.
 
     Bias is judged jointly over all coordinates: T² = B·bᵀ·Σ⁻¹·b of the mean error b against χ² (Hotelling's test for
-    many batches), at the level `LEVEL` for each estimator by itself. A table of a hundred holds one false alarm.
+    many batches), at the level `LEVEL` for each estimator by itself. In a hundred tables of a
+    hundred rows there is one false alarm.
     """
     n, norm = len(estimates), float(np.linalg.norm(exact))
     estimates = estimates.astype(np.float64)

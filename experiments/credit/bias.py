@@ -1,0 +1,148 @@
+"""How far the gradient of each scheme and loss is from the exact one: a row of figures for each."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from agentr1_jax.credit import CreditBatch, get_scheme
+from agentr1_jax.credit.registry import DISCOUNTS
+from agentr1_jax.learner.batch import Reads
+from agentr1_jax.learner.fill import AGGREGATES
+from agentr1_jax.learner.losses import CLIPS, LossConfig
+from agentr1_jax.learner.ratios import RATIOS
+from agentr1_jax.runtime.errors import UserError
+from experiments.credit.estimates import draw, gradients, judge, lay_out, weights
+from experiments.credit.processes import PROCESSES, every_path, exact_gradient
+
+Row = dict[str, Any]
+WRONG_VALUE = 0.5
+ON_POLICY = LossConfig(
+    ratio="token",
+    clip="ppo",
+    clip_low=0.2,
+    clip_high=0.2,
+    dual_c=3.0,
+    value_coef=0.5,
+    value_clip=0.5,
+    entropy_coef=0.0,
+    temperature=1.0,
+    chunk=1024,
+)
+UNCLIPPED = dataclasses.replace(ON_POLICY, clip_low=1 - 1e-6, clip_high=1e9)
+LOSSES = {
+    "none": dataclasses.replace(ON_POLICY, clip="none"),
+    **{f"{ratio}, no bound": dataclasses.replace(UNCLIPPED, ratio=ratio) for ratio in RATIOS},
+    **{
+        f"{ratio}, {clip}": dataclasses.replace(
+            ON_POLICY, ratio=ratio, clip=clip, clip_high=0.2 if clip == "ppo" else 0.28
+        )
+        for ratio in RATIOS
+        for clip in CLIPS
+        if clip != "none"
+    },
+}
+"""Every ratio x clip; `no bound` is `ppo` whose bounds are never reached."""
+
+
+class Variant(NamedTuple):
+    """A scheme with hyper-parameters and, if it needs one, a critic: `exact V` or `const V`."""
+
+    scheme: str
+    hyperparameters: Mapping[str, Any]
+    critic: str | None
+
+    @property
+    def label(self) -> str:
+        """As tables show it."""
+        settings = [f"{key}={x:g}" if isinstance(x, float) else f"{key}={x}" for key, x in self.hyperparameters.items()]
+        return ", ".join([" ".join([self.scheme, *settings]), *([self.critic] if self.critic else [])])
+
+
+def variants(names: Sequence[str]) -> list[Variant]:
+    """Each scheme plain, as it is by default, and with one hyper-parameter changed at a time; plain is not whitened."""
+    out = []
+    for name in names:
+        scheme, _ = get_scheme(name, {})
+        known = inspect.signature(scheme.assign).parameters
+        plain = {"whiten": "none"} if "whiten" in known and known["whiten"].default != "none" else {}
+        others: list[Mapping[str, Any]] = [{}] if plain else []
+        others += [plain | {"lam": 0.9}] if "lam" in known else []
+        others += [plain | {key: 1.0} for key in ("gamma", "gamma_high") if key in known and known[key].default != 1]
+        others += [{"norm": "mean_std_norm"}] if "norm" in known else []
+        others += [{"of": "return", "outcome_weight": 0.0}] if {"of", "outcome_weight"} <= set(known) else []
+        critics = ("exact V", "const V") if scheme.needs_critic else (None,)
+        out += [Variant(name, settings, critic) for critic in critics for settings in (plain, *others)]
+    return out
+
+
+@functools.cache
+def program(scheme: str, settings: tuple[tuple[str, Any], ...]) -> Callable[..., Array]:
+    """(fields of batches, discounts) -> advantages [batches, tokens]: one program, whatever the discounts."""
+    _, assign = get_scheme(scheme, dict(settings))
+    return jax.jit(jax.vmap(lambda fields, given: assign(CreditBatch(**fields), **given).advantages, (0, None)))
+
+
+def advantages(variant: Variant, fields: Mapping[str, Array]) -> Float[Array, "batches tokens"]:
+    """Advantages under a variant of a scheme, of batches given by the fields of their `CreditBatch`."""
+    scheme, _ = get_scheme(variant.scheme, variant.hyperparameters)
+    defaults = {key: x.default for key, x in inspect.signature(scheme.assign).parameters.items() if key in DISCOUNTS}
+    given = {**defaults, **variant.hyperparameters}
+    settings = tuple((key, x) for key, x in given.items() if key not in defaults)
+    constant = jnp.full_like(fields["values"], WRONG_VALUE)
+    values = {None: None, "exact V": fields["values"], "const V": constant}[variant.critic]
+    return program(variant.scheme, settings)({**fields, "values": values}, {key: float(given[key]) for key in defaults})
+
+
+def on_policy(name: str, schemes: Sequence[Variant], seed: int, sizes: Mapping[str, int]) -> Iterator[Row]:
+    """A row for each variant and aggregate; `sizes` are those of `draw`."""
+    process = PROCESSES[name]()
+    paths = every_path(process)
+    _, exact = exact_gradient(paths, process.logits)
+    fields, reads = lay_out(draw(paths, process.logits, seed, **sizes))
+    shares = {aggregate: weights(aggregate, reads, sizes["groups"] * sizes["samples"]) for aggregate in AGGREGATES}
+    for variant in schemes:
+        advantage = advantages(variant, fields)
+        for aggregate, share in shares.items():
+            errors = judge(estimate(ON_POLICY, process.logits, reads, advantage, share), exact)
+            told = {"process": name, "scheme": variant.label, "aggregate": aggregate, "loss": "on-policy"}
+            yield told | dataclasses.asdict(errors)
+
+
+def off_policy(name: str, shift: float, seed: int, sizes: Mapping[str, int]) -> Iterator[Row]:
+    """A row for each loss, on trajectories of logits that differ by noise of standard deviation `shift`."""
+    process = PROCESSES[name]()
+    paths = every_path(process)
+    _, exact = exact_gradient(paths, process.logits)
+    old = process.logits + np.random.default_rng(0).normal(scale=shift, size=process.logits.shape)
+    fields, reads = lay_out(draw(paths, old, seed, **sizes))
+    variant = Variant("step_gae", {"whiten": "none"}, critic="exact V")
+    advantage, share = advantages(variant, fields), weights("fixed", reads, sizes["groups"] * sizes["samples"])
+    for loss, config in LOSSES.items():
+        errors = judge(estimate(config, process.logits, reads, advantage, share), exact)
+        told = {"process": name, "scheme": variant.label, "aggregate": "fixed", "loss": loss}
+        yield told | dataclasses.asdict(errors)
+
+
+def estimate(config: LossConfig, logits: np.ndarray, reads: Reads, advantage: Array, weight: np.ndarray) -> np.ndarray:
+    """Gradient of each batch, [batches, actions]."""
+    reads = dataclasses.replace(reads, advantage=advantage, weight=jnp.asarray(weight))
+    return np.asarray(gradients(config, jnp.asarray(logits, jnp.float32), reads))
+
+
+def chosen(wanted: Sequence[str], known: Sequence[str], what: str) -> list[str]:
+    """The names asked for. Raises UserError for an unknown one."""
+    if wanted == ["all"]:
+        return list(known)
+    for name in wanted:
+        if name not in known:
+            raise UserError(f"--{what}: unknown name {name!r}; choose all or some of {', '.join(known)}")
+    return list(wanted)
