@@ -210,8 +210,8 @@ def judge(estimates: Float[np.ndarray, "batches actions"], exact: Float[np.ndarr
     """Compares independent estimates with the exact gradient.
 
     Bias is judged jointly over all coordinates: T² = B·bᵀ·Σ⁻¹·b of the mean error b against χ² (Hotelling's test for
-    many batches), at the level `LEVEL` for each estimator by itself. In a hundred tables of a
-    hundred rows there is one false alarm.
+    many batches), at the level `LEVEL` for each estimator by itself: in a hundred tables of a hundred
+    rows there is one false alarm.
     """
     n, norm = len(estimates), float(np.linalg.norm(exact))
     estimates = estimates.astype(np.float64)
