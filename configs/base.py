@@ -29,6 +29,8 @@ def get_config() -> ml_collections.ConfigDict:
     c.task.rewards.format = 0.1  # raw part is -1 for an ill-formed step
     c.task.rewards.gold_passage = 0.1  # for each gold passage first retrieved
     c.task.rewards.repeated_query = -0.1  # for each call made before
+    c.task.rewards.goal = 1.0  # keydoor, frozenlake: what the end pays; the parts above are of the question tasks
+    c.task.rewards.side = 1.0  # keydoor, frozenlake: what is paid on the way
     c.task.questions_per_world = 16  # hopworld: questions asked of one world
     c.task.flaws = ConfigDict()  # hopworld: rates of the expert's flawed decisions
     c.task.flaws.bridge_answer = 0.52  # answers with what is at hand instead of one more lookup

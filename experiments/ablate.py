@@ -10,8 +10,8 @@ The same command again resumes the grid, and where all runs are finished only dr
     SCHEME+key=value+key=value      with changes to any other keys of the config; after SCHEME or SCHEME(...)
 
 `--loss_mask=true,false` and `--advantage_mask=true,false` run each arm with each value of `learner.loss_mask` and
-`learner.advantage_mask`. A scheme that needs a critic gets `critic=shared_trunk` where the config has none; the table
-says so. Everything is checked before anything starts.
+`learner.advantage_mask`. A scheme that needs a critic gets `critic=shared_trunk` where the config has none, and an arm
+without a mask gets rows with room for what it reads more; the table says so. Every run is checked before any starts.
 
 All arms of a seed start RL from one warm start, which is made first, by the config without the changes of any arm.
 Folders: OUT/<arm>/seed<k>, OUT/warm_start/seed<k>; log and config of a run lie beside its folder. OUT gets

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -22,11 +22,13 @@ from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity
 from agentr1_jax.credit import SCHEMES
 from agentr1_jax.credit.shaping import Shaping
+from agentr1_jax.envs import qa
 from agentr1_jax.envs.base import Task
 from agentr1_jax.envs.frozenlake import frozenlake_task
 from agentr1_jax.envs.hopworld.task import HopWorldTask
 from agentr1_jax.envs.keydoor import keydoor_task
 from agentr1_jax.envs.multihop import MultihopTask, data_folder
+from agentr1_jax.envs.tabular_task import REWARD_PARTS
 from agentr1_jax.learner.losses import LossConfig
 from agentr1_jax.learner.optimizer import make_optimizer
 from agentr1_jax.learner.schedules import rate
@@ -60,6 +62,7 @@ from agentr1_jax.text.tool_calls import call_tags
 from agentr1_jax.tools.limits import ToolLimits, wrapped
 from agentr1_jax.tools.meter import Meter
 from agentr1_jax.trajectory import Budget
+from configs import base
 from experiments import inherited
 
 
@@ -78,7 +81,7 @@ def task(config: ml_collections.ConfigDict, meter: Meter | None = None) -> Task:
                 top_k=c.top_k,
                 questions_per_world=c.questions_per_world,
                 flaws=c.flaws.to_dict(),
-                reward_weights=c.rewards.to_dict(),
+                reward_weights=_reward_weights(config, qa.PARTS),
                 wrap=wrap,
             )
         if c.name == "multihop":
@@ -87,7 +90,7 @@ def task(config: ml_collections.ConfigDict, meter: Meter | None = None) -> Task:
                 datasets=c.datasets,
                 corpus=c.corpus,
                 top_k=c.top_k,
-                reward_weights=c.rewards.to_dict(),
+                reward_weights=_reward_weights(config, qa.PARTS),
                 seed=config.seed,
                 wrap=wrap,
             )
@@ -100,12 +103,28 @@ def task(config: ml_collections.ConfigDict, meter: Meter | None = None) -> Task:
                     f"keydoor: its door is {steps} steps away (task.rooms + 2), beyond budget.max_steps "
                     f"({config.budget.max_steps}); raise it, or lower task.rooms"
                 )
-            return keydoor_task(rooms=c.rooms, key_count=c.key_count, noise=c.noise, mistakes=c.mistakes)
+            weights = _reward_weights(config, REWARD_PARTS)
+            return keydoor_task(
+                rooms=c.rooms, key_count=c.key_count, noise=c.noise, mistakes=c.mistakes, reward_weights=weights
+            )
         if c.name == "frozenlake":
-            return frozenlake_task(size=c.size, holes=c.holes, slip=c.slip, mistakes=c.mistakes)
+            weights = _reward_weights(config, REWARD_PARTS)
+            return frozenlake_task(size=c.size, holes=c.holes, slip=c.slip, mistakes=c.mistakes, reward_weights=weights)
     except (ValueError, FileNotFoundError) as error:
         raise UserError(str(error)) from error
     raise UserError(f"unknown task.name {c.name!r}; choose 'hopworld', 'multihop', 'keydoor' or 'frozenlake'")
+
+
+def _reward_weights(config: ml_collections.ConfigDict, parts: Collection[str]) -> dict[str, float]:
+    """Weights of a task's reward parts. Raises UserError where a part is weighted that the task does not have."""
+    given, default = config.task.rewards.to_dict(), base.get_config().task.rewards.to_dict()
+    for name, weight in given.items():
+        if name not in parts and weight != default[name]:
+            raise UserError(
+                f"task.rewards.{name} is {weight}, but task {config.task.name!r} has no such reward part; it has "
+                f"{', '.join(parts)}"
+            )
+    return {name: weight for name, weight in given.items() if name in parts}
 
 
 def tokenizer(config: ml_collections.ConfigDict, task: Task, *, resumes: bool) -> Tokenizer:
@@ -282,9 +301,11 @@ def learns_values(config: ml_collections.ConfigDict) -> bool:
 
 
 def discount(config: ml_collections.ConfigDict) -> float:
-    """The discount per step of the credit scheme; 1 for one that has none."""
-    parameter = inspect.signature(SCHEMES[config.credit.name].assign).parameters.get("gamma")
-    return credit_args(config).get("gamma", parameter.default if parameter else 1.0)
+    """The discount per step of the credit scheme; 1 for one that has none, or discounts by token."""
+    scheme = SCHEMES[config.credit.name]
+    parameters = {} if scheme.token_time else inspect.signature(scheme.assign).parameters
+    name = "gamma_high" if "gamma_high" in parameters else "gamma"
+    return credit_args(config).get(name, parameters[name].default) if name in parameters else 1.0
 
 
 def shaping(config: ml_collections.ConfigDict) -> Shaping:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import ml_collections
@@ -27,6 +27,13 @@ from agentr1_jax.runtime.profile import parse_updates
 from experiments import build
 
 OPENINGS_CHECKED = 8
+POSITIVE = (
+    ("rollout", "groups"),
+    ("rollout", "samples"),
+    ("learner", "minibatches"),
+    ("learner", "epochs"),
+    ("loss", "fixed_denominator"),
+)
 
 
 def check(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | None = None) -> None:
@@ -63,6 +70,9 @@ def check(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | Non
         "correction.unit": (config.correction.unit, ("trajectory", "step")),
         "learner.old_logprobs": (config.learner.old_logprobs, ("sampler", "learner")),
     }
+    for section, key in POSITIVE:
+        if not config[section][key] > 0:
+            raise UserError(f"{section}.{key} is {config[section][key]}; it must be positive")
     for key, (value, known) in choices.items():
         if value not in known:
             raise UserError(f"unknown {key} {value!r}; choose one of {', '.join(known)}")
@@ -77,15 +87,24 @@ def check(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | Non
 def _check_credit(config: ml_collections.ConfigDict, scheme: Scheme) -> None:
     """The scheme gets what it needs, as far as a config can tell; `check_openings` asks the task for state keys."""
     c = config.rollout
-    for key in ("groups", "samples"):
-        if c[key] < 1:
-            raise UserError(f"rollout.{key} is {c[key]}; it must be at least 1")
     if scheme.needs_critic and config.critic == "none":
         raise UserError(f"credit scheme {scheme.name!r} needs a critic; set config.critic=shared_trunk")
     if scheme.needs_samples and c.samples < 2:
         raise UserError(
             f"credit scheme {scheme.name!r} compares the samples of a task row, and rollout.samples is {c.samples}: no "
             "token would ever get an advantage; set rollout.samples to 2 or more"
+        )
+    gamma = build.credit_args(config).get("gamma", 1.0)
+    if config.shaping.potential and scheme.token_time and gamma < 1:
+        raise UserError(
+            f"shaping.potential discounts by step, and credit scheme {scheme.name!r} by token (credit.args.gamma "
+            f"{gamma}): what is best would change; set credit.args.gamma=1 or choose a scheme whose time is the step"
+        )
+    tools = [key for key in ("potential", "overlong_buffer") if config.shaping[key]]
+    if scheme.needs_greedy and (tools or config.shaping.process_norm != "none"):
+        raise UserError(
+            f"credit scheme {scheme.name!r} compares with greedy rollouts, whose rewards are not shaped; set "
+            f"shaping.{(tools or ['process_norm'])[0]} to none of it"
         )
     if build.reads(config) == "all" and config.learner.row_reads < config.budget.context_tokens:
         raise UserError(
@@ -130,6 +149,8 @@ def _check_sampling(config: ml_collections.ConfigDict) -> None:
         )
     if config.rollout.refills < 0:
         raise UserError(f"rollout.refills is {config.rollout.refills}; it must not be negative")
+    if config.rollout.refills and config.rollout.samples < 2:
+        raise UserError("rollout.refills replaces groups whose rewards are all equal; with rollout.samples=1 all are")
 
 
 def _check_lengths(config: ml_collections.ConfigDict) -> None:
@@ -166,39 +187,52 @@ def _check_placement(config: ml_collections.ConfigDict, devices: Sequence[jax.De
         raise UserError(f"learner.rows ({config.learner.rows}) must be a multiple of the {shards} shards of a batch")
 
 
-def check_openings(config: ml_collections.ConfigDict, task: Task, agent: EnvLoop) -> None:
-    """Refuses a split that the task lacks, a budget that the task's first prompts already exceed, and a scheme or
-    reward tool that needs of the task's observations what they do not have.
+def check_task(config: ml_collections.ConfigDict, task: Task) -> None:
+    """Refuses a split that the task lacks, and a scheme or reward tool that needs of the task what it does not have.
 
     Raises:
-      UserError: names the splits there are, or the row, its length and the keys to change.
+      UserError: names what there is and the keys to change.
     """
-
-    async def first_observation(row: Row) -> Observation:
-        return await task.env().reset(row, seed=0)
-
     for part in config.shaping.process_parts:
         if part not in task.reward_parts:
             raise UserError(
                 f"shaping.process_parts: task {task.name!r} has no reward part {part!r}; it has "
                 f"{', '.join(task.reward_parts)}"
             )
+    for _, observation in _openings(config, task, rows=1):
+        _check_observation(config, task, observation)
+
+
+def check_openings(config: ml_collections.ConfigDict, task: Task, agent: EnvLoop) -> None:
+    """Refuses a budget that the task's first prompts already exceed.
+
+    Raises:
+      UserError: names the row, its length and the keys to change.
+    """
     room = config.budget.context_tokens - config.budget.response_tokens
+    for row, observation in _openings(config, task, rows=OPENINGS_CHECKED):
+        tokens = len(agent.opening(observation))
+        if tokens > room:
+            raise UserError(
+                f"the prompt of row {row['id']} has {tokens} tokens; budget.context_tokens "
+                f"({config.budget.context_tokens}) less budget.response_tokens ({config.budget.response_tokens}) "
+                f"leaves {room}: raise budget.context_tokens"
+            )
+
+
+def _openings(config: ml_collections.ConfigDict, task: Task, rows: int) -> Iterator[tuple[Row, Observation]]:
+    """The first rows of each split that a run uses, and how their episodes begin."""
+
+    async def first_observation(row: Row) -> Observation:
+        return await task.env().reset(row, seed=0)
+
     for split in ("train", config.eval.split):
         try:
-            rows = [task.row(split, index) for index in range(OPENINGS_CHECKED)]
+            chosen = [task.row(split, index) for index in range(rows)]
         except ValueError as error:
             raise UserError(f"eval.split: {error}") from error
-        for row in rows:
-            observation = asyncio.run(first_observation(row))
-            _check_observation(config, task, observation)
-            tokens = len(agent.opening(observation))
-            if tokens > room:
-                raise UserError(
-                    f"the prompt of row {row['id']} has {tokens} tokens; budget.context_tokens "
-                    f"({config.budget.context_tokens}) less budget.response_tokens ({config.budget.response_tokens}) "
-                    f"leaves {room}: raise budget.context_tokens"
-                )
+        for row in chosen:
+            yield row, asyncio.run(first_observation(row))
 
 
 def _check_observation(config: ml_collections.ConfigDict, task: Task, observation: Observation) -> None:

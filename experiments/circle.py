@@ -135,13 +135,14 @@ def with_greedy_rewards(
 
     Each process makes those of its own groups.
     """
+    view = run.view(params, run.frozen)  # A program of all processes, also of one that has no group here.
     groups = sorted({t.group for t in trajectories})
     if not groups:
         return list(trajectories)
     names = build.identities(run.task, run.config.seed, "greedy", groups, [visits[0] + g for g in groups], 1)
     greedy = run_groups(
         run.engine,
-        run.view(params, run.frozen),
+        view,
         run.agent,
         [Group(run.task.row("train", visits[0] + g), own) for g, own in zip(groups, names, strict=True)],
         sampling=Sampling(0.0),

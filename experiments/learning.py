@@ -129,7 +129,9 @@ def learn(
 
     baseline = moments.mean
     if learner.credit is not None:
-        streams, moments = shaped(streams, learner.shaping, gamma=learner.gamma, moments=moments)
+        streams, moments = shaped(
+            streams, learner.shaping, gamma=learner.gamma, moments=moments, bootstraps=learner.critic
+        )
         known |= _reward_metrics(streams)
     if learner.shaping.scale_returns:
         baseline /= moments.std

@@ -115,6 +115,7 @@ def set_up(config: ml_collections.ConfigDict) -> Run:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     tools = Meter()
     task = build.task(config, tools)
+    checks.check_task(config, task)
     processes.barrier("checked")
     owner = processes.process_index() == 0 and not resumes
     try:

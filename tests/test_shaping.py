@@ -88,21 +88,19 @@ def test_process_rewards_are_normalised_over_steps(trajectories, over, seed):
 @quick
 @given(batches(), st.sampled_from((0.5, 0.9, 1.0)), st.integers(0, 99))
 def test_a_potential_changes_a_return_by_the_potential_of_its_state_alone(trajectories, gamma, seed):
-    """What is best stays best: Φ does not depend on the action. A cut trajectory keeps γ^n Φ of where it was cut."""
+    """What is best stays best: Φ does not depend on the action, and how a trajectory ends is not paid for."""
     before = flatten(with_potentials(trajectories, seed))
-    after = shaping.with_potential(before, weight=2.0, gamma=gamma)
+    after = shaping.with_potential(before, weight=2.0, gamma=gamma, bootstraps=False)
     change = lists(before, shaping.returns(after, gamma) - shaping.returns(before, gamma))
-    for i, (own, phi) in enumerate(zip(change, lists(before, before.potential), strict=True)):
-        end = lists(before, before.next_potential)[i][-1] if before.cut[i] else 0.0
-        expected = [2 * (gamma ** (len(own) - t) * end - phi[t]) for t in range(len(own))]
-        np.testing.assert_allclose(own, expected, atol=1e-5)
+    for own, phi in zip(change, lists(before, before.potential), strict=True):
+        np.testing.assert_allclose(own, [-2 * x for x in phi], atol=1e-5)
     check_outcome(after)
 
 
 @quick
 @given(batches(), st.integers(0, 99))
 def test_a_critic_that_knows_the_potential_sees_the_same_advantages(trajectories, seed):
-    """Ng et al. 1999: step_gae with V − Φ on shaped rewards is step_gae with V on the rewards."""
+    """Ng et al. 1999: step_gae with V − Φ on shaped rewards is step_gae with V on the rewards, cut or not."""
     before = flatten(with_potentials(trajectories, seed))
     rng = np.random.default_rng(seed)
     value, final = rng.normal(size=len(before.rewards)), rng.normal(size=len(before.outcome))
@@ -118,14 +116,16 @@ def test_a_critic_that_knows_the_potential_sees_the_same_advantages(trajectories
         assign = get_scheme("step_gae", {"gamma": 0.9, "lam": 0.8, "whiten": "none"})[1]
         return assign(to_batch(streams, **sizes, critic=True)).advantages
 
-    after = shaping.with_potential(before, weight=1.0, gamma=0.9)
+    after = shaping.with_potential(before, weight=1.0, gamma=0.9, bootstraps=True)
     shifted = advantages(after, value - before.potential, final - before.next_potential[last])
     np.testing.assert_allclose(shifted, advantages(before, value, final), atol=1e-5)
 
 
 def test_an_environment_without_potentials_cannot_be_shaped_by_them():
     with pytest.raises(ValueError, match="needs the potential of every state, .* shaping.potential=0"):
-        shaping.with_potential(flatten([trajectory(np.random.default_rng(0), [2, 2])]), weight=1.0, gamma=1.0)
+        shaping.with_potential(
+            flatten([trajectory(np.random.default_rng(0), [2, 2])]), weight=1.0, gamma=1.0, bootstraps=False
+        )
 
 
 @pytest.mark.parametrize("unit", ["step", "trajectory"])
@@ -188,6 +188,14 @@ def test_scaling_divides_rewards_by_the_std_of_all_returns_so_far():
     np.testing.assert_allclose(second.rewards, two.rewards / np.concatenate(returns).std(ddof=1), rtol=1e-5)
     assert moments.mean == pytest.approx(np.concatenate(returns).mean())
     check_outcome(second)
+
+
+def test_scaling_keeps_the_distance_to_a_greedy_rollout():
+    t = trajectory(np.random.default_rng(0), [1, 2])
+    before = flatten([dataclasses.replace(t, info={"greedy_reward": t.total_reward})])
+    after = shaping.scaled(before, 4.0)
+    assert after.greedy_reward.tolist() == pytest.approx(after.outcome.tolist())
+    assert after.outcome[0] == pytest.approx(t.total_reward / 4)
 
 
 def test_without_tools_nothing_changes():

@@ -247,10 +247,54 @@ def test_a_stopped_run_goes_on_bit_for_bit_where_it_was(tmp_path: Path) -> None:
     assert json.loads((run / "summary.json").read_text())["updates"] == 6
 
 
+def stopped_and_straight(folder: Path, parts: dict, config: str = "quickstart") -> list[list[dict]]:
+    """RL records of a run that was stopped in its second batch and resumed, and of one that was not."""
+    run, straight = folder / "run", folder / "straight"
+    arguments = [sys.executable, "-m", "experiments.train", *command(config, run, **parts)]
+    started = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 300
+    while not (run / "trajectories" / "rl_000001.jsonl.gz").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    started.send_signal(signal.SIGTERM)
+    output, _ = started.communicate(timeout=120)
+    assert started.returncode == 0 and "the same command resumes" in output, output[-3000:]
+    records = []
+    for each in (run, straight):
+        done = train(config, each, **parts)
+        assert done.returncode == 0, done.stderr[-3000:]
+        records.append([r for r in read_metrics(each / "metrics.jsonl") if r["phase"] == "rl"])
+        assert json.loads((each / "summary.json").read_text())["recompiles_after_warmup"] == 0
+    return records
+
+
+@pytest.mark.slow
+def test_greedy_rollouts_and_running_statistics_go_on_where_they_were(tmp_path: Path) -> None:
+    """A scheme of one's own file that needs greedy rollouts, with groups replaced and rewards scaled."""
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from agentr1_jax.credit import register\n"
+        "from agentr1_jax.credit.group import remax\n"
+        "register('against_greedy', needs_greedy=True)(remax)\n"
+    )
+    parts = {
+        "credit__file": str(own),
+        "credit__name": "against_greedy",
+        "shaping__scale_returns": True,
+        "rollout__refills": 2,
+        "rollout__deterministic": True,
+        "updates": 6,
+    }
+    resumed, whole = stopped_and_straight(tmp_path, parts, "presets/remax")
+    for one, other in zip(resumed, whole, strict=True):
+        assert {k: x for k, x in one.items() if "time/" not in k} == {
+            k: x for k, x in other.items() if "time/" not in k
+        }
+    assert all(r["batch/malformed"] == 0 and r["batch/advantage_std"] > 0 for r in resumed)
+
+
 @pytest.mark.slow
 def test_a_run_with_every_part_of_the_learner_goes_on_where_it_was(tmp_path: Path) -> None:
     """The adapted coefficient of the KL and the policy it is measured to are those of a run that never stopped."""
-    run, straight = tmp_path / "run", tmp_path / "straight"
     parts = {
         "critic": "shared_trunk",
         "credit__name": "step_gae",
@@ -269,20 +313,7 @@ def test_a_run_with_every_part_of_the_learner_goes_on_where_it_was(tmp_path: Pat
         "rollout__deterministic": True,
         "updates": 6,
     }
-    arguments = [sys.executable, "-m", "experiments.train", *command("quickstart", run, **parts)]
-    started = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    deadline = time.monotonic() + 300
-    while not (run / "trajectories" / "rl_000001.jsonl.gz").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    started.send_signal(signal.SIGTERM)
-    output, _ = started.communicate(timeout=120)
-    assert started.returncode == 0 and "the same command resumes" in output, output[-3000:]
-    records = []
-    for folder in (run, straight):
-        done = train("quickstart", folder, **parts)
-        assert done.returncode == 0, done.stderr[-3000:]
-        records.append([r for r in read_metrics(folder / "metrics.jsonl") if r["phase"] == "rl"])
-        assert json.loads((folder / "summary.json").read_text())["recompiles_after_warmup"] == 0
+    records = stopped_and_straight(tmp_path, parts)
     exact = (
         "update",
         "learner/kl_coef",

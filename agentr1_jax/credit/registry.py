@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import inspect
 import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -36,6 +37,7 @@ class Scheme:
       needs_state_key: True if it compares steps of equal `batch.state_key`.
       needs_greedy: True if it reads `batch.greedy_reward`.
       needs_samples: True if it gives a lone sample of a row no advantage.
+      token_time: True if its `gamma` discounts by token, and not by step.
       file: where it was defined.
     """
 
@@ -46,6 +48,7 @@ class Scheme:
     needs_state_key: bool = False
     needs_greedy: bool = False
     needs_samples: bool = False
+    token_time: bool = False
     file: str | None = None
 
 
@@ -60,6 +63,7 @@ def register(
     needs_state_key: bool = False,
     needs_greedy: bool = False,
     needs_samples: bool = False,
+    token_time: bool = False,
 ) -> Callable[[Callable[..., Credit]], Callable[..., Credit]]:
     """Decorator that adds a scheme under `name`; see `Scheme` for what it may need.
 
@@ -79,6 +83,7 @@ def register(
             needs_state_key=needs_state_key,
             needs_greedy=needs_greedy,
             needs_samples=needs_samples,
+            token_time=token_time,
             file=file,
         )
         return assign
@@ -101,12 +106,15 @@ def load_schemes(path: str) -> None:
     module = importlib.util.module_from_spec(spec)
     before = {name: scheme for name, scheme in SCHEMES.items() if scheme.file != path}
     _keep(before)
+    sys.modules[spec.name] = module  # Where dataclasses of the file look for themselves.
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         _keep(before)
         raise ValueError(f"credit.file: {path}: {type(error).__name__}: {error}") from error
-    if not any(scheme.file == path for scheme in SCHEMES.values()):
+    added = SCHEMES.keys() - before.keys()
+    SCHEMES.update({name: dataclasses.replace(SCHEMES[name], file=path) for name in added})
+    if not added:
         raise ValueError(f"credit.file: {path} registers no scheme; decorate a function with @register('its_name')")
 
 
@@ -136,8 +144,8 @@ def get_scheme(name: str, hyperparameters: Mapping[str, Any]) -> tuple[Scheme, C
             raise ValueError(f"credit scheme {name!r} has no hyper-parameter {key!r}; it has {known or 'none'}")
         if key in (*DISCOUNTS, *AT_LEAST_ZERO) and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise ValueError(f"credit.args.{key} is {value!r}; it must be a number")
-        if key in WHOLE and value != int(value):
-            raise ValueError(f"credit.args.{key} is {value}; it must be a whole number")
+        if key in WHOLE and not isinstance(value, int):
+            raise ValueError(f"credit.args.{key} is {value}; it must be a whole number, written without a point")
         if key in DISCOUNTS and not 0 <= value <= 1:
             raise ValueError(f"credit.args.{key} is {value}; a discount lies in [0, 1]")
         if key in AT_LEAST_ZERO and not value >= 0:

@@ -91,7 +91,9 @@ class Shaping:
             )
 
 
-def shaped(streams: Streams, shaping: Shaping, *, gamma: float, moments: Moments) -> tuple[Streams, Moments]:
+def shaped(
+    streams: Streams, shaping: Shaping, *, gamma: float, moments: Moments, bootstraps: bool = False
+) -> tuple[Streams, Moments]:
     """Applies the tools of a run, in the order of this file.
 
     Args:
@@ -99,6 +101,7 @@ def shaped(streams: Streams, shaping: Shaping, *, gamma: float, moments: Moments
       shaping: the choices.
       gamma: discount per step, of the scheme.
       moments: of the returns of earlier batches, before scaling.
+      bootstraps: whether a critic values the future of what was cut.
 
     Returns:
       streams with shaped rewards, and moments with this batch.
@@ -116,7 +119,7 @@ def shaped(streams: Streams, shaping: Shaping, *, gamma: float, moments: Moments
             unit=shaping.overlong_unit,
         )
     if shaping.potential:
-        streams = with_potential(streams, weight=shaping.potential, gamma=gamma)
+        streams = with_potential(streams, weight=shaping.potential, gamma=gamma, bootstraps=bootstraps)
     moments = moments.seen(returns(streams, gamma))
     return (scaled(streams, moments.std) if shaping.scale_returns else streams), moments
 
@@ -158,17 +161,19 @@ def overlong(streams: Streams, *, limit: int, buffer: int, factor: float, unit: 
     return with_rewards(streams, streams.rewards - factor * np.clip((length - (limit - buffer)) / buffer, 0, 1))
 
 
-def with_potential(streams: Streams, *, weight: float, gamma: float) -> Streams:
-    """rₜ + w·(γΦ(sₜ₊₁) − Φ(sₜ)), Φ = 0 where the episode ended and Φ of the state where it was cut.
+def with_potential(streams: Streams, *, weight: float, gamma: float, bootstraps: bool) -> Streams:
+    """rₜ + w·(γΦ(sₜ₊₁) − Φ(sₜ)), Φ = 0 beyond the last step.
 
-    The best policies stay the best (the scheme must use the same γ): a return changes by −w·Φ(sₜ) alone.
+    The best policies stay the best (the scheme must use the same γ): a return changes by −w·Φ(sₜ) alone. Where a
+    trajectory was cut and a critic `bootstraps` what follows, Φ there is the state's: that critic learns shaped values.
+    Without one what follows is worth 0, and so is its Φ; else where one is cut would be paid for.
 
     Source: Ng, Harada and Russell 1999.
 
     Raises:
       ValueError: the environment gives no potential.
     """
-    over = _last_step(streams) & ~streams.cut[streams.traj_of_step]
+    over = _last_step(streams) & ~(streams.cut[streams.traj_of_step] & bootstraps)
     after = np.where(over, 0, streams.next_potential)
     if np.isnan(streams.potential).any() or np.isnan(after).any():
         raise ValueError(
@@ -179,10 +184,11 @@ def with_potential(streams: Streams, *, weight: float, gamma: float) -> Streams:
 
 
 def scaled(streams: Streams, std: float) -> Streams:
-    """rₜ / std, the tokens' rewards too; std is of the returns so far, so that advantages keep their size as a policy
-    improves. Rewards are not centred, which would change what is best."""
+    """rₜ / std, the rewards of tokens and of greedy rollouts too; std is of the returns so far, so that advantages keep
+    their size as a policy improves. Rewards are not centred, which would change what is best."""
     streams = with_rewards(streams, streams.rewards / std)
-    return dataclasses.replace(streams, token_rewards=(streams.token_rewards / std).astype(np.float32))
+    others = {name: (getattr(streams, name) / std).astype(np.float32) for name in ("token_rewards", "greedy_reward")}
+    return dataclasses.replace(streams, **others)
 
 
 def returns(streams: Streams, gamma: float) -> Float[np.ndarray, "steps"]:

@@ -34,7 +34,7 @@ def reinforce(batch: CreditBatch, *, gamma: float = 1.0, whiten: str = "step") -
     return without_critic(batch, of_step(batch, whiten_steps(batch, step_returns(batch, gamma), whiten)))
 
 
-@register("reinforce_pp")
+@register("reinforce_pp", token_time=True)
 def reinforce_pp(batch: CreditBatch, *, gamma: float = 1.0, whiten: str = "token") -> Credit:
     """Gₖ = rₖ + γGₖ₊₁ over the sampled tokens of the whole trajectory, whitened over tokens.
 
@@ -45,7 +45,7 @@ def reinforce_pp(batch: CreditBatch, *, gamma: float = 1.0, whiten: str = "token
     return without_critic(batch, whiten_tokens(batch, token_returns(batch, gamma), whiten))
 
 
-@register("token_gae", needs_critic=True)
+@register("token_gae", needs_critic=True, token_time=True)
 def token_gae(batch: CreditBatch, *, gamma: float = 1.0, lam: float = 1.0, whiten: str = "token") -> Credit:
     """GAE whose time is the sampled token, over the whole trajectory.
 

@@ -28,7 +28,9 @@ RULES = "Go over the ice F from S to G, not into H."
 Cell = tuple[int, int]
 
 
-def frozenlake_task(*, size: int = 4, holes: float = 0.2, slip: float = 0.0, mistakes: float = 0.7) -> TabularTask:
+def frozenlake_task(
+    *, size: int = 4, holes: float = 0.2, slip: float = 0.0, mistakes: float = 0.7, **options: Any
+) -> TabularTask:
     """FrozenLake as a Task; the goal pays 1, and an episode ends there, in a hole, or by the budget.
 
     Args:
@@ -36,7 +38,7 @@ def frozenlake_task(*, size: int = 4, holes: float = 0.2, slip: float = 0.0, mis
       holes: share of holes among all cells but the corners S and G; there is always a way.
       slip: probability that a step slides to one of the two sides, each with half of it; Gymnasium's slippery lake has
         2/3.
-      mistakes: of the expert, see `TabularTask`.
+      mistakes, options: see `TabularTask`.
 
     Raises:
       ValueError: a setting is out of its range, or leaves too few maps.
@@ -45,7 +47,7 @@ def frozenlake_task(*, size: int = 4, holes: float = 0.2, slip: float = 0.0, mis
     if not 3 <= size <= 9:
         raise ValueError(f"frozenlake: size is {size}; it must be within 3 and 9")
     draw = functools.partial(_draw, size=size, holes=holes)
-    return TabularTask("frozenlake", draw, functools.partial(game, slip=slip), mistakes)
+    return TabularTask("frozenlake", draw, functools.partial(game, slip=slip), mistakes, **options)
 
 
 def game(row: Row, *, slip: float) -> Game:

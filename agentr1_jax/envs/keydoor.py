@@ -26,14 +26,16 @@ WORTH = {"stone": 0.0, "leaf": 0.02, "nut": 0.04, "apple": 0.06, "pear": 0.08, "
 GO_ON, OPEN = "go on", "open door"
 
 
-def keydoor_task(*, rooms: int = 5, key_count: int = 3, noise: float = 0.3, mistakes: float = 0.7) -> TabularTask:
+def keydoor_task(
+    *, rooms: int = 5, key_count: int = 3, noise: float = 0.3, mistakes: float = 0.7, **options: Any
+) -> TabularTask:
     """KeyDoor as a Task; an episode has `rooms` + 2 steps, and its rewards are those of `game`.
 
     Args:
       rooms: between the key and the door, at least 0.
       key_count: in the first room, 2 to 10, one of which fits.
       noise: a thing pays `WORTH` plus or minus this, with equal probability.
-      mistakes: of the expert, see `TabularTask`.
+      mistakes, options: see `TabularTask`.
 
     Raises:
       ValueError: a setting is out of its range.
@@ -45,7 +47,7 @@ def keydoor_task(*, rooms: int = 5, key_count: int = 3, noise: float = 0.3, mist
     if noise < 0:
         raise ValueError(f"keydoor: noise is {noise}; it must not be negative")
     draw = functools.partial(_draw, rooms=rooms, key_count=key_count)
-    return TabularTask("keydoor", draw, functools.partial(game, noise=noise), mistakes)
+    return TabularTask("keydoor", draw, functools.partial(game, noise=noise), mistakes, **options)
 
 
 def game(row: Row, *, noise: float) -> Game:

@@ -18,6 +18,7 @@ from agentr1_jax.trajectory import Outcome
 NO_ACTION = "That is no action here."
 SPLITS = ("eval", "dev", "train", "train", "train", "train", "train", "train")
 """Whose is each eighth of all layouts."""
+REWARD_PARTS = ("goal", "side")
 DRAWS = 3000
 EXPERT_GAMMA = 0.95
 """Discount under which the expert's actions are best: it also hurries."""
@@ -34,25 +35,30 @@ class TabularTask:
       game: row -> its game.
       mistakes: probability with which the expert does not choose, at each step; then it does what is named first, or
         anything, with equal probability.
+      reward_weights: of `REWARD_PARTS`; `return` and `optimum` are the game's own, unweighted.
 
     Raises:
-      ValueError: `mistakes` is no probability, or there are too few layouts for three splits.
+      ValueError: `mistakes` is no probability, a weight has no part, or there are too few layouts for three splits.
     """
 
     name: str
     draw: Callable[[random.Random], Row | None]
     game: Callable[[Row], Game]
     mistakes: float
+    reward_weights: Mapping[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(REWARD_PARTS, 1.0))
 
     def __post_init__(self) -> None:
         check_rates(self.name, mistakes=self.mistakes)
+        if set(self.reward_weights) != set(REWARD_PARTS):
+            known, given = ", ".join(REWARD_PARTS), ", ".join(self.reward_weights)
+            raise ValueError(f"{self.name}: its reward parts are {known}, each with a weight; given are {given}")
         for split in set(SPLITS):
             self.row(split, 0)
 
     @property
     def reward_parts(self) -> Sequence[str]:
         """What is paid at the goal, and beside it."""
-        return ("goal", "side")
+        return REWARD_PARTS
 
     def row(self, split: str, index: int) -> Row:
         """Row `index` of a split. Raises ValueError on another split or a negative index."""
@@ -72,7 +78,7 @@ class TabularTask:
 
     def env(self) -> TabularEnv:
         """A fresh environment."""
-        return TabularEnv(self.game)
+        return TabularEnv(self.game, self.reward_weights)
 
     def expert(self, row: Row, seed: int) -> Expert:
         """An expert that errs with probability `mistakes` at each step; equal seeds give equal decisions."""
@@ -104,8 +110,9 @@ class TabularEnv:
     episodes, other seeds others.
     """
 
-    def __init__(self, game: Callable[[Row], Game]) -> None:
+    def __init__(self, game: Callable[[Row], Game], weights: Mapping[str, float]) -> None:
         self._make = game
+        self._weights = weights
         self._row: Row = {}
 
     async def reset(self, row: Row, seed: int) -> Observation:
@@ -124,11 +131,13 @@ class TabularEnv:
         self._return += chance.reward
         self._success += chance.success
         goal = chance.reward if chance.success else 0.0
+        raw = dict(zip(REWARD_PARTS, (goal, chance.reward - goal), strict=True))
+        parts = {name: self._weights[name] * x for name, x in raw.items()}
         ended = chance.state is None
         return Transition(
             observation=None if ended else self._enter(chance.state, known),
-            reward=chance.reward,
-            reward_parts={"goal": goal, "side": chance.reward - goal},
+            reward=sum(parts.values()),
+            reward_parts=parts,
             terminated=ended,
             outcome=Outcome.ENV_DONE if ended else None,
             metrics=self.cut() if ended else {},

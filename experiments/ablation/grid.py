@@ -20,10 +20,11 @@ from ml_collections import config_flags
 from agentr1_jax.credit.registry import get_scheme, load_schemes
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.errors import UserError
-from experiments import inherited
+from experiments import build, inherited
 
 WARM_START = "warm_start"
-SAME_FOR_ALL = ("seed", "run_dir", "compilation_cache", "control", "control_seconds", "eval", "task.name")
+SAME_FOR_ALL = ("seed", "run_dir", "compilation_cache", "control", "control_seconds", "eval", "task")
+OF_ARMS = ("task.rewards.",)
 """What an arm cannot change, since its runs would not be compared with those of other arms."""
 OF_WARM_START = ("warm_start", "warm_start_updates")
 SYNTAX = "write SCHEME, SCHEME(setting=value, ...), or either with changes: SCHEME+config.key=value+config.key=value"
@@ -168,7 +169,8 @@ def make_grid(
 def configured(config: ml_collections.ConfigDict, arm: Arm) -> tuple[ml_collections.ConfigDict, str]:
     """The config of an arm, and what the table is to say of it.
 
-    Settings of the config's own scheme stay where the arm's has them too. A scheme that needs a critic gets one.
+    Settings of the config's own scheme stay where the arm's has them too. A scheme that needs a critic gets one, and an
+    arm that reads what came from tools gets room for it.
     """
     where = f"--schemes: {arm.name!r}"
     try:
@@ -183,13 +185,17 @@ def configured(config: ml_collections.ConfigDict, arm: Arm) -> tuple[ml_collecti
         **arm.changes,
     }
     for key in changes:
-        if key.startswith(tuple(f"{fixed}." for fixed in SAME_FOR_ALL)) or key in SAME_FOR_ALL:
+        fixed = key in SAME_FOR_ALL or key.startswith(tuple(f"{same}." for same in SAME_FOR_ALL))
+        if fixed and not key.startswith(OF_ARMS):
             raise UserError(f"{where} changes {key}, which is the same for all arms; change it by --config.{key}")
-    config, note = changed(config, changes, where), ""
+    config, notes = changed(config, changes, where), list[str]()
     if scheme.needs_critic and config.critic == "none":
         config.critic = "shared_trunk"
-        note = "with critic=shared_trunk, since the config has none"
-    return config, note
+        notes.append("with critic=shared_trunk, since the config has none")
+    if build.reads(config) == "all" and config.learner.row_reads < config.budget.context_tokens:
+        config.learner.row_reads = config.budget.context_tokens
+        notes.append("with learner.row_reads=budget.context_tokens, since what came from tools is read too")
+    return config, "; ".join(notes)
 
 
 def changed(config: ml_collections.ConfigDict, changes: Mapping[str, str], where: str) -> ml_collections.ConfigDict:

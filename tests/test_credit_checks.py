@@ -1,0 +1,201 @@
+"""What is refused before a run starts because credit could not be assigned as asked, and what a config comes to."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+
+import jax
+import numpy as np
+import pytest
+from builders import trajectory
+
+from agentr1_jax.credit import SCHEMES, get_scheme, load_schemes
+from agentr1_jax.envs.base import Observation
+from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.trajectory import Outcome
+from configs import keydoor, quickstart
+from experiments import build, checks, circle
+from experiments.ablation import grid
+
+
+def changed(config, **changes):
+    config = config.get_config()
+    config.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
+    return config
+
+
+def task(*, state_key="s", potential=1.0, parts=("goal",)):
+    """A task whose observations have just that."""
+
+    async def reset(row, seed):
+        return Observation(text="", state_key=state_key, potential=potential)
+
+    return types.SimpleNamespace(
+        name="some task",
+        reward_parts=parts,
+        row=lambda split, index: {"id": f"{split}/{index}"},
+        env=lambda: types.SimpleNamespace(reset=reset),
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rollout__groups": -8}, "rollout.groups is -8; it must be positive"),
+        ({"rollout__samples": -1}, "rollout.samples is -1; it must be positive"),
+        ({"rollout__samples": 1}, "credit scheme 'grpo' compares the samples of a task row, and rollout.samples is 1"),
+        ({"credit__name": "step_gae"}, "credit scheme 'step_gae' needs a critic; set config.critic=shared_trunk"),
+        ({"credit__name": "gpro"}, "unknown credit scheme 'gpro'; choose one of .*grpo"),
+        ({"credit__args__gamma": 0.9}, "credit scheme 'grpo' has no hyper-parameter 'gamma'"),
+        ({"credit__name": "reinforce", "credit__args__gamma": 1.5}, r"gamma is 1.5; a discount lies in \[0, 1\]"),
+        ({"credit__args__unit": "row"}, "credit.args.unit is 'row'; choose one of token, step, trajectory"),
+        ({"credit__file": "nowhere.py"}, "credit.file: .*nowhere.py: no such file"),
+        ({"shaping__process_norm": "group"}, "needs shaping.process_parts"),
+        ({"learner__minibatches": 0}, "learner.minibatches is 0; it must be positive"),
+        ({"learner__epochs": -1}, "learner.epochs is -1; it must be positive"),
+        ({"loss__fixed_denominator": 0.0}, "loss.fixed_denominator is 0.0; it must be positive"),
+        ({"learner__loss_mask": False}, r"budget.context_tokens \(224\) reads, and learner.row_reads is 48; raise it"),
+        (
+            {"credit__name": "remax", "shaping__potential": 1.0},
+            "compares with greedy rollouts, whose rewards are not shaped; .*shaping.potential",
+        ),
+        (
+            {"credit__name": "reinforce_pp", "credit__args__gamma": 0.9, "shaping__potential": 1.0},
+            "discounts by step, and credit scheme 'reinforce_pp' by token",
+        ),
+        (
+            {"credit__name": "reinforce", "rollout__samples": 1, "rollout__refills": 4},
+            "rollout.refills replaces groups whose rewards are all equal",
+        ),
+    ],
+)
+def test_a_config_without_what_credit_needs_is_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        checks.check(changed(keydoor, **changes), jax.devices()[:1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "message"),
+    [
+        ({"credit__name": "gigpo"}, {"state_key": None}, "'gigpo' compares steps of equal state_key, and .*have none"),
+        ({"shaping__potential": 0.5}, {"potential": None}, "observations of task 'some task' have no potential"),
+        (
+            {"shaping__process_parts": ("side",), "shaping__process_norm": "group"},
+            {},
+            "task 'some task' has no reward part 'side'; it has goal",
+        ),
+    ],
+)
+def test_a_task_without_what_credit_needs_is_refused(changes, given, message):
+    config = changed(keydoor, **changes)
+    with pytest.raises(UserError, match=message):
+        checks.check_task(config, task(**given))
+    checks.check_task(config, task(parts=("goal", "side")))
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "discount"),
+    [
+        ("grpo", {}, 1.0),
+        ("gigpo", {}, 0.95),
+        ("gigpo", {"gamma": 0.5}, 0.5),
+        ("bilevel_gae", {"gamma": 0.5}, 0.95),
+        ("token_gae", {"gamma": 0.5}, 1.0),
+        ("step_gae", {"gamma": 0.5}, 0.5),
+    ],
+)
+def test_the_discount_per_step_is_the_scheme_s(name, args, discount):
+    config = changed(keydoor, credit__name=name, **{f"credit__args__{key}": x for key, x in args.items()})
+    assert build.discount(config) == discount
+
+
+def test_each_part_of_a_reward_has_its_weight():
+    made = build.task(changed(keydoor, task__rewards__goal=3.0, task__rewards__side=0.5))
+    assert made.reward_weights == {"goal": 3.0, "side": 0.5}
+    with pytest.raises(UserError, match=r"task.rewards.answer is 2.0, but task 'keydoor' has no such reward part; it"):
+        build.task(changed(keydoor, task__rewards__answer=2.0))
+    with pytest.raises(UserError, match=r"task.rewards.side is 0.0, but task 'hopworld' has no such reward part; it"):
+        build.task(changed(quickstart, task__rewards__side=0.0))
+
+
+def test_greedy_rollouts_are_of_the_rows_of_the_batch(monkeypatch):
+    """Groups keep their place in the running order of rows, whichever refills were kept; a failed one gives nothing."""
+    asked = []
+
+    def run_groups(engine, params, agent, groups, *, sampling, policy_version, wanted, limits):
+        asked.extend((g.row, [name.uid for name in g.identities]) for g in groups)
+        assert sampling.temperature == 0 and policy_version == 7 and wanted == len(asked) and params == "view"
+        for group, outcome in ((1, Outcome.ANSWERED), (5, Outcome.ENV_FAILURE)):
+            made = trajectory(np.random.default_rng(0), [2], group=group)
+            yield [dataclasses.replace(made, outcome=outcome)]
+
+    monkeypatch.setattr(circle, "run_groups", run_groups)
+    some = types.SimpleNamespace(name="t", row=lambda split, index: (split, index))
+    run = types.SimpleNamespace(
+        config=quickstart.get_config(), task=some, engine=None, agent=None, frozen={}, view=lambda *_: "view"
+    )
+    batch = [trajectory(np.random.default_rng(1), [1], group=group, sample=i) for group in (1, 5) for i in range(2)]
+    out = circle.with_greedy_rewards(run, {}, batch, range(40, 44), version=7)
+    assert [row for row, _ in asked] == [("train", 41), ("train", 45)]
+    assert len({uid for _, uids in asked for uid in uids}) == 2
+    reward = trajectory(np.random.default_rng(0), [2], group=1).total_reward
+    assert [t.info.get("greedy_reward") for t in out] == [reward, reward, None, None]
+    assert circle.with_greedy_rewards(run, {}, [], range(40, 44), version=7) == []
+
+
+def test_an_arm_without_a_mask_gets_rows_for_what_it_reads():
+    config = keydoor.get_config()
+    arms = grid.crossed(grid.parse_arms("token_gae"), "learner.loss_mask", ["true", "false"], True)
+    _, (masked, unmasked) = grid.make_grid(config, arms, [0], "out")
+    assert masked.config.learner.row_reads == 48 and unmasked.config.learner.row_reads == 224
+    assert "row_reads" in unmasked.note and "critic=shared_trunk" in unmasked.note
+    for cell in (masked, unmasked):
+        checks.check(dataclasses.replace(cell).config, jax.devices()[:1])
+
+
+def test_an_arm_cannot_be_asked_other_questions():
+    for change in ("task.noise=1.0", "task.name=frozenlake", "eval.questions=8"):
+        with pytest.raises(UserError, match="which is the same for all arms"):
+            grid.make_grid(keydoor.get_config(), grid.parse_arms(f"grpo+{change}"), [0], "out")
+    _, (cell,) = grid.make_grid(keydoor.get_config(), grid.parse_arms("grpo+task.rewards.side=0.0"), [0], "out")
+    assert cell.config.task.rewards.side == 0
+
+
+@pytest.fixture
+def registry():
+    before = dict(SCHEMES)
+    yield
+    SCHEMES.clear()
+    SCHEMES.update(before)
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_user_s_file_may_hold_dataclasses_and_register_what_it_imports(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from __future__ import annotations\n"
+        "import dataclasses\n"
+        "from agentr1_jax.credit import register\n"
+        "from agentr1_jax.credit.group import dr_grpo\n"
+        "@dataclasses.dataclass\n"
+        "class Choice:\n    scale: float = 1.0\n"
+        "register('mine', needs_samples=True)(dr_grpo)\n"
+    )
+    for _ in range(2):
+        load_schemes(str(path))
+    scheme, _ = get_scheme("mine", {"unit": "step"})
+    assert scheme.file == str(path) and scheme.needs_samples
+    path.write_text("from agentr1_jax.credit import register\n")
+    with pytest.raises(ValueError, match="registers no scheme"):
+        load_schemes(str(path))
+    assert "mine" not in SCHEMES
+
+
+def test_a_critic_is_trained_where_the_scheme_uses_it():
+    config = changed(keydoor, credit__name="state_baseline")
+    assert not build.learns_values(config)
+    config.critic = "shared_trunk"
+    assert build.learns_values(config)
+    config.credit.name = "grpo"
+    assert not build.learns_values(config)
