@@ -254,7 +254,7 @@ def reinforce(run: Run, journal: Journal, learner: Learner, state: LearnerState)
                 evaluate(run, journal, state, name, temperature=0.0, questions=config.eval.quick_questions)
             if warmed_up:
                 count_recompiles(position, journal.compiles.count - compiled)
-            warmed_up = True
+            warmed_up = warmed_up or bool(pending.updates)  # A batch without signal compiles no update.
             journal.save_if_due(state, config.checkpoint_every)
     return state
 

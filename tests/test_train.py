@@ -289,7 +289,8 @@ def test_greedy_rollouts_and_running_statistics_go_on_where_they_were(tmp_path: 
         assert {k: x for k, x in one.items() if "time/" not in k} == {
             k: x for k, x in other.items() if "time/" not in k
         }
-    assert all(r["batch/malformed"] == 0 and r["batch/advantage_std"] > 0 for r in resumed)
+    trained = [r for r in resumed if "batch/steps" in r]  # In the others no group had any signal.
+    assert len(trained) > 3 and all(r["batch/malformed"] == 0 and r["batch/advantage_std"] > 0 for r in trained)
 
 
 @pytest.mark.slow
