@@ -22,7 +22,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from agentr1_jax.credit.shaping import Moments
 from agentr1_jax.learner import fill
 from agentr1_jax.report import credit as plots
 from agentr1_jax.report import credit_stats as stats
@@ -37,7 +36,8 @@ from experiments import build, learning
 from experiments.circle import Run
 from experiments.credit import recorded
 from experiments.credit.choice import choose
-from experiments.credit.effects import Effects, effects, scored_parts
+from experiments.credit.effects import Effects, effects
+from experiments.credit.parts import scored_parts
 from experiments.export_hf import run_tokenizer
 
 UPDATE = flags.DEFINE_string("update", "last", "the recorded RL batch: a number as in trajectories/rl_000012, or last")
@@ -67,29 +67,24 @@ def main(argv: Sequence[str]) -> None:
     params, position = recorded.newest_params(recordings, policy, mesh)
     run = dataclasses.replace(run, frozen=build.frozen(config, policy, mesh))
 
-    moments, version = Moments(*position.returns), recorded.version(position, config)
-    parts, gap = scored_parts(run, params, trajectories, moments)
+    moments, unsure = recorded.moments_before(run, position, recordings[0].trajectories)
+    parts, baseline, gap = scored_parts(run, params, trajectories, moments)
     result = effects(
-        run,
-        params,
-        parts,
-        chosen.assigns,
-        aggregate=AGGREGATE.value,
-        resamples=RESAMPLES.value,
-        baseline=moments.mean,
+        run, params, parts, chosen.schemes, aggregate=AGGREGATE.value, resamples=RESAMPLES.value, baseline=baseline
     )
+    version, sampled_by = recorded.version(position, config), trajectories[0].steps[0].policy_version
     facts = {
         "trajectories": len(trajectories),
         "groups": len(parts),
         "steps": result.steps.shape[1],
         "tokens": result.advantages.shape[1],
-        "sampled by version": trajectories[0].steps[0].policy_version,
+        "sampled by version": sampled_by,
         "parameters of version": version,
         "their log-prob gap": gap,
         "aggregate": AGGREGATE.value,
         "resamples": RESAMPLES.value,
     }
-    notes = [*chosen.notes, *remarks(params, result, late=version - facts["sampled by version"])]
+    notes = [*chosen.notes, *unsure, *remarks(params, result, late=version - sampled_by)]
     title = f"Credit schemes on {', '.join(f'{r.folder} rl_{u:06d}' for r in recordings for u in r.updates)}"
     os.makedirs(out, exist_ok=True)
     write(out, title, facts, notes, chosen.own, result, tokenizer)
@@ -110,10 +105,13 @@ def usable(run: Run, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
 
 
 def remarks(params: Mapping[str, Any], result: Effects, late: int) -> list[str]:
-    """What the reader must know of the figures; `late` is by how many batches the parameters are."""
+    """What the reader must know of the figures; the parameters are `late` batches newer than the samples."""
     out = []
-    if late > 1:
-        out.append(f"The parameters have learnt from {late} batches since: gradients, and values, are not those then.")
+    if late > 1 or late < 0:
+        out.append(
+            f"The parameters are {abs(late)} batches {'newer' if late > 0 else 'older'} than those that sampled: "
+            "gradients, values and the running mean of returns are not as they were then."
+        )
     if "value" in params and not np.any(params["value"]["kernel"]):
         out.append("The critic's head is zero: nothing has trained it, and its values are all the same.")
     for name, rest in zip(result.schemes, result.misfit, strict=True):

@@ -4,10 +4,10 @@
 
 On small decision processes (`credit/processes.py`) the gradient of J = E[Σ r] is known by listing every trajectory.
 Batches are drawn, credited and turned into gradients by the library's own schemes and loss. The first table is
-on-policy, where all ratios and clips agree; the last is off-policy, for ratio x clip, with step_gae and the exact
-critic of the policy that sampled. Even without bounds those are biased, since the states and what follows are the old
-policy's; clipping shows as what comes on top. A critic is the exact value function, or (`const V`) 0.5 everywhere.
-Takes one to two minutes on two cores, mostly of compilation.
+on-policy, where all ratios and clips agree; the last two are off-policy: ratio x clip in detail for step_gae with the
+exact critic of the policy that sampled, and for every scheme at a glance. Even without bounds those are biased, since
+the states and what follows are the old policy's; clipping shows as what comes on top. A critic is the exact value
+function, or (`const V`) 0.5 everywhere. Takes about two minutes on two cores.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from rich.table import Table
 
 from agentr1_jax.credit import SCHEMES, load_schemes
 from agentr1_jax.learner.fill import AGGREGATES
+from agentr1_jax.learner.ratios import RATIOS
 from agentr1_jax.report.gradients import plot_gradients
 from agentr1_jax.report.tables import markdown_table
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.runtime.progress import progress
-from experiments.credit.bias import LOSSES, Row, chosen, off_policy, on_policy, variants
+from experiments.credit.bias import LOSSES, REFERENCE, Row, chosen, off_policy, on_policy, plain, variants
 from experiments.credit.estimates import LEVEL
 from experiments.credit.processes import PROCESSES
 
@@ -38,11 +39,15 @@ SAMPLES = flags.DEFINE_integer("samples", 4, "trajectories of a group", lower_bo
 WANTED = flags.DEFINE_list("schemes", ["all"], "credit schemes, or all")
 FILE = flags.DEFINE_string("credit_file", "", "a Python file with schemes of one's own, as credit.file in a config")
 PROCESS = flags.DEFINE_list("process", ["all"], f"of {', '.join(PROCESSES)}, or all")
-SHIFT = flags.DEFINE_float("shift", 0.7, "off-policy: standard deviation of what the old logits differ by", 0.0)
+SHIFT = flags.DEFINE_float(
+    "shift", None, "off-policy: standard deviation of what the old logits differ by; else each process has its own", 0.0
+)
 SEED = flags.DEFINE_integer("seed", 0, "of sampling")
 OUT = flags.DEFINE_string("out", "", "folder for gradients.md, gradients.csv and gradients.png")
 
-WIDTH = 172
+WIDTH = 190
+BEYOND = 100.0
+"""Bias of a direction that is none: c is 0 within chance."""
 COLORS = {"unbiased": "green", "scaled": "blue", "biased": "dark_orange"}
 
 
@@ -54,21 +59,36 @@ def cells(row: Row) -> dict[str, str]:
         "p": f"{row['p']:.3f}",
         "scale c": f"{row['scale']:.3f} ± {row['scale_half']:.3f}",
         "bias of direction": f"{row['off']:.3f} [{row['off_low']:.3f}, {row['off_high']:.3f}]",
-        "variance": f"{row['variance']:.3g}",
+        "variance": f"{row['variance']:.3g} ± {row['variance_half']:.2g}",
         "variance/c²": f"{row['noise']:.3g}",
-        "MSE": f"{row['mse']:.3g}",
+        "MSE": f"{row['mse']:.3g} ± {row['mse_half']:.2g}",
         "cosine": f"{row['cosine']:.3f}",
     }
 
 
-def by_aggregate(rows: Sequence[Row]) -> list[dict[str, str]]:
-    """For each scheme and aggregate: the scale, and the bias of the direction with a star where it is one."""
-    table: dict[str, dict[str, str]] = {}
-    for row in sorted(rows, key=lambda row: row["aggregate"] != "fixed"):
+def compact(rows: Sequence[Row], line: Sequence[str], column: str) -> list[dict[str, str]]:
+    """A table by the columns of `line` and by `column`: the scale, and the bias of direction, with a star if one."""
+    table: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in rows:
         star = "*" if row["verdict"] == "biased" else ""
-        line = table.setdefault(row["scheme"], {"scheme": row["scheme"]})
-        line[row["aggregate"]] = f"{row['scale']:.2f}, {row['off']:.3f}{star}"
+        off = f"{row['off']:.3f}" if row["off"] < BEYOND else f"> {BEYOND:g}"
+        of_line = table.setdefault(tuple(row[key] for key in line), {key: row[key] for key in line})
+        of_line[row[column]] = f"{row['scale']:.2f}, {off}{star}"
     return list(table.values())
+
+
+def by_aggregate(rows: Sequence[Row]) -> list[dict[str, str]]:
+    """A line for each scheme, a column for each aggregate."""
+    return compact(sorted(rows, key=lambda row: row["aggregate"] != "fixed"), ["scheme"], "aggregate")
+
+
+def by_loss(rows: Sequence[Row]) -> list[dict[str, str]]:
+    """A line for each scheme and ratio, a column for each clip; `none`, which takes no ratio, is in all lines."""
+    spread = []
+    for row in rows:
+        ratio, _, clip = row["loss"].rpartition(", ")
+        spread += [{**row, "ratio": kind, "clip": clip} for kind in ([ratio] if ratio else RATIOS)]
+    return compact(spread, ["scheme", "ratio"], "clip")
 
 
 def tables(rows: Sequence[Row]) -> Iterator[tuple[str, list[dict[str, str]]]]:
@@ -76,12 +96,15 @@ def tables(rows: Sequence[Row]) -> Iterator[tuple[str, list[dict[str, str]]]]:
     for name in dict.fromkeys(row["process"] for row in rows):
         of_process = [row for row in rows if row["process"] == name]
         schemes = [row for row in of_process if row["loss"] == "on-policy"]
+        losses = [row for row in of_process if row["loss"] != "on-policy"]
         about = f"{name} ({PROCESSES[name]().about})"
         fixed = [{"scheme": row["scheme"], **cells(row)} for row in schemes if row["aggregate"] == "fixed"]
         yield f"{about}: credit schemes, on-policy, aggregate fixed", fixed
         yield f"{about}: scale c and bias of direction by aggregate (* biased)", by_aggregate(schemes)
-        losses = [{"ratio, clip": row["loss"], **cells(row)} for row in of_process if row["loss"] != "on-policy"]
-        yield f"{about}: ratio and clip, off-policy, unbiased advantage", losses
+        off_policy = f"{about}: ratio and clip, off-policy (logits differ by {losses[0]['shift']:g})"
+        reference = [{"ratio, clip": row["loss"], **cells(row)} for row in losses if row["scheme"] == REFERENCE.label]
+        yield f"{off_policy}, {REFERENCE.label}", reference
+        yield f"{off_policy}, scale c and bias of direction by scheme (* biased)", by_loss(losses)
 
 
 def show(console: Console, title: str, lines: Sequence[Mapping[str, str]]) -> None:
@@ -129,11 +152,12 @@ def main(argv: Sequence[str]) -> None:
     console.width = max(console.width, WIDTH)  # A log must not cut figures.
     sizes = {"batches": BATCHES.value, "groups": GROUPS.value, "samples": SAMPLES.value}
     rows: list[Row] = []
-    total = len(processes) * (len(schemes) * len(AGGREGATES) + len(LOSSES))
+    total = len(processes) * (len(schemes) * len(AGGREGATES) + len(plain(schemes)) * len(LOSSES))
     with progress("gradients", 0, total, True) as tell:
         for name in processes:
             for row in itertools.chain(
-                on_policy(name, schemes, SEED.value, sizes), off_policy(name, SHIFT.value, SEED.value, sizes)
+                on_policy(name, schemes, SEED.value, sizes),
+                off_policy(name, plain(schemes), SHIFT.value, SEED.value, sizes),
             ):
                 rows.append(row)
                 tell(len(rows), name)

@@ -12,12 +12,14 @@ import shutil
 import subprocess
 import sys
 
+import hypothesis
 import jax
 import learners
 import numpy as np
 import pytest
 from builders import trajectory
 from examples import parameters
+from hypothesis import strategies as st
 from test_train import ROOT, train
 
 from agentr1_jax.credit import SCHEMES as REGISTRY
@@ -34,8 +36,10 @@ from agentr1_jax.runtime.config import write_config
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.trajectory import write_jsonl
 from configs import quickstart
-from experiments import build
+from experiments import build, learning
 from experiments.credit import choice, effects, recorded
+from experiments.credit.parts import scored_parts
+from experiments.journal import Position
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror='alert(1)'>\"&amp;"
 MOST_ROWS = 4 * 8
@@ -47,8 +51,8 @@ SCHEMES = {
 }
 
 
-def assigns():
-    return {label: get_scheme(name, args)[1] for label, (name, args) in SCHEMES.items()}
+def schemes():
+    return {label: get_scheme(name, args) for label, (name, args) in SCHEMES.items()}
 
 
 def test_a_step_has_the_mean_of_its_tokens():
@@ -147,15 +151,15 @@ def keyed(trajectories):
 
 def test_all_is_what_the_recording_has_the_data_for(config):
     chosen = choice.choose("all", config, keyed(learners.batch()))
-    assert next(iter(chosen.assigns)) == chosen.own == "step_gae(lam=0.95)"
-    assert {"grpo", "gigpo", "token_gae"} <= set(chosen.assigns) and "step_gae" not in chosen.assigns
+    assert next(iter(chosen.schemes)) == chosen.own == "step_gae(lam=0.95)"
+    assert {"grpo", "gigpo", "token_gae"} <= set(chosen.schemes) and "step_gae" not in chosen.schemes
     assert [note for note in chosen.notes if note.startswith("remax is left out: it needs the reward of a greedy")]
     config.critic = "none"
     chosen = choice.choose("all", config, learners.batch())
-    assert chosen.own is None and not {"gigpo", "token_gae", "step_gae(lam=0.95)"} & set(chosen.assigns)
+    assert chosen.own is None and not {"gigpo", "token_gae", "step_gae(lam=0.95)"} & set(chosen.schemes)
     assert any("steps have no state key" in note for note in chosen.notes)
     greedy = [dataclasses.replace(t, info={"greedy_reward": 0.5}) for t in learners.batch()]
-    assert "remax" in choice.choose("all", config, greedy).assigns
+    assert "remax" in choice.choose("all", config, greedy).schemes
 
 
 @pytest.mark.parametrize(
@@ -168,6 +172,7 @@ def test_all_is_what_the_recording_has_the_data_for(config):
         ("grpo(unity=token)", "credit scheme 'grpo' has no hyper-parameter 'unity'"),
         ("reinforce(gamma=1.5)", "gamma is 1.5; a discount lies in"),
         ("reinforce(gamma=much)", "--schemes: "),
+        ("hgpo(history=1.5)", "--schemes: credit.args.history is 1.5; it must be a whole number"),
         ("grpo,grpo", "grpo is there twice"),
     ],
 )
@@ -175,6 +180,16 @@ def test_a_named_scheme_that_cannot_be_is_refused(config, schemes, message):
     config.critic = "none"
     with pytest.raises(UserError, match=re.escape(message)):
         choice.choose(schemes, config, learners.batch())
+
+
+@pytest.mark.parametrize("kind", [TypeError, ValueError])
+def test_whatever_the_registry_refuses_is_said_to_the_user(config, monkeypatch, kind):
+    def refuse(name, args):
+        raise kind("no such thing")
+
+    monkeypatch.setattr(choice, "get_scheme", refuse)
+    with pytest.raises(UserError, match="--schemes: no such thing"):
+        choice.choose("grpo", config, learners.batch())
 
 
 def test_schemes_that_compare_samples_need_some(config):
@@ -191,7 +206,7 @@ def test_a_user_adds_a_scheme_by_a_file(config, tmp_path):
     )
     config.credit.file = str(path)
     try:
-        assert list(choice.choose("mine(times=3)", config, learners.batch()).assigns) == ["mine(times=3)"]
+        assert list(choice.choose("mine(times=3)", config, learners.batch()).schemes) == ["mine(times=3)"]
     finally:
         REGISTRY.pop("mine", None)
 
@@ -275,8 +290,8 @@ def case():
     run = learners.make({"critic": "shared_trunk", "credit.name": "step_gae"}).run
     params = parameters(True)
     trajectories = keyed(learners.batch())
-    parts, gap = effects.scored_parts(run, params, trajectories, Moments())
-    result = effects.effects(run, params, parts, assigns(), aggregate="step", resamples=20)
+    parts, _, gap = scored_parts(run, params, trajectories, Moments())
+    result = effects.effects(run, params, parts, schemes(), aggregate="step", resamples=20)
     return run, params, trajectories, parts, gap, result
 
 
@@ -312,7 +327,7 @@ def test_resampled_gradients_are_those_of_resampled_batches():
     """A group drawn twice is two groups; whitening and the loss's mean are those of the resampled batch."""
     run, params, trajectories, parts, _, result = case()
     streams = effects.flat.join([part.streams for part in parts])
-    judge = effects.make_judge(assigns(), parts, critic=True, baseline=0.0)
+    judge = effects.make_judge(schemes(), parts, baseline=0.0)
     edges = effects.token_edges(parts)
     factors, _, misfit = effects.resampled(judge, parts, result.advantages, 3)
     np.testing.assert_allclose(misfit, 0, atol=1e-4)
@@ -326,8 +341,8 @@ def test_resampled_gradients_are_those_of_resampled_batches():
         scale, moved, count = factors[i, 2]
         drawn = [int(g) for g in np.repeat(np.arange(len(parts)), count.astype(int))]
         again = [dataclasses.replace(t, group=k) for k, g in enumerate(drawn) for t in parts[g].trajectories]
-        fresh, _ = effects.scored_parts(run, params, again, Moments())
-        advantages = judge(effects.flat.join([part.streams for part in fresh]))[i]
+        fresh, _, _ = scored_parts(run, params, again, Moments())
+        advantages = judge(fresh)[i]
         slow = slow_gradient(run, params, again, advantages)
         np.testing.assert_allclose((scale @ own + moved @ shift) / (count @ size), slow, rtol=1e-3, atol=2e-5)
 
@@ -344,12 +359,86 @@ def test_rewards_are_shaped_as_in_the_run():
     run, params, trajectories, _, _, _ = case()
     config = run.config.copy_and_resolve_references()
     config.shaping.terminal_only = True
-    parts, _ = effects.scored_parts(dataclasses.replace(run, config=config), params, trajectories, Moments())
+    parts, _, _ = scored_parts(dataclasses.replace(run, config=config), params, trajectories, Moments())
     for part in parts:
         np.testing.assert_allclose(part.streams.outcome, [t.total_reward for t in part.trajectories], atol=1e-6)
         ends = np.cumsum(part.streams.trajectory_steps) - 1
         np.testing.assert_allclose(part.streams.rewards[ends], part.streams.outcome, atol=1e-6)
         assert not np.delete(part.streams.rewards, ends).any()
+
+
+def reshaped():
+    """A batch with state keys, of which some are shared and some unknown, potentials, and greedy rewards."""
+    out = []
+    for t in learners.batch(3):
+        steps = tuple(
+            dataclasses.replace(
+                s,
+                state_key=None if i == 2 else f"{t.group}/{i}/{t.sample if i else ''}",
+                info={"potential": 0.25 * i + t.sample, "next_potential": 0.25 * (i + 1) + t.sample},
+                policy_version=1,
+            )
+            for i, s in enumerate(t.steps)
+        )
+        out.append(dataclasses.replace(t, steps=steps, info={"greedy_reward": 0.125 * t.group}))
+    return out
+
+
+BEFORE = Moments().seen(np.array([1.0, 3.0, 8.0]))
+SHAPED = {"shaping.scale_returns": True, "shaping.potential": 0.5}
+TRAINED = {"grpo": {}, "reinforce": {}, "gigpo": {"gamma": 1.0}, "remax": {}, "state_baseline": {}, "step_gae": {}}
+
+
+@functools.cache
+def trained(name, critic):
+    """(run, trajectories with the advantages of training, moments after them); nothing is updated."""
+    args = {f"credit.args.{key}": value for key, value in TRAINED[name].items()}
+    made = learners.make(SHAPED | {"critic": critic, "credit.name": name} | args)
+    learner = dataclasses.replace(made.learner, update=lambda state, *_: (state, {}))
+    rates = {"decoder": 0.0, "value": 0.0}
+    _, pending, out = learning.learn(made.run, learner, made.fresh(), reshaped(), rates, moments=BEFORE)
+    return made.run, out, pending.moments
+
+
+@pytest.mark.parametrize("critic", ["shared_trunk", "none"])
+def test_schemes_judge_as_they_do_in_training(critic):
+    """Whatever the run's own scheme is, and though its checkpoint has seen the batch."""
+    names = [name for name in TRAINED if critic != "none" or not REGISTRY[name].needs_critic]
+    run, out, after = trained("gigpo", critic)
+    moments, notes = recorded.moments_before(run, Position("rl", update=2, returns=after), out)
+    parts, baseline, _ = scored_parts(run, parameters(critic != "none"), out, moments)
+    chosen = {name: get_scheme(name, TRAINED[name]) for name in names}
+    judged = effects.make_judge(chosen, parts, baseline=baseline)(parts)
+    for name, advantages in zip(names, judged, strict=True):
+        recorded_ones = np.concatenate([a for t in trained(name, critic)[1] for a in t.info["advantages"]])
+        np.testing.assert_allclose(advantages, recorded_ones, atol=6e-5, err_msg=name)
+    assert not notes and np.abs(judged).max(1).min() > 0.1
+
+
+def test_moments_are_those_before_the_batch():
+    run, out, after = trained("grpo", "none")
+    moments, notes = recorded.moments_before(run, Position("rl", update=2, returns=after), out)
+    np.testing.assert_allclose(moments, BEFORE, rtol=1e-9)
+    assert not notes and after.number > BEFORE.number
+    older, done = Position("rl", update=1, returns=BEFORE), Position("done", returns=after)
+    assert recorded.moments_before(run, older, out) == (BEFORE, [])
+    np.testing.assert_allclose(recorded.moments_before(run, done, out)[0], BEFORE, rtol=1e-9)
+    config = run.config.copy_and_resolve_references()
+    config.kl.update({"kind": "k1", "where": "reward"})
+    moments, notes = recorded.moments_before(dataclasses.replace(run, config=config), done, out)
+    assert moments == after and "hold this batch's too" in notes[0]
+
+
+LISTS = st.lists(st.floats(-10, 10, width=32), max_size=20).map(lambda x: np.array(x, np.float64))
+
+
+@hypothesis.given(LISTS, LISTS)
+def test_taking_values_out_is_never_having_seen_them(left, taken):
+    both, part = Moments().seen(taken).seen(left), Moments().seen(taken)
+    np.testing.assert_allclose(recorded.without(both, part), Moments().seen(left), atol=1e-9)
+    if len(left):
+        with pytest.raises(ValueError, match="values cannot be taken out of"):
+            recorded.without(part, both)
 
 
 def test_the_page_runs_nothing_and_shows_everything(tmp_path):

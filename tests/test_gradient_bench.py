@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import re
 import subprocess
 import sys
 
@@ -28,7 +29,7 @@ UNBIASED = (
     bench.Variant("reinforce", PLAIN, None),
     bench.Variant("rloo", {}, None),
     bench.Variant("state_baseline", {}, None),
-    bench.Variant("step_gae", PLAIN, "exact V"),
+    bench.REFERENCE,
     bench.Variant("step_gae", PLAIN, "const V"),
     bench.Variant("step_gae", PLAIN | {"lam": 0.9}, "exact V"),
     bench.Variant("token_gae", PLAIN, "exact V"),
@@ -53,7 +54,7 @@ def known(name):
 def every_pair(name, shift=0.0):
     """All groups of two samples of one row, laid out, and the probability of each; padded to PAIRS."""
     process, paths, _ = known(name)
-    old = process.logits + shift * np.random.default_rng(0).normal(size=process.logits.shape)
+    old = mdps.old_logits(process, shift)
     p = mdps.probabilities(paths, mdps.log_policy(old))
     pairs = np.argwhere(paths.row[:, None] == paths.row[None, :])
     likelihood = p[pairs].prod(axis=1) / paths.rows
@@ -168,13 +169,29 @@ def test_old_log_probs_are_those_of_the_policy_that_sampled():
 def test_clipping_adds_bias_that_bounds_out_of_reach_do_not():
     exact = known("key_door")[2]
     batch, reads, likelihood = every_pair("key_door", shift=1.0)
-    variant = bench.Variant("step_gae", PLAIN, "exact V")
 
     def bias(config):
-        found = likelihood @ gradients("key_door", variant, batch, reads, config=config).astype(np.float64)
+        found = likelihood @ gradients("key_door", bench.REFERENCE, batch, reads, config=config).astype(np.float64)
         return np.linalg.norm(found - exact) / np.linalg.norm(exact)
 
     assert bias(bench.ON_POLICY) > 1.5 * bias(bench.UNCLIPPED)
+
+
+@pytest.mark.parametrize("name", mdps.PROCESSES)
+def test_older_policy_takes_some_tokens_out_of_the_bounds(name):
+    process, paths, _ = known(name)
+    new, old = mdps.log_policy(process.logits), mdps.log_policy(mdps.old_logits(process, process.shift))
+    weight = (paths.action >= 0) * mdps.probabilities(paths, old)[:, None, None]
+    rho = np.exp(new - old)[paths.action]
+    outside = (weight * ((rho < 0.8) | (rho > 1.2))).sum() / weight.sum()
+    assert 0.2 <= outside <= 0.5
+
+
+def test_shift_is_that_of_the_process_unless_given():
+    sizes = {"batches": PAIRS, "groups": 1, "samples": 2}
+    for given, shift, verdict in ((None, mdps.stop_or_go().shift, "biased"), (0.0, 0.0, "unbiased")):
+        row = next(bench.off_policy("stop_or_go", [bench.REFERENCE], given, 0, sizes))
+        assert (row["shift"], row["verdict"]) == (shift, verdict)
 
 
 @pytest.mark.parametrize("aggregate", AGGREGATES)
@@ -193,14 +210,18 @@ def test_interval_covers_and_test_rejects_at_its_level():
     exact = np.array([0.6, 0.0, 0.8, 0.0])
     for bias in (np.zeros(4), np.array([0.1, -0.1, 0.0, 0.0]), np.array([0.4, 0.0, 0.0, 0.0])):
         shapes = rng.normal(size=(4, 3)) * np.array([1.0, 0.5, 0.1])
-        covered, rejected, aligned = 0, 0, 0
+        rejected, covered, variance = 0, np.zeros(4), (shapes**2).sum()
         for _ in range(150):
             samples = exact + (bias + rng.normal(size=(400, 3)) @ shapes.T)
             errors = estimates.judge(samples, exact)
-            covered += errors.bias_low <= np.linalg.norm(bias) <= errors.bias_high
             rejected += errors.p < 0.05
-            aligned += abs(errors.scale - 1 - bias @ exact) <= errors.scale_half
-        assert covered > 0.9 * 150 and aligned > 0.9 * 150
+            covered += [
+                errors.bias_low <= np.linalg.norm(bias) <= errors.bias_high,
+                abs(errors.scale - 1 - bias @ exact) <= errors.scale_half,
+                abs(errors.variance - variance) <= errors.variance_half,
+                abs(errors.mse - variance - bias @ bias) <= errors.mse_half,
+            ]
+        assert (covered > 0.9 * 150).all() and (covered[1:] < 150).all()
         assert rejected > 0.9 * 150 if bias.any() else rejected < 0.1 * 150
 
 
@@ -221,10 +242,12 @@ def test_judge_tells_length_from_direction():
 def test_variants_cover_every_scheme_plain_and_by_default():
     labels = [v.label for v in bench.variants(list(SCHEMES))]
     assert len(set(labels)) == len(labels) and {label.split()[0].strip(",") for label in labels} == set(SCHEMES)
-    assert {"step_gae whiten=none, exact V", "step_gae, const V", "token_gae whiten=none lam=0.9, exact V"} <= set(
-        labels
-    )
+    assert {"step_gae, const V", "token_gae whiten=none lam=0.9, exact V", bench.REFERENCE.label} <= set(labels)
     assert {"state_baseline", "reinforce", "reinforce whiten=none", "gigpo gamma=1", INDEX.label} <= set(labels)
+    plain = bench.plain(bench.variants(list(SCHEMES)))
+    assert {v.scheme for v in plain} == set(SCHEMES) and len(plain) == len(SCHEMES)
+    assert all(v.critic in (None, "exact V") and v.hyperparameters.get("whiten", "none") == "none" for v in plain)
+    assert bench.plain([UNBIASED[1]]) == [bench.REFERENCE, UNBIASED[1]]
 
 
 def test_discounts_reach_the_scheme():
@@ -243,10 +266,17 @@ def test_command_writes_tables_figures_and_picture(tmp_path):
     with open(tmp_path / "gradients.csv", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert [r["scheme"] for r in rows if r["aggregate"] == "fixed" and r["loss"] == "on-policy"] == ["rloo", "dr_grpo"]
-    assert {r["loss"] for r in rows} == {"on-policy", *bench.LOSSES}
+    off = [(r["scheme"], r["loss"]) for r in rows if r["loss"] != "on-policy"]
+    assert off == [(scheme, loss) for scheme in (bench.REFERENCE.label, "rloo", "dr_grpo") for loss in bench.LOSSES]
+    assert {float(r["shift"]) for r in rows} == {0, mdps.stop_or_go().shift}
     assert {r["aggregate"] for r in rows} == set(AGGREGATES)
     markdown = (tmp_path / "gradients.md").read_text("utf-8")
     assert "| rloo | unbiased |" in markdown and "| dr_grpo | scaled |" in markdown
+    some = {r["loss"]: r for r in rows if r["scheme"] == "rloo" and r["aggregate"] == "fixed"}
+    cells = [f"{float(some[loss]['scale']):.2f}, {float(some[loss]['off']):.3f}" for loss in ("none", "step, no bound")]
+    assert re.search(r"\| rloo \| step \| " + r"\*? \| ".join(cells) + r"\*? \| ", markdown)
+    for key in ("variance", "mse"):
+        assert f"| {float(some['on-policy'][key]):.3g} ± {float(some['on-policy'][f'{key}_half']):.2g} |" in markdown
     assert matplotlib.image.imread(tmp_path / "gradients.png").std() > 0.01
 
 

@@ -21,7 +21,7 @@ from agentr1_jax.learner.losses import CLIPS, LossConfig
 from agentr1_jax.learner.ratios import RATIOS
 from agentr1_jax.runtime.errors import UserError
 from experiments.credit.estimates import draw, gradients, judge, lay_out, weights
-from experiments.credit.processes import PROCESSES, every_path, exact_gradient
+from experiments.credit.processes import PROCESSES, every_path, exact_gradient, old_logits
 
 Row = dict[str, Any]
 WRONG_VALUE = 0.5
@@ -67,6 +67,10 @@ class Variant(NamedTuple):
         return ", ".join([" ".join([self.scheme, *settings]), *([self.critic] if self.critic else [])])
 
 
+REFERENCE = Variant("step_gae", {"whiten": "none"}, critic="exact V")
+"""Unbiased on-policy: what it errs off-policy is the loss's."""
+
+
 def variants(names: Sequence[str]) -> list[Variant]:
     """Each scheme plain, as it is by default, and with one hyper-parameter changed at a time; plain is not whitened."""
     out = []
@@ -82,6 +86,14 @@ def variants(names: Sequence[str]) -> list[Variant]:
         critics = ("exact V", "const V") if scheme.needs_critic else (None,)
         out += [Variant(name, settings, critic) for critic in critics for settings in (plain, *others)]
     return out
+
+
+def plain(schemes: Sequence[Variant]) -> list[Variant]:
+    """`REFERENCE`, and of each other scheme the first variant: plain, with the exact critic if it needs one."""
+    first = {REFERENCE.scheme: REFERENCE}
+    for variant in schemes:
+        first.setdefault(variant.scheme, variant)
+    return list(first.values())
 
 
 @functools.cache
@@ -113,23 +125,29 @@ def on_policy(name: str, schemes: Sequence[Variant], seed: int, sizes: Mapping[s
         advantage = advantages(variant, fields)
         for aggregate, share in shares.items():
             errors = judge(estimate(ON_POLICY, process.logits, reads, advantage, share), exact)
-            told = {"process": name, "scheme": variant.label, "aggregate": aggregate, "loss": "on-policy"}
+            told = {"process": name, "scheme": variant.label, "aggregate": aggregate, "loss": "on-policy", "shift": 0.0}
             yield told | dataclasses.asdict(errors)
 
 
-def off_policy(name: str, shift: float, seed: int, sizes: Mapping[str, int]) -> Iterator[Row]:
-    """A row for each loss, on trajectories of logits that differ by noise of standard deviation `shift`."""
+def off_policy(
+    name: str, schemes: Sequence[Variant], shift: float | None, seed: int, sizes: Mapping[str, int]
+) -> Iterator[Row]:
+    """A row for each variant and loss, on trajectories of an older policy; `shift` is the process's unless given.
+
+    Critics are exact for the policy that sampled.
+    """
     process = PROCESSES[name]()
     paths = every_path(process)
     _, exact = exact_gradient(paths, process.logits)
-    old = process.logits + np.random.default_rng(0).normal(scale=shift, size=process.logits.shape)
-    fields, reads = lay_out(draw(paths, old, seed, **sizes))
-    variant = Variant("step_gae", {"whiten": "none"}, critic="exact V")
-    advantage, share = advantages(variant, fields), weights("fixed", reads, sizes["groups"] * sizes["samples"])
-    for loss, config in LOSSES.items():
-        errors = judge(estimate(config, process.logits, reads, advantage, share), exact)
-        told = {"process": name, "scheme": variant.label, "aggregate": "fixed", "loss": loss}
-        yield told | dataclasses.asdict(errors)
+    shift = process.shift if shift is None else shift
+    fields, reads = lay_out(draw(paths, old_logits(process, shift), seed, **sizes))
+    share = weights("fixed", reads, sizes["groups"] * sizes["samples"])
+    for variant in schemes:
+        advantage = advantages(variant, fields)
+        for loss, config in LOSSES.items():
+            errors = judge(estimate(config, process.logits, reads, advantage, share), exact)
+            told = {"process": name, "scheme": variant.label, "aggregate": "fixed", "loss": loss, "shift": shift}
+            yield told | dataclasses.asdict(errors)
 
 
 def estimate(config: LossConfig, logits: np.ndarray, reads: Reads, advantage: Array, weight: np.ndarray) -> np.ndarray:

@@ -13,13 +13,13 @@ from agentr1_jax.credit import SCHEMES, Scheme, get_scheme, load_schemes
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.trajectory import Trajectory
 from experiments import build
-from experiments.credit.effects import Assign
+from experiments.credit.effects import Schemes
 
 
 class Chosen(NamedTuple):
     """The schemes to compare by label, the label of the run's own, and what the reader must know of the choice."""
 
-    assigns: Mapping[str, Assign]
+    schemes: Schemes
     own: str | None
     notes: Sequence[str]
 
@@ -35,7 +35,7 @@ def choose(text: str, config: ml_collections.ConfigDict, trajectories: Sequence[
     Raises:
       UserError: an unknown scheme or hyper-parameter, the same twice, a named one that lacks what it needs.
     """
-    own_args, assigns, notes = build.credit_args(config), {}, []
+    own_args, chosen, notes = build.credit_args(config), {}, []
     own = label(config.credit.name, own_args)
     try:
         if config.credit.file:
@@ -46,19 +46,19 @@ def choose(text: str, config: ml_collections.ConfigDict, trajectories: Sequence[
             fault = lacks(scheme, config, trajectories)
             if fault and text != "all":
                 raise UserError(f"--schemes: {name} {fault}")
-            if label(name, args) in assigns:
+            if label(name, args) in chosen:
                 raise UserError(f"--schemes: {label(name, args)} is there twice")
             if fault:
                 notes.append(f"{name} is left out: it {fault}.")
             else:
-                assigns[label(name, args)] = assign
+                chosen[label(name, args)] = scheme, assign
     except (ValueError, TypeError) as error:
         raise UserError(f"--schemes: {error}") from error
     keyless = sum(s.state_key is None for t in trajectories for s in t.steps)
     if keyless:
         notes.append(f"{keyless} steps have no state key; schemes that compare equal states see each of them alone.")
-    order = sorted(assigns, key=lambda name: (name != own, list(assigns).index(name)))
-    return Chosen({name: assigns[name] for name in order}, own if own in assigns else None, notes)
+    order = sorted(chosen, key=lambda name: (name != own, list(chosen).index(name)))
+    return Chosen({name: chosen[name] for name in order}, own if own in chosen else None, notes)
 
 
 def parsed(text: str) -> list[tuple[str, dict[str, Any]]]:

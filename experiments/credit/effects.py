@@ -17,31 +17,23 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from agentr1_jax.credit import Credit, CreditBatch
+from agentr1_jax.credit import Credit, CreditBatch, Scheme
 from agentr1_jax.credit import streams as flat
-from agentr1_jax.credit.shaping import Moments, shaped
+from agentr1_jax.credit.streams import Streams
 from agentr1_jax.learner import fill
-from agentr1_jax.learner.batch import Batch, to_microbatches
-from agentr1_jax.learner.packing import Packing, pack
-from agentr1_jax.learner.update import batch_gradient, make_score
+from agentr1_jax.learner.update import batch_gradient
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.report import credit_stats as stats
-from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime.progress import progress
 from agentr1_jax.trajectory import Trajectory
 from experiments import build
 from experiments.circle import Run
+from experiments.credit.parts import Part, microbatches, to_device
 
-Assign = Callable[[CreditBatch], Credit]
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """One group of the batch: its trajectories, their streams with the critic's values, how they lie in rows."""
-
-    trajectories: Sequence[Trajectory]
-    streams: flat.Streams
-    packing: Packing
+Schemes = Mapping[str, tuple[Scheme, Callable[[CreditBatch], Credit]]]
+"""What `get_scheme` returns, by label."""
+Judge = Callable[[Sequence[Part]], np.ndarray]
+"""Groups of a batch, any of them twice -> advantages [schemes, K]."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,70 +61,11 @@ class Effects:
     misfit: Float[np.ndarray, "schemes"]
 
 
-def scored_parts(
-    run: Run, params: Params, trajectories: Sequence[Trajectory], moments: Moments
-) -> tuple[list[Part], float]:
-    """The groups of a batch, their rewards shaped as the run shapes them, with the values of its critic.
-
-    Args:
-      run: config, policy, frozen parameters and mesh are used.
-      params: trained parameters.
-      trajectories: the batch, by group.
-      moments: of the returns of earlier batches.
-
-    Returns:
-      the groups, and the mean |log-prob as recorded − log-prob at the parameters|.
-    """
-    c, critic = run.config.learner, "value" in params
-    groups = [list(group) for _, group in itertools.groupby(trajectories, key=lambda t: t.group)]
-    limits: dict[str, Any] = {"mode": c.packing, "row_tokens": c.row_tokens, "row_reads": c.row_reads}
-    packings = [pack(group, final_reads=critic, **limits) for group in groups]
-    score = make_score(run.policy, build.loss_config(run.config, kl="none"), run.learner_mesh)
-    capacity = microbatches(run, packings)
-    shaping = build.shaping(run.config)
-    streams, gaps = [], []
-    for group, packing in zip(groups, packings, strict=True):
-        batch, count = to_device(run, packing, capacity, {})
-        scores: Any = jax.device_get(score(params, run.frozen, None, batch, count))
-
-        def by_row(x: np.ndarray, packing: Packing = packing) -> np.ndarray:
-            return x.reshape(-1, x.shape[-1])[: packing.rows]
-
-        logprobs = fill.gather_tokens(packing, by_row(scores.logprob))
-        values = fill.gather_tokens(packing, by_row(scores.value)) if critic else None
-        final = fill.gather_final(packing, by_row(scores.value)) if critic else None
-        streams.append(flat.flatten(group, values, final, process_parts=shaping.process_parts))
-        gaps.append(np.abs(logprobs - streams[-1].logprobs))
-    # Over the whole batch, since some tools look at all of it.
-    whole, _ = shaped(flat.join(streams), shaping, gamma=build.discount(run.config), moments=moments)
-    rewards = np.split(whole.rewards, np.cumsum([len(s.rewards) for s in streams])[:-1])
-    outcomes = np.split(whole.outcome, np.cumsum([len(s.outcome) for s in streams])[:-1])
-    streams = [dataclasses.replace(s, rewards=r, outcome=o) for s, r, o in zip(streams, rewards, outcomes, strict=True)]
-    return [Part(*part) for part in zip(groups, streams, packings, strict=True)], float(np.concatenate(gaps).mean())
-
-
-def microbatches(run: Run, packings: Sequence[Packing]) -> int:
-    """Most microbatches that one of the groups fills."""
-    return max(-(-p.rows // _rows(run)) for p in packings)
-
-
-def to_device(run: Run, packing: Packing, capacity: int, per_token: Mapping[str, np.ndarray]) -> tuple[Batch, Any]:
-    """A group on the learner's mesh with the given fields of its reads, and how many microbatches it fills."""
-    rows = _rows(run)
-    batch = to_microbatches(packing.nodes, fill.fill(packing, per_token), microbatches=capacity, rows=rows)
-    return meshes.global_batch(batch, run.learner_mesh), np.int32(-(-packing.rows // rows))
-
-
-def _rows(run: Run) -> int:
-    devices = run.learner_mesh.size
-    return -(-run.config.learner.rows // devices) * devices
-
-
 def effects(
     run: Run,
     params: Params,
     parts: Sequence[Part],
-    schemes: Mapping[str, Assign],
+    schemes: Schemes,
     *,
     aggregate: str,
     resamples: int,
@@ -144,14 +77,14 @@ def effects(
       run: config, policy, frozen parameters and mesh are used.
       params: trained parameters at which the gradients are taken.
       parts: the groups.
-      schemes: by name.
+      schemes: by label.
       aggregate: of the tokens' losses.
       resamples: bootstrap samples of the groups.
       baseline: what a state is worth of which nothing else is known.
     """
     streams = flat.join([part.streams for part in parts])
-    judge = make_judge(schemes, parts, critic="value" in params, baseline=baseline)
-    advantages = judge(streams)
+    judge = make_judge(schemes, parts, baseline=baseline)
+    advantages = judge(parts)
     weights = loss_weights(run, streams, aggregate)
     edges = token_edges(parts)
     factors, moved, misfit = resampled(judge, parts, advantages, resamples)
@@ -187,7 +120,7 @@ def effects(
     )
 
 
-def loss_weights(run: Run, streams: flat.Streams, aggregate: str) -> np.ndarray:
+def loss_weights(run: Run, streams: Streams, aggregate: str) -> np.ndarray:
     """Loss weight of each token."""
     group = np.unique(streams.group, return_inverse=True)[1][streams.token_trajectory]
     trained = streams.trained[streams.token_trajectory]
@@ -200,11 +133,18 @@ def token_edges(parts: Sequence[Part]) -> np.ndarray:
     return np.cumsum([0, *(len(part.streams.logprobs) for part in parts)])
 
 
-def make_judge(
-    schemes: Mapping[str, Assign], parts: Sequence[Part], *, critic: bool, baseline: float
-) -> Callable[[flat.Streams], np.ndarray]:
-    """Streams -> advantages [schemes, K]: one program for all schemes and for all batches of so many of the groups."""
-    together = jax.jit(lambda batch: jnp.stack([assign(batch).advantages for assign in schemes.values()]))
+def make_judge(schemes: Schemes, parts: Sequence[Part], *, baseline: float) -> Judge:
+    """One program for all schemes and for all batches of so many of the groups.
+
+    As in training, schemes that use a critic see its values where there is one; for the others the future of what was
+    cut is worth 0. A group that is there twice is two groups.
+    """
+
+    @jax.jit
+    def together(plain: CreditBatch, valued: CreditBatch) -> jax.Array:
+        credits = [assign(valued if scheme.uses_critic else plain) for scheme, assign in schemes.values()]
+        return jnp.stack([credit.advantages for credit in credits])
+
     of_parts = [part.streams for part in parts]
     room: dict[str, Any] = {
         "trajectories": len(parts) * max(len(s.outcome) for s in of_parts),
@@ -212,15 +152,20 @@ def make_judge(
         "tokens": len(parts) * max(len(s.logprobs) for s in of_parts),
     }
 
-    def judge(streams: flat.Streams) -> np.ndarray:
-        batch = flat.to_batch(streams, critic=critic, baseline=baseline, **room)
-        return np.asarray(together(batch))[:, : len(streams.logprobs)]
+    def batch(groups: Sequence[Streams], critic: bool) -> CreditBatch:
+        apart = [dataclasses.replace(s, group=np.full_like(s.group, i)) for i, s in enumerate(groups)]
+        return flat.to_batch(flat.join(apart), critic=critic, baseline=baseline, **room)
+
+    def judge(parts: Sequence[Part]) -> np.ndarray:
+        plain, valued = batch([p.streams for p in parts], False), [p.valued for p in parts if p.valued is not None]
+        advantages = together(plain, batch(valued, True) if valued else plain)
+        return np.asarray(advantages)[:, : sum(len(p.streams.logprobs) for p in parts)]
 
     return judge
 
 
 def resampled(
-    judge: Callable[[flat.Streams], np.ndarray], parts: Sequence[Part], advantages: np.ndarray, resamples: int
+    judge: Judge, parts: Sequence[Part], advantages: np.ndarray, resamples: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Batches of groups drawn anew with replacement, judged by every scheme.
 
@@ -237,16 +182,14 @@ def resampled(
     total, square = np.zeros((2, len(advantages), steps[-1]))
     for r in range(resamples):
         drawn = np.sort(rng.integers(groups, size=groups))
-        # A group drawn twice is two groups.
-        copies = [dataclasses.replace(streams[g], group=np.full_like(streams[g].group, i)) for i, g in enumerate(drawn)]
-        after = judge(flat.join(copies))
+        after = judge([parts[g] for g in drawn])
         before = np.concatenate([advantages[:, edges[g] : edges[g + 1]] for g in drawn], axis=1)
         count = np.bincount(drawn, minlength=groups)
         for i in range(len(advantages)):
             scale, shift, rest = stats.affine(before[i], after[i])
             factors[i, r] = scale * count, shift * count, count
             misfit[i] = max(misfit[i], rest)
-        moves = stats.step_means(after - before, np.concatenate([c.step_tokens for c in copies]))
+        moves = stats.step_means(after - before, np.concatenate([streams[g].step_tokens for g in drawn]))
         # Its copies were judged alike: the first will do.
         place, first = np.unique(np.concatenate([np.arange(steps[g], steps[g + 1]) for g in drawn]), return_index=True)
         seen[place] += 1

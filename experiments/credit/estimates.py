@@ -183,9 +183,9 @@ class Errors:
       scale, scale_half: c, the projection of E ĝ on g, and half its 95 % interval.
       off, off_low, off_high: ‖E ĝ − c·g‖/|c| with its interval: the bias that no learning rate mends.
       off_p: of the test that E ĝ = c·g.
-      variance: trace of the covariance.
+      variance, variance_half: trace of the covariance, and half its 95 % interval.
       noise: variance/c².
-      mse: E‖ĝ − g‖².
+      mse, mse_half: E‖ĝ − g‖², and half its 95 % interval.
       cosine: mean cosine of the angle between ĝ and g; 0 for ĝ = 0.
     """
 
@@ -201,8 +201,10 @@ class Errors:
     off_high: float
     off_p: float
     variance: float
+    variance_half: float
     noise: float
     mse: float
+    mse_half: float
     cosine: float
 
 
@@ -211,11 +213,15 @@ def judge(estimates: Float[np.ndarray, "batches actions"], exact: Float[np.ndarr
 
     Bias is judged jointly over all coordinates: T² = B·bᵀ·Σ⁻¹·b of the mean error b against χ² (Hotelling's test for
     many batches), at the level `LEVEL` for each estimator by itself: in a hundred tables of a hundred
-    rows there is one false alarm.
+    rows there is one false alarm. Intervals of variance and mean squared error are those of the mean over batches of
+    squared deviations, which are taken as normal.
     """
     n, norm = len(estimates), float(np.linalg.norm(exact))
     estimates = estimates.astype(np.float64)
-    mean, covariance = estimates.mean(axis=0), np.cov(estimates, rowvar=False)
+    mean = estimates.mean(axis=0)
+    spread = estimates - mean
+    # No BLAS here: on busy cores its threads wait for each other a hundred times as long as this takes.
+    covariance = np.einsum("bi,bj->ij", spread, spread) / (n - 1)
     unit = exact / norm
     across = np.eye(len(exact)) - np.outer(unit, unit)
     error, off_mean, off_covariance = mean - exact, across @ mean, across @ covariance @ across
@@ -224,6 +230,7 @@ def judge(estimates: Float[np.ndarray, "batches actions"], exact: Float[np.ndarr
     bias = norm_of_mean(error, covariance, n) / norm
     off = norm_of_mean(off_mean, off_covariance, n) / norm / max(abs(scale), 1e-9)
     lengths = np.linalg.norm(estimates, axis=1)
+    around, missed = ((x**2).sum(axis=1) / norm**2 for x in (spread, estimates - exact))
     variance = float(np.trace(covariance)) / norm**2
     return Errors(
         verdict="unbiased" if p >= LEVEL else "scaled" if off_p >= LEVEL and scale > half else "biased",
@@ -238,10 +245,17 @@ def judge(estimates: Float[np.ndarray, "batches actions"], exact: Float[np.ndarr
         off_high=float(off[2]),
         off_p=off_p,
         variance=variance,
+        variance_half=half_interval(around),
         noise=variance / max(scale**2, 1e-18),
-        mse=float(((estimates - exact) ** 2).sum(axis=1).mean()) / norm**2,
+        mse=float(missed.mean()),
+        mse_half=half_interval(missed),
         cosine=float((estimates @ unit / np.where(lengths > 0, lengths, 1)).mean()),
     )
+
+
+def half_interval(x: Float[np.ndarray, "batches"]) -> float:
+    """Half the 95 % interval of the mean of independent numbers."""
+    return Z * float(x.std(ddof=1)) / math.sqrt(len(x))
 
 
 def mean_is_zero(

@@ -35,6 +35,8 @@ class Process:
       starts: first state of each task row; rows are equally likely.
       table: by state and response.
       logits: of the policy, [NODES, VOCABULARY].
+      shift: standard deviation of what the logits of an older policy differ by; one that takes about a third of its
+        tokens out of 0.8 <= ρ <= 1.2, so that clips are felt and do not rule.
       max_steps: the episode ends after so many steps, and nothing is worth anything then.
     """
 
@@ -42,6 +44,7 @@ class Process:
     starts: tuple[int, ...]
     table: Table
     logits: Float[np.ndarray, "nodes vocabulary"]
+    shift: float
     max_steps: int = STEPS
 
 
@@ -79,6 +82,11 @@ def seeded_logits(seed: int) -> Float[np.ndarray, "nodes vocabulary"]:
     return np.random.default_rng(seed).normal(scale=0.7, size=(NODES, VOCABULARY))
 
 
+def old_logits(process: Process, shift: float) -> Float[np.ndarray, "nodes vocabulary"]:
+    """Logits of an older policy: those of the process and noise of standard deviation `shift`."""
+    return process.logits + np.random.default_rng(0).normal(scale=shift, size=process.logits.shape)
+
+
 def key_door() -> Process:
     """The reward comes three steps after the key was taken; a lever on the way pays at random and means nothing."""
 
@@ -98,7 +106,7 @@ def key_door() -> Process:
         door: {(a, b): ((1.0, -0.1 * a, END),) for a in (0, 1) for b in (0, 1)},
         door_with_key: {(a, b): ((1.0, float((a, b) == (1, 0)), END),) for a in (0, 1) for b in (0, 1)},
     }
-    return Process("delayed credit, noisy distractor", (hall, corridor_with_key), table, seeded_logits(1))
+    return Process("delayed credit, noisy distractor", (hall, corridor_with_key), table, seeded_logits(1), shift=0.45)
 
 
 def stop_or_go() -> Process:
@@ -107,7 +115,7 @@ def stop_or_go() -> Process:
         0: {(0,): ((0.5, 0.6, END), (0.5, 0.2, END)), (1,): ((1.0, 0.0, 1),)},
         1: {(0,): ((1.0, 0.0, END),), (1,): ((0.8, 1.0, END), (0.2, 0.0, END))},
     }
-    return Process("the policy decides when to stop", (0,), table, seeded_logits(2))
+    return Process("the policy decides when to stop", (0,), table, seeded_logits(2), shift=1.2)
 
 
 def revisits() -> Process:
@@ -117,7 +125,7 @@ def revisits() -> Process:
         right = (0.8, -0.1, cell + 1) if cell < 2 else (0.8, 1.0, END)
         left = ((0.8, -0.1, cell - 1), (0.2, -0.1, cell)) if cell else ((1.0, -0.1, cell),)
         table[cell] = {(0,): left, (1,): (right, (0.2, -0.1, cell))}
-    return Process("states seen again and again", (1, 0), table, seeded_logits(9))
+    return Process("states seen again and again", (1, 0), table, seeded_logits(9), shift=1.4)
 
 
 PROCESSES = {"key_door": key_door, "stop_or_go": stop_or_go, "revisits": revisits}

@@ -14,6 +14,9 @@ import ml_collections
 import numpy as np
 from jax.sharding import Mesh
 
+from agentr1_jax.credit import SCHEMES
+from agentr1_jax.credit import streams as flat
+from agentr1_jax.credit.shaping import Moments, shaped
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.rollout.runner import signal
@@ -21,7 +24,8 @@ from agentr1_jax.runtime.checkpoint import Checkpoints
 from agentr1_jax.runtime.config import flatten
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.trajectory import Trajectory, read_jsonl
-from experiments import build
+from experiments import build, learning
+from experiments.circle import Run
 from experiments.export_hf import stored_config
 from experiments.journal import Position
 
@@ -186,3 +190,49 @@ def _restored(recorded: Recording, policy: DecoderConfig, mesh: Mesh) -> tuple[P
 def version(position: Position, config: ml_collections.ConfigDict) -> int:
     """RL batches that the parameters at a position have learnt from, as steps count them in `policy_version`."""
     return {"rl": position.update, "done": config.updates}.get(position.phase, 0)
+
+
+def moments_before(run: Run, position: Position, trajectories: Sequence[Trajectory]) -> tuple[Moments, list[str]]:
+    """Moments of the returns of all batches that a run had learnt from at `position`, but for the one compared.
+
+    Training judges a batch by what it knew before: a baseline that has seen a return is not independent of it.
+
+    Args:
+      run: config and policy are used.
+      position: of the checkpoint, which may be older than the batch.
+      trajectories: all that training had of the batch.
+
+    Returns:
+      the moments; with the batch, and a note that says so, where they cannot be told apart.
+    """
+    config, moments = run.config, Moments(*position.returns)
+    known = [t for t in trajectories if any(s.policy_version < version(position, config) for s in t.steps)]
+    if not known:
+        return moments, []
+    scheme, critic = SCHEMES[config.credit.name], build.learns_values(config)
+    kept, _, _ = learning.sift(run, known, critic=critic, greedy=scheme.needs_greedy, reads=build.reads(config))
+    if not kept:
+        return moments, []
+    shaping, gamma = build.shaping(config), build.discount(config)
+    streams = flat.flatten(kept, process_parts=shaping.process_parts)
+    _, own = shaped(streams, shaping, gamma=gamma, moments=Moments(), bootstraps=critic)
+    if own.number > moments.number or (config.kl.kind != "none" and config.kl.where == "reward"):
+        unsure = "The running moments of returns hold this batch's too, which cannot be told apart"
+        return moments, [f"{unsure} (a KL in the reward is not recorded)."]
+    return without(moments, own), []
+
+
+def without(moments: Moments, part: Moments) -> Moments:
+    """The moments of what is left where the values of `part` are taken out (Chan et al. 1979, backwards).
+
+    Raises:
+      ValueError: `part` has more values.
+    """
+    left = moments.number - part.number
+    if left < 0:
+        raise ValueError(f"{part.number:g} values cannot be taken out of {moments.number:g}")
+    if not left:
+        return Moments()
+    mean = moments.mean + (moments.mean - part.mean) * part.number / left
+    squares = moments.squares - part.squares - (part.mean - mean) ** 2 * left * part.number / moments.number
+    return Moments(left, mean, max(squares, 0.0))

@@ -1,0 +1,116 @@
+"""The groups of a recorded batch as training would see them, for credit schemes to judge."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from agentr1_jax.credit import streams as flat
+from agentr1_jax.credit.shaping import Moments, shaped
+from agentr1_jax.credit.streams import Streams
+from agentr1_jax.learner import fill
+from agentr1_jax.learner.batch import Batch, to_microbatches
+from agentr1_jax.learner.packing import Packing, pack
+from agentr1_jax.learner.update import make_score
+from agentr1_jax.policy.decoder import Params
+from agentr1_jax.runtime import mesh as meshes
+from agentr1_jax.trajectory import Trajectory
+from experiments import build
+from experiments.circle import Run
+
+SHAPED = ("rewards", "outcome", "token_rewards", "greedy_reward")
+"""Fields that shaping changes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One group of the batch.
+
+    Attributes:
+      streams: as schemes without a critic see them.
+      valued: with the critic's values, and rewards shaped for a scheme that uses them; None without a critic.
+      packing: how the group lies in rows.
+    """
+
+    trajectories: Sequence[Trajectory]
+    streams: Streams
+    valued: Streams | None
+    packing: Packing
+
+
+def scored_parts(
+    run: Run, params: Params, trajectories: Sequence[Trajectory], moments: Moments
+) -> tuple[list[Part], float, float]:
+    """The groups of a batch, their rewards shaped as the run shapes them, with the values of its critic.
+
+    Rewards are shaped with the discount of the run's own scheme for all of them.
+
+    Args:
+      run: config, policy, frozen parameters and mesh are used.
+      params: trained parameters.
+      trajectories: the batch, by group.
+      moments: of the returns of earlier batches.
+
+    Returns:
+      the groups, what training takes a state to be worth of which nothing else is known, and the mean |log-prob as
+      recorded − log-prob at the parameters|.
+    """
+    c, critic = run.config.learner, "value" in params
+    groups = [list(group) for _, group in itertools.groupby(trajectories, key=lambda t: t.group)]
+    limits: dict[str, Any] = {"mode": c.packing, "row_tokens": c.row_tokens, "row_reads": c.row_reads}
+    packings = [pack(group, final_reads=critic, **limits) for group in groups]
+    score = make_score(run.policy, build.loss_config(run.config, kl="none"), run.learner_mesh)
+    capacity = microbatches(run, packings)
+    streams, valued, gaps = [], [], []
+    for group, packing in zip(groups, packings, strict=True):
+        batch, count = to_device(run, packing, capacity, {})
+        scores: Any = jax.device_get(score(params, run.frozen, None, batch, count))
+
+        def by_row(x: np.ndarray, packing: Packing = packing) -> np.ndarray:
+            return x.reshape(-1, x.shape[-1])[: packing.rows]
+
+        logprobs = fill.gather_tokens(packing, by_row(scores.logprob))
+        streams.append(flat.flatten(group, process_parts=run.config.shaping.process_parts))
+        gaps.append(np.abs(logprobs - streams[-1].logprobs))
+        if critic:
+            values, final = (f(packing, by_row(scores.value)) for f in (fill.gather_tokens, fill.gather_final))
+            valued.append(dataclasses.replace(streams[-1], values=values.astype(np.float32), final_values=final))
+    plain, after = _shaped(run, streams, moments, critic=False)
+    with_values = _shaped(run, valued, moments, critic=True)[0] if critic else [None] * len(groups)
+    parts = [Part(*part) for part in zip(groups, plain, with_values, packings, strict=True)]
+    baseline = moments.mean / (after.std if run.config.shaping.scale_returns else 1.0)
+    return parts, baseline, float(np.concatenate(gaps).mean())
+
+
+def _shaped(run: Run, groups: Sequence[Streams], moments: Moments, *, critic: bool) -> tuple[list[Streams], Moments]:
+    """The groups with shaped rewards, and moments with them; over the whole batch, at all of which some tools look."""
+    shaping, gamma = build.shaping(run.config), build.discount(run.config)
+    whole, after = shaped(flat.join(groups), shaping, gamma=gamma, moments=moments, bootstraps=critic)
+    out = list(groups)
+    for name in SHAPED:
+        edges = np.cumsum([len(getattr(s, name)) for s in groups])[:-1]
+        pieces = np.split(getattr(whole, name), edges)
+        out = [dataclasses.replace(s, **{name: piece}) for s, piece in zip(out, pieces, strict=True)]
+    return out, after
+
+
+def microbatches(run: Run, packings: Sequence[Packing]) -> int:
+    """Most microbatches that one of the groups fills."""
+    return max(-(-p.rows // _rows(run)) for p in packings)
+
+
+def to_device(run: Run, packing: Packing, capacity: int, per_token: Mapping[str, np.ndarray]) -> tuple[Batch, Any]:
+    """A group on the learner's mesh with the given fields of its reads, and how many microbatches it fills."""
+    rows = _rows(run)
+    batch = to_microbatches(packing.nodes, fill.fill(packing, per_token), microbatches=capacity, rows=rows)
+    return meshes.global_batch(batch, run.learner_mesh), np.int32(-(-packing.rows // rows))
+
+
+def _rows(run: Run) -> int:
+    devices = run.learner_mesh.size
+    return -(-run.config.learner.rows // devices) * devices
