@@ -1,7 +1,7 @@
 """Faults of published systems, from trajectories to the update that is made of them.
 
 The other tests of these faults, each named `test_fault_...`, are: 1 in test_packing and test_rollout; 2 and 11 in
-test_agents, 11 in test_gradients; 3 to 7 and 10 in test_credit; 8 in test_packing and test_gradients; 9 in
+test_agents, 11 in test_gradients; 3 to 7, 10 and 12 in test_credit_faults; 8 in test_packing and test_gradients; 9 in
 test_fault_run, test_rollout, test_agents and test_trajectory.
 """
 
