@@ -62,3 +62,13 @@ def data_dir() -> pathlib.Path:
     if not path.is_dir():
         pytest.skip("no data: set AGENTR1_DATA")
     return path
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A copy of the registry of credit schemes, which the test may change."""
+    from agentr1_jax.credit import SCHEMES  # Not before the hook that checks annotations is in place.
+
+    schemes = dict(SCHEMES)
+    monkeypatch.setattr("agentr1_jax.credit.registry.SCHEMES", schemes)
+    return schemes

@@ -42,14 +42,6 @@ DEFAULTS = {
 quick = settings(max_examples=40, deadline=None)
 
 
-@pytest.fixture
-def registry(monkeypatch):
-    """A copy of the registry, which the test may change."""
-    schemes = dict(SCHEMES)
-    monkeypatch.setattr("agentr1_jax.credit.registry.SCHEMES", schemes)
-    return schemes
-
-
 def test_the_schemes_and_what_they_need():
     needs = {
         "needs_critic": {"token_gae", "step_gae", "bilevel_gae"},

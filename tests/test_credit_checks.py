@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from builders import trajectory
 
-from agentr1_jax.credit import SCHEMES, get_scheme, load_schemes
+from agentr1_jax.credit import get_scheme, load_schemes
 from agentr1_jax.envs.base import Observation
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.trajectory import Outcome
@@ -162,16 +162,7 @@ def test_an_arm_cannot_be_asked_other_questions():
     assert cell.config.task.rewards.side == 0
 
 
-@pytest.fixture
-def registry():
-    before = dict(SCHEMES)
-    yield
-    SCHEMES.clear()
-    SCHEMES.update(before)
-
-
-@pytest.mark.usefixtures("registry")
-def test_a_user_s_file_may_hold_dataclasses_and_register_what_it_imports(tmp_path):
+def test_a_user_s_file_may_hold_dataclasses_and_register_what_it_imports(registry, tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(
         "from __future__ import annotations\n"
@@ -189,7 +180,7 @@ def test_a_user_s_file_may_hold_dataclasses_and_register_what_it_imports(tmp_pat
     path.write_text("from agentr1_jax.credit import register\n")
     with pytest.raises(ValueError, match="registers no scheme"):
         load_schemes(str(path))
-    assert "mine" not in SCHEMES
+    assert "mine" not in registry
 
 
 def test_a_critic_is_trained_where_the_scheme_uses_it():

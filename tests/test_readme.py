@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from agentr1_jax.credit import SCHEMES, streams
+from agentr1_jax.credit import streams
 from agentr1_jax.envs.base import Action
 from agentr1_jax.tools import base
 from agentr1_jax.trajectory import Outcome, Step, Trajectory
@@ -45,14 +45,6 @@ def test_environment() -> None:
     wrong, right = asyncio.run(episode())
     assert wrong.observation.text == "Not that." and wrong.reward == -0.1
     assert right.outcome is Outcome.ANSWERED and right.reward == 1.0
-
-
-@pytest.fixture
-def registry():
-    before = dict(SCHEMES)
-    yield
-    SCHEMES.clear()
-    SCHEMES.update(before)
 
 
 @pytest.mark.usefixtures("registry")
