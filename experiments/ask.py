@@ -43,7 +43,7 @@ from agentr1_jax.text.tokenizer import Tokenizer
 from agentr1_jax.text.tool_calls import extract_answer
 from agentr1_jax.trajectory import Outcome, Step, Trajectory
 from configs import base
-from experiments import build
+from experiments import build, tasks
 from experiments.export_hf import newest_policy, stored_config
 
 CONFIG = configs.define_config_flag()
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> None:
     is_run = CONFIG.value is None
     config = config_of_run(source) if is_run else config_of_weights(CONFIG.value, source)
     for_one_trajectory(config)
-    task = build.task(config)
+    task = tasks.make_task(config)
     row = task_row(task, QUESTION_ROW.value) if QUESTION_ROW.value else free_row(task, question, WORLD.value)
     tokenizer = build.tokenizer(config, task, resumes=True)
     agent = build.agent(config, task, tokenizer)

@@ -1,4 +1,4 @@
-"""From config to the parts of a run: task, tokenizer, policy, engine, learner; shared by all experiments."""
+"""From config to the parts of a run: tokenizer, agent, policy, engine, learner; shared by all experiments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -22,13 +22,7 @@ from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity
 from agentr1_jax.credit import SCHEMES
 from agentr1_jax.credit.shaping import Shaping
-from agentr1_jax.envs import qa
 from agentr1_jax.envs.base import Task
-from agentr1_jax.envs.frozenlake import frozenlake_task
-from agentr1_jax.envs.hopworld.task import HopWorldTask
-from agentr1_jax.envs.keydoor import keydoor_task
-from agentr1_jax.envs.multihop import MultihopTask, data_folder
-from agentr1_jax.envs.tabular_task import REWARD_PARTS
 from agentr1_jax.learner.losses import LossConfig
 from agentr1_jax.learner.optimizer import make_optimizer
 from agentr1_jax.learner.schedules import rate
@@ -59,72 +53,13 @@ from agentr1_jax.text.chat import chat_format
 from agentr1_jax.text.sentencepiece import train_sentencepiece
 from agentr1_jax.text.tokenizer import Tokenizer, load_tokenizer
 from agentr1_jax.text.tool_calls import call_tags
-from agentr1_jax.tools.limits import ToolLimits, wrapped
-from agentr1_jax.tools.meter import Meter
 from agentr1_jax.trajectory import Budget
-from configs import base
-from experiments import inherited
+from experiments import inherited, tasks
 
 
 def learner_mesh(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The learner's mesh over all devices of all processes, unless others are given."""
     return meshes.learner_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, devices)
-
-
-def task(config: ml_collections.ConfigDict, meter: Meter | None = None) -> Task:
-    """The task that `config.task` names; `meter` counts what its tools do."""
-    c = config.task
-    try:
-        wrap = functools.partial(wrapped, limits=ToolLimits(**config.tools.to_dict()), meter=meter or Meter())
-        if c.name == "hopworld":
-            return HopWorldTask(
-                top_k=c.top_k,
-                questions_per_world=c.questions_per_world,
-                flaws=c.flaws.to_dict(),
-                reward_weights=_reward_weights(config, qa.PARTS),
-                wrap=wrap,
-            )
-        if c.name == "multihop":
-            return MultihopTask(
-                data_dir=c.data_dir,
-                datasets=c.datasets,
-                corpus=c.corpus,
-                top_k=c.top_k,
-                reward_weights=_reward_weights(config, qa.PARTS),
-                seed=config.seed,
-                wrap=wrap,
-            )
-        if c.name in ("keydoor", "frozenlake") and config.warm_start.practice:
-            raise UserError(f"{c.name} has no split 'practice'; set warm_start.practice=0")
-        if c.name == "keydoor":
-            steps = c.rooms + 2
-            if config.budget.max_steps < steps:
-                raise UserError(
-                    f"keydoor: its door is {steps} steps away (task.rooms + 2), beyond budget.max_steps "
-                    f"({config.budget.max_steps}); raise it, or lower task.rooms"
-                )
-            weights = _reward_weights(config, REWARD_PARTS)
-            return keydoor_task(
-                rooms=c.rooms, key_count=c.key_count, noise=c.noise, mistakes=c.mistakes, reward_weights=weights
-            )
-        if c.name == "frozenlake":
-            weights = _reward_weights(config, REWARD_PARTS)
-            return frozenlake_task(size=c.size, holes=c.holes, slip=c.slip, mistakes=c.mistakes, reward_weights=weights)
-    except (ValueError, FileNotFoundError) as error:
-        raise UserError(str(error)) from error
-    raise UserError(f"unknown task.name {c.name!r}; choose 'hopworld', 'multihop', 'keydoor' or 'frozenlake'")
-
-
-def _reward_weights(config: ml_collections.ConfigDict, parts: Collection[str]) -> dict[str, float]:
-    """Weights of a task's reward parts. Raises UserError where a part is weighted that the task does not have."""
-    given, default = config.task.rewards.to_dict(), base.get_config().task.rewards.to_dict()
-    for name, weight in given.items():
-        if name not in parts and weight != default[name]:
-            raise UserError(
-                f"task.rewards.{name} is {weight}, but task {config.task.name!r} has no such reward part; it has "
-                f"{', '.join(parts)}"
-            )
-    return {name: weight for name, weight in given.items() if name in parts}
 
 
 def tokenizer(config: ml_collections.ConfigDict, task: Task, *, resumes: bool) -> Tokenizer:
@@ -134,7 +69,7 @@ def tokenizer(config: ml_collections.ConfigDict, task: Task, *, resumes: bool) -
     """
     path = os.path.expanduser(config.tokenizer.path)
     if "{data}" in path:
-        path = path.replace("{data}", str(_data_folder(config)))
+        path = path.replace("{data}", str(tasks.data_folder_of(config)))
     if not path:
         path = os.path.join(config.run_dir, "tokenizer.model")
         if processes.process_index() == 0 and not resumes:
@@ -154,13 +89,6 @@ def discard_tokenizer(config: ml_collections.ConfigDict) -> None:
     with contextlib.suppress(OSError):
         os.remove(os.path.join(config.run_dir, "tokenizer.model"))
         os.rmdir(config.run_dir)
-
-
-def _data_folder(config: ml_collections.ConfigDict) -> os.PathLike[str]:
-    try:
-        return data_folder(config.task.data_dir)
-    except FileNotFoundError as error:
-        raise UserError(str(error)) from error
 
 
 def budget(config: ml_collections.ConfigDict) -> Budget:

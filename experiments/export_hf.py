@@ -33,7 +33,7 @@ from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.text.sentencepiece import SentencePieceTokenizer
 from agentr1_jax.text.tokenizer import Tokenizer, load_tokenizer
 from configs import base
-from experiments import build
+from experiments import build, tasks
 
 DTYPE = flags.DEFINE_enum(
     "dtype", None, ["float32", "bfloat16", "float16"], "of the written tensors; that of the parameters unless given"
@@ -94,7 +94,9 @@ def stored_config(run_dir: str) -> ml_collections.ConfigDict:
 def run_tokenizer(config: ml_collections.ConfigDict) -> Tokenizer:
     """The tokenizer of a run; where the run trained its own, the task's data need not be here."""
     own = os.path.join(config.run_dir, "tokenizer.model")
-    return load_tokenizer(own) if os.path.exists(own) else build.tokenizer(config, build.task(config), resumes=True)
+    return (
+        load_tokenizer(own) if os.path.exists(own) else build.tokenizer(config, tasks.make_task(config), resumes=True)
+    )
 
 
 def newest_policy(config: ml_collections.ConfigDict, policy: DecoderConfig) -> Params:

@@ -29,7 +29,7 @@ from agentr1_jax.rollout.engine import Engine
 from agentr1_jax.rollout.slots import idle_slots, to_words
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime.checkpoint import abstract
-from experiments import build, checks, topology
+from experiments import build, checks, tasks, topology
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _policy(config: ml_collections.ConfigDict) -> DecoderConfig:
         return build.policy(config, None)
     with tempfile.TemporaryDirectory() as folder, ml_collections.ConfigDict(config).unlocked() as elsewhere:
         elsewhere.run_dir = folder
-        task: Any = None if config.tokenizer.path else build.task(config)  # Only needed to train a tokenizer on.
+        task: Any = None if config.tokenizer.path else tasks.make_task(config)  # Only needed to train a tokenizer on.
         return build.policy(config, build.tokenizer(elsewhere, task, resumes=False))
 
 

@@ -37,7 +37,7 @@ from agentr1_jax.runtime.progress import progress
 from agentr1_jax.runtime.seeds import generator
 from agentr1_jax.tools.meter import Meter
 from agentr1_jax.trajectory import Trajectory, read_jsonl, write_jsonl
-from experiments import build, checks, circle, dry_run, inherited, learning, phases
+from experiments import build, checks, circle, dry_run, inherited, learning, phases, tasks
 from experiments.circle import Run
 from experiments.journal import Journal, Position, Stopped, add_totals, count_recompiles
 from experiments.learning import Pending
@@ -114,7 +114,7 @@ def set_up(config: ml_collections.ConfigDict) -> Run:
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.compilation_cache))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     tools = Meter()
-    task = build.task(config, tools)
+    task = tasks.make_task(config, tools)
     checks.check_task(config, task)
     processes.barrier("checked")
     owner = processes.process_index() == 0 and not resumes

@@ -111,12 +111,12 @@ def test_the_discount_per_step_is_the_scheme_s(name, args, discount):
 
 
 def test_each_part_of_a_reward_has_its_weight():
-    made = build.task(changed(keydoor, task__rewards__goal=3.0, task__rewards__side=0.5))
+    made = tasks.make_task(changed(keydoor, task__rewards__goal=3.0, task__rewards__side=0.5))
     assert made.reward_weights == {"goal": 3.0, "side": 0.5}
     with pytest.raises(UserError, match=r"task.rewards.answer is 2.0, but task 'keydoor' has no such reward part; it"):
-        build.task(changed(keydoor, task__rewards__answer=2.0))
+        tasks.make_task(changed(keydoor, task__rewards__answer=2.0))
     with pytest.raises(UserError, match=r"task.rewards.side is 0.0, but task 'hopworld' has no such reward part; it"):
-        build.task(changed(quickstart, task__rewards__side=0.0))
+        tasks.make_task(changed(quickstart, task__rewards__side=0.0))
 
 
 def test_greedy_rollouts_are_of_the_rows_of_the_batch(monkeypatch):

@@ -51,7 +51,7 @@ def test_what_it_says_is_what_a_run_holds(tmp_path, changes):
     config = small(tmp_path / "run", **changes)
     plan = make_plan(config)
     assert not list(tmp_path.iterdir())
-    tokenizer = build.tokenizer(config, build.task(config), resumes=False)
+    tokenizer = build.tokenizer(config, tasks.make_task(config), resumes=False)
     policy = build.policy(config, tokenizer)
     assert policy == plan.policy
     mesh = build.learner_mesh(config)

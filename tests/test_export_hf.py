@@ -24,7 +24,7 @@ def run_folder(folder, **changes):
     config = quickstart.get_config()
     small = {"policy.width": 32, "policy.layers": 2, "policy.hidden": 64, "policy.head_dim": 8, "tokenizer.texts": 400}
     config.update_from_flattened_dict({**small, **changes, "run_dir": str(folder)})
-    tokenizer = build.tokenizer(config, build.task(config), resumes=False)
+    tokenizer = build.tokenizer(config, tasks.make_task(config), resumes=False)
     policy, mesh = build.policy(config, tokenizer), tiny.mesh()
     state = build.learner_state(config, policy, mesh)[0]()
     # Fresh adapters change nothing.

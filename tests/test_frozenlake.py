@@ -17,7 +17,6 @@ from agentr1_jax.envs.frozenlake import distances, frozenlake_task, game
 from agentr1_jax.envs.tabular import policy_return
 from agentr1_jax.trajectory import Outcome
 from configs import frozenlake
-from experiments import build
 
 TASK = frozenlake_task()
 SLIPPERY = frozenlake_task(size=3, slip=2 / 3)
@@ -227,4 +226,4 @@ def test_wrong_settings_are_told(settings, told):
 
 
 def test_the_config_is_a_task():
-    assert build.task(frozenlake.get_config()).name == "frozenlake"
+    assert tasks.make_task(frozenlake.get_config()).name == "frozenlake"

@@ -18,7 +18,6 @@ from agentr1_jax.envs.tabular_task import NO_ACTION
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.trajectory import Outcome
 from configs import keydoor
-from experiments import build
 
 TASK = keydoor_task()
 SMALL = keydoor_task(rooms=1, key_count=2, noise=0.5)
@@ -205,10 +204,10 @@ def test_rows_that_do_not_exist_are_told(split, index):
 
 def test_the_config_is_a_task_whose_door_can_be_reached():
     config = keydoor.get_config()
-    assert build.task(config).name == "keydoor"
+    assert tasks.make_task(config).name == "keydoor"
     config.task.rooms = 6
     with pytest.raises(UserError, match=r"8 steps away \(task\.rooms \+ 2\), beyond budget\.max_steps \(7\)"):
-        build.task(config)
+        tasks.make_task(config)
     config.task.rooms, config.warm_start.practice = 5, 0.25
     with pytest.raises(UserError, match=r"keydoor has no split 'practice'; set warm_start\.practice=0"):
-        build.task(config)
+        tasks.make_task(config)

@@ -80,7 +80,7 @@ def test_the_quickstart_budget_lets_the_right_way_through(tmp_path: Path) -> Non
     with quickstart.get_config().unlocked() as config:
         config.run_dir = str(tmp_path)
         config.task.flaws = dict.fromkeys(config.task.flaws, 0.0)
-    task = build.task(config)
+    task = tasks.make_task(config)
     tokenizer = build.tokenizer(config, task, resumes=False)
     agent = build.agent(config, task, tokenizer)
 

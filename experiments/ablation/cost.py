@@ -14,7 +14,7 @@ from rich.table import Table
 
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.errors import UserError
-from experiments import build, checks
+from experiments import checks, tasks
 from experiments.ablation.grid import Cell, summary
 
 
@@ -36,7 +36,7 @@ def check_all(cells: Sequence[ml_collections.ConfigDict]) -> str:
     for config in cells:
         try:
             checks.check(config)
-            checks.check_task(config, build.task(config))
+            checks.check_task(config, tasks.make_task(config))
         except UserError as error:
             raise UserError(f"{config.run_dir}: {error}") from error
     return jax.default_backend()
