@@ -15,7 +15,7 @@ from agentr1_jax.envs.base import Observation
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.trajectory import Outcome
 from configs import keydoor, quickstart
-from experiments import build, checks, circle
+from experiments import build, checks, circle, tasks
 from experiments.ablation import grid
 
 

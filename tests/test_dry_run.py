@@ -16,7 +16,7 @@ from examples import example
 from agentr1_jax.learner.batch import CRITIC, batch_shapes
 from agentr1_jax.runtime.errors import UserError
 from configs import multihop_tiny, quickstart, scale_qwen2_5_3b
-from experiments import build, checks, topology
+from experiments import build, checks, tasks, topology
 from experiments.plan import device_bytes, make_plan, programs, total_bytes
 
 ROOT = Path(__file__).parent.parent

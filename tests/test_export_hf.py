@@ -16,7 +16,7 @@ from agentr1_jax.runtime.checkpoint import Checkpoints
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.text.tokenizer import load_tokenizer
 from configs import quickstart
-from experiments import build, export_hf
+from experiments import build, export_hf, tasks
 
 
 def run_folder(folder, **changes):

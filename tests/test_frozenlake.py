@@ -17,6 +17,7 @@ from agentr1_jax.envs.frozenlake import distances, frozenlake_task, game
 from agentr1_jax.envs.tabular import policy_return
 from agentr1_jax.trajectory import Outcome
 from configs import frozenlake
+from experiments import tasks
 
 TASK = frozenlake_task()
 SLIPPERY = frozenlake_task(size=3, slip=2 / 3)

@@ -18,6 +18,7 @@ from agentr1_jax.envs.tabular_task import NO_ACTION
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.trajectory import Outcome
 from configs import keydoor
+from experiments import tasks
 
 TASK = keydoor_task()
 SMALL = keydoor_task(rooms=1, key_count=2, noise=0.5)

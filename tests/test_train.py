@@ -25,7 +25,7 @@ from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.runtime.metrics import read_metrics
 from agentr1_jax.trajectory import Outcome, Trajectory, read_jsonl
 from configs import quickstart
-from experiments import build, inherited
+from experiments import build, inherited, tasks
 
 ROOT = Path(__file__).parent.parent
 SMALL = {
