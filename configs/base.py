@@ -24,13 +24,30 @@ def get_config() -> ml_collections.ConfigDict:
     c.task = ConfigDict()
     c.task.name = ""  # hopworld | multihop | keydoor | frozenlake
     c.task.top_k = 3  # passages a search returns
+    c.task.retriever = ConfigDict()  # multihop: what finds passages; see docs/search.md
+    c.task.retriever.kind = "bm25"  # bm25 | dense | http
+    c.task.retriever.index = ""  # bm25, dense: folder that keeps the index between runs; "" makes it at each start
+    c.task.retriever.encoder = ""  # dense: folder or hub id of a BERT, RoBERTa or XLM-RoBERTa checkpoint
+    c.task.retriever.pooling = "mean"  # dense: mean | cls: what of a text's hidden states is its vector
+    c.task.retriever.normalised = True  # dense: vectors have length 1 (E5, BGE); False for Contriever
+    c.task.retriever.query_prefix = ""  # dense: stands before a query; "query: " for E5
+    c.task.retriever.passage_prefix = ""  # dense: stands before a passage; "passage: " for E5
+    c.task.retriever.tokens = 512  # dense: of a text; what exceeds them is cut
+    c.task.retriever.dtype = "float32"  # dense: float32 | bfloat16, of activations and of vectors on the devices
+    c.task.retriever.url = ""  # http: of the server's search, e.g. http://localhost:8000/retrieve
+    c.task.retriever.seconds = 10.0  # http: time limit of a request
+    c.task.retriever.attempts = 1  # http: requests for one search; tools.attempts makes failed calls again, too
+    c.task.retriever.cache = 10_000  # http: answers kept in memory; 0 for none
     c.task.rewards = ConfigDict()  # weights of the reward parts
     c.task.rewards.answer = 1.0  # exact match of the final answer
+    c.task.rewards.f1 = 0.0  # F1 of the final answer
     c.task.rewards.format = 0.1  # raw part is -1 for an ill-formed step
     c.task.rewards.gold_passage = 0.1  # for each gold passage first retrieved
     c.task.rewards.repeated_query = -0.1  # for each call made before
     c.task.rewards.goal = 1.0  # keydoor, frozenlake: what the end pays; the parts above are of the question tasks
     c.task.rewards.side = 1.0  # keydoor, frozenlake: what is paid on the way
+    c.task.reward = "weighted"  # multihop: weighted (task.rewards) | agentr1_v1 (fixed); see docs/data.md
+    c.task.reward_functions = ()  # multihop: functions of one's own that are paid too, e.g. ("my_rewards:brevity=0.2",)
     c.task.questions_per_world = 16  # hopworld: questions asked of one world
     c.task.flaws = ConfigDict()  # hopworld: rates of the expert's flawed decisions
     c.task.flaws.bridge_answer = 0.52  # answers with what is at hand instead of one more lookup
@@ -39,7 +56,17 @@ def get_config() -> ml_collections.ConfigDict:
     c.task.flaws.malformed_call = 0.06  # forgets a brace of the call
     c.task.data_dir = ""  # multihop: folder of the data; "" reads AGENTR1_DATA, then ../shared/data
     c.task.datasets = ("hotpotqa", "2wikimultihopqa")  # multihop: whose questions and passages
+    c.task.eval_datasets = ()  # multihop: whose questions evaluate; () for those of task.datasets
     c.task.corpus = "full"  # multihop: full | mini
+    c.task.files = ConfigDict()  # multihop: read in place of the data folder's; see docs/data.md
+    c.task.files.train = ()  # paths; ~ and {data} are replaced
+    c.task.files.eval = ()
+    c.task.files.corpus = ()  # further passages to search
+    c.task.mixture = ()  # multihop: weights of the data sets in training, e.g. ("hotpotqa=1", ...); () for by size
+    c.task.held_out = 0  # multihop: training questions of each data set below that are the split held_out instead
+    c.task.held_out_datasets = ()  # multihop: () for all training data sets
+    c.task.instruction = ""  # multihop: what follows the question in the prompt; "" for the task's own
+    c.task.passage_characters = 0  # multihop: longest text of a passage in a search result; 0 for no limit
     c.task.mistakes = 0.7  # keydoor, frozenlake: probability that the expert errs, at each step
     c.task.rooms = 5  # keydoor: between the key and the door; an episode has two steps more
     c.task.key_count = 3  # keydoor: in the first room, one of which fits
@@ -56,6 +83,13 @@ def get_config() -> ml_collections.ConfigDict:
     c.tools.batch = 32  # calls in one batch, of a tool that takes batches
     c.tools.batch_milliseconds = 2.0  # a batch waits for others
     c.tools.characters = 20_000  # of a result; what exceeds them is cut
+    c.tools.lenient = False  # mends calls whose JSON is broken, and counts them; see docs/formats.md
+    c.tools.record = ""  # file that every call and its result is appended to; see agentr1_jax/tools/replay.py
+    c.tools.replay = ""  # such a file, from which calls are answered in place of the tools
+
+    c.agent = ConfigDict()
+    c.agent.dialect = "auto"  # how calls are written: hermes | llama3 | code | react; auto: as the tokenizer's template
+    c.agent.tell_tools = True  # describes the tools in the first prompt; a policy taught by demonstrations knows them
 
     c.tokenizer = ConfigDict()
     c.tokenizer.path = ""  # Hugging Face folder or hub id, or SentencePiece *.model; "" trains one; {data}: data folder
@@ -187,7 +221,8 @@ def get_config() -> ml_collections.ConfigDict:
     c.optimizer.args = ConfigDict()  # hyper-parameters of the alias where they differ from its defaults
     c.optimizer.lr = 1e-4  # of the policy in RL
     c.optimizer.value_lr = 1e-3  # of the value head, and of a critic of its own
-    c.optimizer.warmup = 5  # updates over which the rate rises
+    c.optimizer.critic_warmup = 0  # updates at the start of RL in which the critic alone learns
+    c.optimizer.warmup = 5  # updates after them over which the rate of the policy rises
     c.optimizer.schedule = "constant"  # constant | linear | cosine, after the rise
     c.optimizer.final_share = 0.1  # share of the rate at the last update
     c.optimizer.b1 = 0.9
@@ -195,6 +230,15 @@ def get_config() -> ml_collections.ConfigDict:
     c.optimizer.eps = 1e-8
     c.optimizer.weight_decay = 0.0
     c.optimizer.max_grad_norm = 1.0  # 0 for no clipping
+
+    c.pretrain = ConfigDict()  # on texts of the task, before the warm start
+    c.pretrain.updates = 0  # 0 for none
+    c.pretrain.texts = 100_000  # most texts of the task
+    c.pretrain.tokens = 256  # longer texts are split
+    c.pretrain.batch = 64  # pieces of text per update, over all processes
+    c.pretrain.lr = 3e-3  # peak, as in the warm start
+    c.pretrain.rows = 8  # of a microbatch, over all processes
+    c.pretrain.row_tokens = 512  # length of a packed row
 
     c.warm_start = ConfigDict()
     c.warm_start.run = ""  # a run's folder, whose tokenizer and newest decoder RL starts from, in place of the below

@@ -45,6 +45,7 @@ from agentr1_jax.trajectory import Outcome, Step, Trajectory
 from configs import base
 from experiments import build, tasks
 from experiments.export_hf import newest_policy, stored_config
+from experiments.retrieval import LateDispatch
 
 CONFIG = configs.define_config_flag()
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "of sampling; 0 is greedy", lower_bound=0.0)
@@ -61,7 +62,8 @@ def main(argv: Sequence[str]) -> None:
     is_run = CONFIG.value is None
     config = config_of_run(source) if is_run else config_of_weights(CONFIG.value, source)
     for_one_trajectory(config)
-    task = tasks.make_task(config)
+    dispatch = LateDispatch()
+    task = tasks.make_task(config, dispatch=dispatch)
     row = task_row(task, QUESTION_ROW.value) if QUESTION_ROW.value else free_row(task, question, WORLD.value)
     tokenizer = build.tokenizer(config, task, resumes=True)
     agent = build.agent(config, task, tokenizer)
@@ -72,11 +74,13 @@ def main(argv: Sequence[str]) -> None:
     decoder = newest_policy(config, policy) if is_run else loaded(policy, source, mesh)
     policy = dataclasses.replace(policy, lora=Lora())
     params = build.rollout_view(policy, mesh, rollout_mesh)({"decoder": decoder}, {})
+    engine = build.engine(config, policy, rollout_mesh)
+    dispatch.to = engine.dispatch
 
     console = Console(soft_wrap=True)
     show(console, "Question", row["question"])
     ((trajectory,),) = run_groups(
-        build.engine(config, policy, rollout_mesh),
+        engine,
         params,
         ShownAgent(agent, console),
         [Group(row, [Identity("ask", 0, 0, task.name, SEED.value)])],

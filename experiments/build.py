@@ -50,9 +50,9 @@ from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.runtime.seeds import seed_of
 from agentr1_jax.text.chat import chat_format
+from agentr1_jax.text.dialects import DIALECTS, make_dialect
 from agentr1_jax.text.sentencepiece import train_sentencepiece
 from agentr1_jax.text.tokenizer import Tokenizer, load_tokenizer
-from agentr1_jax.text.tool_calls import call_tags
 from agentr1_jax.trajectory import Budget
 from experiments import inherited, tasks
 
@@ -98,8 +98,11 @@ def budget(config: ml_collections.ConfigDict) -> Budget:
 
 def agent(config: ml_collections.ConfigDict, task: Task, tokenizer: Tokenizer) -> EnvLoop:
     """The default agent on a task's environments."""
+    if config.agent.dialect not in DIALECTS:
+        raise UserError(f"unknown agent.dialect {config.agent.dialect!r}; choose one of {', '.join(DIALECTS)}")
     try:
-        chat, tags = chat_format(tokenizer), call_tags(tokenizer)
+        dialect = make_dialect(config.agent.dialect, tokenizer)
+        chat = chat_format(tokenizer, dialect)
     except ValueError as error:
         raise UserError(f"tokenizer.path: {error}") from error
     if len(tokenizer.stop_ids) > EngineConfig.stop_sequences:
@@ -108,7 +111,9 @@ def agent(config: ml_collections.ConfigDict, task: Task, tokenizer: Tokenizer) -
             f"{EngineConfig.stop_sequences}; shorten eos_token_id in its generation_config.json"
         )
     rule = context_rule(config.context)
-    return EnvLoop(task.env, tokenizer, chat, rule, config.context, budget(config), tags)
+    lenient = config.tools.lenient
+    tell = config.agent.tell_tools
+    return EnvLoop(task.env, tokenizer, chat, rule, config.context, budget(config), dialect, lenient, tell)
 
 
 def policy(config: ml_collections.ConfigDict, tokenizer: Tokenizer | None) -> DecoderConfig:
@@ -284,9 +289,10 @@ def optimizer_of(config: ml_collections.ConfigDict) -> optax.GradientTransformat
 
 
 def rates(config: ml_collections.ConfigDict, update: int, parts: Iterable[str]) -> dict[str, float]:
-    """Learning rate of each part of the parameters in an update of RL."""
+    """Learning rate of each part of the parameters in an update of RL; 0 for the policy while the critic warms up."""
     c = config.optimizer
-    share = rate(c.schedule, update, config.updates, warmup=c.warmup, final_share=c.final_share)
+    done, total = update - c.critic_warmup, config.updates - c.critic_warmup
+    share = rate(c.schedule, done, total, warmup=c.warmup, final_share=c.final_share) if done >= 0 else 0.0
     return {part: c.lr * share if part == "decoder" else c.value_lr for part in parts}
 
 

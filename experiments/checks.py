@@ -78,6 +78,7 @@ def check(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | Non
             raise UserError(f"unknown {key} {value!r}; choose one of {', '.join(known)}")
     _check_credit(config, scheme)
     _check_kl(config)
+    _check_pretraining(config)
     parse_updates(config.profile_updates)
     _check_sampling(config)
     _check_lengths(config)
@@ -89,6 +90,7 @@ def _check_credit(config: ml_collections.ConfigDict, scheme: Scheme) -> None:
     c = config.rollout
     if scheme.needs_critic and config.critic == "none":
         raise UserError(f"credit scheme {scheme.name!r} needs a critic; set config.critic=shared_trunk")
+    _check_critic_warmup(config, scheme)
     if scheme.needs_samples and c.samples < 2:
         raise UserError(
             f"credit scheme {scheme.name!r} compares the samples of a task row, and rollout.samples is {c.samples}: no "
@@ -110,6 +112,24 @@ def _check_credit(config: ml_collections.ConfigDict, scheme: Scheme) -> None:
         raise UserError(
             f"learner.loss_mask or learner.advantage_mask is False: a step then has up to budget.context_tokens "
             f"({config.budget.context_tokens}) reads, and learner.row_reads is {config.learner.row_reads}; raise it"
+        )
+
+
+def _check_critic_warmup(config: ml_collections.ConfigDict, scheme: Scheme) -> None:
+    """While the critic warms up there is one that learns, and some update is left."""
+    updates = config.optimizer.critic_warmup
+    if updates < 0:
+        raise UserError(f"optimizer.critic_warmup is {updates}; it must be at least 0")
+    if updates and not build.learns_values(config):
+        why = "critic is none" if scheme.uses_critic else f"credit scheme {scheme.name!r} uses none"
+        raise UserError(
+            f"optimizer.critic_warmup is {updates}, and there is no critic to learn ({why}): nothing would be trained; "
+            "set optimizer.critic_warmup=0"
+        )
+    if 0 < config.updates < updates:
+        raise UserError(
+            f"optimizer.critic_warmup ({updates}) exceeds updates ({config.updates}): the policy would never learn; "
+            "lower it"
         )
 
 
@@ -153,6 +173,21 @@ def _check_sampling(config: ml_collections.ConfigDict) -> None:
         raise UserError("rollout.refills replaces groups whose rewards are all equal; with rollout.samples=1 all are")
 
 
+def _check_pretraining(config: ml_collections.ConfigDict) -> None:
+    """Pieces of text fit the rows, and a batch has some."""
+    c = config.pretrain
+    if not c.updates:
+        return
+    for key in ("updates", "texts", "batch", "rows"):
+        if c[key] < 1:
+            raise UserError(f"pretrain.{key} is {c[key]}; it must be at least 1")
+    if not 3 <= c.tokens <= c.row_tokens:
+        raise UserError(
+            f"pretrain.tokens is {c.tokens}; a piece of text has at least 3 tokens, and at most pretrain.row_tokens "
+            f"({c.row_tokens})"
+        )
+
+
 def _check_lengths(config: ml_collections.ConfigDict) -> None:
     """A trajectory that keeps to the budget fits everywhere."""
     if config.learner.row_tokens < config.budget.context_tokens:
@@ -183,8 +218,10 @@ def _check_placement(config: ml_collections.ConfigDict, devices: Sequence[jax.De
     if config.control and processes > 1:
         raise UserError("a control run is timed, and clocks of several processes differ; run it in one process")
     shards = max(len(devices) // max(config.mesh.tensor, 1), 1)
-    if config.learner.rows % shards:
-        raise UserError(f"learner.rows ({config.learner.rows}) must be a multiple of the {shards} shards of a batch")
+    for section in ("learner", "pretrain") if config.pretrain.updates else ("learner",):
+        rows = config[section].rows
+        if rows % shards:
+            raise UserError(f"{section}.rows ({rows}) must be a multiple of the {shards} shards of a batch")
 
 
 def check_task(config: ml_collections.ConfigDict, task: Task) -> None:

@@ -7,11 +7,13 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 import ml_collections
+import numpy as np
 from jax.sharding import Mesh
 
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import ScriptedSession
 from agentr1_jax.envs.base import Task
+from agentr1_jax.envs.rewards import totals
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.rollout.counters import Counters
@@ -22,7 +24,7 @@ from agentr1_jax.runtime import processes
 from agentr1_jax.runtime.seeds import generator
 from agentr1_jax.text.tokenizer import Tokenizer
 from agentr1_jax.tools.meter import Meter
-from agentr1_jax.trajectory import POLICIES, Trajectory
+from agentr1_jax.trajectory import POLICIES, Outcome, Step, Trajectory
 from experiments import build
 
 PRACTICE = "practice"
@@ -62,12 +64,39 @@ def demonstrations(run: Run) -> list[Trajectory]:
         out = []
         for index, (identity,) in zip(indices, names, strict=True):
             row = run.task.row(PRACTICE if practice[index] else "train", index)
-            session = ScriptedSession(identity, run.task.expert(row, identity.seed), run.tokenizer, run.agent.tags)
+            session = ScriptedSession(identity, run.task.expert(row, identity.seed), run.tokenizer, run.agent.dialect)
             await run.agent.run(session, row)
             out.append(session.trajectory())
         return out
 
     return asyncio.run(play())
+
+
+def documents(run: Run) -> list[Trajectory]:
+    """This process's share of the task's texts, in pieces; each is a trajectory of one step that says it.
+
+    A piece begins and ends with the stop token, as a piece of a longer text does too.
+    """
+    c, stop = run.config.pretrain, run.tokenizer.stop_id
+    texts = run.task.texts(c.texts)
+    pieces = [
+        np.asarray([*ids[at : at + c.tokens - 2], stop], np.int32)
+        for ids in (run.tokenizer.encode_data(texts[i]) for i in build.dealt(len(texts)))
+        for at in range(0, len(ids), c.tokens - 2)
+    ]
+    prompt = np.asarray([stop], np.int32)
+    return [
+        Trajectory(
+            uid=f"text/{i:06d}",
+            group=i,
+            sample=0,
+            task=run.task.name,
+            seed=0,
+            steps=(Step(prompt, piece, np.zeros(len(piece), np.float32), reward=0.0),),
+            outcome=Outcome.ENV_DONE,
+        )
+        for i, piece in enumerate(pieces)
+    ]
 
 
 def roll_out(
@@ -187,6 +216,8 @@ def means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
             add(f"em_{t.info['kind']}", t.metrics["em"])
         if POLICIES[t.outcome].reward == "use":
             add("reward", t.total_reward)
+            for part, value in totals(step.info.get("raw_parts", {}) for step in t.steps).items():
+                add(f"reward/{part}", value)
         add("steps", len(t.steps))
         add("response_tokens", sum(len(s.response_ids) for s in t.steps))
         for outcome in {u.outcome for u in trajectories}:

@@ -21,7 +21,7 @@ class Position:
     """Where a run stands; stored with every checkpoint.
 
     Attributes:
-      phase: `warm_start`, `rl` or `done`: the phase that comes next.
+      phase: `pretraining`, `warm_start`, `rl` or `done`: the phase that is under way or comes next.
       update: updates (batches) of that phase which are done.
       visits: running index of the next group of task rows.
       first_checkpoint: number of the checkpoint at update 0 of that phase.
@@ -34,7 +34,7 @@ class Position:
       totals: tokens and seconds for rates.
     """
 
-    phase: str = "warm_start"
+    phase: str = "pretraining"
     update: int = 0
     visits: int = 0
     first_checkpoint: int = 0

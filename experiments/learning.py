@@ -22,9 +22,9 @@ from agentr1_jax.policy.decoder import Params
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime import processes
 from agentr1_jax.trajectory import POLICIES, Trajectory
-from experiments import build
+from experiments import build, phases
 from experiments.circle import Run
-from experiments.phases import Learner
+from experiments.phases import Learner, Rows
 
 NOTHING_SEEN = Moments()
 LARGEST = float(np.finfo(np.float32).max)
@@ -105,7 +105,7 @@ def learn(
     """
     c = run.config
     usable, dropped, malformed = sift(
-        run, trajectories, critic=learner.critic, greedy=learner.greedy, reads=learner.reads
+        run, trajectories, critic=learner.critic, greedy=learner.greedy, reads=learner.reads, rows=learner.rows
     )
     known = {"batch/dropped": float(len(dropped)), "batch/malformed": float(malformed)}
     parts = _minibatches(usable, c.learner.minibatches)
@@ -113,8 +113,8 @@ def learn(
         pack(
             part,
             mode=c.learner.packing,
-            row_tokens=c.learner.row_tokens,
-            row_reads=c.learner.row_reads,
+            row_tokens=learner.rows.tokens,
+            row_reads=learner.rows.reads,
             final_reads=learner.critic,
             reads=learner.reads,
         )
@@ -208,7 +208,13 @@ def _update(
 
 
 def sift(
-    run: Run, trajectories: Sequence[Trajectory], *, critic: bool, greedy: bool = False, reads: str = "sampled"
+    run: Run,
+    trajectories: Sequence[Trajectory],
+    *,
+    critic: bool,
+    greedy: bool = False,
+    reads: str = "sampled",
+    rows: Rows | None = None,
 ) -> tuple[list[Trajectory], list[Trajectory], int]:
     """What can be trained on, and what cannot.
 
@@ -222,10 +228,11 @@ def sift(
     Raises:
       ValueError: a trajectory was cut and lacks the final prompt that a critic needs.
     """
-    c, usable, dropped, malformed = run.config.learner, [], [], 0
+    rows = rows or phases.rows(run.config)
+    usable, dropped, malformed = [], [], 0
     for t in trajectories:
         policy = POLICIES[t.outcome]
-        fault = misfit(t, row_tokens=c.row_tokens, row_reads=c.row_reads, final_reads=critic, reads=reads)
+        fault = misfit(t, row_tokens=rows.tokens, row_reads=rows.reads, final_reads=critic, reads=reads)
         counts = policy.reward == "use" and t.steps
         rewards = [t.total_reward, *(s.reward for s in t.steps if s.reward is not None)] if counts else []
         # Statistics are float32; not a number is not below anything either.
@@ -303,8 +310,7 @@ def _minibatches(trajectories: Sequence[Trajectory], count: int) -> list[list[Tr
 
 def _to_device(run: Run, learner: Learner, nodes: Nodes, reads: Reads) -> tuple[Batch, np.int32]:
     """A batch on the learner's mesh, and how many of its microbatches hold data in any process."""
-    c = run.config.learner
-    rows = c.rows // processes.process_count()
+    rows = learner.rows.count // processes.process_count()
     batch = to_microbatches(nodes, _numbered(reads), microbatches=learner.microbatches, rows=rows)
     used = max(processes.all_gather_json(-(-nodes.tokens.shape[0] // rows)))
     return meshes.global_batch(batch, run.learner_mesh), np.int32(used)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -113,6 +114,10 @@ def make_plan(config: ml_collections.ConfigDict, topology_name: str = "") -> Pla
 
 
 def _policy(config: ml_collections.ConfigDict) -> DecoderConfig:
+    known = _preset_of(config.policy.weights)
+    if known and not config.policy.preset:
+        with ml_collections.ConfigDict(config).unlocked() as config:
+            config.policy.update(weights="", preset=known)
     preset = PRESETS.get(config.policy.preset)
     if preset is None or preset.vocab_size:
         return build.policy(config, None)
@@ -120,6 +125,14 @@ def _policy(config: ml_collections.ConfigDict) -> DecoderConfig:
         elsewhere.run_dir = folder
         task: Any = None if config.tokenizer.path else tasks.make_task(config)  # Only needed to train a tokenizer on.
         return build.policy(config, build.tokenizer(elsewhere, task, resumes=False))
+
+
+def _preset_of(weights: str) -> str:
+    """The preset by which weights of the hub are called, so that nobody has to ask for them; "" where there is none."""
+    if not weights or os.path.isdir(os.path.expanduser(weights)):
+        return ""
+    name = weights.rpartition("/")[2].lower()
+    return next((preset for preset in PRESETS if name == preset or name.startswith(f"{preset}-")), "")
 
 
 def _laid_out(shapes: Any, mesh: Mesh) -> Any:
@@ -177,6 +190,10 @@ def programs(plan: Plan) -> Iterator[Program]:
     present: tuple[str, ...] = CRITIC if build.learns_values(config) else ()
     present += (*["ref_logprob"] * (loss.kl != "none"), *["rollout_weight"] * (config.correction.kind != "none"))
 
+    def pretraining() -> str:
+        p = config.pretrain
+        return f"{-(-p.batch // p.rows)} x {p.rows} rows x {p.row_tokens} tokens, all of them read"
+
     def phase(trajectories: int, present: tuple[str, ...]) -> tuple[Any, str]:
         """The batch of a phase, on the mesh, and its shape in words."""
         n = build.microbatches(config, trajectories)
@@ -191,6 +208,9 @@ def programs(plan: Plan) -> Iterator[Program]:
         batch, shape = phase(trajectories, present)
         return shape, lambda: program.lower(plan.state, plan.frozen, batch, np.int32(1), rates)
 
+    if config.pretrain.updates and not config.warm_start.run:
+        yield Program("update (pretraining)", pretraining())
+        yield Program("learner state, restarted", "a new optimizer for the warm start")
     if (config.warm_start_updates and not config.warm_start.run) or config.control:
         supervised = build.loss_config(config, clip="none", kl="none")
         yield Program("update (warm start)", update(supervised, config.warm_start.batch, ())[0])

@@ -42,6 +42,7 @@ from experiments.circle import Run
 from experiments.journal import Journal, Position, Stopped, add_totals, count_recompiles
 from experiments.learning import Pending
 from experiments.phases import Learner
+from experiments.retrieval import LateDispatch
 
 CONFIG = configs.define_config_flag()
 DRY_RUN = flags.DEFINE_bool("dry_run", False, "print sizes and programs of the run, and leave")
@@ -71,6 +72,11 @@ def main(argv: Sequence[str]) -> None:
         journal = Journal(position, metrics, checkpoints, stop, CompileCounter(), started)
         try:
             run.engine.compile(run.view(state.params, run.frozen))
+            if position.phase == "pretraining":
+                state = restart(pretrain(run, journal, phases.pretraining(run, optimizer, layout), state).params)
+                position.enter("warm_start")
+                if config.pretrain.updates:
+                    journal.save(state)
             if position.phase == "warm_start":
                 state = restart(warm_start(run, journal, phases.supervised(run, optimizer, layout), state).params)
                 position.enter("rl")
@@ -113,8 +119,8 @@ def set_up(config: ml_collections.ConfigDict) -> Run:
     if config.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.compilation_cache))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    tools = Meter()
-    task = tasks.make_task(config, tools)
+    tools, dispatch = Meter(), LateDispatch()
+    task = tasks.make_task(config, tools, dispatch)
     checks.check_task(config, task)
     processes.barrier("checked")
     owner = processes.process_index() == 0 and not resumes
@@ -128,6 +134,7 @@ def set_up(config: ml_collections.ConfigDict) -> Run:
         rollout_mesh = meshes.rollout_mesh(learner_mesh, config.rollout.tensor)
         frozen = build.frozen(config, policy, learner_mesh)
         engine = build.engine(config, policy, rollout_mesh)
+        dispatch.to = engine.dispatch
         view = build.rollout_view(policy, learner_mesh, rollout_mesh)
     except BaseException:
         if owner:
@@ -138,17 +145,40 @@ def set_up(config: ml_collections.ConfigDict) -> Run:
     return Run(config, task, tokenizer, agent, policy, frozen, engine, learner_mesh, view, tools)
 
 
+def pretrain(run: Run, journal: Journal, learner: Learner, state: LearnerState) -> LearnerState:
+    """Supervised updates on the task's texts."""
+    c = run.config.pretrain
+    if not c.updates or run.config.warm_start.run:
+        return state
+    return supervise(run, journal, learner, state, circle.documents(run), c)
+
+
 def warm_start(run: Run, journal: Journal, learner: Learner, state: LearnerState) -> LearnerState:
     """Supervised updates on expert trajectories: a number of them, or as many as a control's time allows."""
-    config, position = run.config, journal.position
-    total, first = config.warm_start_updates, processes.process_index() == 0
-    if not total or config.warm_start.run:
+    config = run.config
+    if not config.warm_start_updates or config.warm_start.run:
         return state
     expert = circle.demonstrations(run)
-    if position.update == 0:
+    if journal.position.update == 0:
         write_trajectories(run, "demonstrations", expert[:REPORTED_PER_FILE])
         logging.info("%d demonstrations, em %.3f", len(expert), circle.means(expert)["em"])
-    per_process = config.warm_start.batch // processes.process_count()
+    return supervise(run, journal, learner, state, expert, config.warm_start)
+
+
+def supervise(
+    run: Run,
+    journal: Journal,
+    learner: Learner,
+    state: LearnerState,
+    examples: Sequence[Trajectory],
+    c: ml_collections.ConfigDict,
+) -> LearnerState:
+    """Updates with advantage 1 on examples, `c.batch` at a time; the rate rises over 5 % and falls by a cosine."""
+    config, position = run.config, journal.position
+    phase, timed = position.phase, config.control and position.phase == "warm_start"
+    total = config.pretrain.updates if phase == "pretraining" else config.warm_start_updates
+    first = processes.process_index() == 0
+    per_process = c.batch // processes.process_count()
     late: list[tuple[int, float, Pending]] = []  # The update before, which the device may still be computing.
     since = time.perf_counter()
 
@@ -159,16 +189,16 @@ def warm_start(run: Run, journal: Journal, learner: Learner, state: LearnerState
             record = pending.result() | {"time/learn": time.perf_counter() - since}
             since = time.perf_counter()
             if update % 10 == 0 or update == total:
-                journal.metrics.write({"phase": "warm_start", "update": update, "learner/lr": rate, **record})
+                journal.metrics.write({"phase": phase, "update": update, "learner/lr": rate, **record})
                 show(update, f"loss {record.get('learner/loss', math.nan):.3f}, {tokens_per_second(record)}")
         late.clear()
 
     warmed_up = False
-    with progress("warm start", position.update, total, first) as show:
-        while (done := journal.seconds / config.control_seconds if config.control else position.update / total) < 1:
+    with progress(phase.replace("_", " "), position.update, total, first) as show:
+        while (done := journal.seconds / config.control_seconds if timed else position.update / total) < 1:
             compiled = journal.compiles.count
-            batch = draw(expert, per_process, config.seed, position.update)
-            rate = config.warm_start.lr * rate_by_progress("cosine", done, warmup=0.05, final_share=0.1)
+            batch = draw(examples, per_process, config.seed, position.update)
+            rate = c.lr * rate_by_progress("cosine", done, warmup=0.05, final_share=0.1)
             state, pending, _ = learning.learn(run, learner, state, batch, dict.fromkeys(state.params, rate))
             tell()
             position.update += 1
@@ -181,11 +211,11 @@ def warm_start(run: Run, journal: Journal, learner: Learner, state: LearnerState
     return state
 
 
-def draw(expert: Sequence[Trajectory], size: int, seed: int, update: int) -> list[Trajectory]:
-    """The batch of an update: passes over the demonstrations, each in an order of its own."""
-    per_epoch = max(len(expert) // size, 1)
-    order = generator(seed, "demonstration order", update // per_epoch).permutation(len(expert))
-    return [expert[i] for i in order[(update % per_epoch) * size :][:size]]
+def draw(examples: Sequence[Trajectory], size: int, seed: int, update: int) -> list[Trajectory]:
+    """The batch of an update: passes over the examples, each in an order of its own."""
+    per_epoch = max(len(examples) // size, 1)
+    order = generator(seed, "demonstration order", update // per_epoch).permutation(len(examples))
+    return [examples[i] for i in order[(update % per_epoch) * size :][:size]]
 
 
 def reinforce(run: Run, journal: Journal, learner: Learner, state: LearnerState) -> LearnerState:

@@ -64,6 +64,15 @@ def data_dir() -> pathlib.Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def full_bm25(data_dir: pathlib.Path) -> Any:
+    """BM25 over the merged passages of the three data sets, built once: it takes seconds."""
+    from agentr1_jax.tools.search import BM25, read_corpus  # Not before the hook that checks annotations is in place.
+
+    files = [f"corpus_{dataset}.jsonl.gz" for dataset in ("hotpotqa", "2wikimultihopqa", "musique")]
+    return BM25([passage for file in files for passage in read_corpus(data_dir / "multihop" / file)])
+
+
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A copy of the registry of credit schemes, which the test may change."""

@@ -96,8 +96,8 @@ def _made(settings, wide, make_learner, shards):
     with jax.enable_x64(wide):
         state = fresh()
         layout = shardings(state, mesh)
-        if make_learner is phases.supervised:
-            learner = phases.supervised(run, optimizer, layout)
+        if make_learner in (phases.supervised, phases.pretraining):
+            learner = make_learner(run, optimizer, layout)
         else:
             start = None if config.kl.kind == "none" else state.params["decoder"]
             learner = phases.reinforced(run, optimizer, layout, start)

@@ -5,6 +5,7 @@ python tests/make_golden_chat.py DATA      (the folder of shared data)
 opening      system and question, with the tool's schema
 kept         up to the second tool result: no template has reason yet to strip thinking
 rerendered   with the answer and a further question: Qwen3's template strips all earlier thinking
+several      one step that called twice: both results, one after the other
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ TURNS = [
     ("Both are known.", "<answer> Ostra </answer>", "user", "And when was the film made?"),
 ]
 """Thinking, what follows it, role and content of the turn that comes back."""
+SEVERAL = ["- Kabalci: A film of 1962.", "- Ostra: A city.\n- Ostra (river): 1,962 km.", "No results"]
+"""What comes back of three calls of the first turn."""
 
 
 def response(name: str, thinking: str, said: str) -> str:
@@ -58,7 +61,9 @@ def golden(data_dir: pathlib.Path) -> dict[str, dict[str, list[int]]]:
                 {"role": role, "content": content},
             )
         ]
+        results = [{"role": "tool", "content": content} for content in SEVERAL]
         parts = {"opening": OPENING, "kept": OPENING + turns[:4], "rerendered": OPENING + turns}
+        parts["several"] = [*OPENING, turns[0], *results]
         out[name] = {
             part: tokenizer.apply_chat_template(
                 messages, tools=[SEARCH], add_generation_prompt=True, tokenize=True, return_dict=False, **args

@@ -230,6 +230,27 @@ def test_token_observations_are_appended_as_they_are():
     assert t.steps[1].prompt_ids.tolist() == [*ids_after(t, 0), *ids.tolist()]
 
 
+def test_several_results_are_cut_one_by_one_and_recorded_together():
+    class Two(ScriptedEnv):
+        async def step(self, action):
+            later = Observation(texts=["a dog", " ".join(["birds"] * 30), "the cat"], state_key="s1")
+            return dataclasses.replace(await super().step(action), observation=later)
+
+    t = play(WORDS, Two(SEEN), max_steps=2, final_answer_step=True, observation_tokens=60, context_tokens=900)
+    new = t.steps[1].prompt_ids[len(ids_after(t, 0)) :].tolist()
+    assert new == letters.CHAT.render_observation(["a dog", "birds " * 29 + "birds", "the cat"], max_tokens=60).tolist()
+    assert TOKENIZER.decode(new).count(" [cut]") == 1 and "the cat" in TOKENIZER.decode(new)
+    assert t.steps[0].observation.startswith("a dog\nbirds") and t.steps[0].observation.endswith("\nthe cat")
+    asked = TOKENIZER.decode(t.steps[2].prompt_ids[len(ids_after(t, 1)) :])
+    assert asked.count(TOKENIZER.decode(TOKENIZER.encode_data(FINAL_REQUEST))) == 1
+
+
+def test_an_observation_holds_one_thing():
+    for content in ({}, {"text": "a", "texts": ["b"]}, {"texts": []}, {"texts": "ab"}):
+        with pytest.raises(ValueError, match="Observation"):
+            Observation(**content)
+
+
 def test_the_first_observation_must_be_a_prompt():
     class Mute(ScriptedEnv):
         async def reset(self, row, seed):

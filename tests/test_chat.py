@@ -116,6 +116,59 @@ def test_the_stored_ids_are_those_of_this_version_of_transformers(data_dir, gold
     assert conversation.golden(data_dir) == golden
 
 
+@pytest.mark.parametrize("name", HF_NAMES)
+def test_several_results_are_told_as_the_template_tells_them(data_dir, golden, name):
+    tokenizer = load_tokenizer(str(data_dir / "tokenizers" / name), conversation.TEMPLATE_ARGS[name])
+    form = chat.chat_format(tokenizer)
+    thinking, said, _, _ = conversation.TURNS[0]
+    ids = form.render_opening(conversation.OPENING, [conversation.SEARCH]).tolist()
+    ids += [*tokenizer.encode_template(conversation.response(name, thinking, said)), tokenizer.stop_id]
+    assert ids + form.render_observation(conversation.SEVERAL).tolist() == golden[name]["several"]
+    one = form.render_observation("x").tolist()
+    assert form.render_observation(["x"]).tolist() == one
+
+
+@pytest.mark.parametrize("name", (*HF_NAMES, "small"))
+def test_each_of_several_results_is_cut(load, small, name):
+    form = small if name == "small" else load(name)[0]
+    ids = form.render_observation([PASSAGE * 50, "short", PASSAGE * 50], max_tokens=30)
+    text = form.tokenizer.decode(ids)
+    assert text.count(" [cut]") == 2 and "short" in text
+    assert len(ids) <= len(form.render_observation(["x"] * 3)) + 3 * 30
+
+
+def test_a_template_that_cannot_tell_several_results_gets_them_as_one(data_dir, tmp_path):
+    template = (
+        "{% for m in messages %}{% if not loop.first and m.role == messages[loop.index0 - 1].role %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}"
+        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+    )
+    form = chat.chat_format(minimind_with(data_dir, tmp_path, chat_template=template))
+    assert form.render_observation(["a b", "c"]).tolist() == form.render_observation("a b\nc").tolist()
+
+
+# Jinja drops a newline at the very end of a template, but not within a string.
+QUOTING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'tool' %}{{ m.content | tojson }}{% else %}"
+    "{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}{{ '<|im_start|>assistant\n' }}"
+)
+
+
+@pytest.mark.parametrize("texts", [["a"], ['said "yes"\n- 北京 \\ x'], ["a\nb", '"', ""]])
+def test_contents_are_quoted_where_the_template_quotes_them(data_dir, tmp_path, texts):
+    """As Llama 3's template does: a bare quote would end the string."""
+    form = chat.chat_format(minimind_with(data_dir, tmp_path, chat_template=QUOTING))
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "look"}]
+    reference = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    results = [{"role": "tool", "content": text} for text in texts]
+    sampled = [*form.tokenizer.encode_template("look"), form.tokenizer.stop_id]
+    ids = [*form.render_opening(turns[:1]), *sampled, *form.render_observation(texts)]
+    assert ids == reference_ids(reference, turns + results, None)
+    assert form.glue["tool"].quoted and not form.glue["user"].quoted
+    long = form.render_observation('"\n' * 200, max_tokens=20)
+    assert len(long) <= len(form.render_observation("x")) + 20
+
+
 def test_template_variables_reach_the_opening_and_the_glue(data_dir):
     form = chat.chat_format(load_tokenizer(str(data_dir / "tokenizers/qwen3"), {"enable_thinking": False}))
     ending = form.tokenizer.encode_template("<|im_start|>assistant\n<think>\n\n</think>\n\n")
@@ -158,7 +211,9 @@ def test_hostile_contents_add_no_added_token(load, small, name):
     tool = {**SEARCH, "function": {**SEARCH["function"], "description": HOSTILE}}
     opening = form.render_opening(messages, [tool])
     assert added_in(tokenizer, opening) == added_in(tokenizer, form.render_opening(calm, [SEARCH]))
-    assert tokenizer.decode(opening).count(HOSTILE) == 2
+    escaped = chat.escape(HOSTILE, form.result_marks)
+    assert (escaped != HOSTILE) is (name == "qwen2.5")
+    assert all(said in tokenizer.decode(opening) for said in (f"system\n{HOSTILE}", f"user\n{escaped}"))
     assert all(ord(c) < 0xF0000 for c in tokenizer.decode(opening))
     for role in ("tool", "user"):
         ids = form.render_observation(HOSTILE, role)

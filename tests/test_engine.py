@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -229,6 +230,42 @@ def test_the_donated_cache_is_written_in_place(program):
     assert memory.alias_size_in_bytes >= size
     line = size / cache.keys.shape[1]
     assert memory.temp_size_in_bytes < (1.1 * line if program == "copy" else 0.1 * size)
+
+
+def test_what_is_dispatched_runs_between_turns_and_its_errors_come_back(monkeypatch):
+    engine, params = engine_of(3)
+    turning, seen = [], []
+    turn = engine._device_turn
+
+    def watched(requests):
+        turning.append(True)
+        try:
+            return turn(requests)
+        finally:
+            turning.clear()
+
+    def function():
+        seen.append((list(turning), threading.current_thread().name))
+        return len(seen)
+
+    async def asks():
+        results = [await engine.dispatch(function) for _ in range(20)]
+        with pytest.raises(ZeroDivisionError):
+            await engine.dispatch(lambda: 1 // 0)
+        return results
+
+    async def samples():
+        ticket = await engine.acquire()
+        usual = {"sampling": Sampling(), "key": KEY, "stop": ()}
+        for _ in range(5):
+            await engine.generate(ticket, np.int32([4, 5, 6]), 9, **usual)
+        engine.release(ticket)
+
+    monkeypatch.setattr(engine, "_device_turn", watched)
+    results = engine.run(params, [samples(), asks()])[1]
+    assert results == list(range(1, 21))
+    assert not any(during for during, _ in seen)
+    assert len({name for _, name in seen}) == 1 and seen[0][1].startswith("dispatch")
 
 
 def chi_square(drawn, expected):

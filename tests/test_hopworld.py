@@ -14,7 +14,7 @@ from agentr1_jax.envs.base import Action, Task
 from agentr1_jax.envs.hopworld import NO_FLAWS, HopWorldTask, names
 from agentr1_jax.envs.hopworld.expert import FLAWS
 from agentr1_jax.envs.hopworld.questions import RELATIONS
-from agentr1_jax.envs.hopworld.world import search_tool, world
+from agentr1_jax.envs.hopworld.world import retriever, world
 from agentr1_jax.trajectory import Outcome
 from configs import quickstart
 
@@ -70,7 +70,7 @@ def test_it_is_a_task_whose_rows_are_plain_json():
 def test_rows_depend_on_split_and_index_alone():
     before = [TASK.row("train", i) for i in (0, 17, 40)]
     world.cache_clear()
-    search_tool.cache_clear()
+    retriever.cache_clear()
     assert [TASK.row("train", i) for i in (40, 17, 0)] == before[::-1]
     assert TASK.row("train", 0)["question"] != TASK.row("train", 16)["question"]
     few = HopWorldTask(questions_per_world=4)
@@ -156,8 +156,8 @@ def test_one_search_with_the_question_does_not_do(rows):
     """Share with all gold passages in the top 5, plus chance (1/2 for comparison and yes/no) on the rest."""
     values = []
     for row in rows:
-        tool = search_tool(row["world"], TASK.top_k)
-        found = {tool.corpus[i].id for i in tool.search(row["question"], top_k=5)}
+        (hits,) = retriever(row["world"]).search([row["question"]], top_k=5)
+        found = {hit.passage.id for hit in hits}
         chance = 0.5 if row["kind"] in ("comparison", "yes_no") else 0.0
         values.append(1.0 if set(row["gold_ids"]) <= found else chance)
     assert np.mean(values) <= 0.20

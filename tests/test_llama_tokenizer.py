@@ -17,9 +17,11 @@ from agentr1_jax.agents.context import append
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity, RecordedSession, ScriptedSession
 from agentr1_jax.text.chat import chat_format
+from agentr1_jax.text.dialects import hermes, make_dialect
+from agentr1_jax.text.dialects.hermes import HOUSE, CallTags, call_tags
 from agentr1_jax.text.sentencepiece import train_sentencepiece
 from agentr1_jax.text.tokenizer import load_tokenizer
-from agentr1_jax.text.tool_calls import HOUSE, CallTags, call_tags, from_house, parse_tool_calls, render_call, to_house
+from agentr1_jax.text.tool_calls import parse_tool_calls, render_call
 from agentr1_jax.trajectory import Budget
 
 ADDED = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>")
@@ -122,9 +124,10 @@ class Speaker(RecordedSession):
         return Completion(ids, np.zeros(len(ids), np.float32), "stop")
 
 
-def loop(tokenizer, env, tags=HOUSE):
+def loop(tokenizer, env, dialect=None):
     limits = Budget(**{**BUDGET, "response_tokens": 100, "context_tokens": 1000, "trajectory_tokens": 1000})
-    return EnvLoop(lambda: env, tokenizer, chat_format(tokenizer), append, "append", limits, tags)
+    dialect = dialect or hermes.dialect()
+    return EnvLoop(lambda: env, tokenizer, chat_format(tokenizer, dialect), append, "append", limits, dialect)
 
 
 def test_a_response_may_end_with_any_stop_id_and_keeps_it(llama):
@@ -188,18 +191,18 @@ def test_a_tokenizer_without_tags_is_refused_for_tools(tmp_path, call, added, me
     ).map("".join)
 )
 def test_only_a_policys_own_tags_make_a_call(text):
-    tags = CallTags("[CALL]", "[/CALL]")
+    to_house = hermes.dialect(CallTags("[CALL]", "[/CALL]")).to_house
     # The same text with unlike tags in both places says what the calls are.
     other = text.replace("<", "(").replace("[CALL]", HOUSE.open).replace("[/CALL]", HOUSE.close)
-    assert len(parse_tool_calls(to_house(text, tags))) == len(parse_tool_calls(other))
-    assert to_house(text, HOUSE) == text
+    assert len(parse_tool_calls(to_house(text, ()))) == len(parse_tool_calls(other))
+    assert hermes.dialect().to_house(text, ()) == text
 
 
 def test_an_expert_speaks_with_the_policys_tags_and_is_understood(llama):
-    env, tags = ScriptedEnv(["seen"], end=1), call_tags(llama)
+    env, dialect = ScriptedEnv(["seen"], end=1), make_dialect("auto", llama)
     call = render_call("search", {"query": "the thing"})
-    session = ScriptedSession(Identity("u", 0, 0, "letters", 0), lambda observation: call, llama, tags)
-    asyncio.run(loop(llama, env, tags).run(session, ROW))
+    session = ScriptedSession(Identity("u", 0, 0, "letters", 0), lambda observation: call, llama, dialect)
+    asyncio.run(loop(llama, env, dialect).run(session, ROW))
     (step,) = session.trajectory().steps
-    assert llama.decode(step.response_ids) == f"{from_house(call, tags)}<|eot_id|>"
+    assert llama.decode(step.response_ids) == f"{dialect.from_house(call)}<|eot_id|>"
     assert "[CALL]" in llama.decode(step.response_ids) and env.actions[0].text == call

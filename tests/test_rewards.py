@@ -71,7 +71,7 @@ def broken() -> Turn:
 def test_a_gold_passage_pays_once():
     turns = [searched("a", "g1", "x"), searched("b", "g1", "g2"), searched("c", "g1", "g2"), answered("Ada")]
     assert [qa.gold_passage_part(ROW, turns[: i + 1]) for i in range(4)] == [1, 1, 0, 0]
-    assert qa.gold_passage_part({"id": 0, "answers": []}, turns[:1]) == 0
+    assert qa.gold_passage_part({"id": 0, "answers": []}, turns[:1]) is None
 
 
 def test_a_repeated_query_counts_within_and_across_turns():
@@ -116,12 +116,12 @@ def test_equal_states_have_equal_keys_and_others_do_not():
 
 
 def test_an_unknown_part_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"'anser'; did you mean 'answer'\? Parts are \['answer', 'format'"):
+    with pytest.raises(ValueError, match=r"'anser'; did you mean 'answer'\? Parts are \['answer', 'f1', 'format'"):
         Reward(qa.PARTS, {"anser": 1.0})
 
 
 def test_contributions_are_weight_times_part():
     reward = Reward(qa.PARTS, {"answer": 2.0, "repeated_query": -0.5, "format": 0.1})
     raw = reward.raw(ROW, [searched("a", "g1"), searched("a")])
-    assert raw == {"answer": 0, "format": 0, "gold_passage": 0, "repeated_query": 1}
+    assert raw == {"answer": 0, "f1": 0, "format": 0, "gold_passage": 0, "repeated_query": 1}
     assert reward.weighted(raw) == {"answer": 0, "repeated_query": -0.5, "format": 0}

@@ -17,7 +17,7 @@ from schedules import MANY, Planned, all_ids, assert_exact
 
 from agentr1_jax.agents.session import Identity
 from agentr1_jax.learner.batch import batch_shapes
-from agentr1_jax.learner.optimizer import make_optimizer
+from agentr1_jax.learner.optimizer import by_part, make_optimizer
 from agentr1_jax.learner.update import init_state, make_update
 from agentr1_jax.policy.attention import PackedRows
 from agentr1_jax.policy.attention_check import check_attention
@@ -76,7 +76,7 @@ def logits(family, shape):
 def moved(family, shape, adam):
     """What one update changes, as one vector."""
     mesh = tiny.mesh(*shape)
-    optimizer = optax.identity()
+    optimizer = by_part(optax.identity())
     if adam:
         optimizer = make_optimizer(name="adamw", max_grad_norm=1.0, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
     old = parameters(family)

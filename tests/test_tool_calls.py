@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,8 @@ from agentr1_jax.text.tool_calls import (
     parse_tool_calls,
     render_answer,
     render_call,
+    repaired,
+    segments,
 )
 
 # Fragments that make broken calls likely, among arbitrary text.
@@ -47,6 +50,13 @@ def test_no_text_raises_and_every_call_is_strict_json(text):
             assert call.message.startswith("Error: ")
     answer = extract_answer(text)
     assert answer is None or (answer == answer.strip() and "</answer>" not in answer)
+
+
+@given(TEXTS)
+def test_segments_are_the_whole_text(text):
+    parts = list(segments(text))
+    assert "".join(part.source for part in parts) == text
+    assert all(part.source for part in parts) and all(a.kind != "text" or b.kind != "text" for a, b in pairwise(parts))
 
 
 @given(STRINGS.filter(bool), st.dictionaries(STRINGS, JSON, max_size=3), TEXTS.filter(lambda t: "<tool_call>" not in t))
@@ -102,7 +112,72 @@ def test_white_space_around_a_call_is_no_error():
         ("<answer>a <answer> b </answer>", "b"),
         ("<answer>a</answer> <answer> open", "a"),
         ("<answer>a</answer> </answer>", "a"),
+        ("<answer>a</answer><tool_call><answer>b</answer></tool_call>", "a"),
+        ("<answer>a<tool_call></tool_call>b</answer>", None),
+        ("<tool_call><answer>a</answer>", None),
     ],
 )
 def test_the_last_complete_answer_counts(text, answer):
     assert extract_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("body", "call"),
+    [
+        ('{"name": "a", "arguments": {"x": 1}', ToolCall("a", {"x": 1})),
+        ("{'name': 'a', 'arguments': {'x': 1}}", ToolCall("a", {"x": 1})),
+        ('{"name": "a", "arguments": {"x": 1,},}', ToolCall("a", {"x": 1})),
+        ('{name: "a", arguments: {x: "b"}}', ToolCall("a", {"x": "b"})),
+        ('{"name": "a", "arguments": {"x": {"name": "c"}}', ToolCall("a", {"x": {"name": "c"}})),
+        ('{"name": "a", "arguments": {"x": "b\nc"}}', ToolCall("a", {"x": "b\nc"})),
+    ],
+)
+def test_broken_json_is_mended_only_where_that_is_allowed(body, call):
+    text = f"<tool_call>{body}</tool_call>"
+    (strict,), (lenient,) = parse_tool_calls(text), parse_tool_calls(text, lenient=True)
+    assert isinstance(strict, ParseError) and strict.kind == "bad_json"
+    assert lenient == call and lenient.repaired
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        ("", "bad_json"),
+        ("search for it", "bad_json"),
+        ("{", "bad_json"),
+        ('{"name": "a"', "bad_json"),
+        ('{"name": "a", "arguments": ', "bad_json"),
+        ('{"name": "a", "arguments": {', "bad_json"),
+        ('{"name": "", "arguments": {"x": 1}', "bad_json"),
+        ('{"arguments": {"x": 1}', "bad_json"),
+        ('{"name": "a", "arguments": {"x": 1}} {"name": "b", "arguments": {"x": 1}}', "bad_json"),
+        ('[{"name": "a", "arguments": {"x": 1}, {"name": "b", "arguments": {"x": 1}}]', "bad_json"),
+        ('{"name": "a", "arguments": "x"}', "arguments_not_an_object"),
+        ("[1]", "not_an_object"),
+        ('{"name": "a", "arguments": {"x": "' + "b" * 2000, "bad_json"),
+        ('{"name": "a", "arguments": {"x": ' + "[" * 70, "bad_json"),
+    ],
+)
+def test_what_cannot_be_mended_keeps_its_error(body, kind):
+    (error,) = parse_tool_calls(f"<tool_call>{body}</tool_call>", lenient=True)
+    assert isinstance(error, ParseError) and error.kind == kind
+
+
+def test_a_forgotten_closing_tag_is_mended_and_half_a_call_is_not():
+    whole = '{"name": "a", "arguments": {"x": 1}}'
+    (call,) = parse_tool_calls(f"<tool_call>{whole}", lenient=True)
+    assert call == ToolCall("a", {"x": 1}) and call.repaired
+    (error,) = parse_tool_calls(f"<tool_call>{whole[:-1]}", lenient=True)
+    assert error == ParseError("unclosed_tag", "Error: the tool call is not closed.")
+
+
+@given(STRINGS.filter(bool), st.dictionaries(STRINGS, JSON, max_size=3))
+def test_what_is_well_written_is_not_called_mended(name, arguments):
+    (call,) = parse_tool_calls(render_call(name, arguments), lenient=True)
+    assert call == ToolCall(name, arguments) and not call.repaired
+
+
+@given(st.lists(st.sampled_from([*FRAGMENTS, "'", ",", ":", "\\", "//", "\n"]) | st.text(max_size=4), max_size=200))
+def test_mending_gives_a_call_with_arguments_or_nothing(fragments):
+    call = repaired("".join(fragments))
+    assert call is None or (call.repaired and call.name and call.arguments)

@@ -18,12 +18,13 @@ from agentr1_jax.text.tool_calls import PARSE_MESSAGES, render_answer, render_ca
 from agentr1_jax.tools.base import ToolResult, failed
 from agentr1_jax.tools.limits import ToolLimits, wrapped
 from agentr1_jax.tools.meter import Meter
-from agentr1_jax.tools.search import Passage, SearchTool
+from agentr1_jax.tools.search import BM25, Passage, SearchTool
 from agentr1_jax.trajectory import Outcome
 
 ROW = {"id": "r", "question": "Who?", "answers": ["Ada"], "gold_ids": ["g"]}
 WEIGHTS = {"answer": 1.0, "format": 0.1, "gold_passage": 0.2, "repeated_query": -0.05}
-SEARCH = SearchTool([Passage("g", "Glass Harbor", "director Ada."), Passage("x", "Pale River", "song.")], top_k=1)
+PASSAGES = [Passage("g", "Glass Harbor", "director Ada."), Passage("x", "Pale River", "song.")]
+SEARCH = SearchTool(BM25(PASSAGES), top_k=1)
 
 
 class Slow:
@@ -55,13 +56,13 @@ class Faulty:
 TOOLS = (SEARCH, Faulty())
 
 
-def play(*texts, tools=TOOLS, weights=WEIGHTS, on_parse_failure="observe"):
+def play(*texts, tools=TOOLS, weights=WEIGHTS, on_parse_failure="observe", **how):
     """The transitions of an episode, all checked for what every transition must be."""
 
     async def run():
         env = qa.search_env(tools, weights, "Search.", on_parse_failure)
         await env.reset(ROW, 0)
-        return [await env.step(Action(np.zeros(0, np.int32), text)) for text in texts], env
+        return [await env.step(Action(np.zeros(0, np.int32), text, **how)) for text in texts], env
 
     transitions, env = asyncio.run(run())
     for t in transitions:
@@ -121,7 +122,7 @@ def test_a_wrong_answer_ends_the_episode_with_nothing():
 def test_calls_of_one_response_run_concurrently_and_keep_their_order():
     calls = "".join(render_call("slow", {"n": n}) for n in range(3))
     (only,), _ = play(calls, tools=[Slow(together=3)])
-    assert only.observation.text == "slow 0\nslow 1\nslow 2"
+    assert only.observation.texts == ["slow 0", "slow 1", "slow 2"]
 
 
 @pytest.mark.parametrize(
@@ -152,8 +153,8 @@ def test_every_kind_of_fault_of_the_policy_is_counted_in_one_response():
     (only,), _ = play("".join(calls), tools=tools)
     counts = {"bad_json": 1, "not_an_object": 1, "unknown_tool": 2, "bad_arguments": 2, "oversized": 1}
     assert only.outcome is None and only.info["errors"] == counts
-    assert only.observation.text.endswith("\n- Glass Ha\n[Error: result too long, 19 of 29 characters cut.]")
-    assert only.observation.text.count("Error") == 7 == len(only.tool_calls)
+    assert only.observation.texts[-1].endswith("- Glass Ha\n[Error: result too long, 19 of 29 characters cut.]")
+    assert only.observation.content.count("Error") == 7 == len(only.tool_calls)
     assert only.reward_parts["gold_passage"] == 0.2  # the data of a cut result count
 
 
@@ -166,8 +167,27 @@ def test_a_tool_that_is_down_ends_the_episode_beside_calls_that_are_not():
 
 def test_good_and_bad_calls_of_one_response_each_get_their_result():
     (only,), _ = play(search("Pale River") + "<tool_call>[]</tool_call>", on_parse_failure="end")
-    assert only.observation.text == f"- Pale River: song.\n{PARSE_MESSAGES['not_an_object']}"
+    assert only.observation.texts == ["- Pale River: song.", PARSE_MESSAGES["not_an_object"]]
     assert [call["ok"] for call in only.tool_calls] == [True, False]
+
+
+BROKEN = search("Glass Harbor").replace("}}", "}")
+
+
+def test_a_mended_call_runs_and_is_counted():
+    (first, second, last), _ = play(BROKEN + search("Pale River"), BROKEN, render_answer("Ada"), lenient=True)
+    assert first.observation.texts == ["- Glass Harbor: director Ada.", "- Pale River: song."]
+    assert [call.get("repaired") for call in first.tool_calls] == [True, None]
+    assert first.info["errors"] == {"repaired": 1} and first.tool_calls[0]["ok"]
+    assert second.info["raw_parts"]["repeated_query"] == 1
+    assert last.metrics["repaired_calls"] == 2 and last.info["errors"] == {}
+
+
+def test_nothing_is_mended_unless_asked_for_nor_in_a_response_that_was_cut():
+    for how in ({}, {"lenient": True, "truncated": True}):
+        (only,), env = play(BROKEN, **how)
+        assert only.info["errors"] == {"bad_json": 1} and only.observation.text == PARSE_MESSAGES["bad_json"]
+        assert env.cut().get("repaired_calls") == (0 if how else None)
 
 
 def test_an_answer_beside_a_call_does_not_end_the_episode():

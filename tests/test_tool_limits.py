@@ -21,7 +21,8 @@ from agentr1_jax.tools import base
 from agentr1_jax.tools.base import failed
 from agentr1_jax.tools.limits import ToolLimits, wrapped
 from agentr1_jax.tools.meter import Meter
-from agentr1_jax.tools.search import SMALL, Passage, SearchTool
+from agentr1_jax.tools.search import BM25, Passage, SearchTool
+from agentr1_jax.tools.search.bm25 import SMALL
 from agentr1_jax.tools.wrappers import Measured
 
 
@@ -115,7 +116,7 @@ def test_limits_that_make_no_sense_are_refused(field, value):
 
 def test_only_a_large_index_needs_threads():
     passages = [Passage(str(n), "Title", "text") for n in range(SMALL + 1)]
-    assert SearchTool(passages, 1).blocking and not SearchTool(passages[:-1], 1).blocking
+    assert SearchTool(BM25(passages), 1).blocking and not SearchTool(BM25(passages[:-1]), 1).blocking
 
 
 def test_the_episodes_of_a_world_share_one_wrapped_tool():

@@ -223,7 +223,7 @@ def test_a_run_leaves_everything_and_another_config_is_refused(tmp_path: Path) -
 @pytest.mark.slow
 def test_a_stopped_run_goes_on_bit_for_bit_where_it_was(tmp_path: Path) -> None:
     run, straight = tmp_path / "run", tmp_path / "straight"
-    habits = {"updates": 6, "rollout__deterministic": True}
+    habits = {"updates": 6, "rollout__deterministic": True, "pretrain__updates": 2, "pretrain__texts": 100}
     arguments = [sys.executable, "-m", "experiments.train", *command("quickstart", run, **habits)]
     started = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     deadline = time.monotonic() + 300

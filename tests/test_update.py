@@ -16,7 +16,7 @@ from examples import CONFIG, POLICY, WIDE, check_close, check_nonzero, example, 
 from pair import run_two
 
 from agentr1_jax.learner.batch import to_microbatches
-from agentr1_jax.learner.optimizer import make_optimizer
+from agentr1_jax.learner.optimizer import by_part, make_optimizer
 from agentr1_jax.learner.update import init_state, make_update
 from agentr1_jax.policy.sharding import shardings
 from agentr1_jax.runtime.mesh import global_batch
@@ -32,7 +32,7 @@ RATES = {"decoder": np.float32(1024), "value": np.float32(512)}
 def updater(shape, adam=False):
     """(update, fresh state, mesh): with Adam; or in double precision, where it subtracts rate times gradient."""
     mesh = tiny.mesh(*shape)
-    policy, optimizer, params = WIDE, optax.identity(), jax.tree.map(np.float64, parameters())
+    policy, optimizer, params = WIDE, by_part(optax.identity()), jax.tree.map(np.float64, parameters())
     if adam:
         policy, params = POLICY, parameters()
         optimizer = make_optimizer(name="adamw", max_grad_norm=0.1, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)

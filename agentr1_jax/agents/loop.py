@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,12 @@ from agentr1_jax.agents.base import Completion, Session
 from agentr1_jax.agents.context import ContextRule, Turn
 from agentr1_jax.envs.base import Action, Env, Observation, Row
 from agentr1_jax.text.chat import ChatFormat
+from agentr1_jax.text.dialects import Dialect, hermes
 from agentr1_jax.text.tokenizer import Tokenizer
-from agentr1_jax.text.tool_calls import HOUSE, CallTags, to_house
 from agentr1_jax.trajectory import Budget, Outcome
 
 FINAL_REQUEST = "No more calls. Give the final answer now."
-ROW_FACTS = ("id", "question", "answers", "kind", "hops")
+ROW_FACTS = ("id", "dataset", "question", "answers", "kind", "hops")
 
 
 class TimeUp(Exception):
@@ -49,7 +49,9 @@ class EnvLoop:
       chat: renders observations as ids.
       rule: builds the next prompt; `rule_name` is what steps record of it.
       budget: every length limit.
-      tags: how the policy marks tool calls; environments read the house's tags.
+      dialect: how the policy writes calls and answers; environments read the house's format. `chat` is made for it.
+      lenient: whether environments may mend calls that cannot be read.
+      tell_tools: whether the first prompt describes the tools; a policy that knows them needs no such words.
     """
 
     make_env: Callable[[], Env]
@@ -58,7 +60,9 @@ class EnvLoop:
     rule: ContextRule
     rule_name: str
     budget: Budget
-    tags: CallTags = HOUSE
+    dialect: Dialect = hermes.dialect()
+    lenient: bool = False
+    tell_tools: bool = True
 
     async def run(self, session: Session, row: Row) -> None:
         """Runs one episode on `row`."""
@@ -91,12 +95,14 @@ class EnvLoop:
                 completion = await session.generate(prompt, min(budget.response_tokens, room), stop=stops)
                 cut = completion.finish_reason == "length"
                 last = index + 1 == steps
-                transition = await env.step(Action(completion.ids, self._text(completion), truncated=cut, final=last))
+                text = self._text(completion, observation.tools)
+                action = Action(completion.ids, text, truncated=cut, final=last, lenient=self.lenient)
+                transition = await env.step(action)
             after = transition.observation
             session.record(
                 reward=transition.reward,
                 reward_parts=transition.reward_parts,
-                observation="" if after is None else after.text or "",
+                observation="" if after is None else after.content or "",
                 tool_calls=transition.tool_calls,
                 state_key=at.state_key,
                 context_rule=self.rule_name,
@@ -119,8 +125,10 @@ class EnvLoop:
         session.finish(Outcome.MAX_STEPS, final if len(final) <= budget.context_tokens else fits, env.cut(), facts)
 
     def opening(self, observation: Observation) -> np.ndarray:
+        """Ids of the first prompt. Raises ValueError if the observation holds neither messages nor ids."""
         if observation.messages is not None:
-            return np.asarray(self.chat.render_opening(observation.messages, observation.tools), np.int32)
+            tools = observation.tools if self.tell_tools else ()
+            return np.asarray(self.chat.render_opening(observation.messages, tools), np.int32)
         if observation.token_ids is not None:
             return np.asarray(observation.token_ids, np.int32)
         raise ValueError("the first observation of an environment must hold messages or token ids")
@@ -129,17 +137,18 @@ class EnvLoop:
         """Ids between a response and the next one: glue, the observation cut to its budget, glue."""
         if observation.token_ids is not None:
             return np.asarray(observation.token_ids, np.int32)
-        if observation.text is None:
+        texts = [observation.text] if observation.text is not None else observation.texts
+        if texts is None:
             raise ValueError("a later observation of an environment must hold text or token ids, not messages")
-        # The request stands first, where no cut can take it away.
-        text = f"{FINAL_REQUEST}\n{observation.text}" if ask_now else observation.text
+        if ask_now:  # The request stands first, where no cut can take it away.
+            texts = [f"{FINAL_REQUEST}\n{texts[0]}", *texts[1:]]
         stopped = completion.finish_reason == "stop"
         limit = self.budget.observation_tokens
-        return np.asarray(self.chat.render_observation(text, observation.role, stopped, max_tokens=limit), np.int32)
+        return np.asarray(self.chat.render_observation(texts, observation.role, stopped, max_tokens=limit), np.int32)
 
-    def _text(self, completion: Completion) -> str:
+    def _text(self, completion: Completion, tools: Sequence[Mapping[str, Any]]) -> str:
         ids = completion.ids[:-1] if completion.finish_reason == "stop" else completion.ids
-        return to_house(self.tokenizer.decode(ids.tolist()), self.tags)
+        return self.dialect.to_house(self.tokenizer.decode(ids.tolist()), tools)
 
 
 def _potentials(before: Observation, after: Observation | None) -> dict[str, float]:

@@ -10,8 +10,8 @@ import numpy as np
 
 from agentr1_jax.agents.base import Completion
 from agentr1_jax.envs.base import Expert
+from agentr1_jax.text.dialects import Dialect, hermes
 from agentr1_jax.text.tokenizer import Tokenizer
-from agentr1_jax.text.tool_calls import HOUSE, CallTags, from_house
 from agentr1_jax.trajectory import Outcome, Step, Trajectory
 
 
@@ -148,20 +148,22 @@ class RecordedSession:
 
 
 class ScriptedSession(RecordedSession):
-    """A session whose responses are an expert's texts: it turns a demonstration into a trajectory.
+    """A session whose responses are an expert's texts, in the policy's dialect: demonstrations become trajectories.
 
     Log-probabilities are 0: demonstrations are trained with clip `none`, which does not use them.
     """
 
-    def __init__(self, identity: Identity, expert: Expert, tokenizer: Tokenizer, tags: CallTags = HOUSE) -> None:
+    def __init__(
+        self, identity: Identity, expert: Expert, tokenizer: Tokenizer, dialect: Dialect | None = None
+    ) -> None:
         super().__init__(identity, policy_version=0)
         self._expert = expert
         self._tokenizer = tokenizer
-        self._tags = tags
+        self._dialect = dialect or hermes.dialect()
         self._observation: str | None = None
 
     async def respond(self, prompt_ids: np.ndarray, max_tokens: int, stop: Sequence[Sequence[int]]) -> Completion:
-        text = from_house(self._expert(self._observation), self._tags)
+        text = self._dialect.from_house(self._expert(self._observation))
         ids = [*self._tokenizer.encode_template(text), self._tokenizer.stop_id]
         cut = np.asarray(ids[:max_tokens], np.int32)
         logprobs = np.zeros(len(cut), np.float32)

@@ -17,13 +17,14 @@ Expert = Callable[[str | None], str]
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-    """What the policy sees next: chat messages, text of a tool or user turn, or ready token ids (exactly one).
+    """What the policy sees next: chat messages, text or texts of a tool or user turn, or token ids (exactly one).
 
     Attributes:
       messages: the opening messages, rendered by the tokenizer's chat template.
       text: a later turn of the environment (tool results, error messages); it is data, never template.
+      texts: like `text`, but several results, told one by one as the chat template does it and cut one by one.
       token_ids: ids appended as they are.
-      role: role of the turn that `text` becomes, `tool` or `user`.
+      role: role of the turn that `text` or `texts` become, `tool` or `user`.
       tools: schemas of the tools on offer, for the opening messages.
       state_key: anchor of the state, for credit schemes that compare visits to equal states.
       potential: Φ of the state, for potential-based shaping; None if the environment has none.
@@ -31,6 +32,7 @@ class Observation:
 
     messages: Sequence[Mapping[str, str]] | None = None
     text: str | None = None
+    texts: Sequence[str] | None = None
     token_ids: np.ndarray | None = None
     role: str = "tool"
     tools: Sequence[Mapping[str, Any]] = ()
@@ -38,8 +40,15 @@ class Observation:
     potential: float | None = None
 
     def __post_init__(self) -> None:
-        if sum(x is not None for x in (self.messages, self.text, self.token_ids)) != 1:
-            raise ValueError("an Observation holds exactly one of messages, text and token_ids")
+        if sum(x is not None for x in (self.messages, self.text, self.texts, self.token_ids)) != 1:
+            raise ValueError("an Observation holds exactly one of messages, text, texts and token_ids")
+        if self.texts is not None and (isinstance(self.texts, str) or not self.texts):
+            raise ValueError(f"texts of an Observation are a list with at least one text, not {self.texts!r}")
+
+    @property
+    def content(self) -> str | None:
+        """`text`, or `texts` on lines of their own; None if it has neither."""
+        return self.text if self.texts is None else "\n".join(self.texts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +60,14 @@ class Action:
       text: its decoding, without the stop token.
       truncated: True if the response ran into its length limit.
       final: True if the budget allows no further step; an environment may say so to the policy before it.
+      lenient: True if calls that cannot be read may be mended.
     """
 
     token_ids: np.ndarray
     text: str
     truncated: bool = False
     final: bool = False
+    lenient: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,12 +7,16 @@ answer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
-from agentr1_jax.envs import rewards
+from agentr1_jax.envs import agentr1_v1, rewards
 from agentr1_jax.envs.base import Row
+from agentr1_jax.envs.reward_functions import load_functions
 from agentr1_jax.envs.rewards import Reward, Turn
 from agentr1_jax.envs.tool_env import OnParseFailure, ToolEnv, Tools
 from agentr1_jax.text.tool_calls import ToolCall
+
+Scheme = Literal["weighted", "agentr1_v1"]
 
 
 def search_env(
@@ -42,6 +46,11 @@ def answer_part(row: Row, turns: Sequence[Turn]) -> float:
     return rewards.exact_match(turns[-1].answer, row["answers"]) if turns[-1].answers else 0.0
 
 
+def f1_part(row: Row, turns: Sequence[Turn]) -> float:
+    """F1 of the answer where the turn ends the episode with one (SQuAD normalisation, the best alias)."""
+    return rewards.f1(turns[-1].answer, row["answers"]) if turns[-1].answers else 0.0
+
+
 def format_part(row: Row, turns: Sequence[Turn]) -> float:
     """0 for a well-formed turn (valid calls only, or one answer only), −1 for any other.
 
@@ -52,8 +61,10 @@ def format_part(row: Row, turns: Sequence[Turn]) -> float:
     return 0.0 if bool(turn.calls) != (turn.answer is not None) and not invalid else -1.0
 
 
-def gold_passage_part(row: Row, turns: Sequence[Turn]) -> float:
-    """Number of gold passages that this turn retrieved for the first time."""
+def gold_passage_part(row: Row, turns: Sequence[Turn]) -> float | None:
+    """Number of gold passages that this turn retrieved for the first time; None where the row knows none."""
+    if not row.get("gold_ids"):
+        return None
     return float(len(found_gold(row, turns) - found_gold(row, turns[:-1])))
 
 
@@ -69,10 +80,32 @@ def repeated_query_part(row: Row, turns: Sequence[Turn]) -> float:
 
 PARTS: Mapping[str, rewards.Part] = {
     "answer": answer_part,
+    "f1": f1_part,
     "format": format_part,
     "gold_passage": gold_passage_part,
     "repeated_query": repeated_query_part,
 }
+
+
+def make_reward(weights: Mapping[str, float], scheme: Scheme = "weighted", functions: Sequence[str] = ()) -> Reward:
+    """The reward of question answering.
+
+    Args:
+      weights: of `PARTS`; empty for `agentr1_v1`, whose parts all count 1 (see `envs.agentr1_v1`).
+      scheme: which parts are paid. All of `PARTS` are logged in any case.
+      functions: of the user, paid in either scheme, as `module:function=weight`.
+
+    Raises:
+      ValueError: an unknown scheme or part, weights that the scheme has no use for, or a function that cannot be used.
+    """
+    if scheme not in ("weighted", "agentr1_v1"):
+        raise ValueError(f"reward is {scheme!r}; choose 'weighted' or 'agentr1_v1'")
+    if scheme == "agentr1_v1" and weights:
+        raise ValueError(f"reward 'agentr1_v1' has fixed weights; leave out those of {', '.join(weights)}")
+    parts = dict(PARTS) if scheme == "weighted" else {**PARTS, **agentr1_v1.PARTS}
+    paid = dict(weights) if scheme == "weighted" else dict.fromkeys(agentr1_v1.PARTS, 1.0)
+    own, own_weights = load_functions(functions, taken=parts)
+    return Reward({**parts, **own}, {**paid, **own_weights})
 
 
 def found_gold(row: Row, turns: Sequence[Turn]) -> set[str]:

@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import re
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from agentr1_jax.envs.base import Row
 from agentr1_jax.text.tool_calls import ParseError, ToolCall
@@ -36,13 +36,15 @@ class Turn:
         return self.answer is not None and not self.calls
 
 
-Part = Callable[[Row, Sequence[Turn]], float]
-"""The raw value that the LAST of the turns so far earns; a pure function."""
+Part = Callable[[Row, Sequence[Turn]], float | None]
+"""The raw value that the LAST of the turns so far earns; None where it cannot be told for this row. A pure function."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Reward:
     """rₜ = Σₚ weightₚ · partₚ(row, turns up to t). Parts without a weight are computed for the logs only.
+
+    A part that is None for a row (gold passages that nobody named) is left out of both sum and logs.
 
     Raises:
       ValueError: a weight names no part; the message lists the names.
@@ -60,11 +62,22 @@ class Reward:
 
     def raw(self, row: Row, turns: Sequence[Turn]) -> dict[str, float]:
         """Every part of the last turn, unweighted."""
-        return {name: float(part(row, turns)) for name, part in self.parts.items()}
+        values = {name: part(row, turns) for name, part in self.parts.items()}
+        return {name: float(value) for name, value in values.items() if value is not None}
 
     def weighted(self, raw: Mapping[str, float]) -> dict[str, float]:
         """Contributions of the weighted parts; their sum is the reward."""
-        return {name: weight * raw[name] if raw[name] else 0.0 for name, weight in self.weights.items()}
+        weights = {name: weight for name, weight in self.weights.items() if name in raw}
+        return {name: weight * raw[name] if raw[name] else 0.0 for name, weight in weights.items()}
+
+
+def totals(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Parts summed over the steps of an episode: from `info["raw_parts"]` of each to what metrics report."""
+    sums: dict[str, float] = {}
+    for parts in steps:
+        for name, value in parts.items():
+            sums[name] = sums.get(name, 0.0) + value
+    return sums
 
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")

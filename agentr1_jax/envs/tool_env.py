@@ -22,10 +22,12 @@ NO_ACTION = "Error: neither a tool call nor an answer."
 class ToolEnv:
     """An Env whose actions are tool calls and a final answer.
 
-    A response with calls runs all of them concurrently, and the next observation is their results, one after another.
+    A response with calls runs all of them concurrently, and the next observation is their results, one after another
+    (`text` for one, `texts` for several).
     A response with an answer and no call ends the episode. Everything that is the policy's fault (an unreadable call,
     an unknown tool, arguments that break the schema, neither call nor answer) comes back to it as a short text; a
-    fault of the infrastructure ends the episode with `tool_failure`.
+    fault of the infrastructure ends the episode with `tool_failure`. Where the action is lenient, broken JSON is mended
+    if it can be; such calls are counted (`repaired` of info's errors, metric `repaired_calls`).
 
     Args:
       tools: the tools on offer, or a function from the row to them.
@@ -57,6 +59,7 @@ class ToolEnv:
         self._row: Row = {}
         self._tools: Mapping[str, Tool] = {}
         self._turns: list[Turn] = []
+        self._lenient = False
 
     async def reset(self, row: Row, seed: int) -> Observation:
         """Starts an episode; the first observation carries the tools' schemas. `seed` is not used."""
@@ -71,7 +74,9 @@ class ToolEnv:
 
     async def step(self, action: Action) -> Transition:
         """Applies one response; see the class for what follows from it."""
-        calls = parse_tool_calls(action.text)
+        # The missing half of a response that was cut must not be guessed.
+        self._lenient = action.lenient
+        calls = parse_tool_calls(action.text, lenient=action.lenient and not action.truncated)
         results = await asyncio.gather(*(self._run(call) for call in calls))
         turn = Turn(action.text, calls, results, extract_answer(action.text))
         self._turns.append(turn)
@@ -94,7 +99,10 @@ class ToolEnv:
 
     def cut(self) -> Mapping[str, float]:
         """Metrics of the episode so far; without a final answer it counts as wrong."""
-        return self._metrics(self._row, self._turns)
+        metrics = self._metrics(self._row, self._turns)
+        if not self._lenient:
+            return metrics
+        return {**metrics, "repaired_calls": float(sum(_repaired(turn) for turn in self._turns))}
 
     async def _run(self, call: ToolCall | ParseError) -> ToolResult:
         if isinstance(call, ParseError):
@@ -112,23 +120,32 @@ class ToolEnv:
         return Outcome.PARSE_FAILURE if self._on_parse_failure == "end" and not readable else None
 
     def _observation(self, turn: Turn) -> Observation:
-        text = "\n".join(result.content for result in turn.results) if turn.calls else NO_ACTION
-        return Observation(text=text, role="tool", state_key=self._state_key(self._row, self._turns))
+        state_key = self._state_key(self._row, self._turns)
+        if len(turn.results) > 1:
+            return Observation(texts=[result.content for result in turn.results], role="tool", state_key=state_key)
+        text = turn.results[0].content if turn.results else NO_ACTION
+        return Observation(text=text, role="tool", state_key=state_key)
 
 
 def _record(call: ToolCall | ParseError, result: ToolResult) -> dict[str, Any]:
-    return {
+    record = {
         "name": call.name if isinstance(call, ToolCall) else None,
         "arguments": dict(call.arguments) if isinstance(call, ToolCall) else None,
         "ok": result.ok,
         "error": result.error.kind if result.error else None,
         "result": result.content,
     }
+    return {**record, "repaired": True} if isinstance(call, ToolCall) and call.repaired else record
+
+
+def _repaired(turn: Turn) -> int:
+    return sum(isinstance(call, ToolCall) and call.repaired for call in turn.calls)
 
 
 def _errors(turn: Turn) -> dict[str, int]:
-    """How often each kind of error occurred in a turn."""
+    """How often each kind of error occurred in a turn, mended calls among them."""
     kinds = [result.error.kind for result in turn.results if result.error is not None]
     if not turn.calls and turn.answer is None:
         kinds.append("no_action")
+    kinds += ["repaired"] * _repaired(turn)
     return dict(collections.Counter(kinds))

@@ -34,6 +34,8 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """An optimizer without its learning rate, which is an argument of the update: θ ← θ − rate · updates.
 
+    Its state is apart for each part of the parameters; see `by_part`.
+
     Args:
       name: of a function of optax or optax.contrib (`adamw`, `lion`, `adafactor`, `sgd`, ...; see `optimizers()`).
         `muon` (orthogonalised momentum, https://kellerjordan.github.io/posts/muon) is for the kernels of the layers,
@@ -62,11 +64,30 @@ def make_optimizer(
     if fault:
         given = f" with args {dict(args)}" if args else ""
         raise ValueError(f"optimizer.name {name!r}{given} cannot be used: {fault}")
-    return optax.chain(
-        optax.clip_by_global_norm(max_grad_norm) if max_grad_norm else optax.identity(),
-        alias(learning_rate=-1.0, **settings),  # Optax descends: its updates are to be added.
-        optax.add_decayed_weights(weight_decay, mask=_decays),
-    )
+    rule = alias(learning_rate=-1.0, **settings)  # Optax descends: its updates are to be added.
+    return by_part(optax.chain(rule, optax.add_decayed_weights(weight_decay, mask=_decays)), max_grad_norm)
+
+
+def by_part(rule: optax.GradientTransformation, max_grad_norm: float | None = None) -> optax.GradientTransformation:
+    """A transformation with a state for each part (top key) of the parameters: `{part: state}`, counts among them.
+
+    So a part that does not learn for some updates keeps its state, and starts afterwards as at the first one.
+
+    Args:
+      rule: for the updates of one part.
+      max_grad_norm: the gradients of all parts together are clipped to this norm before; None or 0 for no clipping.
+    """
+    clip = optax.clip_by_global_norm(max_grad_norm) if max_grad_norm else optax.identity()
+
+    def init(params: Params) -> dict[str, Any]:
+        return {part: rule.init({part: tree}) for part, tree in params.items()}
+
+    def update(grads: Params, state: dict[str, Any], params: Params) -> tuple[Params, dict[str, Any]]:
+        clipped, _ = clip.update(grads, optax.EmptyState())
+        both = {part: rule.update({part: g}, state[part], {part: params[part]}) for part, g in clipped.items()}
+        return {part: x[part] for part, (x, _) in both.items()}, {part: new for part, (_, new) in both.items()}
+
+    return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
 
 
 @functools.cache

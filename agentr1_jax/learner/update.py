@@ -36,7 +36,7 @@ class LearnerState:
 
     Attributes:
       params: what is trained of `policy.params`: `{"decoder": ..., "value": ..., "critic": ...}`.
-      opt_state: of the gradient transformation.
+      opt_state: of the gradient transformation, by part like `params`.
       updates: updates applied; int32 scalars, these three (no shape in their types, since the leaves may be shardings).
       skipped: updates skipped since something was not finite, in all and in a row.
     """
@@ -254,8 +254,9 @@ def make_update(
     """The jitted update: (state, frozen parameters, batch, microbatches with data, rates) -> (state, metrics).
 
     The state is donated; the new one lies as `layout` (shardings, on the mesh of the batch) says. Learning rates are by
-    part of the parameters. If loss or gradient is not finite, the parameters stay as they are and the update is counted
-    as skipped.
+    part of the parameters, and so is the state of the optimizer (`optimizer.by_part`). A part of rate 0 does not learn:
+    it stays as it is bit for bit, its state too, and its gradient counts nowhere. If loss or gradient is not finite,
+    everything stays as it is and the update is counted as skipped.
     """
     gradient = batch_gradient(policy, loss, jax.tree.leaves(layout)[0].mesh)
 
@@ -264,6 +265,8 @@ def make_update(
         state: LearnerState, frozen: Params, batch: Batch, count: Array, rates: dict[str, Array]
     ) -> tuple[LearnerState, dict[str, Array]]:
         grads, sums = gradient(state.params, frozen, batch, count)
+        learns = {part: rates[part] != 0 for part in state.params}
+        grads = _where(learns, grads, jax.tree.map(jnp.zeros_like, grads))
         norm = optax.tree.norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = {
@@ -271,9 +274,8 @@ def make_update(
             for part, old in state.params.items()
         }
         finite = jnp.isfinite(norm) & jnp.isfinite(sums["loss"])
-        params, opt_state = jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old), (params, opt_state), (state.params, state.opt_state)
-        )
+        moves = {part: finite & on for part, on in learns.items()}
+        params, opt_state = _where(moves, params, state.params), _where(moves, opt_state, state.opt_state)
         bad = (~finite).astype(jnp.int32)
         in_a_row = jnp.where(finite, 0, state.skipped_in_a_row + 1)
         state = LearnerState(params, opt_state, state.updates + 1 - bad, state.skipped + bad, in_a_row)
@@ -287,3 +289,8 @@ def make_update(
         }
 
     return update
+
+
+def _where(on: dict[str, Array], one: Params, other: Params) -> Params:
+    """The parts of one tree or of another."""
+    return {part: jax.tree.map(functools.partial(jnp.where, x), one[part], other[part]) for part, x in on.items()}

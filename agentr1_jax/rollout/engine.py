@@ -260,10 +260,19 @@ class Engine:
                 f"got {list(map(list, r.stop))}"
             )
 
+    async def dispatch(self, function: Callable[[], T]) -> T:
+        """Runs a function on the thread that dispatches every device program, between two turns; waits for its result.
+
+        For what else uses these devices during a rollout, such as a dense retriever. A device runs programs in the
+        order in which they were enqueued, and a program over several devices waits for all of them. From two threads,
+        one device could get them in another order than the next, and both would wait for ever. The engine's turns wait
+        for the function, so it should be short.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._dispatcher, function)
+
     async def _drive(self) -> None:
         """Turns for as long as the stream lasts. Lines and slots change in turns, and between them in this task."""
         assert self._changed is not None
-        dispatch = functools.partial(asyncio.get_running_loop().run_in_executor, self._dispatcher)
         while True:
             for _ in range(8):  # Lets agents whose tools answered at once come back with their next request.
                 await asyncio.sleep(0)
@@ -274,7 +283,7 @@ class Engine:
             if ready and (self._waiting or self._open or self._chunks):
                 self._turn += 1
                 requests, self._waiting = self._waiting, []
-                unseated, finished = await dispatch(self._device_turn, requests)
+                unseated, finished = await self.dispatch(functools.partial(self._device_turn, requests))
                 self._waiting = unseated + self._waiting  # Who waits longest comes first.
                 for request in finished:
                     if not request.done.done():

@@ -13,11 +13,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from agentr1_jax.text.dialects import Dialect, hermes
+from agentr1_jax.text.dialects.base import Schemas
 from agentr1_jax.text.tokenizer import Tokenizer, encode_parts, one_of, split_added
 
 CUT_MARKER = " [cut]"
@@ -32,20 +34,34 @@ class Glue:
     Attributes:
       before: what stands between the assistant's end-of-turn token and the content.
       after: what stands between the content and the assistant's next response.
-      delimiters: strings of `before` and `after` that are plain text to the tokenizer, to be escaped in contents.
+      between: what stands between two contents that come together; None where the template cannot tell several.
+      quoted: whether the template writes contents as JSON strings, as Llama 3's does.
     """
 
     before: str
     after: str
-    delimiters: tuple[str, ...]
+    between: str | None = None
+    quoted: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class ChatFormat:
-    """How conversations become ids for one tokenizer; made by `chat_format`."""
+    """How conversations become ids for one tokenizer; made by `chat_format`.
+
+    Attributes:
+      tokenizer: of the policy.
+      glue: by the role of the turn.
+      marks: delimiters that are plain text to the tokenizer, escaped in what comes from the environment.
+      result_marks: those of them that tell results; all that is escaped in an opening, whose instructions may name the
+        others.
+      instructions: tool schemas -> what the system message says of them; None where the chat template tells them.
+    """
 
     tokenizer: Tokenizer
     glue: Mapping[str, Glue]
+    marks: tuple[str, ...]
+    result_marks: tuple[str, ...]
+    instructions: Callable[[Schemas], str] | None
 
     def render_opening(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
@@ -53,26 +69,37 @@ class ChatFormat:
         """Ids of the opening messages and tool schemas, up to where the assistant speaks.
 
         Args:
-          messages: `{"role", "content"}` each; contents are data.
-          tools: JSON schemas as `tools.base.schema` gives them; their strings are data.
+          messages: `{"role", "content"}` each; none gives an added token, and in all but system messages the marks of
+            results are escaped.
+          tools: JSON schemas as `tools.base.schema` gives them; their strings are data. Where the chat template does
+            not tell them, `instructions` do, at the end of the system message.
 
         Returns:
           int32 [P].
         """
-        mark = _unused_character(json.dumps([list(messages), list(tools)], ensure_ascii=False))
-        guarded = _map_strings([messages, tools], lambda s: _guard(s, self.tokenizer.added, mark))
+        said = [m if m["role"] == "system" else _map_strings(m, self._result_marks_broken) for m in messages]
+        offered = _map_strings(tools, self._result_marks_broken)
+        if self.instructions and offered:
+            said, offered = _instructed(said, self.instructions(offered)), []
+        mark = _unused_character(json.dumps([said, offered], ensure_ascii=False))
+        guarded = _map_strings([said, offered], lambda s: _guard(s, self.tokenizer.added, mark))
         return self._encode(self.tokenizer.render_chat(*guarded), mark)
 
     def render_observation(
-        self, text: str, role: str = "tool", response_ends_with_stop: bool = True, *, max_tokens: int | None = None
+        self,
+        text: str | Sequence[str],
+        role: str = "tool",
+        response_ends_with_stop: bool = True,
+        *,
+        max_tokens: int | None = None,
     ) -> np.ndarray:
         """Ids between an assistant's response and its next one.
 
         Args:
-          text: content of the turn; data.
+          text: content of the turn, or several that come together; data.
           role: `tool` or `user`.
           response_ends_with_stop: False if the response was cut; then its end-of-turn token is added here, as glue.
-          max_tokens: longer contents are cut to this many tokens, the marker ` [cut]` among them.
+          max_tokens: each content that is longer is cut to this many tokens, the marker ` [cut]` among them.
 
         Returns:
           int32 [N].
@@ -84,11 +111,14 @@ class ChatFormat:
             known = ", ".join(sorted(self.glue))
             raise ValueError(f"{self.tokenizer.name}: its chat template renders no {role!r} turn (it knows {known})")
         glue = self.glue[role]
-        text = escape(text, glue.delimiters)
+        written = _json_string if glue.quoted else str
+        contents = [_unmarked(self.tokenizer, part, self.marks) for part in ([text] if isinstance(text, str) else text)]
         if max_tokens is not None:
-            text = cut(self.tokenizer, text, max_tokens)
-        mark = _unused_character(text)
-        ids = self._encode(glue.before + _guard(text, self.tokenizer.added, mark) + glue.after, mark)
+            contents = [cut(self.tokenizer, content, max_tokens, written) for content in contents]
+        mark = _unused_character("".join(contents))
+        guarded = [_guard(written(content), self.tokenizer.added, mark) for content in contents]
+        between = written("\n") if glue.between is None else glue.between
+        ids = self._encode(glue.before + between.join(guarded) + glue.after, mark)
         end_of_turn = np.asarray([] if response_ends_with_stop else [self.tokenizer.stop_id], np.int32)
         return np.concatenate([end_of_turn, ids])
 
@@ -96,13 +126,17 @@ class ChatFormat:
         parts = [part.replace(mark, "") for part in split_added(text, self.tokenizer.added, mark)]
         return np.asarray(encode_parts(self.tokenizer, parts), np.int32)
 
+    def _result_marks_broken(self, text: str) -> str:
+        return _unmarked(self.tokenizer, text, self.result_marks)
 
-def chat_format(tokenizer: Tokenizer) -> ChatFormat:
-    """The chat format of a tokenizer.
+
+def chat_format(tokenizer: Tokenizer, dialect: Dialect | None = None) -> ChatFormat:
+    """The chat format of a tokenizer for a policy that speaks a dialect, the house's own unless another is given.
 
     Raises:
       ValueError: its template does not end an assistant's turn with its stop token, or renders no later turns at all.
     """
+    dialect = dialect or hermes.dialect()
     glue = {}
     problems = []
     for role in ("tool", "user"):
@@ -112,16 +146,29 @@ def chat_format(tokenizer: Tokenizer) -> ChatFormat:
             problems.append(str(error))
     if "user" not in glue:
         raise ValueError(problems[-1])
-    return ChatFormat(tokenizer, glue)
+    if dialect.results:
+        user, told = glue["user"], dialect.results
+        glue["tool"] = Glue(user.before + told.before, told.after + user.after, told.between, user.quoted)
+    strings = [s for g in glue.values() for s in (g.before, g.between or "", g.after)]
+    of_results = {found for string in strings for found in DELIMITER.findall(string)}
+    if dialect.results:
+        of_results |= {told.strip() for told in dataclasses.astuple(dialect.results) for told in told.split("\n")}
+    plain = [{s for s in marks if s} - set(tokenizer.added) for marks in (of_results, dialect.marks)]
+    instructions = None if dialect.tools_in_template else dialect.instructions
+    return ChatFormat(tokenizer, glue, tuple(sorted(plain[0] | plain[1])), tuple(sorted(plain[0])), instructions)
 
 
 def _glue(tokenizer: Tokenizer, role: str) -> Glue:
-    response, content = map(chr, PRIVATE_USE[:2])
+    response, content, second = map(chr, PRIVATE_USE[:3])
     opening = {"role": "user", "content": "?"}
-    text = tokenizer.render_chat(
-        [opening, {"role": "assistant", "content": response}, {"role": role, "content": content}]
-    )
-    parts = re.split(f"[{response}{content}]", text)
+
+    def rendered(*contents: str) -> list[str]:
+        """The template's text around the assistant's response and these contents, each of which is one character."""
+        turns = [{"role": role, "content": said} for said in contents]
+        text = tokenizer.render_chat([opening, {"role": "assistant", "content": response}, *turns])
+        return re.split(f"[{response}{content}{second}]", text)
+
+    parts = rendered(content)
     if len(parts) != 3:
         raise ValueError(f"{tokenizer.name}: its chat template renders no {role!r} turn after an assistant's")
     _, between, after = parts
@@ -131,29 +178,57 @@ def _glue(tokenizer: Tokenizer, role: str) -> Glue:
             f"{tokenizer.name}: its chat template ends an assistant's turn with {between[:16]!r}, but its end-of-turn "
             f"token is {stop!r}; set eos_token in tokenizer_config.json to the token that the template uses"
         )
-    before = between.removeprefix(stop)
-    delimiters = sorted(set(DELIMITER.findall(before) + DELIMITER.findall(after)) - set(tokenizer.added))
-    return Glue(before, after, tuple(delimiters))
+    try:
+        several = rendered(content, second)
+    except ValueError:
+        several = []
+    together = len(several) == 4 and (several[1], several[3]) == (between, after)
+    quoted = rendered(f'{content}"{second}')[2:3] == ['\\"']
+    return Glue(between.removeprefix(stop), after, several[2] if together else None, quoted)
+
+
+def _instructed(messages: Sequence[Mapping[str, Any]], instructions: str) -> list[Mapping[str, Any]]:
+    """The messages with instructions at the end of the system message, which is made where there is none."""
+    if not instructions:
+        return list(messages)
+    if messages and messages[0]["role"] == "system":
+        return [{**messages[0], "content": f"{messages[0]['content']}\n\n{instructions}"}, *messages[1:]]
+    return [{"role": "system", "content": instructions}, *messages]
 
 
 def escape(text: str, delimiters: Sequence[str]) -> str:
-    r"""Data text in which plain-text delimiters are visibly broken: `</tool_response>` becomes `<\/tool_response>`."""
-    return re.sub(one_of(delimiters), lambda found: f"{found[0][0]}\\{found[0][1:]}", text)
+    r"""Data text in which delimiters are visibly broken: `</tool_response>` becomes `<\/tool_response>`."""
+    return re.sub(f"(?={one_of(delimiters)})(.)", lambda found: f"{found[1]}\\", text, flags=re.DOTALL)
 
 
-def cut(tokenizer: Tokenizer, text: str, max_tokens: int) -> str:
-    """The beginning of data text with ` [cut]` behind it where it has more than `max_tokens` tokens.
+def _unmarked(tokenizer: Tokenizer, text: str, marks: Sequence[str]) -> str:
+    """`text` escaped, also where only the tokenizer's normalisation makes a mark of it (full-width letters, say)."""
+    if not marks:
+        return text
+    text = escape(text, marks)
+    seen = tokenizer.decode(tokenizer.encode_data(text))
+    escaped = escape(seen, marks)
+    return text if escaped == seen else escaped
+
+
+def _json_string(text: str) -> str:
+    """As within the quotes of a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def cut(tokenizer: Tokenizer, text: str, max_tokens: int, written: Callable[[str], str] = str) -> str:
+    """The beginning of data text with ` [cut]` behind it where, as it is `written`, it exceeds `max_tokens` tokens.
 
     Raises:
       ValueError: `max_tokens` has no room for the marker.
     """
-    ids = tokenizer.encode_data(text)
-    if len(ids) <= max_tokens:
+    if len(tokenizer.encode_data(written(text))) <= max_tokens:
         return text
+    ids = tokenizer.encode_data(text)
     for keep in range(max_tokens - len(tokenizer.encode_data(CUT_MARKER)), -1, -1):
         # The last token may hold only the first bytes of a character.
         shorter = tokenizer.decode(ids[:keep]).rstrip("\ufffd") + CUT_MARKER
-        if len(tokenizer.encode_data(shorter)) <= max_tokens:
+        if len(tokenizer.encode_data(written(shorter))) <= max_tokens:
             return shorter
     raise ValueError(f"a limit of {max_tokens} tokens has no room for the marker {CUT_MARKER!r}")
 
@@ -172,7 +247,7 @@ def _map_strings(value: Any, function: Any) -> Any:
     if isinstance(value, str):
         return function(value)
     if isinstance(value, Mapping):
-        return {key: _map_strings(item, function) for key, item in value.items()}
+        return {_map_strings(key, function): _map_strings(item, function) for key, item in value.items()}
     if isinstance(value, Sequence):
         return [_map_strings(item, function) for item in value]
     return value

@@ -1,118 +1,57 @@
-"""The text format of actions: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` and `<answer>...</answer>`.
+"""The house format of actions: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, `<answer>...</answer>`.
 
 Reading never raises: whatever a policy writes is either a call or a typed error.
 
-Environments and experts know these house tags only. A policy speaks with the tags that its tokenizer was made with
-(`call_tags`); they are exchanged where text meets ids, by `to_house` and `from_house`.
+Environments and experts know this format only. A policy speaks a dialect of its own (`text/dialects`); text is
+translated where it meets ids.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from agentr1_jax.text.tokenizer import Tokenizer, one_of
+import json_repair
 
 ErrorKind = Literal[
     "unclosed_tag", "bad_json", "not_an_object", "missing_name", "missing_arguments", "arguments_not_an_object"
 ]
+SegmentKind = Literal["text", "call", "unclosed", "answer"]
 
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
 # An opening tag without its closing one takes the rest of the text, so that nothing after it is read as a call.
-_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
+_CALL = re.compile(rf"{OPEN}(.*?)({CLOSE}|\Z)", re.DOTALL)
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
-# A call and a content that no template writes by itself.
-_NAME, _ARGUMENTS, _CONTENT = "look_up_xyz", {"word": "x"}, "\U000f0000"
-_TAGGED = re.compile(r"([^\s{}]*\w[^\s{}]*)\s*(\{.*\})\s*([^\s{}]*\w[^\s{}]*)", re.DOTALL)
-_ADDED_TAG = re.compile(r"<(\w*tool_?call\w*)>")
+# An object that begins with a name and is no value of another one.
+_NAMED = re.compile(r"""(?:^|[^\s:])\s*\{\s*["']?name["']?\s*:""")
 
-
-@dataclasses.dataclass(frozen=True)
-class CallTags:
-    """The strings around a tool call."""
-
-    open: str
-    close: str
-
-
-HOUSE = CallTags("<tool_call>", "</tool_call>")
+REPAIRED_CHARACTERS = 2000
+REPAIRED_BRACKETS = 64
+"""Bounds of what is repaired: the time that `json_repair` takes grows with the square of length and of depth."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ToolCall:
-    """A call as the policy wrote it; `arguments` is a JSON object, not yet validated against any schema."""
+    """A call as the policy wrote it; `arguments` is a JSON object, not yet validated against any schema.
+
+    `repaired` says that its JSON had to be mended; a mended call equals the same one written well.
+    """
 
     name: str
     arguments: Mapping[str, Any]
+    repaired: bool = dataclasses.field(default=False, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class ParseError:
-    """A `<tool_call>` that could not be read; `message` is what the policy is told."""
+    """A call that could not be read; `message` is what the policy is told."""
 
     kind: ErrorKind
     message: str
-
-
-def parse_tool_calls(text: str) -> list[ToolCall | ParseError]:
-    """Every `<tool_call>` of a text in order, each as a call or as a typed error. Never raises."""
-    return [_parse(match[1]) if match[2] else _error("unclosed_tag") for match in _CALL.finditer(text)]
-
-
-def extract_answer(text: str) -> str | None:
-    """The stripped text of the last complete `<answer>...</answer>`, None if there is none."""
-    answers = _ANSWER.findall(text)
-    return answers[-1].strip() if answers else None
-
-
-def render_call(name: str, arguments: Mapping[str, Any]) -> str:
-    """A call as text, such that `parse_tool_calls` returns it unchanged."""
-    body = json.dumps({"name": name, "arguments": dict(arguments)}, ensure_ascii=False, allow_nan=False)
-    # A closing tag inside a string would end the call; JSON reads an escaped slash as a slash.
-    escaped = body.replace("</", r"<\/")
-    return f"<tool_call>{escaped}</tool_call>"
-
-
-def render_answer(answer: str) -> str:
-    """An answer as text, set off by spaces so that its first word is tokenised as anywhere else."""
-    return f"<answer> {answer} </answer>"
-
-
-def call_tags(tokenizer: Tokenizer) -> CallTags:
-    """The tags that a tokenizer's chat template writes around a tool call, else a pair of its added tokens.
-
-    Raises:
-      ValueError: it has neither, or the template writes calls in a way that `parse_tool_calls` does not read.
-    """
-    call = _call_by_template(tokenizer)
-    if call is not None and (match := _TAGGED.fullmatch(call)):
-        if _parse(match[2]) == ToolCall(_NAME, _ARGUMENTS):
-            return CallTags(match[1], match[3])
-    pairs = [(s, f"</{match[1]}>") for s in sorted(tokenizer.added) if (match := _ADDED_TAG.fullmatch(s))]
-    known = [CallTags(*pair) for pair in pairs if pair[1] in tokenizer.added]
-    if call is None and len(known) == 1:
-        return known[0]
-    what = "its chat template writes no tool calls" if call is None else f"its chat template writes calls as {call!r}"
-    raise ValueError(
-        f"{tokenizer.name}: {what}, and tools need calls between two tags of their own, as "
-        f'{HOUSE.open}{{"name": ..., "arguments": {{...}}}}{HOUSE.close}; give it such a template (chat_template.jinja '
-        "beside the tokenizer)"
-    )
-
-
-def to_house(text: str, tags: CallTags) -> str:
-    r"""A policy's text with the house's tags for its own; house tags that it wrote are data (`<\tool_call>`)."""
-    data = {tag: f"{tag[0]}\\{tag[1:]}" for tag in (HOUSE.open, HOUSE.close)}
-    return _exchange(text, data | {tags.open: HOUSE.open, tags.close: HOUSE.close})
-
-
-def from_house(text: str, tags: CallTags) -> str:
-    """An expert's text with a policy's tags for the house's."""
-    return _exchange(text, {HOUSE.open: tags.open, HOUSE.close: tags.close})
 
 
 PARSE_MESSAGES: Mapping[ErrorKind, str] = {
@@ -125,23 +64,101 @@ PARSE_MESSAGES: Mapping[ErrorKind, str] = {
 }
 
 
-def _call_by_template(tokenizer: Tokenizer) -> str | None:
-    """How the chat template writes a call of an assistant's turn; None if it leaves it out or refuses it."""
-    call = {"type": "function", "function": {"name": _NAME, "arguments": _ARGUMENTS}}
-    user = {"role": "user", "content": "?"}
-    said: Mapping[str, Any] = {"role": "assistant", "content": _CONTENT}
-    called: Mapping[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
-    try:
-        plain, text = (tokenizer.render_chat([user, turn, user]) for turn in (said, called))
-    except ValueError:
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """A part of a house text.
+
+    Attributes:
+      kind: `text`, `call`, `unclosed` (a call that lacks its end) or `answer`.
+      text: of a call or an answer, what stands between its tags.
+      source: with the tags.
+    """
+
+    kind: SegmentKind
+    text: str
+    source: str
+
+
+def segments(text: str) -> Iterator[Segment]:
+    """A house text in its parts; their sources, joined, are the text. What stands inside a call is no answer."""
+    at = 0
+    for match in _CALL.finditer(text):
+        yield from _outside(text[at : match.start()])
+        yield Segment("call" if match[2] else "unclosed", match[1], match[0])
+        at = match.end()
+    yield from _outside(text[at:])
+
+
+def _outside(text: str) -> Iterator[Segment]:
+    """The parts of a text without calls."""
+    at = 0
+    for match in _ANSWER.finditer(text):
+        if match.start() > at:
+            yield Segment("text", text[at : match.start()], text[at : match.start()])
+        yield Segment("answer", match[1], match[0])
+        at = match.end()
+    if at < len(text):
+        yield Segment("text", text[at:], text[at:])
+
+
+def parse_tool_calls(text: str, lenient: bool = False) -> list[ToolCall | ParseError]:
+    """Every call of a house text in order, each as a call or as a typed error. Never raises.
+
+    Args:
+      text: in the house format.
+      lenient: whether calls that cannot be read may be mended; see `repaired`.
+    """
+    return [read_call(part, lenient) for part in segments(text) if part.kind in ("call", "unclosed")]
+
+
+def read_call(part: Segment, lenient: bool = False) -> ToolCall | ParseError:
+    """A segment of kind `call` or `unclosed` as a call or a typed error."""
+    call = _parse(part.text)
+    if part.kind == "unclosed":
+        # Only its end was forgotten; half a call, as one that was cut off, must not be guessed.
+        if lenient and isinstance(call, ToolCall):
+            return dataclasses.replace(call, repaired=True)
+        return _error("unclosed_tag")
+    if lenient and isinstance(call, ParseError):
+        return repaired(part.text) or call
+    return call
+
+
+def repaired(body: str) -> ToolCall | None:
+    """The call that `json_repair` makes of unreadable JSON; None if it is none, has no arguments, or is too long.
+
+    Of two calls between one pair of tags it would keep one, and nobody could tell which was meant: None, too.
+    """
+    if len(body) > REPAIRED_CHARACTERS or len(re.findall(r"[\[{(]", body)) > REPAIRED_BRACKETS:
         return None
-    before = os.path.commonprefix([plain, text])
-    after = os.path.commonprefix([plain[::-1], text[::-1]])
-    return text[len(before) : len(text) - len(after)].strip() if _NAME in text else None
+    if len(_NAMED.findall(body)) > 1:
+        return None
+    try:
+        call = _checked(json_repair.loads(body, skip_json_loads=True))
+    except Exception:  # A guess at what a policy meant; whatever stops it, there is none.
+        return None
+    if isinstance(call, ToolCall) and call.arguments:
+        return dataclasses.replace(call, repaired=True)
+    return None
 
 
-def _exchange(text: str, replacements: Mapping[str, str]) -> str:
-    return re.sub(one_of(replacements), lambda found: replacements[found[0]], text)
+def extract_answer(text: str) -> str | None:
+    """The stripped text of the last complete `<answer>...</answer>` outside of calls, None if there is none."""
+    answers = [part.text for part in segments(text) if part.kind == "answer"]
+    return answers[-1].strip() if answers else None
+
+
+def render_call(name: str, arguments: Mapping[str, Any]) -> str:
+    """A call as text, such that `parse_tool_calls` returns it unchanged. Raises ValueError on NaN and infinities."""
+    body = json.dumps({"name": name, "arguments": dict(arguments)}, ensure_ascii=False, allow_nan=False)
+    # A closing tag inside a string would end the call; JSON reads an escaped slash as a slash.
+    escaped = body.replace("</", r"<\/")
+    return f"{OPEN}{escaped}{CLOSE}"
+
+
+def render_answer(answer: str) -> str:
+    """An answer as text, set off by spaces so that its first word is tokenised as anywhere else."""
+    return f"<answer> {answer} </answer>"
 
 
 def _error(kind: ErrorKind) -> ParseError:
@@ -150,11 +167,15 @@ def _error(kind: ErrorKind) -> ParseError:
 
 def _parse(body: str) -> ToolCall | ParseError:
     try:
-        record = json.loads(body)
-        # NaN, infinities and lone surrogates pass json.loads, yet no strict JSON file could hold them.
-        json.dumps(record, ensure_ascii=False, allow_nan=False).encode()
+        return _checked(json.loads(body))
     except (ValueError, RecursionError):
         return _error("bad_json")
+
+
+def _checked(record: Any) -> ToolCall | ParseError:
+    """A decoded call. Raises ValueError or RecursionError on what no strict JSON file could hold."""
+    # NaN, infinities and lone surrogates pass json.loads.
+    json.dumps(record, ensure_ascii=False, allow_nan=False).encode()
     if not isinstance(record, dict):
         return _error("not_an_object")
     if not isinstance(record.get("name"), str) or not record["name"]:

@@ -8,6 +8,7 @@ import math
 from agentr1_jax.tools.base import Tool
 from agentr1_jax.tools.batched import Batched
 from agentr1_jax.tools.meter import Meter
+from agentr1_jax.tools.replay import Recorded, Recording, Replay, Replayed
 from agentr1_jax.tools.wrappers import Capped, Measured, Retried, Shortened, TimeLimited
 
 
@@ -49,11 +50,14 @@ class ToolLimits:
                 raise ValueError(f"tools.{field.name} is {value}; it must be finite and at least 0 (0 for none)")
 
 
-def wrapped(tool: Tool, limits: ToolLimits, meter: Meter) -> Tool:
-    """The tool within its limits, measured.
+def wrapped(tool: Tool, limits: ToolLimits, meter: Meter, tape: Recording | Replay | None = None) -> Tool:
+    """The tool within its limits, measured; its results recorded, or replayed without calling it.
 
-    From the inside: batch, time limit, cap (queueing is not timed), retries (a pause holds no place), cut, meter.
+    From the inside: batch, time limit, cap (queueing is not timed), retries (a pause holds no place), cut, recording,
+    meter. What is recorded is thus what the policy saw, and a replay needs no limits.
     """
+    if isinstance(tape, Replay):
+        return Measured(Replayed(tool, tape), meter)
     inner = tool
     if limits.batch and hasattr(tool, "execute_batch"):
         inner = Batched(inner, limits.batch_milliseconds, limits.batch)
@@ -65,4 +69,6 @@ def wrapped(tool: Tool, limits: ToolLimits, meter: Meter) -> Tool:
         inner = Retried(inner, limits.attempts, limits.backoff, on_retry=meter.retried)
     if limits.characters:
         inner = Shortened(inner, limits.characters)
+    if tape is not None:
+        inner = Recorded(inner, tape)
     return Measured(inner, meter)

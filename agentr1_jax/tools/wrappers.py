@@ -37,6 +37,11 @@ class Wrapper:
     def parameters(self) -> Mapping[str, Any]:
         return self.tool.parameters
 
+    @property
+    def scope(self) -> str:
+        """What tells tools of one name apart where their calls are recorded; `""` for those that do not say."""
+        return getattr(self.tool, "scope", "")
+
 
 @dataclasses.dataclass(frozen=True)
 class TimeLimited(Wrapper):

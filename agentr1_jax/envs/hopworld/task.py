@@ -14,7 +14,7 @@ from agentr1_jax.envs import qa
 from agentr1_jax.envs.base import Expert, Row
 from agentr1_jax.envs.hopworld import expert as experts
 from agentr1_jax.envs.hopworld.questions import PRACTICE_SHARES, SHARES, questions
-from agentr1_jax.envs.hopworld.world import search_tool, world, world_key
+from agentr1_jax.envs.hopworld.world import retriever, search_tool, world, world_key
 from agentr1_jax.envs.tool_env import NO_ACTION, ToolEnv
 from agentr1_jax.text.tool_calls import PARSE_MESSAGES, render_answer
 from agentr1_jax.tools.base import Tool
@@ -115,7 +115,8 @@ class HopWorldTask:
         for hop in row["plan"]:
             query = experts.query_variants(hop)[0]
             yield experts.call_text(query)
-            yield search_tool(row["world"], self.top_k).execute({"query": query}).content
+            (hits,) = retriever(row["world"]).search([query], self.top_k)
+            yield search_tool(row["world"], self.top_k).result(hits).content
         yield f"{row['thought']}{render_answer(row['answers'][0])}"
 
 

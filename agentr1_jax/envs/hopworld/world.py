@@ -8,7 +8,7 @@ import random
 from collections.abc import Mapping, Sequence
 
 from agentr1_jax.envs.hopworld import names
-from agentr1_jax.tools.search import Passage, SearchTool
+from agentr1_jax.tools.search import BM25, Passage, SearchTool
 
 FILMS, PEOPLE, CITIES, STUDIOS, COUNTRIES = 56, 80, 16, 14, 10
 NOISE = 150
@@ -70,9 +70,14 @@ def world(key: str) -> World:
 
 
 @functools.lru_cache(maxsize=64)
+def retriever(key: str) -> BM25:
+    """What finds a world's passages."""
+    return BM25(world(key).passages)
+
+
 def search_tool(key: str, top_k: int) -> SearchTool:
     """The search tool over a world's passages."""
-    return SearchTool(world(key).passages, top_k)
+    return SearchTool(retriever(key), top_k, scope=key)
 
 
 def _members(rng: random.Random, split: names.NameSplit, mixed: bool) -> dict[str, list[str]]:

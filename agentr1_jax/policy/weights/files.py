@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import safetensors
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
+NOTHING = re.compile(r"(?!)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,15 +41,15 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path}: not valid JSON ({error}); download it again") from error
 
 
-def open_folder(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder by name; only headers are read.
+def open_folder(folder: Path, ignored: re.Pattern[str] = NOTHING) -> dict[str, Tensor]:
+    """All tensors of a folder by name, but for those whose name matches `ignored`; only headers are read.
 
     Raises:
       ValueError: a file is missing, truncated or broken, or holds what is not floating-point; it is named.
     """
     index = folder / INDEX
     if (folder / SINGLE).is_file():  # transformers looks for it first, too.
-        return _open_file(folder / SINGLE)
+        return _open_file(folder / SINGLE, ignored)
     if not index.is_file():
         others = sorted(path.name for path in folder.glob("*.safetensors"))
         found = f"it has {', '.join(others[:3])} but no {INDEX}" if others else "it has no *.safetensors"
@@ -58,11 +60,13 @@ def open_folder(folder: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     weight_map = _weight_map(index)
     for name in sorted(set(weight_map.values())):
-        for key, tensor in _open_file(folder / name).items():
+        for key, tensor in _open_file(folder / name, ignored).items():
             if key in tensors:
                 raise ValueError(f"{folder / name}: tensor {key!r} is in {tensors[key].file} too; download both again")
             tensors[key] = tensor
     for key, name in weight_map.items():
+        if ignored.search(key):
+            continue
         if key not in tensors or Path(tensors[key].file).name != name:
             raise ValueError(
                 f"{index}: says that tensor {key!r} is in {name}, which does not hold it; download both again"
@@ -82,7 +86,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     return dict(files or {})
 
 
-def _open_file(path: Path) -> dict[str, Tensor]:
+def _open_file(path: Path, ignored: re.Pattern[str]) -> dict[str, Tensor]:
     try:
         opened = safetensors.safe_open(path, framework="numpy")
     except (safetensors.SafetensorError, OSError) as error:
@@ -91,6 +95,8 @@ def _open_file(path: Path) -> dict[str, Tensor]:
         ) from error
     tensors = {}
     for key in opened.keys():
+        if ignored.search(key):
+            continue
         stored = opened.get_slice(key)
         if stored.get_dtype() not in FLOATS:
             raise ValueError(

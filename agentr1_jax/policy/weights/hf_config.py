@@ -47,24 +47,24 @@ def from_hf(record: Mapping[str, Any], source: str) -> DecoderConfig:
             f"{source}: model_type is {family!r}; known families are {', '.join(FAMILIES)}: choose a checkpoint of one "
             "of these"
         )
-    layers = _count(record, "num_hidden_layers", source)
+    layers = count(record, "num_hidden_layers", source)
     for key, reason in _unsupported(record, family, layers):
         raise ValueError(f"{source}: {key} is {record[key]!r}, {reason}; choose another checkpoint")
-    width, heads = _count(record, "hidden_size", source), _count(record, "num_attention_heads", source)
+    width, heads = count(record, "hidden_size", source), count(record, "num_attention_heads", source)
     theta, scaling = _rope(record, source)
     shape: dict[str, Any] = {
-        "vocab_size": _count(record, "vocab_size", source),
+        "vocab_size": count(record, "vocab_size", source),
         "width": width,
         "layers": layers,
         "heads": heads,
-        "kv_heads": _count(record, "num_key_value_heads", source, heads),
+        "kv_heads": count(record, "num_key_value_heads", source, heads),
         "head_dim": _head_dim(record, family, width, heads, source),
-        "hidden": _count(record, "intermediate_size", source),
+        "hidden": count(record, "intermediate_size", source),
         "rope_theta": theta,
         "rope_scaling": scaling,
-        "norm_eps": _number(record, "rms_norm_eps", source, NORM_EPS),
+        "norm_eps": number(record, "rms_norm_eps", source, NORM_EPS),
         "tied": bool(record.get("tie_word_embeddings", False)),
-        "max_positions": _count(record, "max_position_embeddings", source, 0),
+        "max_positions": count(record, "max_position_embeddings", source, 0),
         **FAMILIES[family],
     }
     try:
@@ -141,7 +141,7 @@ def _head_dim(record: Mapping[str, Any], family: str, width: int, heads: int, so
     default = QWEN3_HEAD_DIM if family == "qwen3" and "head_dim" not in record else width // heads
     if record.get("head_dim") is None and default * heads != width and family != "qwen3":
         raise ValueError(f"{source}: num_attention_heads ({heads}) does not divide hidden_size ({width}); set head_dim")
-    return _count(record, "head_dim", source, default)
+    return count(record, "head_dim", source, default)
 
 
 def _rope(record: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | None]:
@@ -151,7 +151,7 @@ def _rope(record: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | 
     if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
         raise ValueError(f"{source}: {key} must be one flat object, the same for all layers; choose another checkpoint")
     where = f"{source}: {key}"
-    theta = _number(rope, "rope_theta", where) if "rope_theta" in rope else _number(record, "rope_theta", source, THETA)
+    theta = number(rope, "rope_theta", where) if "rope_theta" in rope else number(record, "rope_theta", source, THETA)
     for holder in (rope, record):
         if holder.get("partial_rotary_factor") not in (None, 1, 1.0):
             raise ValueError(f"{source}: partial_rotary_factor must be 1 or absent; choose another checkpoint")
@@ -163,17 +163,17 @@ def _rope(record: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | 
         )
     if kind == "default":
         return theta, None
-    factor = _number(rope, "factor", where)
+    factor = number(rope, "factor", where)
     if kind == "linear":
         return theta, RopeScaling("linear", factor)
     original = "original_max_position_embeddings"
-    trained = _count(record, "max_position_embeddings", source, 0) or None
+    trained = count(record, "max_position_embeddings", source, 0) or None
     return theta, RopeScaling(
         "llama3",
         factor,
-        low_frequency=_number(rope, "low_freq_factor", where),
-        high_frequency=_number(rope, "high_freq_factor", where),
-        original_positions=_count(record if record.get(original) else rope, original, where, trained),
+        low_frequency=number(rope, "low_freq_factor", where),
+        high_frequency=number(rope, "high_freq_factor", where),
+        original_positions=count(record if record.get(original) else rope, original, where, trained),
     )
 
 
@@ -191,7 +191,7 @@ def _scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
     }
 
 
-def _number(record: Mapping[str, Any], key: str, source: str, default: float | None = None) -> float:
+def number(record: Mapping[str, Any], key: str, source: str, default: float | None = None) -> float:
     """A positive number, or the default where the key is absent or null."""
     value = record.get(key)
     if value is None and default is not None:
@@ -203,9 +203,9 @@ def _number(record: Mapping[str, Any], key: str, source: str, default: float | N
     return float(value)
 
 
-def _count(record: Mapping[str, Any], key: str, source: str, default: int | None = None) -> int:
-    """A positive whole number, or the default."""
-    value = _number(record, key, source, default)
+def count(record: Mapping[str, Any], key: str, source: str, default: int | None = None) -> int:
+    """A positive whole number, or the default where the key is absent or null."""
+    value = number(record, key, source, default)
     if value != int(value):
         raise ValueError(f"{source}: {key} is {value}; it must be a whole number")
     return int(value)

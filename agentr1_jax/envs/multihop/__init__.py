@@ -1,0 +1,19 @@
+"""Real multi-hop questions: the files they come from, their splits, and the Task."""
+
+from agentr1_jax.envs.multihop.reading import Files
+from agentr1_jax.envs.multihop.rows import DATASETS, Question, make_row
+from agentr1_jax.envs.multihop.sources import Source, data_folder, read_source
+from agentr1_jax.envs.multihop.task import INSTRUCTION, MultihopTask, opening
+
+__all__ = [
+    "DATASETS",
+    "INSTRUCTION",
+    "Files",
+    "MultihopTask",
+    "Question",
+    "Source",
+    "data_folder",
+    "make_row",
+    "opening",
+    "read_source",
+]

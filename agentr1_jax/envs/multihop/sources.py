@@ -1,0 +1,170 @@
+"""Question files of every known format, told apart by what they hold."""
+
+from __future__ import annotations
+
+import codecs
+import collections
+import dataclasses
+import gzip
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from agentr1_jax.envs.multihop import originals
+from agentr1_jax.envs.multihop.parquet import parquet_records, verl
+from agentr1_jax.envs.multihop.rows import Question, make_row
+
+_BLANK = object()
+_GZIP = b"\x1f\x8b"
+_CHUNK, _MOST_OF_A_RECORD = 1 << 20, 1 << 24  # characters
+_BETWEEN = re.compile(r"[\s,]*")
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, EOFError, OSError, zlib.error, RecursionError)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What one file holds.
+
+    Attributes:
+      questions: in the file's order, each with the passages of its context.
+      counts: what was left out (`unanswerable`) or missing (`gold_unknown`, `empty_passages`), and how often.
+    """
+
+    questions: Sequence[Question]
+    counts: Mapping[str, int]
+
+
+def read_source(path: str | os.PathLike[str]) -> Source:
+    """Reads questions of any format: the files of the data folder, HotpotQA, 2WikiMultihopQA, MuSiQue, verl's rows.
+
+    JSON and JSON lines may be gzipped. A file that is `*.parquet` is read with pyarrow. Aliases of 2WikiMultihopQA are
+    taken from the `id_aliases.json` in the same folder, where there is one.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: a record is not a question, an id occurs twice, or there is none; the message names file and line.
+    """
+    path = os.fspath(path)
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"{path}: no such question file; set AGENTR1_DATA to the folder that holds the data")
+    beside = Path(path).parent / originals.ALIAS_FILE
+    aliases = originals.read_aliases(beside) if beside.is_file() else {}
+    questions: dict[str, Question] = {}
+    counts: collections.Counter[str] = collections.Counter()
+    for where, record in parquet_records(path) if path.endswith(".parquet") else _records(path):
+        try:
+            question = _question(record, aliases)
+            if isinstance(question, str):
+                counts[question] += 1
+                continue
+            name = question.row["id"]
+            if name in questions:
+                raise ValueError(f"the id {name!r} occurs twice")
+        except _DAMAGE as error:
+            raise _damaged(where, "not a question", error) from error
+        counts.update(question.notes)
+        split = question.split or Path(path).name
+        questions[name] = dataclasses.replace(question, where=where, split=split)
+    if not questions:
+        raise ValueError(f"{path}: no question in it{_said(counts)}; choose another file")
+    return Source(list(questions.values()), counts)
+
+
+def data_folder(data_dir: str | os.PathLike[str] = "") -> Path:
+    """The folder of real data: `data_dir`, else AGENTR1_DATA, else `../shared/data` beside the project.
+
+    Raises:
+      FileNotFoundError: there is no such folder; the message says how to name one.
+    """
+    beside = Path(__file__).resolve().parents[4] / "shared" / "data"
+    folder = Path(data_dir or os.environ.get("AGENTR1_DATA") or beside)
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"{folder}: no such data folder; set the environment variable AGENTR1_DATA (or data_dir in the config) to "
+            "the folder that holds multihop/"
+        )
+    return folder
+
+
+def _question(record: Any, aliases: originals.Aliases) -> Question | str:
+    """A record by the reader whose fields it has. A string says why it is left out."""
+    if not isinstance(record, Mapping):
+        raise TypeError(f"a {type(record).__name__}, not an object")
+    if "reward_model" in record:
+        return verl(record)
+    if "paragraphs" in record:
+        return originals.musique(record)
+    if "_id" in record or "context" in record:
+        return originals.hotpot(record, aliases)
+    return _house(record)
+
+
+def _house(record: Mapping[str, Any]) -> Question:
+    row = make_row(
+        id=record["id"],
+        dataset=record["dataset"],
+        kind=record["type"],
+        hops=record.get("hops"),
+        question=record["question"],
+        answers=[record["answer"], *record["answer_aliases"]],
+        gold_ids=record["gold_ids"],
+        evidences=record.get("evidences"),
+    )
+    return Question(row, split=record.get("orig_split") or "", notes=[] if row["gold_ids"] else ["gold_unknown"])
+
+
+def _records(path: str) -> Iterator[tuple[str, Any]]:
+    """The records of a file of JSON lines or of one JSON array, each behind its place: `file, line 1`."""
+    with open(path, "rb") as raw:
+        packed = raw.read(2) == _GZIP
+    number, unit = 1, "line"
+    with gzip.open(path) if packed else open(path, "rb") as file:
+        stream = cast(BinaryIO, file)
+        try:
+            array = stream.read(_CHUNK).lstrip().startswith(b"[")
+            stream.seek(0)
+            unit = "record" if array else "line"
+            for record in _elements(codecs.getreader("utf-8")(stream)) if array else _lines(stream):
+                if record is not _BLANK:
+                    yield f"{path}, {unit} {number}", record
+                number += 1
+        except _DAMAGE as error:
+            raise _damaged(f"{path}, {unit} {number}", "not a question", error) from error
+
+
+def _lines(stream: BinaryIO) -> Iterator[Any]:
+    """Each line's JSON; `_BLANK` for an empty line."""
+    for line in stream:
+        yield json.loads(line.decode()) if line.strip() else _BLANK
+
+
+def _elements(stream: codecs.StreamReader) -> Iterator[Any]:
+    """The elements of one JSON array, one at a time: HotpotQA's training file has 570 MB."""
+    decode = json.JSONDecoder().raw_decode
+    text, at = stream.read(_CHUNK).lstrip()[1:], 0
+    while True:
+        at = cast(re.Match[str], _BETWEEN.match(text, at)).end()
+        if text.startswith("]", at):
+            return
+        try:
+            record, at = decode(text, at)
+        except json.JSONDecodeError:
+            # Cut by the chunk's end, or damaged: only more of the text can tell.
+            more = stream.read(_CHUNK) if len(text) - at < _MOST_OF_A_RECORD else ""
+            if not more:
+                raise
+            text, at = text[at:] + more, 0
+        else:
+            yield record
+
+
+def _damaged(where: str, what: str, error: BaseException) -> ValueError:
+    return ValueError(f"{where}: {what} ({type(error).__name__}: {error}); repair or download the file again")
+
+
+def _said(counts: Mapping[str, int]) -> str:
+    return f" ({', '.join(f'{name}: {n}' for name, n in counts.items())})" if counts else ""

@@ -1,0 +1,162 @@
+"""The encoder of the BERT family: post-norm blocks over whole texts, and how hidden states become one vector.
+
+BERT, RoBERTa and XLM-RoBERTa are this module with other numbers. It serves the dense retriever and is never trained.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from agentr1_jax.policy.attention import grouped_attention
+
+Params = Any
+POOLINGS = ("mean", "cls")
+
+
+@dataclasses.dataclass(frozen=True)
+class EncoderConfig:
+    """Shape and numerics of an encoder.
+
+    Attributes:
+      vocab_size: rows of the token embedding.
+      width: size of the residual stream.
+      layers: number of blocks, scanned.
+      heads: attention heads; divides `width`.
+      hidden: inner size of the MLP.
+      positions: rows of the position embedding.
+      first_position: of a text's first token; RoBERTa leaves out those up to its padding id.
+      types: rows of the token-type embedding, of which the first is used.
+      norm_eps: epsilon of LayerNorm.
+      dtype: of activations and matmuls; norms, softmax and pooling are float32 in any case.
+    """
+
+    vocab_size: int
+    width: int
+    layers: int
+    heads: int
+    hidden: int
+    positions: int
+    first_position: int = 0
+    types: int = 2
+    norm_eps: float = 1e-12
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads:
+            raise ValueError(f"heads ({self.heads}) must divide the width ({self.width})")
+        if self.max_tokens < 1:
+            raise ValueError(f"{self.positions} positions of which the first used is {self.first_position}: none left")
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest text."""
+        return self.positions - self.first_position
+
+
+class EncoderBlock(nn.Module):
+    """One layer: attention, then the MLP, each added to its input and normalised afterwards."""
+
+    config: EncoderConfig
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "rows length width"], visible: Bool[Array, "rows length length"]
+    ) -> tuple[Float[Array, "rows length width"], None]:
+        c = self.config
+        dense = functools.partial(nn.DenseGeneral, dtype=c.dtype)
+        norm = functools.partial(nn.LayerNorm, c.norm_eps, dtype=c.dtype, use_fast_variance=False)
+
+        query, key, value = (dense((c.heads, c.width // c.heads), name=name)(x) for name in ("query", "key", "value"))
+        mixed = grouped_attention(query, key, value, visible)
+        x = norm(name="attention_norm")(x + dense(c.width, axis=(-2, -1), name="out")(mixed))
+        inner = nn.gelu(dense(c.hidden, name="up")(x), approximate=False)
+        return norm(name="mlp_norm")(x + dense(c.width, name="down")(inner)), None
+
+
+class Encoder(nn.Module):
+    """Token ids to final hidden states."""
+
+    config: EncoderConfig
+
+    @nn.compact
+    def __call__(
+        self, tokens: Int[Array, "rows length"], mask: Bool[Array, "rows length"]
+    ) -> Float[Array, "rows length width"]:
+        """Runs the encoder.
+
+        Args:
+          tokens: ids; texts begin at the left, what follows them is padding of any id.
+          mask: True where a text's tokens are; nothing else is attended to.
+
+        Returns:
+          hidden: after the last layer's norm; meaningless at padding.
+        """
+        c, length = self.config, tokens.shape[1]
+        embed = functools.partial(nn.Embed, features=c.width, dtype=c.dtype)
+        x = embed(c.vocab_size, name="token")(tokens)
+        x += embed(c.positions, name="position")(c.first_position + jnp.arange(length))
+        x += embed(c.types, name="type")(jnp.zeros(1, jnp.int32))
+        x = nn.LayerNorm(c.norm_eps, dtype=c.dtype, use_fast_variance=False, name="embed_norm")(x)
+        layers = nn.scan(
+            EncoderBlock,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=nn.broadcast,
+            length=c.layers,
+        )
+        x, _ = layers(c, name="layers")(x, jnp.broadcast_to(mask[:, None], (*mask.shape, length)))
+        return x
+
+
+def init_encoder(config: EncoderConfig, key: Array) -> Params:
+    """Random parameters."""
+    ids = jnp.zeros((1, 1), jnp.int32)
+    return Encoder(config).init(key, ids, ids == 0)["params"]
+
+
+def pool(
+    hidden: Float[Array, "rows length width"], mask: Bool[Array, "rows length"], pooling: str, normalised: bool
+) -> Float[Array, "rows width"]:
+    """One vector for each text, float32.
+
+    Args:
+      hidden: of the encoder.
+      mask: True where a text's tokens are.
+      pooling: `mean` of its tokens, or `cls`: its first one.
+      normalised: whether vectors are scaled to length 1, so that their dot product is the cosine.
+
+    Raises:
+      ValueError: another pooling.
+    """
+    if pooling not in POOLINGS:
+        raise ValueError(f"pooling is {pooling!r}; choose one of {', '.join(POOLINGS)}")
+    wide = hidden.astype(jnp.float32)
+    if pooling == "cls":
+        vector = wide[:, 0]
+    else:
+        total = jnp.sum(jnp.where(mask[..., None], wide, 0), axis=1)
+        vector = total / jnp.maximum(jnp.sum(mask, axis=1, keepdims=True), 1)
+    if not normalised:
+        return vector
+    return vector / jnp.maximum(jnp.linalg.norm(vector, axis=-1, keepdims=True), 1e-12)
+
+
+def embed_tokens(
+    config: EncoderConfig,
+    params: Params,
+    tokens: Int[Array, "rows length"],
+    lengths: Int[Array, " rows"],
+    *,
+    pooling: str,
+    normalised: bool,
+) -> Float[Array, "rows width"]:
+    """Vectors of texts: tokens [i, : lengths[i]] is text i; see `Encoder` and `pool`."""
+    mask = jnp.arange(tokens.shape[1]) < lengths[:, None]
+    hidden: Any = Encoder(config).apply({"params": params}, tokens, mask)
+    return pool(hidden, mask, pooling, normalised)

@@ -1,0 +1,103 @@
+"""ReTool: Python code is run, and its output comes back between `<interpreter>` and `</interpreter>`.
+
+    <code>
+    ```python
+    print(6 * 7)
+    ```
+    </code>
+
+is a call of the tool `python` with the argument `code`; so is a ```` ```python ```` fence alone. Other tools are called
+as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+"""
+
+from __future__ import annotations
+
+import re
+
+from agentr1_jax.text.dialects.base import (
+    OF_ANY_POLICY,
+    Dialect,
+    Results,
+    Schemas,
+    dumped,
+    house_call,
+    marks_again,
+    marks_broken,
+    told_tools,
+    written,
+)
+from agentr1_jax.text.tool_calls import CLOSE, OPEN, ToolCall, read_call, segments
+
+TOOL, ARGUMENT = "python", "code"
+_OWN = ("<code>", "</code>", "```py", "<interpreter>")
+_FENCED = re.compile(r"\s*```[ \t]*(?:py(?:thon)?3?)?[ \t]*\n(.*?)\n?[ \t]*```\s*", re.DOTALL | re.IGNORECASE)
+_PART = re.compile(
+    rf"{OPEN}(?P<json>.*?)(?P<json_end>{CLOSE}|\Z)"
+    r"|(?i:<code>(?P<code>.*?)(?P<code_end></code>|\Z))"
+    r"|^```(?i:py(?:thon)?3?)[ \t]*\n(?P<fence>.*?)(?P<fence_end>^[ \t]*```|\Z)"
+    r"|(?P<made_up>(?i:<interpreter>))",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+def dialect() -> Dialect:
+    """The dialect."""
+    marks = (*_OWN, "</interpreter>", "```", OPEN, CLOSE, *OF_ANY_POLICY)
+    results = Results("<interpreter>\n", "\n</interpreter>\n<interpreter>\n", "\n</interpreter>")
+    return Dialect("code", to_house, from_house, marks, results, instructions, tools_in_template=False)
+
+
+def to_house(text: str, tools: Schemas = ()) -> str:
+    """See `Dialect.to_house`. Output that the policy made up, and all behind it, is cut off."""
+    out, at = [], 0
+    for match in _PART.finditer(text):
+        out.append(marks_again(text[at : match.start()], _OWN))
+        at = match.end()
+        if match["made_up"]:
+            return "".join(out)
+        if match["json"] is not None:
+            out.append(match[0])
+            continue
+        body = match["fence"].removesuffix("\n") if match["code"] is None else match["code"]
+        closed = bool(match["code_end"] or match["fence_end"])
+        out.append(house_call(dumped({"name": TOOL, "arguments": {ARGUMENT: _unfenced(body)}}), closed))
+    return "".join([*out, marks_again(text[at:], _OWN)])
+
+
+def from_house(text: str) -> str:
+    """See `Dialect.from_house`."""
+    out = []
+    for part in segments(text):
+        if part.kind in ("text", "answer"):
+            out.append(marks_broken(part.source, _OWN))
+            continue
+        call = read_call(part)
+        candidates = [part.source]
+        if isinstance(call, ToolCall) and call.name == TOOL and call.arguments.keys() == {ARGUMENT}:
+            candidates.insert(0, f"<code>\n```python\n{call.arguments[ARGUMENT]}\n```\n</code>")
+        out.append(written(call, candidates, to_house))
+    return "".join(out)
+
+
+def instructions(tools: Schemas) -> str:
+    """What the policy is told of its tools."""
+    names = [tool["function"]["name"] for tool in tools]
+    others = [tool for tool in tools if tool["function"]["name"] != TOOL]
+    said = []
+    if TOOL in names:
+        said.append(
+            "You can run Python: write the program between <code> and </code>, in a ```python block. What it prints "
+            "comes back between <interpreter> and </interpreter>."
+        )
+    if others:
+        said.append(
+            f"You can call these functions:\n{told_tools(others)}\n"
+            f'To call one, write {OPEN}{{"name": FUNCTION, "arguments": {{ARGUMENT: VALUE, ...}}}}{CLOSE}. Its result '
+            "comes back between <interpreter> and </interpreter>."
+        )
+    return "\n".join([*said, "Give the final answer between <answer> and </answer>."]) if said else ""
+
+
+def _unfenced(body: str) -> str:
+    fenced = _FENCED.fullmatch(body)
+    return fenced[1] if fenced else body

@@ -1,0 +1,131 @@
+"""Llama 3: calls as bare JSON, `{"name": ..., "parameters": {...}}`, several on lines of their own or behind `;`.
+
+A call begins where a line does, or behind `<|python_tag|>`, behind which everything is meant as a call.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from agentr1_jax.text.dialects.base import (
+    OF_ANY_POLICY,
+    Dialect,
+    Schemas,
+    dumped,
+    house_call,
+    house_text,
+    marks_again,
+    marks_broken,
+    told_tools,
+    written,
+)
+from agentr1_jax.text.tokenizer import Tokenizer
+from agentr1_jax.text.tool_calls import ParseError, ToolCall, read_call, segments
+
+TAG = "<|python_tag|>"
+_KEY = r"""\s*["']?(?:name|type|function|parameters|arguments)\b"""
+_START = re.compile(rf"{re.escape(TAG)}\s*|^[ \t]*(?=\{{{_KEY})", re.MULTILINE)
+_NEXT = re.compile(rf"[\s;]*(?=\{{{_KEY})")
+_OBJECT = re.compile(rf"\{{(?=\\*{_KEY})")
+_BROKEN_OBJECT = re.compile(rf"\{{\\(?=\\*{_KEY})")
+# Where a call that is no JSON ends at the latest.
+_END = re.compile(rf"{_START.pattern}|<answer>", re.MULTILINE)
+_APART = re.compile(rf"\n|<answer>|{re.escape(TAG)}")
+_DECODER = json.JSONDecoder()
+
+
+def dialect(tokenizer: Tokenizer) -> Dialect:
+    """The dialect; its instructions tell the tools where the tokenizer's chat template does not."""
+    return Dialect(
+        "llama3", to_house, from_house, (TAG, *OF_ANY_POLICY), None, instructions, template_tells_tools(tokenizer)
+    )
+
+
+def to_house(text: str, tools: Schemas = ()) -> str:
+    """See `Dialect.to_house`."""
+    out, at = [], 0
+    while start := _START.search(text, at):
+        out.append(_prose(text[at : start.start()]))
+        begin: re.Match[str] | None = start
+        while begin:
+            body, at = _call(text, begin.end())
+            out.append(house_call(body))
+            begin = _NEXT.match(text, at)
+    return "".join([*out, _prose(text[at:])])
+
+
+def from_house(text: str) -> str:
+    """See `Dialect.from_house`. Text behind a broken call, which only a call or an answer would end, is left out."""
+    out, broken = "", False
+    for part in segments(text):
+        if part.kind in ("text", "answer"):
+            if part.kind == "answer" or not broken:
+                out += _OBJECT.sub(r"{\\", marks_broken(part.source, [TAG]))
+                broken = False
+            continue
+        call = read_call(part)
+        said = _broken_call(part.text)
+        if isinstance(call, ToolCall):
+            said = (TAG if broken else "") + dumped({"name": call.name, "parameters": call.arguments})
+        broken = not isinstance(call, ToolCall)
+        out += f"{said}\n" if not out or out.endswith("\n") else f"\n{said}\n"
+    return out.removesuffix("\n") if out.endswith("}\n") else out
+
+
+def instructions(tools: Schemas) -> str:
+    """What the policy is told where the chat template does not say it."""
+    if not tools:
+        return ""
+    return (
+        f"You can call these functions:\n{told_tools(tools)}\n"
+        'To call one, write {"name": FUNCTION, "parameters": {ARGUMENT: VALUE, ...}} on a line of its own.'
+    )
+
+
+def template_tells_tools(tokenizer: Tokenizer) -> bool:
+    """Whether the chat template shows the tools that it is given."""
+    name = "look_up_xyz"
+    function = {"name": name, "description": name, "parameters": {"type": "object", "properties": {}}}
+    try:
+        return name in tokenizer.render_chat([{"role": "user", "content": "?"}], [{"function": function}])
+    except ValueError:
+        return False
+
+
+def _prose(text: str) -> str:
+    return marks_again(_BROKEN_OBJECT.sub("{", house_text(text)), [TAG])
+
+
+def _broken_call(body: str) -> str:
+    """A call that is read as an error, if it can be with these words."""
+    raw = body.replace('"arguments"', '"parameters"', 1)
+    # What else could be read otherwise where something follows it.
+    candidates = [raw, TAG + raw] if raw.startswith("{") and not _APART.search(raw) else []
+    return written(ParseError("bad_json", ""), [*candidates, TAG + "{"], to_house)
+
+
+def _call(text: str, at: int) -> tuple[str, int]:
+    """House JSON of the call that begins at a place, as far as it can be read, and where it ends."""
+    try:
+        record, end = _DECODER.raw_decode(text, at)
+        return dumped(_house_record(record)), end
+    except (ValueError, RecursionError):
+        following = _END.search(text, at + text.startswith("{", at))
+        end = following.start() if following else len(text)
+        raw = text[at:end]
+        return raw if '"arguments"' in raw else raw.replace('"parameters"', '"arguments"', 1), end
+
+
+def _house_record(record: Any) -> Any:
+    if not isinstance(record, dict):
+        return record
+    inner = record.get("function")
+    if isinstance(inner, dict):
+        record = inner
+    elif isinstance(inner, str):
+        record = {"name": inner, **record}
+    if "arguments" not in record and "parameters" in record:
+        record = {**record, "arguments": record["parameters"]}
+    return {key: record[key] for key in ("name", "arguments") if key in record}

@@ -1,0 +1,157 @@
+"""ReAct: fields on lines of their own.
+
+    Thought: I look for the film.
+    Action: search
+    Action Input: {"query": "Kabalci"}
+
+`Action: search[Kabalci]` will do as well, `Action: Finish[Ostra]` and `Final Answer: Ostra` end the episode. Results
+come back as `Observation: ...`; one that the policy made up is cut off with all behind it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Mapping
+
+from agentr1_jax.text.dialects.base import (
+    OF_ANY_POLICY,
+    Dialect,
+    Results,
+    Schemas,
+    dumped,
+    house_call,
+    house_text,
+    told_tools,
+    written,
+)
+from agentr1_jax.text.tool_calls import ToolCall, read_call, render_answer, segments
+
+_FIELD_LABEL = r"^[ \t]*(?i:thought|action(?:[ \t]+input)?|final[ \t]+answer)(?:[ \t]*\d+)?[ \t]*"
+_OBSERVED_LABEL = r"(?:^[ \t]*(?i:observation)|\bObservation)(?:[ \t]*\d+)?[ \t]*"
+_FIELD = re.compile(f"{_FIELD_LABEL}:", re.MULTILINE)
+_OBSERVED = re.compile(f"{_OBSERVED_LABEL}:", re.MULTILINE)
+_LABEL = re.compile(rf"({_FIELD_LABEL}|{_OBSERVED_LABEL})(\\*:)", re.MULTILINE)
+_BROKEN_LABEL = re.compile(rf"({_FIELD_LABEL}|{_OBSERVED_LABEL})\\(\\*:)", re.MULTILINE)
+_BRACKETS = re.compile(r"([\w.-]+)[ \t]*\[(.*?)\][ \t]*(?:\n.*)?", re.DOTALL)
+_WHOLE_CALL = "Action Input:"
+
+
+def dialect() -> Dialect:
+    """The dialect."""
+    marks = ("Thought:", "Action:", "Action Input:", "Observation:", "Final Answer:", *OF_ANY_POLICY)
+    results = Results("Observation: ", "\nObservation: ", "")
+    return Dialect("react", to_house, from_house, marks, results, instructions, tools_in_template=False)
+
+
+def to_house(text: str, tools: Schemas = ()) -> str:
+    """See `Dialect.to_house`. The text of a tool's only argument need not be JSON."""
+    made_up = _OBSERVED.search(text)
+    said = text[: made_up.start()] if made_up else text
+    fields = _fields(said)
+    out = []
+    name: str | None = None
+    for (label, content), (following, _) in itertools.pairwise([*fields, ("", "")]):
+        if label == "action" and following == "action input":
+            name = content.strip()
+        elif label == "action input":
+            out.append(house_call(content.strip()) if name is None else _action(name, content, tools))
+            name = None
+        elif label == "action":
+            match = _BRACKETS.fullmatch(content.strip())
+            out.append(_action(match[1], match[2], tools) if match else house_call(dumped({"name": content.strip()})))
+        elif label == "final answer":
+            out.append(_answer(content))
+        else:
+            out.append(house_text(content))
+    return "\n".join(out)
+
+
+def from_house(text: str) -> str:
+    """See `Dialect.from_house`."""
+    out = []
+    for part in segments(text):
+        if part.kind == "text":
+            out += [f"Thought: {_broken(part.text.strip())}"] if part.text.strip() else []
+        elif part.kind == "answer":
+            out.append(f"Final Answer: {_broken(part.text.strip())}")
+        else:
+            call = read_call(part)
+            candidates = [f"{_WHOLE_CALL} {_broken(part.text)}"]
+            if isinstance(call, ToolCall):
+                candidates.insert(0, f"Action: {call.name}\nAction Input: {_broken(dumped(call.arguments))}")
+            else:
+                candidates.append(f"{_WHOLE_CALL} {{")
+            out.append(written(call, candidates, to_house))
+    return "\n".join(out)
+
+
+def instructions(tools: Schemas) -> str:
+    """What the policy is told of its tools and of the format."""
+    if not tools:
+        return ""
+    return (
+        f"You can use these tools:\n{told_tools(tools)}\n"
+        "Write:\n"
+        "Thought: what to do next\n"
+        "Action: the name of a tool\n"
+        "Action Input: its arguments, as a JSON object\n"
+        "The result comes back behind `Observation:`. When you know the answer, write:\n"
+        "Thought: why it is the answer\n"
+        "Final Answer: the answer"
+    )
+
+
+def _fields(text: str) -> list[tuple[str, str]]:
+    """Label and content of each field; what stands before the first has the label ""."""
+    labels = list(_FIELD.finditer(text))
+    ends = [*(match.start() for match in labels), len(text)]
+    fields = [("", text[: ends[0]])] if ends[0] else []
+    for match, end in zip(labels, ends[1:], strict=True):
+        label = " ".join(re.findall("[a-z]+", match[0].lower()))
+        content = text[match.end() : end]
+        fields.append((label, match[0] + content if label == "thought" else _mended(content)))
+    return fields
+
+
+def _action(name: str, given: str, tools: Schemas) -> str:
+    """House text of an action with its input."""
+    if name.lower() == "finish":
+        return _answer(given)
+    given = given.strip()
+    try:
+        value = json.loads(given)
+        dumped(value)
+    except (ValueError, RecursionError):
+        if given.startswith("{"):
+            return house_call(f'{{"name": {dumped(name)}, "arguments": {given}}}')
+        value = given
+    if not isinstance(value, dict):
+        argument, is_text = _only_argument(name, tools)
+        value = {argument: given if is_text and not isinstance(value, str) else value}
+    return house_call(dumped({"name": name, "arguments": value}))
+
+
+def _only_argument(name: str, tools: Schemas) -> tuple[str, bool]:
+    """The argument that an input which is no JSON object stands for, and whether it is a text."""
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
+    schema = schemas.get(name, {})
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    names = list(required if len(required) == 1 else properties)
+    if len(names) != 1:
+        return "input", True
+    given = properties.get(names[0])
+    return names[0], "string" in (given.get("type", "string") if isinstance(given, Mapping) else "string")
+
+
+def _answer(content: str) -> str:
+    return render_answer(re.sub("<(?=/?answer>|tool_call>)", r"<\\", content.strip()))
+
+
+def _broken(text: str) -> str:
+    return _LABEL.sub(r"\1\\\2", text)
+
+
+def _mended(text: str) -> str:
+    return _BROKEN_LABEL.sub(r"\1\2", text)

@@ -1,0 +1,22 @@
+"""Search: passages, retrievers that find them (BM25, dense, over HTTP), and the tool that a policy calls."""
+
+from agentr1_jax.tools.search.bm25 import BM25, build_or_load
+from agentr1_jax.tools.search.corpus import Corpus, Passage, fingerprint, read_corpus
+from agentr1_jax.tools.search.remote import RemoteRetriever
+from agentr1_jax.tools.search.retriever import Hit, Retriever, RetrieverError
+from agentr1_jax.tools.search.tool import EMPTY_RESULT, SearchTool
+
+__all__ = [
+    "BM25",
+    "EMPTY_RESULT",
+    "Corpus",
+    "Hit",
+    "Passage",
+    "RemoteRetriever",
+    "Retriever",
+    "RetrieverError",
+    "SearchTool",
+    "build_or_load",
+    "fingerprint",
+    "read_corpus",
+]

@@ -1,0 +1,223 @@
+"""A retriever behind HTTP, in the protocol of the retrieval servers of Search-R1, verl and SkyRL.
+
+`POST {"queries": [...], "topk": k, "return_scores": true}` is answered by
+`{"result": [[{"document": {"id", "contents"}, "score"}, ...], ...]}`, one list per query, where `contents` has the
+title in quotes on its first line; `title` and `text` may stand beside it or in its place.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import http.client
+import json
+import math
+import random
+import socket
+import threading
+import time
+import urllib.parse
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentr1_jax.tools.search.corpus import Passage
+from agentr1_jax.tools.search.retriever import Hit, RetrieverError
+
+MOST_BYTES = 32 << 20
+"""Longest answer that is read."""
+MOST_PAUSE = 30.0
+"""Longest pause before another attempt, in seconds."""
+_PASSING = ("timeout", "unreachable", "http_429", "http_5xx")
+_SHOWN = 200  # characters of an answer that an error quotes
+
+
+@dataclasses.dataclass
+class RemoteRetriever:
+    """Asks a retrieval server; many queries in one request, and none that it has asked before.
+
+    A call within `tools.limits.wrapped` is made again by `wrappers.Retried`, which knows the budget of a call, so
+    `attempts` is 1 by default; raise it where a retriever is used without that. Two retrying layers would multiply.
+
+    Errors are of kind `timeout`, `unreachable` (no connection, or one that broke), `http_429`, `http_5xx`,
+    `http_error` (any other status but 200), `huge_answer` or `bad_answer`; the first four pass, and only these are
+    tried again.
+
+    Attributes:
+      url: of the server's search, e.g. `http://localhost:8000/retrieve`. Proxies are not used, redirects not followed.
+      seconds: time limit of a request from its first byte to the last of its answer; connecting may take as long again.
+      attempts: requests in all for one search; the pause before retry n is u · min(backoff · 2ⁿ⁻¹, 30) s, ½ <= u < 1.
+      backoff: seconds.
+      cache: answers kept, those used last; 0 for none. One answer belongs to one query and `top_k`.
+      hits, misses: queries answered from the cache, and those that were not, since the start.
+
+    Raises:
+      ValueError: a setting makes no sense; the message names it as `task.retriever.<field>`.
+    """
+
+    url: str
+    seconds: float = 10.0
+    attempts: int = 1
+    backoff: float = 0.5
+    cache: int = 10_000
+    hits: int = dataclasses.field(default=0, init=False)
+    misses: int = dataclasses.field(default=0, init=False)
+
+    blocking = True
+    batches = True
+
+    def __post_init__(self) -> None:
+        if not _is_http(self.url):
+            raise ValueError(f"task.retriever.url is {self.url!r}; it must be like http://localhost:8000/retrieve")
+        for name, least in (("seconds", 1e-3), ("attempts", 1), ("backoff", 0), ("cache", 0)):
+            value = getattr(self, name)
+            if not least <= value < math.inf:
+                raise ValueError(f"task.retriever.{name} is {value}; it must be finite and at least {least:g}")
+        self._kept: collections.OrderedDict[tuple[str, int], list[Hit]] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def search(self, queries: Sequence[str], top_k: int) -> list[list[Hit]]:
+        """At most `top_k` hits for each query, best first. May be called from several threads.
+
+        Raises:
+          RetrieverError: see the class.
+        """
+        known = self._remembered(queries, top_k)
+        unknown = [query for query in dict.fromkeys(queries) if query not in known]
+        if unknown:
+            asked = dict(zip(unknown, self._asked(unknown, top_k), strict=True))
+            self._remember(asked, top_k)
+            known |= asked
+        return [known[query] for query in queries]
+
+    def _remembered(self, queries: Sequence[str], top_k: int) -> dict[str, list[Hit]]:
+        with self._lock:
+            known = {query: self._kept[query, top_k] for query in queries if (query, top_k) in self._kept}
+            for query in known:
+                self._kept.move_to_end((query, top_k))
+            found = sum(query in known for query in queries)
+            self.hits += found
+            self.misses += len(queries) - found
+        return known
+
+    def _remember(self, asked: Mapping[str, list[Hit]], top_k: int) -> None:
+        with self._lock:
+            for query, hits in asked.items():
+                self._kept[query, top_k] = hits
+                self._kept.move_to_end((query, top_k))
+            while len(self._kept) > self.cache:
+                self._kept.popitem(last=False)
+
+    def _asked(self, queries: Sequence[str], top_k: int) -> list[list[Hit]]:
+        body = json.dumps({"queries": list(queries), "topk": top_k, "return_scores": True}).encode()
+        retry = 1
+        while True:
+            try:
+                return _parsed(_post(self.url, body, self.seconds), len(queries), top_k, self.url)
+            except RetrieverError as error:
+                if error.kind not in _PASSING or retry >= self.attempts:
+                    raise
+            time.sleep(random.uniform(0.5, 1) * min(self.backoff * 2.0 ** (retry - 1), MOST_PAUSE))
+            retry += 1
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
+def _post(url: str, body: bytes, seconds: float) -> bytes:
+    """What a server answers to a POST of JSON. Raises RetrieverError for anything but status 200 in time."""
+    parts = urllib.parse.urlsplit(url)
+    connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = connect(parts.hostname or "", parts.port, timeout=seconds)
+    target = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
+    expired = threading.Event()
+    timer = threading.Timer(seconds, _expire, [connection, expired])
+    timer.daemon = True
+    try:
+        connection.connect()
+        timer.start()  # The socket's own limit is for each packet: a server that trickles would never meet it.
+        connection.request("POST", target, body, {"Content-Type": "application/json", "Accept": "application/json"})
+        response = connection.getresponse()
+        answer = response.read(MOST_BYTES + 1)
+        if len(answer) <= MOST_BYTES and response.length:  # A limited read is silent about what is missing.
+            raise http.client.IncompleteRead(answer, response.length)
+    except Exception as error:
+        if expired.is_set() or isinstance(error, TimeoutError):
+            raise RetrieverError("timeout", f"{url} did not answer within {seconds:g} s") from error
+        raise RetrieverError("unreachable", f"{url}: {type(error).__name__}: {error}") from error
+    finally:
+        timer.cancel()
+        connection.close()
+    if expired.is_set():  # A connection that is shut down may read as a short answer.
+        raise RetrieverError("timeout", f"{url} did not answer within {seconds:g} s")
+    if response.status != 200:
+        status = response.status
+        kind = "http_429" if status == 429 else "http_5xx" if status >= 500 else "http_error"
+        raise RetrieverError(kind, f"{url} answered status {status}: {_shown(answer)}")
+    if len(answer) > MOST_BYTES:
+        raise RetrieverError("huge_answer", f"{url} answered more than {MOST_BYTES:,} bytes")
+    return answer
+
+
+def _expire(connection: http.client.HTTPConnection, expired: threading.Event) -> None:
+    expired.set()
+    with contextlib.suppress(AttributeError, OSError):  # It may be closed by now.
+        connection.sock.shutdown(socket.SHUT_RDWR)  # Wakes the thread that reads; `close` would not.
+
+
+def _parsed(answer: bytes, count: int, top_k: int, url: str) -> list[list[Hit]]:
+    """The hits of an answer to `count` queries. Raises RetrieverError where it is none."""
+    try:
+        result = json.loads(answer)["result"]
+        if not isinstance(result, list) or not all(isinstance(found, list) for found in result):
+            raise TypeError("its result is no list of lists")
+        if len(result) != count:
+            raise ValueError(f"it has results of {len(result)} queries for {count}")
+        return [[_hit(item) for item in found[:top_k]] for found in result]
+    except Exception as error:  # It can be wrong in more ways than could be listed.
+        why = f"{type(error).__name__}: {error}"
+        raise RetrieverError("bad_answer", f"{url}: not what a retriever answers ({why}): {_shown(answer)}") from error
+
+
+def _hit(item: Any) -> Hit:
+    """A hit from `{"document", "score"}`; from a document alone it has the score 0."""
+    score = float(item.get("score") or 0.0)
+    if not math.isfinite(score):
+        raise ValueError(f"the score {score} is not finite")
+    return Hit(_passage(item.get("document", item)), score)
+
+
+def _passage(document: Any) -> Passage:
+    """The passage of a document; one without id gets one made of its text, so that equal ones stay equal."""
+    if isinstance(document, str):
+        document = {"contents": document}
+    title, text = document.get("title"), document.get("text")
+    if text is None:
+        text = document["contents"]
+        first, _, rest = text.partition("\n")
+        if rest and title in (None, first, _unquoted(first)):
+            title, text = _unquoted(first), rest
+    title, text = _whole(title or ""), _whole(text)
+    key = document.get("id")
+    if key is None:
+        key = hashlib.blake2b(f"{title}\n{text}".encode(), digest_size=8).hexdigest()
+    return Passage(_whole(str(key)), title, text)
+
+
+def _unquoted(title: str) -> str:
+    return title[1:-1] if len(title) > 1 and title[0] == title[-1] == '"' else title
+
+
+def _whole(text: str) -> str:
+    """The text without half surrogate pairs, which JSON can hold and tokenizers cannot read."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _shown(answer: bytes) -> str:
+    return repr(answer[:_SHOWN].decode("utf-8", "replace"))

@@ -1,0 +1,121 @@
+"""The search tool: from a retriever to a Tool."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any
+
+from agentr1_jax.tools.base import ToolResult, failed
+from agentr1_jax.tools.search.corpus import Passage
+from agentr1_jax.tools.search.retriever import Hits, Retriever, RetrieverError
+
+EMPTY_RESULT = "No results."
+CUT = " ..."
+_WHOLE_WORDS = re.compile(r"(?s)(.*\S)\s")
+
+Results = list[ToolResult]
+
+
+class SearchTool:
+    """Tool `search(query)`: the `top_k` passages that the retriever finds, one line each.
+
+    `data` of a result: `ids`, `titles` and `scores` of these passages. A RetrieverError becomes a failed call of its
+    kind, a fault of the infrastructure. Where the retriever gains from batches, the tool has `execute_batch`.
+
+    Attributes:
+      retriever: what finds the passages.
+      top_k: passages of a result.
+      passage_characters: longest text of a passage; what exceeds it is cut between words and ends in ` ...`, which
+        counts. 0 for no limit.
+      scope: tells tools of one name apart where their calls are recorded, e.g. by the world they search; see
+        `tools/replay.py`.
+      blocking: see `Tool`; the retriever's.
+
+    Raises:
+      ValueError: `top_k` or `passage_characters` makes no sense.
+    """
+
+    name = "search"
+    description = "Searches passages of an encyclopedia."
+    parameters: Mapping[str, Any] = {
+        "type": "object",
+        "properties": {"query": {"type": "string", "minLength": 1, "description": "what to look for"}},
+        "required": ["query"],
+        "additionalProperties": False,
+    }
+
+    def __init__(self, retriever: Retriever, top_k: int, passage_characters: int = 0, scope: str = "") -> None:
+        if top_k < 1:
+            raise ValueError(f"top_k is {top_k}; it must be at least 1")
+        if passage_characters and passage_characters <= len(CUT):
+            raise ValueError(f"passage_characters is {passage_characters}; it must be 0 (no limit) or over {len(CUT)}")
+        self.retriever = retriever
+        self.top_k = top_k
+        self.passage_characters = passage_characters
+        self.scope = scope
+        self.blocking = retriever.blocking
+        if retriever.batches:  # `limits.wrapped` collects calls for a tool that has it.
+            self.execute_batch = self._execute_batch
+
+    def execute(self, arguments: Mapping[str, Any]) -> ToolResult | Awaitable[ToolResult]:
+        """Runs one search; see the class."""
+        results = self._search([arguments["query"]])
+        return results[0] if isinstance(results, list) else _first(results)
+
+    def result(self, hits: Hits) -> ToolResult:
+        """What a search that finds these hits shows."""
+        data = {
+            "ids": [hit.passage.id for hit in hits],
+            "titles": [hit.passage.title for hit in hits],
+            "scores": [float(hit.score) for hit in hits],
+        }
+        return ToolResult("\n".join(self._line(hit.passage) for hit in hits) or EMPTY_RESULT, data=data)
+
+    def _execute_batch(self, arguments: Sequence[Mapping[str, Any]]) -> Results | Awaitable[Results]:
+        return self._search([call["query"] for call in arguments])
+
+    def _search(self, queries: Sequence[str]) -> Results | Awaitable[Results]:
+        try:
+            found = self.retriever.search(queries, self.top_k)
+        except RetrieverError as error:
+            return [_failure(error)] * len(queries)
+        if inspect.isawaitable(found):
+            return self._awaited(found, len(queries))
+        return self._results(found, len(queries))
+
+    async def _awaited(self, found: Awaitable[Sequence[Hits]], count: int) -> Results:
+        try:
+            return self._results(await found, count)
+        except RetrieverError as error:
+            return [_failure(error)] * count
+
+    def _results(self, found: Sequence[Hits], count: int) -> Results:
+        if len(found) != count:
+            message = f"Error: the retriever returned results of {len(found)} queries for {count}"
+            return [failed("bad_result", message, "infrastructure")] * count
+        return [self.result(hits[: self.top_k]) for hits in found]
+
+    def _line(self, passage: Passage) -> str:
+        if not self.passage_characters:
+            return passage.line
+        return dataclasses.replace(passage, text=shortened(passage.text, self.passage_characters)).line
+
+
+def shortened(text: str, characters: int) -> str:
+    """The text, cut to `characters` with the marker ` ...`; between words, unless its first word is too long."""
+    if len(text) <= characters:
+        return text
+    room = characters - len(CUT)
+    whole = _WHOLE_WORDS.match(text[: room + 1])
+    return (whole[1] if whole else text[:room]) + CUT
+
+
+async def _first(results: Awaitable[Results]) -> ToolResult:
+    return (await results)[0]
+
+
+def _failure(error: RetrieverError) -> ToolResult:
+    return failed(error.kind, f"Error: search failed: {error.message}", "infrastructure")

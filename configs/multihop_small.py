@@ -1,0 +1,61 @@
+"""A policy of 1.6M parameters learns to search for real multi-hop questions, on a laptop CPU: docs/multihop.md.
+
+    bash launch/multihop_small.sh        (warm start, four algorithms from it, evaluation, table: 90 minutes)
+    python -m experiments.train --config=configs/multihop_small.py --config.run_dir=... --config.updates=0
+    python -m experiments.train --config=configs/presets/grpo.py:multihop_small --config.warm_start.run=...
+
+It is pretrained on the passages of HotpotQA and 2WikiMultihopQA, imitates an expert that searches for what it has read
+of, and is then paid for each gold passage that it finds. MuSiQue is evaluated only. 400 training questions of 2Wiki are
+held out. Needs the data folder (`AGENTR1_DATA`).
+"""
+
+from __future__ import annotations
+
+import ml_collections
+
+from configs import base
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """BM25, two short passages a search, four searches and an answer, a tokenizer of 6,400 ids."""
+    c = base.get_config()
+    c.run_dir = "runs/multihop_small"
+    c.updates = 24
+    c.warm_start_updates = 1200
+    c.task.name = "multihop"
+    c.task.eval_datasets = ("hotpotqa", "2wikimultihopqa", "musique")
+    c.task.held_out = 400
+    c.task.held_out_datasets = ("2wikimultihopqa",)
+    c.task.instruction = "Search, then answer."
+    c.task.top_k = 2
+    c.task.passage_characters = 192  # names are mostly told in the first sentence
+    c.task.rewards.answer = 0.5
+    c.task.rewards.gold_passage = 0.25
+    c.tokenizer.path = "{data}/tokenizers/minimind-6400"
+    c.agent.tell_tools = False
+    c.policy.preset = "tiny"
+    c.policy.layers = 4
+    c.budget.max_steps = 5
+    c.budget.response_tokens = 96
+    c.budget.observation_tokens = 192
+    c.budget.context_tokens = 1024
+    c.budget.on_response_cut = "continue"
+    c.rollout.parking = 16
+    c.rollout.prefill_width = 64
+    c.rollout.prefill_rows = (2, 8)
+    c.rollout.length = 1024
+    c.rollout.attention_block = 128
+    c.learner.row_tokens = 1024
+    c.learner.row_reads = 384
+    c.learner.rows = 4
+    c.loss.chunk = 512
+    c.optimizer.name = "muon"
+    c.optimizer.lr = 3e-4
+    c.pretrain.updates = 300
+    c.warm_start.demonstrations = 3840  # one of each training question
+    c.warm_start.practice = 0.0
+    c.warm_start.batch = 16
+    c.eval.split = "held_out"
+    c.eval.questions = 128
+    c.eval.every = 0
+    return c

@@ -1,0 +1,226 @@
+"""Dense retrieval: the index on disk, the retriever against brute force, and searches during a rollout."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import threading
+
+import jax
+import numpy as np
+import pytest
+from encoders import checkpoint
+from schedules import engine_of
+
+from agentr1_jax.agents.session import Identity
+from agentr1_jax.envs.base import Action
+from agentr1_jax.envs.multihop import MultihopTask
+from agentr1_jax.policy.embedder import QUERY_TOKENS, Embedder
+from agentr1_jax.rollout.runner import Group, run_groups
+from agentr1_jax.rollout.sampling import Sampling
+from agentr1_jax.tools.limits import ToolLimits, wrapped
+from agentr1_jax.tools.meter import Meter
+from agentr1_jax.tools.search import Passage, SearchTool
+from agentr1_jax.tools.search.dense import Dense, at_once
+from agentr1_jax.tools.search.vectors import corpus_vectors
+from agentr1_jax.trajectory import Outcome
+
+CORPUS = [Passage(f"p{i}", f"Title {i}", f"text {i % 7} of {i}") for i in range(50)]
+
+
+class Counting:
+    """Makes vectors out of the letters of a text, and keeps the batches that it was asked for."""
+
+    def __init__(self, width=8):
+        self.width = width
+        self.batches = []
+
+    def __call__(self, texts):
+        self.batches.append(list(texts))
+        out = np.zeros((len(texts), self.width), np.float32)
+        for row, text in zip(out, texts, strict=True):
+            np.add.at(row, [ord(c) % self.width for c in text], 1)
+        return out
+
+
+def test_vectors_are_kept_mapped_and_not_computed_again(tmp_path):
+    embed = Counting()
+    parts = corpus_vectors(CORPUS, embed, "letters", tmp_path / "index", part=20)
+    assert [len(batch) for batch in embed.batches] == [20, 20, 10]
+    assert embed.batches[0][3] == "Title 3 text 3 of 3"
+    np.testing.assert_array_equal(np.concatenate(parts), Counting()(sum(embed.batches, [])))
+    again = corpus_vectors(CORPUS, pytest.fail, "letters", tmp_path / "index")
+    assert [part.shape for part in again] == [(20, 8), (20, 8), (10, 8)]
+    assert all(isinstance(part, np.memmap) and not part.flags.writeable for part in again)
+    assert sorted(path.name for path in (tmp_path / "index").iterdir()) == [
+        "meta.json",
+        *(f"vectors-0000{i}.npy" for i in range(3)),
+    ]
+    in_memory = corpus_vectors(CORPUS, Counting(), "letters", part=64)
+    np.testing.assert_array_equal(np.concatenate(in_memory), np.concatenate(again))
+
+
+def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
+    class Killed(Counting):
+        def __call__(self, texts):
+            if len(self.batches) == 2:
+                raise KeyboardInterrupt
+            return super().__call__(texts)
+
+    with pytest.raises(KeyboardInterrupt):
+        corpus_vectors(CORPUS, Killed(), "letters", tmp_path, part=20)
+    rest = Counting()
+    parts = corpus_vectors(CORPUS, rest, "letters", tmp_path, part=20)
+    assert [len(batch) for batch in rest.batches] == [10]
+    whole = corpus_vectors(CORPUS, Counting(), "letters")
+    np.testing.assert_array_equal(np.concatenate(parts), np.concatenate(whole))
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: None, "passages 50, here it is 49"),
+        (lambda f: (f / "meta.json").write_text("{"), "its meta.json is damaged"),
+        (lambda f: (f / "meta.json").write_text('{"part": 20}'), "version None, here it is 1"),
+    ],
+)
+def test_an_index_of_another_corpus_or_a_damaged_one_is_refused(tmp_path, change, message):
+    corpus_vectors(CORPUS, Counting(), "letters", tmp_path, part=20)
+    change(tmp_path)
+    with pytest.raises(ValueError, match=r"these vectors cannot be used: .*; name another folder, or delete this one"):
+        corpus_vectors(CORPUS[:-1], Counting(), "letters", tmp_path)
+    meta = tmp_path / "meta.json"
+    if meta.read_text() != "{" and json.loads(meta.read_text()).get("corpus"):
+        message = "corpus '"
+    with pytest.raises(ValueError, match=message):
+        corpus_vectors(CORPUS[:-1], Counting(), "letters", tmp_path)
+
+
+def test_an_index_of_another_encoder_and_damaged_files_are_refused(tmp_path):
+    corpus_vectors(CORPUS, Counting(), "letters", tmp_path, part=20)
+    with pytest.raises(ValueError, match="made with encoder 'letters', here it is 'sounds'"):
+        corpus_vectors(CORPUS, Counting(), "sounds", tmp_path)
+    cut(tmp_path / "vectors-00001.npy")
+    with pytest.raises(ValueError, match=r"vectors-00001\.npy: damaged .*; delete it, and it is computed again"):
+        corpus_vectors(CORPUS, Counting(), "letters", tmp_path)
+    np.save(tmp_path / "vectors-00001.npy", np.zeros((20, 7), np.float32))
+    with pytest.raises(
+        ValueError, match=r"vectors-00001\.npy: vectors are float32 \[20, 7\], they should be .* \[20, 8"
+    ):
+        corpus_vectors(CORPUS, Counting(), "letters", tmp_path)
+    (tmp_path / "vectors-00001.npy").unlink()
+    rest = Counting()
+    corpus_vectors(CORPUS, rest, "letters", tmp_path)
+    assert [len(batch) for batch in rest.batches] == [20]
+    with pytest.raises(ValueError, match="the corpus is empty"):
+        corpus_vectors([], Counting(), "letters")
+
+
+def dense(corpus=CORPUS, **options):
+    return Dense(corpus, corpus_vectors(corpus, Counting(), "", part=20), Counting(), **options)
+
+
+def nearest(corpus, queries, top_k, embed):
+    """Ids and scores by brute force."""
+    passages = embed([f"{p.title} {p.text}" for p in corpus])
+    scores = embed(queries) @ passages.T
+    order = np.argsort(-scores, axis=1, kind="stable")[:, :top_k]
+    return [[(corpus[i].id, row[i]) for i in best] for row, best in zip(scores, order, strict=True)]
+
+
+@pytest.mark.parametrize(("count", "top_k"), [(50, 4), (50, 60), (1, 3)])
+def test_hits_are_the_nearest_passages_ties_by_index(count, top_k):
+    queries = ["text 3", "Title 12", "", "zzz"]
+    found = asyncio.run(dense(CORPUS[:count]).search(queries, top_k))
+    assert [[(hit.passage.id, hit.score) for hit in hits] for hits in found] == nearest(
+        CORPUS[:count], queries, top_k, Counting()
+    )
+    assert asyncio.run(dense(CORPUS[:count]).search([], top_k)) == []
+
+
+def test_vectors_that_do_not_fit_the_corpus_are_refused():
+    with pytest.raises(ValueError, match="there are 50 vectors for 49 passages"):
+        Dense(CORPUS[:-1], corpus_vectors(CORPUS, Counting(), ""), Counting())
+
+
+def test_a_search_runs_where_it_is_dispatched_to():
+    asked = []
+
+    async def dispatch(function):
+        asked.append(function)
+        return await at_once(function)
+
+    result = asyncio.run(SearchTool(dense(dispatch=dispatch), top_k=2).execute({"query": "Title 7"}))
+    assert len(asked) == 1 and len(result.data["ids"]) == 2
+    (hits,) = dense().find(["Title 7"], 2)
+    assert result.data["ids"] == [hit.passage.id for hit in hits]
+    assert not Dense.blocking and Dense.batches
+
+
+class Kept(Dense):
+    """Keeps what was asked and found."""
+
+    def find(self, queries, top_k):
+        found = super().find(queries, top_k)
+        self.kept = [*getattr(self, "kept", []), *zip(queries, found, strict=True)]
+        self.threads = {*getattr(self, "threads", ()), threading.current_thread().name.split("_")[0]}
+        return found
+
+
+class Searcher:
+    """Samples a few tokens from the engine at each step; what it does is what the task's expert says."""
+
+    def __init__(self, task):
+        self.task = task
+
+    async def run(self, session, row):
+        env, expert, said = self.task.env(), self.task.expert(row, 0), None
+        await env.reset(row, 0)
+        prompt = np.asarray([1 + session.seed % 50, 2, 3], np.int32)
+        while True:
+            done = await session.generate(prompt, 6)
+            transition = await env.step(Action(done.ids, expert(said)))
+            session.record(transition.reward, tool_calls=transition.tool_calls)
+            if transition.outcome is not None:
+                return session.finish(transition.outcome, metrics=transition.metrics)
+            said = transition.observation.text
+            prompt = np.concatenate([prompt, done.ids, np.asarray([4, 5], np.int32)])
+
+
+def test_a_rollout_searches_on_the_engines_thread(data_dir, tmp_path):
+    """Real questions and passages, a random encoder on two devices, a random policy that the expert overrules."""
+    embedders = []
+
+    def dense_over(corpus):
+        words = {word for p in corpus for word in f"{p.title} {p.text}".lower().split() if word.isalpha()}
+        folder = checkpoint(tmp_path / "bert", words=words, num_hidden_layers=1)
+        embedder = Embedder(folder, most_tokens=16, devices=jax.devices()[:2])
+        embedders.append(embedder)
+        vectors = corpus_vectors(corpus, embedder.embed, embedder.identity, tmp_path / "index")
+        queries = functools.partial(embedder.embed, tokens_per_call=QUERY_TOKENS)
+        return Kept(corpus, vectors, queries, devices=jax.devices()[:2], dispatch=engine.dispatch)
+
+    engine, params = engine_of(3)
+    wrap = functools.partial(wrapped, limits=ToolLimits(), meter=Meter())
+    task = MultihopTask(data_dir, corpus="mini", top_k=3, retriever_factory=dense_over, wrap=wrap)
+    assert len(task.retriever.corpus) == len(task.corpus)  # Made before the engine runs: it uses its devices.
+    groups = [
+        Group(task.row("train", i), [Identity(f"t/{i}/{k}", i, k, task.name, 10 * i + k) for k in range(2)])
+        for i in range(3)
+    ]
+    out = list(run_groups(engine, params, Searcher(task), groups, sampling=Sampling(), policy_version=0))
+    trajectories = [t for group in out for t in group]
+    assert len(trajectories) == 6 and all(t.outcome is Outcome.ANSWERED for t in trajectories), trajectories[0].info
+    assert task.retriever.threads == {"dispatch"}
+    assert engine.counters.decode_tokens == 6 * sum(len(t.steps) for t in trajectories)
+
+    queries, found = zip(*task.retriever.kept, strict=True)
+    assert len(queries) >= 6 and all(len(hits) == 3 for hits in found)
+    for hits, best in zip(found, nearest(task.corpus, queries, 3, embedders[0].embed), strict=True):
+        # Other shapes round in another way: passages that are as near may change places.
+        np.testing.assert_allclose([hit.score for hit in hits], [score for _, score in best], atol=1e-5)

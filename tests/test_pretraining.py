@@ -1,0 +1,92 @@
+"""Pretraining: texts become trajectories of one step, and a phase before the warm start trains on every token."""
+
+from __future__ import annotations
+
+import itertools
+import types
+
+import jax
+import learners
+import numpy as np
+import pytest
+from learners import check_equal, make
+
+from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.trajectory import Outcome
+from configs import base, quickstart
+from experiments import checks, circle, learning, phases
+from experiments.journal import Position
+
+STOP = 1
+
+
+def documents(texts, tokens):
+    """Pieces of texts, of a tokenizer that has one id for each letter."""
+    config = base.get_config()
+    config.pretrain.tokens = tokens
+    tokenizer = types.SimpleNamespace(stop_id=STOP, encode_data=lambda text: [ord(letter) for letter in text])
+    task = types.SimpleNamespace(name="t", texts=lambda count: texts[:count])
+    return circle.documents(types.SimpleNamespace(config=config, tokenizer=tokenizer, task=task))
+
+
+def test_pieces_hold_every_token_once_and_none_is_too_long() -> None:
+    texts = ["abcdefghij", "", "xyz", "12345678"]
+    made = documents(texts, tokens=6)
+    said = [(t.steps[0].prompt_ids.tolist(), t.steps[0].response_ids.tolist()) for t in made]
+    assert all(prompt == [STOP] and response[-1] == STOP and 1 + len(response) <= 6 for prompt, response in said)
+    assert bytes(itertools.chain(*(response[:-1] for _, response in said))).decode() == "".join(texts)
+    assert len(made) == 3 + 0 + 1 + 2 and len({t.uid for t in made}) == len({t.group for t in made}) == 6
+    assert all(t.outcome is Outcome.ENV_DONE and t.total_reward == 0 for t in made)
+
+
+def test_pretraining_trains_every_token_of_rows_of_its_own_shape() -> None:
+    pieces = documents(["\x05\x09\x0b" * 5, "\x07\x03", "\x11\x12\x13\x14"], tokens=12)
+    settings = {"pretrain.rows": 2, "pretrain.row_tokens": 12, "pretrain.batch": 4}
+    made = make(settings, make_learner=phases.pretraining)
+    assert made.learner.rows == phases.Rows(2, 12, 12)
+    seen = []
+    update = learners.recording(made.learner.update, seen)
+    _, record, _ = made.learn(pieces, update=update)
+    (_, batch) = seen[0]
+    assert batch.nodes.tokens.shape[1:] == (2, 12)
+    trained = batch.reads.target[batch.reads.weight > 0]
+    assert sorted(trained.tolist()) == sorted(i for t in pieces for i in t.steps[0].response_ids.tolist())
+    logprobs = learners.slow_logprobs(jax.device_get(made.fresh().params), pieces)
+    # The temperature divides logits of demonstrations as it does in sampling.
+    assert record["learner/loss"] == pytest.approx(-np.mean(logprobs), rel=1e-4)
+
+
+def test_both_supervised_phases_take_the_same_step_where_their_rows_hold_the_same() -> None:
+    pieces = documents(["\x05\x09\x0b\x04", "\x07\x03", "\x11\x12\x13\x14"], tokens=8)
+    settings = {"pretrain.rows": 4, "pretrain.row_tokens": 16, "learner.row_tokens": 16, "learner.row_reads": 16}
+    one, other = (make(settings, make_learner=each) for each in (phases.pretraining, phases.supervised))
+    check_equal(one.learn(pieces)[0].params, other.learn(pieces)[0].params)
+
+
+def test_a_fresh_run_begins_with_pretraining_and_one_from_before_it_goes_on() -> None:
+    assert Position().phase == "pretraining"
+    assert Position(phase="warm_start", update=7).update == 7
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("tokens", 600, r"pretrain\.tokens is 600; .* at most pretrain\.row_tokens \(512\)"),
+        ("tokens", 2, r"pretrain\.tokens is 2; a piece of text has at least 3"),
+        ("batch", 0, r"pretrain\.batch is 0; it must be at least 1"),
+        ("updates", -1, r"pretrain\.updates is -1; it must be at least 1"),
+    ],
+)
+def test_what_cannot_be_pretrained_is_refused(key: str, value: int, message: str) -> None:
+    config = quickstart.get_config()
+    config.pretrain.updates = 4
+    config.pretrain[key] = value
+    with pytest.raises(UserError, match=message):
+        checks.check(config)
+
+
+def test_longer_pieces_than_rows_are_dropped_and_counted() -> None:
+    pieces = documents(["\x05" * 30], tokens=20)
+    made = make({"pretrain.rows": 2, "pretrain.row_tokens": 12, "pretrain.batch": 4}, make_learner=phases.pretraining)
+    usable, dropped, malformed = learning.sift(made.run, pieces, critic=False, rows=made.learner.rows)
+    assert (len(usable), len(dropped), malformed) == (0, len(pieces), len(pieces))
