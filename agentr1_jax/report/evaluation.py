@@ -1,0 +1,154 @@
+"""An evaluation as Markdown: what was asked, figures with intervals, outcomes, kinds of question, differences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from agentr1_jax.report.tables import markdown_table
+
+QUALITY = {"recall": "gold recall", "all_gold": "all gold", "em": "EM", "f1": "F1"}
+EFFORT = {
+    "steps": "steps",
+    "tool_calls": "tool calls",
+    "prompt_tokens": "prompt tokens",
+    "response_tokens": "response tokens",
+}
+NAMES = {"all": "all questions", "mean": "mean of data sets"}
+
+
+def interval(figure: Mapping[str, Any] | None, signed: bool = False) -> str:
+    """`0.412 [0.380, 0.444]`; `-` where nothing was measured."""
+    if figure is None:
+        return "-"
+    numbers = [figure[key] for key in ("mean", "low", "high")]
+    digits = 3 if max(abs(x) for x in numbers) < 10 else 1
+    mean, low, high = (f"{x:{'+' if signed else ''},.{digits}f}" for x in numbers)
+    return f"{mean} [{low}, {high}]"
+
+
+def headline(evaluation: Mapping[str, Any]) -> dict[str, str]:
+    """The main figures, one line for each mode, split and data set."""
+    return {
+        f"{g['mode']}, {g['split']}, {NAMES.get(g['dataset'], g['dataset'])}": ", ".join(
+            f"{label} {interval(g['figures'][key])}" for key, label in QUALITY.items() if key in g["figures"]
+        )
+        or "nothing measured"
+        for g in evaluation["groups"]
+    }
+
+
+def quality_table(evaluation: Mapping[str, Any], *, title: str | None = None) -> Table:
+    """The main figures for the terminal."""
+    table = Table(title=None if title is None else Text(title), title_justify="left")
+    for name in ("mode", "split", "data set", "questions", *QUALITY.values()):
+        table.add_column(name)
+    for g in evaluation["groups"]:
+        place = (g["mode"], g["split"], NAMES.get(g["dataset"], g["dataset"]), str(g["questions"]))
+        figures = (interval(g["figures"].get(key)).replace(" [", "\n[") for key in QUALITY)
+        table.add_row(*(Text(cell) for cell in (*place, *figures)))
+    return table
+
+
+def markdown(evaluation: Mapping[str, Any]) -> str:
+    """The page.
+
+    Args:
+      evaluation: what evaluation.json holds: `request, versions, groups, differences`.
+
+    Returns:
+      Markdown; a section for each split.
+    """
+    request = evaluation["request"]
+    sampling = f"temperature {request['temperature']}, {request['samples']} sample(s) a question"
+    parts = [
+        "# Evaluation\n",
+        f"Task {request['config']['task']['name']}; {sampling}; seed {request['seed']}. "
+        f"Versions: {', '.join(f'{name} {version}' for name, version in evaluation['versions'].items())}.\n",
+        markdown_table(
+            [
+                {"mode": mode, "policy": request["sources"][mode], "hash of its parameters": digest}
+                for mode, digest in request["policies"].items()
+            ]
+        ),
+        "A figure is a mean over questions with its 95 % bootstrap interval. What the infrastructure failed is left "
+        "out of it, and counted as failed; whatever the policy did wrong counts as a wrong answer.\n",
+    ]
+    for split in dict.fromkeys(group["split"] for group in evaluation["groups"]):
+        groups = [group for group in evaluation["groups"] if group["split"] == split]
+        differences = [d for d in evaluation["differences"] if d["split"] == split]
+        parts += [f"## Split {split}\n", _quality(groups), *_pass_at_k(groups), "### Effort\n", _effort(groups)]
+        parts += ["### Outcomes\n", "Shares of all trajectories, failed ones included.\n", _outcomes(groups)]
+        parts += _kinds(groups) + _differences(differences)
+    return "\n".join(parts)
+
+
+def _place(group: Mapping[str, Any]) -> dict[str, str]:
+    return {"mode": group["mode"], "data set": NAMES.get(group["dataset"], group["dataset"])}
+
+
+def _quality(groups: Sequence[Mapping[str, Any]]) -> str:
+    return markdown_table(
+        [
+            _place(g)
+            | {"questions": g["questions"], "failed": f"{g['failed_trajectories']} of {g['trajectories']}"}
+            | {label: interval(g["figures"].get(key)) for key, label in QUALITY.items()}
+            for g in groups
+        ]
+    )
+
+
+def _pass_at_k(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    names = dict.fromkeys(key for g in groups for key in g["figures"] if key.startswith("pass@"))
+    if not names:
+        return []
+    rows = [_place(g) | {name: interval(g["figures"].get(name)) for name in names} for g in groups]
+    return ["### pass@k\n", markdown_table(rows)]
+
+
+def _effort(groups: Sequence[Mapping[str, Any]]) -> str:
+    return markdown_table(
+        [_place(g) | {label: interval(g["figures"].get(key)) for key, label in EFFORT.items()} for g in groups]
+    )
+
+
+def _outcomes(groups: Sequence[Mapping[str, Any]]) -> str:
+    names = sorted({name for g in groups for name in g["outcomes"]})
+    rows = []
+    for g in groups:
+        if g["dataset"] != "mean":
+            shares = {name: g["outcomes"].get(name, {"share": 0.0})["share"] for name in names}
+            rows.append(_place(g) | {"trajectories": g["trajectories"]} | shares)
+    return markdown_table(rows)
+
+
+def _kinds(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    rows = [
+        _place(g)
+        | {"kind": kind, "questions": max(f["n"] for f in figures.values())}
+        | {label: interval(figures.get(key)) for key, label in QUALITY.items()}
+        for g in groups
+        if g["dataset"] != "all"
+        for kind, figures in g["kinds"].items()
+        if figures
+    ]
+    return ["### Kinds of question\n", markdown_table(rows)] if rows else []
+
+
+def _differences(differences: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One row for each pair of modes and data set."""
+    if not differences:
+        return []
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    for d in differences:
+        pair = f"{d['ours']} − {d['theirs']}"
+        place = {"modes": pair, "data set": NAMES.get(d["dataset"], d["dataset"]), "questions": d["n"]}
+        row = rows.setdefault((d["ours"], d["theirs"], d["dataset"]), place)
+        row["questions"] = max(row["questions"], d["n"])
+        row[QUALITY[d["metric"]]] = interval(d, signed=True)
+    note = "Differences on the questions that both modes have, resampled in pairs.\n"
+    columns = ["modes", "data set", "questions", *QUALITY.values()]
+    return ["### Modes compared\n", note, markdown_table(list(rows.values()), columns)]

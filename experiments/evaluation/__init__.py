@@ -1,0 +1,1 @@
+"""What `experiments.evaluate` is made of: policies, modes, chunks of questions, figures, joined tables."""

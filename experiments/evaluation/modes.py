@@ -1,0 +1,103 @@
+"""The ways of answering that are compared: which agent, and whose parameters."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+
+import ml_collections
+
+from agentr1_jax.agents.loop import EnvLoop
+from agentr1_jax.envs.base import Action, Env, Observation, Row, Task, Transition
+from agentr1_jax.envs.rag import RagEnv, searches
+from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.text.chat import cut
+from agentr1_jax.text.dialects import hermes
+from agentr1_jax.text.tokenizer import Tokenizer
+from experiments import build
+
+TRAINED, START = "checkpoint", "start"
+"""Whose parameters: the trained ones, or those that training began with."""
+
+MODES = ("agent", "base", "rag", "react")
+REACT_INSTRUCTION = (
+    "Take one action at a time, then wait for its observation. Give the final answer in its own field, without tags."
+)
+
+
+def parse_modes(names: Sequence[str]) -> list[str]:
+    """The modes named, each once. Raises UserError on an unknown one, or none."""
+    for name in names:
+        if name not in MODES:
+            raise UserError(f"--modes: unknown mode {name!r}; choose among {', '.join(MODES)}")
+    if not names:
+        raise UserError(f"--modes names nothing; choose among {', '.join(MODES)}")
+    return list(dict.fromkeys(names))
+
+
+def parameters_of(mode: str, baselines: str) -> str:
+    """Whose parameters a mode uses: `agent` the trained ones, `base` those of the start, the others `baselines`."""
+    return {"agent": TRAINED, "base": START}.get(mode, baselines)
+
+
+def make_agent(mode: str, config: ml_collections.ConfigDict, task: Task, tokenizer: Tokenizer) -> EnvLoop:
+    """The agent of a mode. Raises UserError if the tokenizer or the config does not allow it."""
+    if mode == "react":
+        return _react(config, task, tokenizer)
+    agent = build.agent(config, task, tokenizer)
+    if mode != "rag":
+        return agent
+    shorten = functools.partial(cut, tokenizer, max_tokens=config.budget.observation_tokens)
+    budget = dataclasses.replace(agent.budget, max_steps=1, final_answer_step=False)
+    # Its answer stands between the house's tags, whatever dialect the config has for calls: there are none.
+    return dataclasses.replace(
+        agent, make_env=lambda: RagEnv(task.env(), shorten), budget=budget, dialect=hermes.dialect()
+    )
+
+
+def check_task(task: Task, row: Row, modes: Sequence[str]) -> None:
+    """Refuses a task without answers to compare with, and `rag` and `react` where there is no search tool.
+
+    Raises:
+      UserError: says which tasks do.
+    """
+    if "answers" not in row:
+        raise UserError(f"task {task.name!r} asks no questions, so there is no EM; evaluate hopworld or multihop")
+    if {"rag", "react"} & set(modes):
+        opening = asyncio.run(task.env().reset(row, 0))
+        if not searches(opening):
+            raise UserError(f"task {task.name!r} has no tool search(query); leave out the modes rag and react")
+
+
+class InstructedEnv:
+    """An Env whose opening ends with an instruction more."""
+
+    def __init__(self, env: Env, instruction: str) -> None:
+        self._env = env
+        self._instruction = instruction
+
+    async def reset(self, row: Row, seed: int) -> Observation:
+        """Starts an episode; the instruction follows the last message."""
+        opening = await self._env.reset(row, seed)
+        messages: list[Mapping[str, str]] = list(opening.messages or ())
+        last = messages[-1]
+        messages[-1] = {**last, "content": f"{last['content']}\n\n{self._instruction}"}
+        return dataclasses.replace(opening, messages=messages)
+
+    async def step(self, action: Action) -> Transition:
+        """Applies one response of the policy."""
+        return await self._env.step(action)
+
+    def cut(self) -> Mapping[str, float]:
+        """Metrics of the episode so far."""
+        return self._env.cut()
+
+
+def _react(config: ml_collections.ConfigDict, task: Task, tokenizer: Tokenizer) -> EnvLoop:
+    """The same tools, called in the text form of ReAct (Yao et al. 2023), as the prompt says."""
+    config = config.copy_and_resolve_references()
+    config.agent.dialect, config.agent.tell_tools = "react", True
+    agent = build.agent(config, task, tokenizer)
+    return dataclasses.replace(agent, make_env=lambda: InstructedEnv(task.env(), REACT_INSTRUCTION))

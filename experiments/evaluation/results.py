@@ -1,0 +1,85 @@
+"""What an evaluation leaves: figures as JSON and Markdown, scores, and some trajectories to look at."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from agentr1_jax import __version__, report
+from agentr1_jax.report.evaluation import headline, markdown
+from agentr1_jax.runtime import config as configs
+from experiments.evaluation.chunks import Chunk, chunks_of, read_chunks, write_json
+from experiments.evaluation.figures import figures
+from experiments.evaluation.modes import MODES
+from experiments.evaluation.scores import Gallery, score, write_scores
+from experiments.evaluation.setting import Setting
+
+SHOWN = 4
+"""Trajectories that are shown of each mode and verdict."""
+
+
+def write(out: str, setting: Setting, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Writes evaluation.json, evaluation.md, report.html and scores.jsonl.gz from the trajectories in the folder.
+
+    Args:
+      out: the folder.
+      setting: of the evaluation.
+      record: the request, as `chunks.claim` returned it: earlier modes and splits are among the results too.
+
+    Returns:
+      what is in evaluation.json.
+
+    Raises:
+      UserError: a file of trajectories is damaged.
+    """
+    gallery = Gallery(SHOWN)
+    scores = [score(trajectory) for trajectory in gallery.passing(read_chunks(finished(out, record)))]
+    evaluation = {
+        "request": dict(record),
+        "versions": versions(),
+        **figures(scores, samples=record["samples"]),
+        "config": configs.resolve(setting.config),
+    }
+    write_scores(os.path.join(out, "scores.jsonl.gz"), scores)
+    write_json(os.path.join(out, "evaluation.json"), evaluation)
+    path = os.path.join(out, "evaluation.md")
+    with open(f"{path}.partial", "w", encoding="utf-8") as page:
+        page.write(markdown(evaluation))
+    os.replace(f"{path}.partial", path)
+    report.write_report(
+        os.path.join(out, "report.html"),
+        gallery.shown,
+        decode=setting.tokenizer.decode,
+        title=out,
+        summary=headline(evaluation),
+        config=evaluation["config"],
+        template_ids=setting.tokenizer.added.values(),
+    )
+    return evaluation
+
+
+def finished(out: str, record: Mapping[str, Any]) -> list[Chunk]:
+    """The chunks of every mode and split that is complete."""
+    chunks: list[Chunk] = []
+    for mode in (mode for mode in MODES if mode in record["policies"]):
+        for split, count in record["splits"].items():
+            of_split = chunks_of(out, mode, {split: count}, record["chunk"])
+            chunks += of_split if all(chunk.done for chunk in of_split) else []
+    return chunks
+
+
+def versions() -> dict[str, str]:
+    """What the figures were made with."""
+    libraries = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")}
+    device = jax.devices()[0]
+    return {
+        "agentr1_jax": __version__,
+        **libraries,
+        "python": platform.python_version(),
+        "devices": f"{jax.device_count()} {device.device_kind} ({device.platform})",
+    }

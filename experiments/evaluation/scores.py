@@ -1,0 +1,121 @@
+"""What a trajectory of an evaluation came to, in a few numbers: all that figures are made of."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import gzip
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+
+from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.trajectory import CORRUPT, POLICIES, Trajectory
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Score:
+    """One trajectory as figures see it.
+
+    Attributes:
+      mode, split, dataset, kind: what it belongs to.
+      question: id of the row.
+      sample: which of the question's samples.
+      outcome: how it ended.
+      metrics: `em, f1, steps, tool_calls, prompt_tokens, response_tokens`, and `recall, all_gold` where gold passages
+        are known; empty where the infrastructure failed, which says nothing of the policy.
+    """
+
+    mode: str
+    split: str
+    dataset: str
+    kind: str
+    question: str
+    sample: int
+    outcome: str
+    metrics: Mapping[str, float]
+
+
+def failed(trajectory: Trajectory) -> bool:
+    """Whether the infrastructure ended it; what the policy did wrong is no failure in this sense, but an answer."""
+    return POLICIES[trajectory.outcome].training == "drop"
+
+
+def score(trajectory: Trajectory) -> Score:
+    """A trajectory whose `info` holds `mode, split, dataset, id`, and where known `kind` and `gold_ids`.
+
+    A metric that the environment could not take, since the trajectory was broken off for the policy's slowness, is 0.
+    """
+    info, measured = trajectory.info, trajectory.metrics
+    metrics = {}
+    if not failed(trajectory):
+        metrics = {
+            "em": measured.get("em", 0.0),
+            "f1": measured.get("f1", 0.0),
+            "steps": float(len(trajectory.steps)),
+            "tool_calls": float(sum(len(step.tool_calls) for step in trajectory.steps)),
+            "prompt_tokens": float(sum(len(step.prompt_ids) for step in trajectory.steps)),
+            "response_tokens": float(sum(len(step.response_ids) for step in trajectory.steps)),
+        }
+        if info.get("gold_ids"):
+            recall = measured.get("gold_recall", 0.0)
+            metrics |= {"recall": recall, "all_gold": float(recall == 1.0)}
+    return Score(
+        mode=info["mode"],
+        split=info["split"],
+        dataset=info["dataset"],
+        kind=str(info.get("kind", "")),
+        question=str(info["id"]),
+        sample=trajectory.sample,
+        outcome=str(trajectory.outcome),
+        metrics=metrics,
+    )
+
+
+class Gallery:
+    """Collects a few trajectories of each mode and verdict (right, wrong, failed), the first that come."""
+
+    def __init__(self, of_each: int) -> None:
+        self.shown: list[Trajectory] = []
+        self._of_each = of_each
+        self._counts: collections.Counter[tuple[str, str]] = collections.Counter()
+
+    def passing(self, trajectories: Iterable[Trajectory]) -> Iterator[Trajectory]:
+        """The same trajectories, some of them kept."""
+        for trajectory in trajectories:
+            place = (trajectory.info["mode"], verdict(trajectory))
+            if self._counts[place] < self._of_each:
+                self._counts[place] += 1
+                self.shown.append(trajectory)
+            yield trajectory
+
+
+def verdict(trajectory: Trajectory) -> str:
+    """`right`, `wrong` or `failed`."""
+    if failed(trajectory):
+        return "failed"
+    return "right" if trajectory.metrics.get("em") == 1.0 else "wrong"
+
+
+def write_scores(path: str, scores: Iterable[Score]) -> None:
+    """Writes gzipped JSONL, renamed into place."""
+    partial = f"{path}.partial"
+    with open(partial, "wb") as raw, gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as out:
+        for each in scores:
+            out.write(json.dumps(dataclasses.asdict(each)).encode() + b"\n")
+    os.replace(partial, path)
+
+
+def read_scores(folder: str) -> list[Score]:
+    """The scores of a finished evaluation. Raises UserError if there are none, or they are damaged."""
+    path = os.path.join(folder, "scores.jsonl.gz")
+    if not os.path.isfile(path):
+        raise UserError(f"{folder}: no finished evaluation (it has no scores.jsonl.gz); run experiments.evaluate first")
+    out: list[Score] = []
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as lines:
+            for line in lines:
+                out.append(Score(**json.loads(line)))
+    except CORRUPT as error:
+        raise UserError(f"{path}, line {len(out) + 1}: not a score ({error}); delete it and evaluate again") from error
+    return out

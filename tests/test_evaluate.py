@@ -1,0 +1,307 @@
+"""Evaluation of a run of random parameters, end to end: chunks, resuming, what is refused, what is compiled."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from test_export_hf import run_folder
+from test_train import ROOT
+
+from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.trajectory import Outcome, read_jsonl, write_jsonl
+from configs import keydoor, quickstart
+from experiments import build, tasks
+from experiments.evaluation import chunks, modes, policies, setting
+from experiments.evaluation import run as evaluation_run
+from experiments.evaluation.setting import Request
+
+MODES = ["agent", "base", "rag"]
+FIGURES = ("evaluation.json", "evaluation.md", "scores.jsonl.gz")
+SMALL = {
+    "warm_start_updates": 0,
+    "policy.layers": 1,
+    "rollout.slots": 8,
+    "rollout.prefill_rows": (8,),
+    "rollout.deterministic": True,
+    "budget.response_tokens": 12,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_engine():
+    """All evaluations share compiled programs, as the modes of one do."""
+    engines, make = {}, build.engine
+
+    def shared(config, policy, mesh):
+        key = (policy, build.engine_config(config), mesh)
+        engines[key] = engines.get(key) or make(config, policy, mesh)
+        return engines[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "engine", shared)
+        yield
+
+
+def text(path):
+    return Path(path).read_text("utf-8")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("evaluated") / "run"
+    run_folder(folder, **SMALL)
+    return str(folder)
+
+
+def evaluated(source, **request):
+    """What the console shows of an evaluation, and the number of programs compiled after its first chunk."""
+    console = Console(file=io.StringIO(), width=200)
+    asked = {"modes": MODES, "questions": 6, "chunk": 4, **request}
+    recompiles = evaluation_run.evaluate(None, source, Request(**asked), console)
+    return console.file.getvalue(), recompiles
+
+
+def contents(out):
+    """Every file of an evaluation but the report, by name."""
+    found = {}
+    for folder, _, names in os.walk(out):
+        for name in names:
+            if name != "report.html":
+                with open(os.path.join(folder, name), "rb") as file:
+                    found[os.path.relpath(os.path.join(folder, name), out)] = file.read()
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(run):
+    """An evaluation from beginning to end."""
+    shown, recompiles = evaluated(run)
+    return os.path.join(run, "evaluation"), shown, recompiles
+
+
+def test_every_question_is_answered_in_every_mode_by_the_same_programs(run, whole):
+    out, shown, recompiles = whole
+    assert recompiles == 0
+    evaluation = json.loads(text(os.path.join(out, "evaluation.json")))
+    assert [g["mode"] for g in evaluation["groups"]] == MODES
+    for group in evaluation["groups"]:
+        assert (group["split"], group["dataset"]) == ("eval", "hopworld")
+        assert group["questions"] == group["trajectories"] == group["figures"]["em"]["n"] == 6
+    rag = evaluation["groups"][2]["figures"]
+    assert rag["tool_calls"]["mean"] == rag["steps"]["mean"] == 1.0 and rag["recall"]["mean"] > 0
+    policies_of = evaluation["request"]["policies"]
+    assert policies_of["agent"] != policies_of["base"] == policies_of["rag"]
+    assert evaluation["request"]["sources"] == {
+        "agent": f"{run}, checkpoint 3",
+        "base": "initial parameters, seed 0",
+        "rag": "initial parameters, seed 0",
+    }
+    assert evaluation["config"]["task"]["name"] == "hopworld" and "jax" in evaluation["versions"]
+    for mode in MODES:
+        folder = os.path.join(out, "trajectories", mode, "eval")
+        read = [t for number in range(2) for t in read_jsonl(f"{folder}/{number:05}.jsonl.gz")]
+        assert [t.uid for t in read] == [f"eval_{mode}/eval/{i:06}/0" for i in range(6)]
+        assert all(t.info["gold_ids"] and t.info["dataset"] == "hopworld" and t.info["mode"] == mode for t in read)
+    assert "gold recall" in shown and "evaluation.md" in shown
+    assert text(os.path.join(out, "report.html")).count("eval_rag/eval/000000/0") >= 1
+
+
+def test_rows_have_the_same_seeds_in_every_mode(whole):
+    seeds = {
+        mode: [t.seed for t in read_jsonl(os.path.join(whole[0], "trajectories", mode, "eval", "00000.jsonl.gz"))]
+        for mode in MODES
+    }
+    assert seeds["agent"] == seeds["base"] == seeds["rag"] and len(set(seeds["agent"])) == 4
+
+
+def test_a_broken_off_evaluation_goes_on_with_what_is_missing(run, whole, tmp_path, monkeypatch):
+    out, straight = str(tmp_path / "out"), contents(whole[0])
+    answer, asked = evaluation_run.answer, []
+
+    def counted(chunk, *rest):
+        asked.append((chunk.mode, chunk.rows))
+        answer(chunk, *rest)
+
+    def stopping(chunk, *rest):
+        counted(chunk, *rest)
+        if len(asked) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(evaluation_run, "answer", stopping)
+    shown, _ = evaluated(run, out=out)
+    assert f"stopped; the same command goes on with {out}" in shown and not os.path.exists(f"{out}/evaluation.json")
+    assert len(asked) == 4  # The fourth was begun, and left no file.
+    files = {name for name in contents(out) if name.startswith("trajectories")}
+    left = ("agent/eval/00000", "agent/eval/00001", "base/eval/00000")
+    assert files == {f"trajectories/{name}.jsonl.gz" for name in left}
+    asked.clear()
+    monkeypatch.setattr(evaluation_run, "answer", counted)
+    evaluated(run, out=out)
+    assert asked == [("base", range(4, 6)), ("rag", range(4)), ("rag", range(4, 6))]
+    assert contents(out) == straight
+
+
+def test_modes_can_be_added_and_nothing_else_changed(run, whole, tmp_path):
+    out = str(tmp_path / "out")
+    evaluated(run, out=out, modes=["rag"])
+    before = contents(out)
+    evaluated(run, out=out, modes=["agent", "base"])
+    assert contents(out) == contents(whole[0])
+    assert all(contents(out)[name] == before[name] for name in before if "/rag/" in name)
+    for change, message in (
+        ({"questions": 5}, "splits.eval: 6 there, 5 here"),
+        ({"chunk": 8}, "chunk: 4 there, 8 here"),
+        ({"temperature": 0.5}, "temperature: 0.0 there, 0.5 here"),
+        ({"seed": 1}, "config.seed: 0 there, 1 here"),
+        ({"modes": ["rag"], "baselines": "checkpoint"}, "policies.rag: "),
+    ):
+        with pytest.raises(UserError, match=f"holds another evaluation:\n.*{message}"):
+            evaluated(run, out=out, **change)
+    assert contents(out) == contents(whole[0])
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "x").touch()
+    with pytest.raises(UserError, match="not empty, and no evaluation"):
+        evaluated(run, out=str(tmp_path / "other"), modes=["agent"])
+
+
+def test_samples_are_drawn_and_counted(run, tmp_path):
+    out = str(tmp_path / "out")
+    evaluated(run, out=out, modes=["agent"], questions=3, samples=2, temperature=1.0)
+    (group,) = json.loads(text(f"{out}/evaluation.json"))["groups"]
+    assert group["trajectories"] == 6 and {"pass@1", "pass@2"} <= group["figures"].keys()
+    said = [t.steps[0].response_ids.tolist() for t in read_jsonl(f"{out}/trajectories/agent/eval/00000.jsonl.gz")]
+    assert said[0] != said[1]
+
+
+def test_a_damaged_file_is_named(run, whole, tmp_path):
+    out = str(tmp_path / "out")
+    evaluated(run, out=out, modes=["agent"])
+    path = f"{out}/trajectories/agent/eval/00001.jsonl.gz"
+    with open(path, "r+b") as file:
+        file.truncate(40)
+    with pytest.raises(UserError, match=r"00001\.jsonl\.gz, line 1: not a trajectory .*delete or repair the file, and"):
+        evaluated(run, out=out, modes=["agent"])
+
+
+def test_failures_of_the_infrastructure_are_counted_apart(run, whole, tmp_path):
+    out = str(tmp_path / "out")
+    evaluated(run, out=out, modes=["agent"])
+    path = f"{out}/trajectories/agent/eval/00001.jsonl.gz"
+    first, second = read_jsonl(path)
+    chunk = chunks.Chunk("agent", "eval", range(4, 6), path)
+    broken = type(first)(first.uid, 4, 0, "hopworld", 0, (), Outcome.ENV_FAILURE, info={"error": "gone"})
+    row = {"id": first.info["id"], "answers": ["x"]}
+    write_jsonl(path, [chunks.with_facts(broken, chunk, row, "hopworld"), second])
+    evaluated(run, out=out, modes=["agent"])
+    (group,) = json.loads(text(f"{out}/evaluation.json"))["groups"]
+    assert (group["questions"], group["failed_questions"], group["figures"]["em"]["n"]) == (6, 1, 5)
+    assert group["outcomes"]["env_failure"] == {"count": 1, "share": 1 / 6}
+    assert "1 of 6" in text(f"{out}/evaluation.md")
+
+
+def test_whose_parameters_are_meant(run, tmp_path):
+    began, sources, out = setting.whose(None, run, Request(modes=["agent", "rag"]))
+    assert list(sources) == [modes.TRAINED, modes.START] and out == f"{run}/evaluation"
+    _, sources, _ = setting.whose(None, run, Request(modes=["agent", "rag"], baselines=modes.TRAINED))
+    assert list(sources) == [modes.TRAINED]
+    given = quickstart.get_config()
+    with pytest.raises(UserError, match="no run there; name the trained policy by --checkpoint=RUN"):
+        given.run_dir = str(tmp_path / "none")
+        setting.whose(given, "", Request(modes=["agent"]))
+    with pytest.raises(UserError, match="name task, tools and budget with --config=FILE"):
+        setting.whose(None, str(tmp_path), Request(modes=["agent"]))
+    config = quickstart.get_config()
+    with pytest.raises(UserError, match="began with a warm start of its own .* by --base=RUN"):
+        policies.start(config)
+    assert policies.start(config, run).name == f"{run}, checkpoint 3"
+    config.warm_start.run = run
+    assert policies.start(config).name == f"{run}, checkpoint 3"
+    config.warm_start.run = str(tmp_path / "gone")
+    with pytest.raises(UserError, match="which holds no run any more: name the policy"):
+        policies.start(config)
+    config.warm_start.run, config.policy.weights = "", "some/weights"
+    assert policies.start(config).name == "some/weights"
+    given = quickstart.get_config()
+    given.budget.max_steps, given.policy.preset = 2, "small"
+    config, _, _ = setting.whose(given, run, Request(modes=["agent"]))
+    assert config.budget.max_steps == 2 and config.policy.layers == 1 and config.policy.preset == "tiny"
+
+
+def test_a_policy_of_another_shape_is_no_start(run, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    record = json.loads(text(other / "config.json"))
+    (other / "config.json").write_text(json.dumps({**record, "policy": {**record["policy"], "width": 64}}))
+    with pytest.raises(UserError, match=r"has another policy:\n  policy.width: 64 there, 32 here"):
+        evaluated(run, out=str(tmp_path / "out"), modes=["base"], base=str(other))
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_requests():
+    with pytest.raises(UserError, match="unknown mode 'agnet'; choose among agent, base, rag, react"):
+        modes.parse_modes(["agnet"])
+    with pytest.raises(UserError, match="names nothing"):
+        modes.parse_modes([])
+    with pytest.raises(UserError, match="all --samples of a question are the same"):
+        Request(modes=["agent"], samples=2)
+
+
+def test_the_task_must_fit_the_modes(run):
+    config = keydoor.get_config()
+    task = tasks.make_task(config)
+    with pytest.raises(UserError, match="asks no questions"):
+        modes.check_task(task, task.row("eval", 0), ["agent"])
+    hop = tasks.make_task(quickstart.get_config())
+    modes.check_task(hop, hop.row("eval", 0), MODES)
+    with pytest.raises(UserError, match="--splits: hopworld has no row 'test'"):
+        setting.rows_of_splits(quickstart.get_config(), hop, Request(modes=["agent"], splits=["test"]))
+    counts = setting.rows_of_splits(quickstart.get_config(), hop, Request(modes=["agent"]))
+    assert counts == {"eval": 256}
+
+
+def test_react_speaks_its_dialect(run):
+    """The prompt of ReAct has the tools, the format and the instruction; no budget of HopWorld holds it."""
+    with pytest.raises(UserError, match=r"mode react: the prompt of row .* or leave react out of --modes"):
+        evaluated(run, modes=["react"])
+    config, _, _ = setting.whose(None, run, Request(modes=["react"]))
+    task = tasks.make_task(config)
+    tokenizer = build.tokenizer(config, task, resumes=True)
+    agent = modes.make_agent("react", config, task, tokenizer)
+    opening = asyncio.run(agent.make_env().reset(task.row("eval", 0), 0))
+    prompt = tokenizer.decode(agent.opening(opening))
+    assert "Action Input:" in prompt and modes.REACT_INSTRUCTION in prompt and '"search"' in prompt
+    assert config.agent.dialect == "auto"
+
+
+@pytest.mark.slow
+def test_a_killed_evaluation_goes_on(run, whole, tmp_path):
+    """Started as a user starts it, killed without warning while it writes, then started again."""
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "experiments.evaluate", run, f"--modes={','.join(MODES)}", f"--out={out}"]
+    command += ["--questions=6", "--chunk=4"]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "AGENTR1_CPU_DEVICES": ""}
+    first = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
+    deadline = time.monotonic() + 300
+    while not (out / "trajectories" / "agent" / "eval" / "00000.jsonl.gz").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    first.kill()
+    first.communicate()
+    assert not (out / "evaluation.json").exists()
+    kept = {path: path.stat().st_mtime_ns for path in (out / "trajectories").rglob("*.gz")}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert kept and all(path.stat().st_mtime_ns == at for path, at in kept.items())
+    groups = [json.loads(text(f"{folder}/evaluation.json"))["groups"] for folder in (out, whole[0])]
+    for ours, theirs in zip(*groups, strict=True):
+        assert ours["outcomes"] == theirs["outcomes"] and ours["figures"]["recall"] == theirs["figures"]["recall"]
