@@ -1,6 +1,6 @@
 """The same as configs/multihop_small.py with 27M parameters, for one accelerator: docs/multihop.md. Never run yet.
 
-    CONFIG=multihop_medium bash launch/multihop_small.sh runs/multihop_medium
+CONFIG=multihop_medium bash launch/multihop_small.sh runs/multihop_medium
 """
 
 from __future__ import annotations
