@@ -77,7 +77,7 @@ def check_retriever(config: ml_collections.ConfigDict) -> None:
 
 
 def make_retriever(config: ml_collections.ConfigDict, corpus: Corpus, dispatch: Dispatch = at_once) -> Retriever:
-    """The retriever that `config.task.retriever` names, over a corpus (which `http` has its own of).
+    """The retriever that `config.task.retriever` names, over a corpus (`http` has its own, but takes its ids).
 
     A dense one computes the corpus's vectors here, unless its index has them, and compiles what searches need.
 
@@ -94,7 +94,7 @@ def make_retriever(config: ml_collections.ConfigDict, corpus: Corpus, dispatch: 
     index = os.path.join(os.path.expanduser(c.index), c.kind) if c.index else ""
     try:
         if c.kind == "http":
-            return RemoteRetriever(c.url, c.seconds, c.attempts, cache=c.cache)
+            return RemoteRetriever(c.url, c.seconds, c.attempts, cache=c.cache, corpus=corpus)
         if c.kind == "bm25":
             return build_or_load(corpus, index)
         return _dense(config, corpus, index, dispatch)

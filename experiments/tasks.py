@@ -26,8 +26,8 @@ from configs import base
 from experiments import retrieval
 
 MULTIHOP_KEYS = (
-    *("eval_datasets", "files", "mixture", "held_out", "held_out_datasets", "instruction", "passage_characters"),
-    *("reward", "reward_functions"),
+    *("retriever", "datasets", "eval_datasets", "corpus", "files", "mixture", "held_out", "held_out_datasets"),
+    *("instruction", "passage_characters", "reward", "reward_functions"),
 )
 
 
@@ -75,7 +75,7 @@ def make_task(config: ml_collections.ConfigDict, meter: Meter | None = None, dis
         if c.name == "frozenlake":
             weights = _reward_weights(config, REWARD_PARTS)
             return frozenlake_task(size=c.size, holes=c.holes, slip=c.slip, mistakes=c.mistakes, reward_weights=weights)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         raise UserError(str(error)) from error
     raise UserError(f"unknown task.name {c.name!r}; choose 'hopworld', 'multihop', 'keydoor' or 'frozenlake'")
 
@@ -134,9 +134,12 @@ def _check_keys(config: ml_collections.ConfigDict) -> None:
     """Refuses keys that only the task `multihop` reads, where another one is to run."""
     c, default = config.task, base.get_config().task
     for key in MULTIHOP_KEYS if c.name != "multihop" else ():
-        given = c[key].to_dict() if key == "files" else c[key]
-        if given != (default[key].to_dict() if key == "files" else default[key]):
-            raise UserError(f"task.{key} is {given!r}, which only task 'multihop' reads, and task.name is {c.name!r}")
+        inner = [f"{key}.{name}" for name in c[key]] if isinstance(c[key], ml_collections.ConfigDict) else [key]
+        for name in inner:
+            if c[name] != default[name]:
+                raise UserError(
+                    f"task.{name} is {c[name]!r}, which only task 'multihop' reads, and task.name is {c.name!r}"
+                )
 
 
 def _reward_weights(config: ml_collections.ConfigDict, parts: Collection[str]) -> dict[str, float]:

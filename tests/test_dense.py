@@ -77,48 +77,98 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
     np.testing.assert_array_equal(np.concatenate(parts), np.concatenate(whole))
 
 
-def cut(path):
-    path.write_bytes(path.read_bytes()[:-9])
+def changed(meta, **keys):
+    meta.write_text(json.dumps(json.loads(meta.read_text()) | keys))
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "why"),
     [
-        (lambda f: None, "passages 50, here it is 49"),
-        (lambda f: (f / "meta.json").write_text("{"), "its meta.json is damaged"),
-        (lambda f: (f / "meta.json").write_text('{"part": 20}'), "version None, here it is 1"),
+        (lambda meta: changed(meta, corpus="0"), "they were made with corpus '0', here it is '"),
+        (lambda meta: changed(meta, encoder="sounds"), "they were made with encoder 'sounds', here it is 'letters'"),
+        (lambda meta: changed(meta, passages=49), "they were made with passages 49, here it is 50"),
+        (lambda meta: changed(meta, version=1), "they were made with version 1, here it is 2"),
+        (lambda meta: changed(meta, part=0), r"its meta\.json is damaged \(ValueError: part is 0\)"),
+        (lambda meta: changed(meta, part="x"), r"its meta\.json is damaged"),
+        (lambda meta: meta.write_text("{"), r"its meta\.json is damaged"),
+        (lambda meta: meta.write_text("[" * 100_000), r"its meta\.json is damaged \(RecursionError"),
+        (lambda meta: meta.unlink(), r"it has no meta\.json to say of what corpus and encoder they are"),
     ],
 )
-def test_an_index_of_another_corpus_or_a_damaged_one_is_refused(tmp_path, change, message):
+def test_vectors_of_something_else_or_of_nobody_knows_what_are_refused(tmp_path, change, why):
     corpus_vectors(CORPUS, Counting(), "letters", tmp_path, part=20)
-    change(tmp_path)
-    with pytest.raises(ValueError, match=r"these vectors cannot be used: .*; name another folder, or delete this one"):
-        corpus_vectors(CORPUS[:-1], Counting(), "letters", tmp_path)
-    meta = tmp_path / "meta.json"
-    if meta.read_text() != "{" and json.loads(meta.read_text()).get("corpus"):
-        message = "corpus '"
+    change(tmp_path / "meta.json")
+    message = f"{tmp_path}: these vectors cannot be used: {why}.*; name another folder, or delete this one"
     with pytest.raises(ValueError, match=message):
-        corpus_vectors(CORPUS[:-1], Counting(), "letters", tmp_path)
+        corpus_vectors(CORPUS, pytest.fail, "letters", tmp_path)
 
 
-def test_an_index_of_another_encoder_and_damaged_files_are_refused(tmp_path):
-    corpus_vectors(CORPUS, Counting(), "letters", tmp_path, part=20)
-    with pytest.raises(ValueError, match="made with encoder 'letters', here it is 'sounds'"):
-        corpus_vectors(CORPUS, Counting(), "sounds", tmp_path)
-    cut(tmp_path / "vectors-00001.npy")
+def test_vectors_of_another_corpus_are_refused(tmp_path):
+    corpus_vectors(CORPUS, Counting(), "letters", tmp_path)
+    with pytest.raises(ValueError, match="made with corpus '"):
+        corpus_vectors(CORPUS[:-1], pytest.fail, "letters", tmp_path)
+
+
+def flipped(path):
+    data = bytearray(path.read_bytes())
+    data[-30] ^= 4
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        flipped,
+        lambda path: np.save(path, np.full((20, 8), np.nan, np.float32)),
+        lambda path: np.save(path, np.float32(1)),
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(b"abc"),
+        lambda path: path.write_bytes(path.read_bytes()[:-9]),
+    ],
+)
+def test_a_damaged_file_of_vectors_is_refused_and_can_be_made_again(tmp_path, damage):
+    whole = np.concatenate(corpus_vectors(CORPUS, Counting(), "letters", tmp_path, part=20))
+    path = tmp_path / "vectors-00001.npy"
+    damage(path)
     with pytest.raises(ValueError, match=r"vectors-00001\.npy: damaged .*; delete it, and it is computed again"):
-        corpus_vectors(CORPUS, Counting(), "letters", tmp_path)
-    np.save(tmp_path / "vectors-00001.npy", np.zeros((20, 7), np.float32))
-    with pytest.raises(
-        ValueError, match=r"vectors-00001\.npy: vectors are float32 \[20, 7\], they should be .* \[20, 8"
-    ):
-        corpus_vectors(CORPUS, Counting(), "letters", tmp_path)
-    (tmp_path / "vectors-00001.npy").unlink()
+        corpus_vectors(CORPUS, pytest.fail, "letters", tmp_path)
+    path.unlink()
     rest = Counting()
-    corpus_vectors(CORPUS, rest, "letters", tmp_path)
+    np.testing.assert_array_equal(np.concatenate(corpus_vectors(CORPUS, rest, "letters", tmp_path)), whole)
     assert [len(batch) for batch in rest.batches] == [20]
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (np.ones(()), r"embed: vectors are float32 \[\], they should be float32 \[50, width\]"),
+        (np.ones(50), r"embed: vectors are float32 \[50\], they should be"),
+        (np.ones((49, 8)), r"embed: vectors are float32 \[49, 8\], they should be float32 \[50, width\]"),
+        (np.full((50, 8), np.inf), "embed: vectors hold numbers that are not finite"),
+    ],
+)
+def test_what_is_no_vector_for_each_passage_is_not_kept(tmp_path, made, message):
+    with pytest.raises(ValueError, match=message):
+        corpus_vectors(CORPUS, lambda texts: made, "letters", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["meta.json"]
+
+
+def test_parts_of_two_widths_are_refused(tmp_path):
+    corpus_vectors(CORPUS, Counting(), "letters", tmp_path, part=20)
+    (tmp_path / "vectors-00001.npy").unlink()
+    with pytest.raises(ValueError, match=r"embed: vectors are float32 \[20, 7\], they should be float32 \[20, 8"):
+        corpus_vectors(CORPUS, Counting(7), "letters", tmp_path)
+    corpus_vectors(CORPUS, Counting(7), "letters", tmp_path / "other", part=20)
+    (tmp_path / "other" / "vectors-00001.npy").rename(tmp_path / "vectors-00001.npy")
+    with pytest.raises(ValueError, match=r"00001\.npy: vectors are float32 \[20, 7\], they should be float32 \[20, 8"):
+        corpus_vectors(CORPUS, Counting(), "letters", tmp_path)
+
+
+def test_no_passages_are_refused():
     with pytest.raises(ValueError, match="the corpus is empty"):
         corpus_vectors([], Counting(), "letters")
+    with pytest.raises(ValueError, match="part is 0; a file must have at least 1 passage"):
+        corpus_vectors(CORPUS, Counting(), "letters", part=0)
 
 
 def dense(corpus=CORPUS, **options):

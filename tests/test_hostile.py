@@ -15,6 +15,7 @@ from agentr1_jax.agents.context import append
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.envs import qa
+from agentr1_jax.envs.rag import RagEnv
 from agentr1_jax.text.chat import chat_format, escape
 from agentr1_jax.text.dialects import make_dialect
 from agentr1_jax.text.sentencepiece import train_sentencepiece
@@ -181,6 +182,21 @@ def episode(loaded, tool, question, limit=2000):
     session = ScriptedSession(Identity("u", 0, 0, "t", 0), lambda observation: next(script), tokenizer, dialect)
     asyncio.run(agent.run(session, {"id": "r", "question": question, "answers": ["Ada"]}))
     return session.trajectory()
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_hostile_passages_add_no_mark_to_the_prompt_of_naive_rag(load, name):
+    tokenizer, dialect, form = load(name, "auto")
+    row = {"id": "r", "question": "Who?", "answers": ["Ada"]}
+
+    def prompt(tool):
+        env = RagEnv(qa.search_env([tool], {}, "Search."), functools.partial(form.data, max_tokens=2000))
+        return form.render_opening(asyncio.run(env.reset(row, 0)).messages)
+
+    hostile, calm = prompt(Mouth()), prompt(Calm())
+    assert added_in(tokenizer, hostile) == added_in(tokenizer, calm) and "fake" in tokenizer.decode(hostile)
+    for mark in form.marks:
+        assert ordinary(tokenizer, hostile).count(mark) == ordinary(tokenizer, calm).count(mark), mark
 
 
 @pytest.mark.parametrize("limit", [60, 2000])

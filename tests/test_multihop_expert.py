@@ -7,7 +7,7 @@ import re
 import pytest
 
 from agentr1_jax.envs.multihop import MultihopTask
-from agentr1_jax.envs.multihop.expert import MOST_SEARCHES, expert, mention
+from agentr1_jax.envs.multihop.expert import MOST_SEARCHES, expert, in_order, mention
 from agentr1_jax.text.tool_calls import extract_answer, parse_tool_calls
 from agentr1_jax.tools.search import Passage
 
@@ -49,6 +49,35 @@ def test_it_asks_the_question_once_where_no_name_is_known() -> None:
     respond = expert(asked, PASSAGES)
     respond(None)
     assert extract_answer(respond("- Secret: Part 2: Nobody mentions it.")) == "10 August 1960"
+
+
+def test_evidences_tell_the_order_of_the_hops() -> None:
+    """Both names stand in the question: the film is searched first, whose director the other one is."""
+    asked = {**row("d", "f", question="Did Frank Lloyd, who directed Madame la Presidente, die?")}
+    assert query(expert(asked, PASSAGES)(None)) == " Frank Lloyd"
+    told = {
+        **asked,
+        "evidences": [["Madame la Presidente", "director", "Frank Lloyd"], ["Frank Lloyd", "died", "1960"]],
+    }
+    assert query(expert(told, PASSAGES)(None)) == " Madame la Presidente"
+
+
+@pytest.mark.parametrize(
+    ("titles", "evidences", "ordered"),
+    [
+        ("c b a", [], "c b a"),
+        ("c b a", ["ab", "bc"], "a b c"),
+        ("c b a", ["bc", "ab"], "a b c"),
+        ("a c b d", ["ac", "bd"], "a c b d"),
+        ("c a d b", ["ac", "bd"], "a c b d"),
+        ("b a", ["xb"], "b a"),
+        ("b a", ["ab", "ba", "aa"], "b a"),
+    ],
+)
+def test_objects_come_behind_their_subjects_and_all_else_stays(titles, evidences, ordered) -> None:
+    names = {letter: f"Title {letter}" for letter in "abcdx"}
+    triples = [[names[subject], "leads to", names[object].upper()] for subject, object in evidences]
+    assert in_order([names[c] for c in titles.split()], triples) == [names[c] for c in ordered.split()]
 
 
 @pytest.mark.parametrize(

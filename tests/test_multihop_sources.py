@@ -11,8 +11,9 @@ import hypothesis.strategies as st
 import pytest
 
 from agentr1_jax.envs import qa
-from agentr1_jax.envs.multihop import Files, MultihopTask, read_source, sources
-from agentr1_jax.envs.multihop.originals import context_passage
+from agentr1_jax.envs.multihop import Files, MultihopTask, read_source
+from agentr1_jax.envs.multihop.originals import context_passage, read_aliases
+from agentr1_jax.tools import records
 from agentr1_jax.tools.search import read_corpus
 
 PARAGRAPHS = [
@@ -273,7 +274,7 @@ def test_a_damaged_line_is_named(tmp_path, cut):
 
 
 def test_a_cut_array_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "_CHUNK", 64)
+    monkeypatch.setattr(records, "_CHUNK", 64)
     path = save(tmp_path / "questions.json", [hotpot(i) for i in range(3)], array=True)
     assert [q.row["id"] for q in read_source(path).questions] == ["h0", "h1", "h2"]
     whole = path.read_bytes()
@@ -283,10 +284,79 @@ def test_a_cut_array_is_named(tmp_path, monkeypatch):
             ValueError, match=rf"questions\.json, record {4 if length > 0.9 * len(whole) else 3}: not a"
         ):
             read_source(path)
-    monkeypatch.setattr(sources, "_MOST_OF_A_RECORD", 200)
+    monkeypatch.setattr(records, "_MOST_OF_A_RECORD", 200)
     path.write_bytes(whole)
     with pytest.raises(ValueError, match=r"questions\.json, record 1: not a question"):
         read_source(path)
+
+
+@pytest.mark.parametrize(
+    ("array", "record"),
+    [
+        ("[{0}][{1}]", 2),
+        ("[{0}] garbage {{", 2),
+        ("[{0} {1},,,]", 2),
+        ("[{0},,{1}]", 2),
+        ("[{0},]", 2),
+        ("[,{0}]", 1),
+        ("[{0};{1}]", 2),
+        ("[{0}", 2),
+        ("[", 1),
+        ("[{0}]\xff", 1),
+    ],
+)
+@pytest.mark.parametrize("chunk", [1, 1 << 20])
+def test_a_damaged_array_is_named(tmp_path, monkeypatch, array, record, chunk):
+    monkeypatch.setattr(records, "_CHUNK", chunk)
+    path = tmp_path / "questions.json"
+    path.write_bytes(array.format(json.dumps(house(0)), json.dumps(house(1))).encode("latin-1"))
+    with pytest.raises(ValueError, match=rf"questions\.json, record {record}: not a question \("):
+        read_source(path)
+
+
+@pytest.mark.parametrize(
+    "form", ["{0}\n{1}\n", "\n{0}\r\n\n{1}\n\n", " [ {0}\t,\r\n{1} ] \n ", "[{0},{1}]", "\ufeff{0}\n{1}"]
+)
+def test_every_file_of_records_is_read_alike(tmp_path, form):
+    """Questions, passages and aliases: blank lines, a byte order mark, an array."""
+    path = tmp_path / "records.json"
+    for make, ids in (
+        (house, lambda: [question.row["id"] for question in read_source(path).questions]),
+        (lambda i: {"id": f"q{i}", "title": "", "text": "x"}, lambda: [passage.id for passage in read_corpus(path)]),
+        (lambda i: {"Q_id": f"q{i}", "aliases": []}, lambda: list(read_aliases(path))),
+    ):
+        path.write_bytes(form.format(json.dumps(make(0)), json.dumps(make(1))).encode())
+        assert ids() == ["q0", "q1"]
+
+
+@pytest.mark.parametrize(
+    "damage", ["[" * 100_000, '{"a": ' * 100_000, '{"id": "\\ud800", "title": "", "text": "x"}', "\x00"]
+)
+def test_every_reader_names_a_damaged_line(tmp_path, damage):
+    path = tmp_path / "lines.json"
+    path.write_text(f"\n{damage}\n")
+    for read in (read_source, read_corpus, read_aliases):
+        with pytest.raises(ValueError, match=r"lines\.json, (line 2|record 1): not "):
+            read(path)
+
+
+def test_evidences_are_triples(tmp_path):
+    for evidences in ([["a", "b"]], [["a", "b", 3]], [{}], 3):
+        with pytest.raises(ValueError, match=r"train\.json, line 1: not a question \(TypeError"):
+            read_source(save(tmp_path / "train.json", [hotpot(evidences=evidences)]))
+
+
+def test_passages_of_equal_title_and_text_have_one_id(tmp_path):
+    lines = [{"id": i, "title": "Steven", "text": text} for i, text in (("c1", "Born in  Ohio."), ("c2", "Died."))]
+    first = save(tmp_path / "first.jsonl", lines)
+    twin = save(tmp_path / "twin.jsonl", [{"id": "d1", "title": "Steven", "text": "Born in Ohio."}])
+    train = save(tmp_path / "train.jsonl", [house(0, gold_ids=["d1", "c2"]), house(1, gold_ids=["d1", "c1"])])
+    dev = save(tmp_path / "dev.jsonl", [house(5, gold_ids=["c1"])])
+    task = MultihopTask(files=Files([train], [dev], [first, twin]))
+    assert [p.id for p in task.corpus] == ["c1", "c2", "c1"]
+    rows = {task.row("train", i)["id"]: task.row("train", i)["gold_ids"] for i in range(2)}
+    assert rows == {"q0": ["c1", "c2"], "q1": ["c1"]} and task.row("eval", 0)["gold_ids"] == ["c1"]
+    assert task.search.execute({"query": "born ohio"}).data["ids"] == ["c1", "c1"]
 
 
 def test_a_cut_gzip_is_named(tmp_path):

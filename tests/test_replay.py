@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
+import pathlib
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -19,6 +23,7 @@ from agentr1_jax.tools.search import BM25, Passage, SearchTool
 from experiments import tasks
 from experiments.tasks import UserError
 
+ROOT = pathlib.Path(__file__).parents[1]
 NEVER = Does(lambda arguments: pytest.fail("a replay calls no tool"))
 RESULTS = [
     ToolResult("é\ud800\n", reward=0.1 + 0.2, data={"ids": ["a"], "scores": [1 / 3], "n": None}),
@@ -155,7 +160,9 @@ def test_an_unfinished_last_line_is_left_out_with_a_warning(path, caplog):
         assert [run(tool).content for _ in range(2)] == ["1", "3"]
 
 
-@pytest.mark.parametrize("line", ["{", "", "[]", "{}", '{"tool": "does", "scope": "", "arguments": {}, "n": 0}'])
+@pytest.mark.parametrize(
+    "line", ["{", "", "[]", "{}", "[" * 100_000, '{"tool": "does", "scope": "", "arguments": {}, "n": 0}']
+)
 def test_a_damaged_line_is_named(path, line):
     record(path, ToolResult("1"), ToolResult("2"))
     first, second = path.read_text().splitlines()
@@ -163,6 +170,59 @@ def test_a_damaged_line_is_named(path, line):
     for read in (Replay, Recording):
         with pytest.raises(ValueError, match=r"calls\.jsonl, line 2: not a recorded call"):
             read(path)
+
+
+GOOD = {"tool": "does", "scope": "", "arguments": {}, "n": 0, "result": {"content": "x", "error": None}}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("n", "3"), ("n", -1), ("n", 1.5), ("n", True), ("n", None), ("tool", 3), ("scope", None), ("arguments", "x")]
+    + [
+        ("result", {"content": "x", "error": None} | changes)
+        for changes in (
+            {"content": 3},
+            {"ok": 1},
+            {"ok": False},
+            {"reward": "1"},
+            {"reward": float("nan")},
+            {"data": []},
+            {"more": 1},
+            {"error": {"kind": "bad", "fault": "model"}},
+            {"ok": False, "error": {"kind": "bad", "fault": "nobody"}},
+            {"ok": False, "error": {"kind": 3, "fault": "model"}},
+            {"ok": False, "error": "bad"},
+        )
+    ],
+)
+def test_a_line_of_wrong_types_is_named(path, key, value):
+    path.parent.mkdir()
+    path.write_text(f"{json.dumps(GOOD)}\n{json.dumps(GOOD | {'n': 1, key: value})}\n")
+    with pytest.raises(ValueError, match=r"calls\.jsonl, line 2: not a recorded call"):
+        Replay(path)
+
+
+def test_one_recording_at_a_time_writes_a_file(path):
+    first = Recording(path)
+    with pytest.raises(ValueError, match=r"calls\.jsonl: another run records its calls here; end it, or name another"):
+        Recording(path)
+    code = "import sys; from agentr1_jax.tools.replay import Recording; Recording(sys.argv[1])"
+    other = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, cwd=ROOT)
+    assert "another run records its calls here" in other.stderr and other.returncode == 1
+    tool = Recorded(Does(results_in_turn(ToolResult("1"))), first)
+    run(tool)
+    del first, tool
+    assert record(path, ToolResult("2")) and len(path.read_text().splitlines()) == 2
+
+
+def test_without_locks_a_warning_says_so(path, monkeypatch, caplog):
+    def unknown(*args):
+        raise OSError(errno.ENOSYS, "no locks here")
+
+    monkeypatch.setattr("fcntl.flock", unknown)
+    with caplog.at_level(logging.WARNING, "absl"):
+        record(path, ToolResult("1"))
+    assert f"{path}: its file system has no locks" in caplog.text and len(path.read_text().splitlines()) == 1
 
 
 def test_a_file_that_two_processes_wrote_is_refused(path):
@@ -176,7 +236,7 @@ def test_a_result_that_json_cannot_hold_fails_and_is_not_recorded(path):
     for data in ({"a": np.zeros(2)}, {(1, 2): 3}):
         (result,) = record(path, ToolResult("x", data=data))
         assert result.error == ToolError("not_recordable", "infrastructure")
-    assert not path.exists()
+    assert not path.read_text()
 
 
 def test_the_config_chooses(tmp_path):
@@ -197,8 +257,12 @@ def test_the_config_chooses(tmp_path):
         tasks.make_task(config)
     config.tools.record = ""
     assert search(config) == seen and search(config, "y").error.kind == "not_recorded"
-    config.tools.replay = str(tmp_path / "none.jsonl")
-    with pytest.raises(UserError, match="no recorded calls here"):
+    for path in (tmp_path / "none.jsonl", tmp_path):
+        config.tools.replay = str(path)
+        with pytest.raises(UserError, match=f"{path}: no recorded calls here"):
+            tasks.make_task(config)
+    config.tools.record, config.tools.replay = str(tmp_path), ""
+    with pytest.raises(UserError, match=f"Is a directory: '{tmp_path}'"):
         tasks.make_task(config)
 
 

@@ -52,6 +52,7 @@ def test_http(tmp_path):
     retriever = make_retriever(config_of(kind="http", url="http://localhost:9/retrieve", seconds=3.0), CORPUS)
     assert isinstance(retriever, RemoteRetriever)
     assert (retriever.url, retriever.seconds, retriever.attempts) == ("http://localhost:9/retrieve", 3.0, 1)
+    assert set(retriever._ids.values()) == {"p0", "p1", "p2"}  # What it finds takes these ids.
     with pytest.raises(UserError, match="task.retriever.url is 'localhost'; it must be like"):
         make_retriever(config_of(kind="http", url="localhost"), CORPUS)
 

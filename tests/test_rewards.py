@@ -52,6 +52,12 @@ def test_f1(prediction, answers, value):
     assert f1(prediction, answers) == pytest.approx(value)
 
 
+@pytest.mark.parametrize("weight", [float("nan"), float("inf"), float("-inf")])
+def test_weights_are_finite(weight):
+    with pytest.raises(ValueError, match=f"the weight of reward part 'answer' is {weight}; it must be a finite number"):
+        Reward(qa.PARTS, {"answer": weight})
+
+
 ROW = {"id": 7, "question": "?", "answers": ["Ada"], "gold_ids": ["g1", "g2"]}
 
 

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from agentr1_jax.envs import qa
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.tools.search import BM25
 from configs import multihop_tiny, quickstart
@@ -86,6 +87,9 @@ def test_evaluation_may_have_data_sets_of_its_own(data_dir):
         ({"task__held_out": 3}, r"held_out is 3, and 'hotpotqa' has 3 training questions"),
         ({"task__held_out": 1, "task__held_out_datasets": ("nq",)}, "unknown data set of task.held_out_datasets 'nq'"),
         ({"task__top_k": 0}, "top_k is 0"),
+        ({"task__rewards__answer": float("nan")}, "the weight of reward part 'answer' is nan"),
+        ({"task__files__corpus": ("{data}",)}, "no such corpus"),
+        ({"task__files__train": ("{data}",)}, "no such question file"),
         ({"task__passage_characters": 2}, "passage_characters is 2"),
         ({"task__datasets": ("hotpotqa",)}, r"task\.files\.train names the files .* task\.datasets is \('hotpotqa',\)"),
         ({"task__eval_datasets": ("hotpotqa",)}, r"task\.files\.eval names the files"),
@@ -104,7 +108,10 @@ def test_a_server_needs_no_passages_here_but_the_expert_does(files):
     task = make(
         files, task__files__corpus=(), task__retriever__kind="http", task__retriever__url="http://localhost:1/x"
     )
-    assert not task.corpus and task.row("train", 0)["gold_ids"]
+    # Its passages have ids of its own: nobody can say which are gold, and no figure of them is made up.
+    row = task.row("train", 0)
+    assert not task.corpus and row["gold_ids"] == [] and task.counts["train"]["gold_unknown"] == 6
+    assert "gold_recall" not in qa.metrics(row, []) and qa.gold_passage_part(row, []) is None
     with pytest.raises(ValueError, match="has to know the passages; name them in task.files.corpus"):
         task.expert(task.row("train", 0), 0)
 
@@ -123,8 +130,12 @@ def test_unknown_data_sets_are_refused(data_dir):
         ("mixture", ("hotpotqa=1",)),
         ("files__train", ("x",)),
         ("reward_functions", ("a:b=1",)),
+        ("datasets", ("musique",)),
+        ("corpus", "mini"),
+        ("retriever__kind", "dense"),
+        ("retriever__url", "http://localhost:1/x"),
     ],
 )
 def test_keys_of_real_questions_are_refused_elsewhere(key, value):
-    with pytest.raises(UserError, match=rf"task\.{key.split('__')[0]} is .*, which only task 'multihop' reads"):
+    with pytest.raises(UserError, match=rf"task\.{key.replace('__', '.')} is .*, which only task 'multihop' reads"):
         tasks.make_task(changed(quickstart, **{f"task__{key}": value}))

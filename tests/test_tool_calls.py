@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentr1_jax.envs import qa
+from agentr1_jax.envs.base import Action
+from agentr1_jax.report.inspector import page_data
 from agentr1_jax.text.tool_calls import (
+    MOST_NESTED,
     ParseError,
     ToolCall,
     extract_answer,
@@ -19,6 +25,8 @@ from agentr1_jax.text.tool_calls import (
     repaired,
     segments,
 )
+from agentr1_jax.tools.search import BM25, Passage, SearchTool
+from agentr1_jax.trajectory import Outcome, Step, Trajectory, read_jsonl, write_jsonl
 
 # Fragments that make broken calls likely, among arbitrary text.
 FRAGMENTS = [
@@ -86,6 +94,43 @@ def test_a_rendered_call_is_read_back(name, arguments, before):
 def test_errors_are_typed(body, kind):
     (error,) = parse_tool_calls(f"<tool_call>{body}</tool_call>")
     assert isinstance(error, ParseError) and error.kind == kind
+
+
+def deep_call(levels):
+    """A call whose objects and lists stand in each other so many levels deep."""
+    inner = "[" * (levels - 2) + "]" * (levels - 2)
+    return f'<tool_call>{{"name": "search", "arguments": {{"query": {inner}}}}}</tool_call>'
+
+
+@pytest.mark.parametrize("levels", [3, MOST_NESTED, MOST_NESTED + 1, 100, 500, 975, 100_000])
+def test_calls_are_read_up_to_a_depth(levels):
+    (call,) = parse_tool_calls(deep_call(levels))
+    if levels <= MOST_NESTED:
+        assert isinstance(call, ToolCall)
+    else:
+        assert isinstance(call, ParseError) and call.kind == "bad_json"
+    assert all(isinstance(c, ToolCall) == (levels <= MOST_NESTED) for c in parse_tool_calls(deep_call(levels), True))
+
+
+@pytest.mark.parametrize("levels", [MOST_NESTED, 100, 500, 975])
+def test_what_a_deep_call_leads_to_is_shown_and_stored(levels, tmp_path):
+    env = qa.search_env([SearchTool(BM25([Passage("p", "Ostra", "a city")]), 1)], {"format": 0.1}, "Search.")
+
+    async def step():
+        await env.reset({"id": "r", "question": "?", "answers": ["x"]}, 0)
+        return await env.step(Action(np.zeros(0, np.int32), deep_call(levels)))
+
+    done = asyncio.run(step())
+    ids = np.arange(3, dtype=np.int32)
+    made = Step(
+        ids, ids, np.zeros(3, np.float32), done.reward, observation=done.observation.text, tool_calls=done.tool_calls
+    )
+    trajectory = Trajectory("u", 0, 0, "t", 0, [made], Outcome.MAX_STEPS)
+    page_data([trajectory], str)
+    write_jsonl(tmp_path / "one.jsonl.gz", [trajectory])
+    (again,) = read_jsonl(tmp_path / "one.jsonl.gz")
+    assert again.steps[0].tool_calls == list(done.tool_calls)
+    assert done.tool_calls[0]["error"] == ("bad_arguments" if levels <= MOST_NESTED else "bad_json")
 
 
 def test_an_unclosed_call_takes_the_rest_and_keeps_what_came_before():

@@ -27,15 +27,15 @@ class RagEnv:
 
     Args:
       env: a fresh environment of a question answering task; see `searches`.
-      cut: shortens the passages to what a tool result may have.
+      told: the passages as a tool result tells them: without marks that would be taken for the policy's, and cut.
 
     Raises:
       RuntimeError: from `reset`, where the infrastructure failed the retrieval; the runner tries again.
     """
 
-    def __init__(self, env: Env, cut: Callable[[str], str] = lambda text: text) -> None:
+    def __init__(self, env: Env, told: Callable[[str], str] = lambda text: text) -> None:
         self._env = env
-        self._cut = cut
+        self._told = told
         self._retrieval: Sequence[Mapping[str, Any]] = ()
 
     async def reset(self, row: Row, seed: int) -> Observation:
@@ -47,7 +47,7 @@ class RagEnv:
         passages = "\n".join(record["result"] for record in found.tool_calls)
         if found.observation is None:
             raise RuntimeError(f"the retrieval failed ({found.outcome}): {passages}")
-        text = f"{self._cut(passages)}\n\nQuestion: {row['question']}\n\n{INSTRUCTION}"
+        text = f"{self._told(passages)}\n\nQuestion: {row['question']}\n\n{INSTRUCTION}"
         return Observation(messages=[{"role": "user", "content": text}], state_key=found.observation.state_key)
 
     async def step(self, action: Action) -> Transition:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import difflib
+import math
 import re
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -47,14 +48,16 @@ class Reward:
     A part that is None for a row (gold passages that nobody named) is left out of both sum and logs.
 
     Raises:
-      ValueError: a weight names no part; the message lists the names.
+      ValueError: a weight names no part (the message lists the names), or is not finite.
     """
 
     parts: Mapping[str, Part]
     weights: Mapping[str, float]
 
     def __post_init__(self) -> None:
-        for name in self.weights:
+        for name, weight in self.weights.items():
+            if not math.isfinite(weight):
+                raise ValueError(f"the weight of reward part {name!r} is {weight}; it must be a finite number")
             if name not in self.parts:
                 near = difflib.get_close_matches(name, self.parts, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""

@@ -112,15 +112,18 @@ class ChatFormat:
             raise ValueError(f"{self.tokenizer.name}: its chat template renders no {role!r} turn (it knows {known})")
         glue = self.glue[role]
         written = _json_string if glue.quoted else str
-        contents = [_unmarked(self.tokenizer, part, self.marks) for part in ([text] if isinstance(text, str) else text)]
-        if max_tokens is not None:
-            contents = [cut(self.tokenizer, content, max_tokens, written) for content in contents]
+        contents = [self.data(part, max_tokens, written) for part in ([text] if isinstance(text, str) else text)]
         mark = _unused_character("".join(contents))
         guarded = [_guard(written(content), self.tokenizer.added, mark) for content in contents]
         between = written("\n") if glue.between is None else glue.between
         ids = self._encode(glue.before + between.join(guarded) + glue.after, mark)
         end_of_turn = np.asarray([] if response_ends_with_stop else [self.tokenizer.stop_id], np.int32)
         return np.concatenate([end_of_turn, ids])
+
+    def data(self, text: str, max_tokens: int | None = None, written: Callable[[str], str] = str) -> str:
+        """Text from the environment as a later turn tells it: its marks broken, then cut; see `cut`."""
+        unmarked = _unmarked(self.tokenizer, text, self.marks)
+        return unmarked if max_tokens is None else cut(self.tokenizer, unmarked, max_tokens, written)
 
     def _encode(self, text: str, mark: str) -> np.ndarray:
         parts = [part.replace(mark, "") for part in split_added(text, self.tokenizer.added, mark)]

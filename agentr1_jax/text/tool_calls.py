@@ -33,6 +33,9 @@ REPAIRED_CHARACTERS = 2000
 REPAIRED_BRACKETS = 64
 """Bounds of what is repaired: the time that `json_repair` takes grows with the square of length and of depth."""
 
+MOST_NESTED = 64
+"""Deepest nesting of a call's objects and lists: what shows, stores and validates a call goes down by recursion."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ToolCall:
@@ -161,6 +164,15 @@ def render_answer(answer: str) -> str:
     return f"<answer> {answer} </answer>"
 
 
+def _nested_deeper(value: Any, levels: int) -> bool:
+    """Whether objects and lists stand more than so many levels within each other."""
+    level = [value]
+    for _ in range(levels):
+        outer = [item for item in level if isinstance(item, dict | list)]
+        level = [inner for item in outer for inner in (item.values() if isinstance(item, dict) else item)]
+    return any(isinstance(item, dict | list) for item in level)
+
+
 def _error(kind: ErrorKind) -> ParseError:
     return ParseError(kind, PARSE_MESSAGES[kind])
 
@@ -173,7 +185,9 @@ def _parse(body: str) -> ToolCall | ParseError:
 
 
 def _checked(record: Any) -> ToolCall | ParseError:
-    """A decoded call. Raises ValueError or RecursionError on what no strict JSON file could hold."""
+    """A decoded call. Raises ValueError or RecursionError on what no strict JSON file could hold or nests too deep."""
+    if _nested_deeper(record, MOST_NESTED):
+        raise ValueError(f"it is nested more than {MOST_NESTED} deep")
     # NaN, infinities and lone surrogates pass json.loads.
     json.dumps(record, ensure_ascii=False, allow_nan=False).encode()
     if not isinstance(record, dict):

@@ -162,11 +162,12 @@ def raised(tool: Tool, error: BaseException) -> ToolResult:
 
 def checked(tool: Tool, result: Any) -> ToolResult:
     """`result` if it keeps the contract, else the failed call that says how it does not."""
-    problem = _result_problem(result)
+    problem = result_problem(result)
     return failed("bad_result", f"Error: {tool.name} {problem}", "infrastructure") if problem else result
 
 
-def _result_problem(result: Any) -> str | None:
+def result_problem(result: Any) -> str | None:
+    """How a tool that returned this breaks the contract, as `returned ...`; None if it does not."""
     if not isinstance(result, ToolResult):
         return f"returned a {type(result).__name__}, not a ToolResult"
     content, ok, error, reward, data = (getattr(result, field.name) for field in dataclasses.fields(ToolResult))

@@ -11,16 +11,19 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
+import errno
+import fcntl
 import json
 import os
 import threading
+import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from absl import logging
 
 from agentr1_jax.tools import base
-from agentr1_jax.tools.base import Tool, ToolError, ToolResult
+from agentr1_jax.tools.base import Fault, Tool, ToolError, ToolResult
 from agentr1_jax.tools.keyed import canonical
 from agentr1_jax.tools.wrappers import Wrapper
 
@@ -38,23 +41,38 @@ class _Call:
 class Recording:
     """A file to which finished calls are appended; what it holds already is kept, and numbers go on from there.
 
-    May be used from several threads, but by one process alone. An unfinished last line is cut off with a warning.
+    May be used from several threads. The file is made, and locked for as long as the recording lives, so that no other
+    one, of this process or another, writes to it. An unfinished last line is cut off with a warning.
 
     Raises:
-      ValueError: the file holds a line that is no recorded call; the message names it.
+      ValueError: the file holds a line that is no recorded call (the message names it), or another recording writes it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = os.fspath(path)
         self._lock = threading.Lock()
         self._next: collections.Counter[Key] = collections.Counter()
-        if not os.path.exists(self._path):
-            return
+        os.makedirs(os.path.dirname(self._path) or ".", exist_ok=True)
+        self._lock_file()
         calls, end = _read(self._path)
         for call in calls:
             self._next[call.key] = max(self._next[call.key], call.number + 1)
         if end < os.path.getsize(self._path):
             os.truncate(self._path, end)
+
+    def _lock_file(self) -> None:
+        held = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        weakref.finalize(self, os.close, held)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"{self._path}: another run records its calls here; end it, or name another file in tools.record"
+            ) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+            logging.warning("%s: its file system has no locks; let no other run record its tool calls here", self._path)
 
     def begin(self, key: Key) -> int:
         """The number of a call that begins now."""
@@ -74,7 +92,6 @@ class Recording:
         }
         call = {"tool": tool, "scope": scope, "arguments": json.loads(arguments), "n": number, "result": kept}
         line = json.dumps(call).encode() + b"\n"
-        os.makedirs(os.path.dirname(self._path) or ".", exist_ok=True)
         with self._lock, open(self._path, "ab") as file:
             file.write(line)
 
@@ -90,7 +107,7 @@ class Replay:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
-        if not os.path.exists(self.path):
+        if not os.path.isfile(self.path):
             raise FileNotFoundError(f"{self.path}: no recorded calls here; record a run with tools.record={self.path}")
         self._lock = threading.Lock()
         self._asked: collections.Counter[Key] = collections.Counter()
@@ -180,12 +197,20 @@ def _read(path: str) -> tuple[list[_Call], int]:
 def _parsed(line: bytes, where: str) -> _Call:
     try:
         record = json.loads(line)
+        tool, scope, arguments, number = (record[name] for name in ("tool", "scope", "arguments", "n"))
+        if not isinstance(tool, str) or not isinstance(scope, str) or not isinstance(arguments, dict):
+            raise TypeError("tool and scope must be strings, arguments an object")
+        if type(number) is not int or number < 0:
+            raise ValueError(f"n is {number!r}; it must be an integer of 0 or more")
         kept = dict(record["result"])
         error = kept.pop("error")
         result = ToolResult(**kept, error=None if error is None else ToolError(**error))
-        key = (str(record["tool"]), str(record["scope"]), canonical(record["arguments"]))
-        return _Call(key, int(record["n"]), result)
-    except (ValueError, KeyError, TypeError) as problem:
+        if result.error and not (isinstance(result.error.kind, str) and result.error.fault in get_args(Fault)):
+            raise ValueError(f"its error is {error!r:.80}, not a kind and a fault, {' or '.join(get_args(Fault))}")
+        if wrong := base.result_problem(result):
+            raise TypeError(f"its tool {wrong}")
+        return _Call((tool, scope, canonical(arguments)), number, result)
+    except (ValueError, KeyError, TypeError, RecursionError) as problem:
         raise ValueError(
             f"{where}: not a recorded call ({type(problem).__name__}: {problem}); repair or delete the file"
         ) from problem

@@ -13,7 +13,7 @@ from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.envs.base import Action, Env, Observation, Row, Task, Transition
 from agentr1_jax.envs.rag import RagEnv, searches
 from agentr1_jax.runtime.errors import UserError
-from agentr1_jax.text.chat import cut
+from agentr1_jax.text.chat import chat_format
 from agentr1_jax.text.dialects import hermes
 from agentr1_jax.text.tokenizer import Tokenizer
 from experiments import build
@@ -23,7 +23,8 @@ TRAINED, START = "checkpoint", "start"
 
 MODES = ("agent", "base", "rag", "react")
 REACT_INSTRUCTION = (
-    "Take one action at a time, then wait for its observation. Give the final answer in its own field, without tags."
+    "Answer the question with the help of the tools. Take one action at a time, then wait for its observation. Give "
+    "the final answer in its own field, as short as possible, for example Paris."
 )
 
 
@@ -49,11 +50,13 @@ def make_agent(mode: str, config: ml_collections.ConfigDict, task: Task, tokeniz
     agent = build.agent(config, task, tokenizer)
     if mode != "rag":
         return agent
-    shorten = functools.partial(cut, tokenizer, max_tokens=config.budget.observation_tokens)
-    budget = dataclasses.replace(agent.budget, max_steps=1, final_answer_step=False)
     # Its answer stands between the house's tags, whatever dialect the config has for calls: there are none.
+    dialect = hermes.dialect()
+    chat = chat_format(tokenizer, dialect)
+    told = functools.partial(chat.data, max_tokens=config.budget.observation_tokens)
+    budget = dataclasses.replace(agent.budget, max_steps=1, final_answer_step=False)
     return dataclasses.replace(
-        agent, make_env=lambda: RagEnv(task.env(), shorten), budget=budget, dialect=hermes.dialect()
+        agent, make_env=lambda: RagEnv(task.env(), told), chat=chat, budget=budget, dialect=dialect
     )
 
 
@@ -72,19 +75,17 @@ def check_task(task: Task, row: Row, modes: Sequence[str]) -> None:
 
 
 class InstructedEnv:
-    """An Env whose opening ends with an instruction more."""
+    """An Env of questions that opens with another instruction than its own, which names tags that ReAct has not."""
 
     def __init__(self, env: Env, instruction: str) -> None:
         self._env = env
         self._instruction = instruction
 
     async def reset(self, row: Row, seed: int) -> Observation:
-        """Starts an episode; the instruction follows the last message."""
+        """Starts an episode; the instruction follows the question."""
         opening = await self._env.reset(row, seed)
-        messages: list[Mapping[str, str]] = list(opening.messages or ())
-        last = messages[-1]
-        messages[-1] = {**last, "content": f"{last['content']}\n\n{self._instruction}"}
-        return dataclasses.replace(opening, messages=messages)
+        text = f"Question: {row['question']}\n\n{self._instruction}"
+        return dataclasses.replace(opening, messages=[{"role": "user", "content": text}])
 
     async def step(self, action: Action) -> Transition:
         """Applies one response of the policy."""

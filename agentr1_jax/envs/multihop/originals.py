@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentr1_jax.envs.multihop.rows import Question, make_row
+from agentr1_jax.tools.records import DAMAGE, damaged, read_records
 from agentr1_jax.tools.search import Passage
 
 Aliases = Mapping[str, Sequence[str]]
@@ -95,22 +95,18 @@ def musique(record: Mapping[str, Any]) -> Question | str:
 
 
 def read_aliases(path: str | os.PathLike[str]) -> Aliases:
-    """Aliases of answers by id, from the `id_aliases.json` that comes with 2WikiMultihopQA: one object a line.
+    """Aliases of answers by id, from the `id_aliases.json` that comes with 2WikiMultihopQA.
 
     Raises:
-      ValueError: a line is not `{"Q_id": ..., "aliases": [...]}`; the message names file and line.
+      ValueError: a record is not `{"Q_id": ..., "aliases": [...]}`; the message names file and line.
     """
+    what = "not aliases with Q_id and aliases"
     aliases: dict[str, Sequence[str]] = {}
-    with open(path, "rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                record = json.loads(line)
-                aliases[record["Q_id"]] = [str(alias) for alias in record["aliases"]]
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"{os.fspath(path)}, line {number}: not aliases with Q_id and aliases "
-                    f"({type(error).__name__}: {error}); repair or download the file again"
-                ) from error
+    for where, record in read_records(path, what):
+        try:
+            aliases[record["Q_id"]] = [str(alias) for alias in record["aliases"]]
+        except DAMAGE as error:
+            raise damaged(where, what, error) from error
     return aliases
 
 

@@ -9,9 +9,11 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from agentr1_jax.envs.multihop.originals import GOLD_UNKNOWN
 from agentr1_jax.envs.multihop.rows import Question
 from agentr1_jax.envs.multihop.sources import Source, read_source
 from agentr1_jax.tools.search import Corpus, Passage, read_corpus
+from agentr1_jax.tools.search.corpus import content, ids_by_content
 
 MINI_EVAL_EVERY = 5
 _PREFIXES = {"h": "hotpotqa", "w": "2wikimultihopqa", "m": "musique"}  # of ids in the data folder's corpora
@@ -49,7 +51,7 @@ def load(folder: Callable[[], Path], named: Mapping[str, Sequence[str]], mini: b
     found = Found({}, {}, [], [])
     if ours:
         found = read_mini(folder(), ours) if mini else read_folder(folder(), ours)
-    return add_files(found, files)
+    return unified(add_files(found, files))
 
 
 def read_folder(folder: Path, named: Mapping[str, Sequence[str]]) -> Found:
@@ -90,20 +92,42 @@ def add_files(found: Found, files: Files) -> Found:
     if files == Files():
         return found
     corpus = merged(found.corpus, *(read_corpus(path) for path in files.corpus))
-    names = {_text(passage): passage.id for passage in reversed(corpus)}
+    names = ids_by_content(corpus)
     questions, counts, documents = dict(found.questions), dict(found.counts), list(found.documents)
     for split, paths in (("train", files.train), ("eval", files.eval)):
         if not paths:
             continue
         sources = [read_source(path) for path in paths]
         contexts = {p.id: p for source in sources for q in source.questions for p in q.passages}
-        ids = {p.id: names.setdefault(_text(p), p.id) for p in contexts.values()}
+        ids = {p.id: names.setdefault(content(p), p.id) for p in contexts.values()}
         corpus = merged(corpus, [p for p in contexts.values() if ids[p.id] == p.id])
         questions[split] = [_renamed(q, ids) for source in sources for q in source.questions]
         counts[split] = _total(sources)
         if split == "train":
             documents = list(contexts.values()) or corpus
     return Found(questions, counts, corpus, documents)
+
+
+def unified(found: Found) -> Found:
+    """The same with one id, the first, for passages of equal title and text: whichever is found counts as gold.
+
+    Where there are no passages, a server has them under ids of its own. No gold passage could be told from others then,
+    so questions have none, which is counted.
+    """
+    if not found.corpus:
+        questions, counts = {}, {}
+        for split, of_split in found.questions.items():
+            lost = sum(bool(q.row["gold_ids"]) for q in of_split)
+            questions[split] = [dataclasses.replace(q, row={**q.row, "gold_ids": []}) for q in of_split]
+            counts[split] = dict(found.counts[split], **{GOLD_UNKNOWN: found.counts[split].get(GOLD_UNKNOWN, 0) + lost})
+        return dataclasses.replace(found, questions=questions, counts=counts)
+    first: dict[bytes, str] = {}
+    twins = {p.id: name for p in found.corpus if (name := first.setdefault(content(p), p.id)) != p.id}
+    return dataclasses.replace(
+        found,
+        questions={split: [_renamed(q, twins) for q in of_split] for split, of_split in found.questions.items()},
+        corpus=[dataclasses.replace(p, id=twins[p.id]) if p.id in twins else p for p in found.corpus],
+    )
 
 
 def origin(split: str, named: Mapping[str, Sequence[str]], files: Files, corpus: str) -> str:
@@ -130,12 +154,8 @@ def merged(*corpora: Corpus) -> list[Passage]:
 
 
 def _renamed(question: Question, ids: Mapping[str, str]) -> Question:
-    gold = [ids.get(i, i) for i in question.row["gold_ids"]]
+    gold = list(dict.fromkeys(ids.get(i, i) for i in question.row["gold_ids"]))
     return dataclasses.replace(question, row={**question.row, "gold_ids": gold}, passages=())
-
-
-def _text(passage: Passage) -> tuple[str, str]:
-    return passage.title.strip(), " ".join(passage.text.split())
 
 
 def _total(sources: Iterable[Source]) -> dict[str, int]:

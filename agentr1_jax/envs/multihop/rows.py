@@ -49,9 +49,9 @@ def make_row(
     kind: str | None = None,
     hops: int | None = None,
     gold_ids: Sequence[str] = (),
-    **more: Any,
+    evidences: Sequence[Sequence[str]] | None = None,
 ) -> Row:
-    """A checked row: `id, dataset, kind, hops, question, answers, gold_ids`, and of `more` what is not empty.
+    """A checked row: `id, dataset, kind, hops, question, answers, gold_ids`, and `evidences` where there are some.
 
     Args:
       id: made a string.
@@ -62,7 +62,7 @@ def make_row(
       hops: passages that the answer takes; None becomes the number of gold ids, which is 0 where they are not known.
       gold_ids: ids of the passages that prove the answer, in the order of the reasoning where it is known; empty where
         they are not.
-      more: further JSON of the data set, for experts.
+      evidences: of 2WikiMultihopQA, triples (subject, relation, object) that lead to the answer; the expert's.
 
     Raises:
       ValueError, TypeError: something is missing or of a wrong type; the message names it.
@@ -78,6 +78,9 @@ def make_row(
         raise ValueError("it has no answer (a test file without answers cannot be used)")
     if not isinstance(gold_ids, Sequence) or isinstance(gold_ids, str) or not all(isinstance(i, str) for i in gold_ids):
         raise TypeError(f"gold_ids must be a list of strings, and is {gold_ids!r:.80}")
+    for triple in evidences or ():
+        if not isinstance(triple, Sequence) or len(triple) != 3 or not all(isinstance(part, str) for part in triple):
+            raise TypeError(f"evidences must be triples of strings, and one is {triple!r:.80}")
     return {
         "id": str(id),
         "dataset": dataset,
@@ -86,7 +89,7 @@ def make_row(
         "question": question,
         "answers": list(dict.fromkeys(answers)),
         "gold_ids": list(dict.fromkeys(gold_ids)),
-        **{name: value for name, value in more.items() if value},
+        **({"evidences": evidences} if evidences else {}),
     }
 
 

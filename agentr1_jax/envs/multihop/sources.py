@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import codecs
 import collections
 import dataclasses
-import gzip
-import json
 import os
-import re
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 from agentr1_jax.envs.multihop import originals
 from agentr1_jax.envs.multihop.parquet import parquet_records, verl
 from agentr1_jax.envs.multihop.rows import Question, make_row
+from agentr1_jax.tools.records import DAMAGE, damaged, read_records
 
-_BLANK = object()
-_GZIP = b"\x1f\x8b"
-_CHUNK, _MOST_OF_A_RECORD = 1 << 20, 1 << 24  # characters
-_BETWEEN = re.compile(r"[\s,]*")
-_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, EOFError, OSError, zlib.error, RecursionError)
+WHAT = "not a question"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +47,7 @@ def read_source(path: str | os.PathLike[str]) -> Source:
     aliases = originals.read_aliases(beside) if beside.is_file() else {}
     questions: dict[str, Question] = {}
     counts: collections.Counter[str] = collections.Counter()
-    for where, record in parquet_records(path) if path.endswith(".parquet") else _records(path):
+    for where, record in parquet_records(path) if path.endswith(".parquet") else read_records(path, WHAT):
         try:
             question = _question(record, aliases)
             if isinstance(question, str):
@@ -64,8 +56,8 @@ def read_source(path: str | os.PathLike[str]) -> Source:
             name = question.row["id"]
             if name in questions:
                 raise ValueError(f"the id {name!r} occurs twice")
-        except _DAMAGE as error:
-            raise _damaged(where, "not a question", error) from error
+        except DAMAGE as error:
+            raise damaged(where, WHAT, error) from error
         counts.update(question.notes)
         split = question.split or Path(path).name
         questions[name] = dataclasses.replace(question, where=where, split=split)
@@ -115,55 +107,6 @@ def _house(record: Mapping[str, Any]) -> Question:
         evidences=record.get("evidences"),
     )
     return Question(row, split=record.get("orig_split") or "", notes=[] if row["gold_ids"] else ["gold_unknown"])
-
-
-def _records(path: str) -> Iterator[tuple[str, Any]]:
-    """The records of a file of JSON lines or of one JSON array, each behind its place: `file, line 1`."""
-    with open(path, "rb") as raw:
-        packed = raw.read(2) == _GZIP
-    number, unit = 1, "line"
-    with gzip.open(path) if packed else open(path, "rb") as file:
-        stream = cast(BinaryIO, file)
-        try:
-            array = stream.read(_CHUNK).lstrip().startswith(b"[")
-            stream.seek(0)
-            unit = "record" if array else "line"
-            for record in _elements(codecs.getreader("utf-8")(stream)) if array else _lines(stream):
-                if record is not _BLANK:
-                    yield f"{path}, {unit} {number}", record
-                number += 1
-        except _DAMAGE as error:
-            raise _damaged(f"{path}, {unit} {number}", "not a question", error) from error
-
-
-def _lines(stream: BinaryIO) -> Iterator[Any]:
-    """Each line's JSON; `_BLANK` for an empty line."""
-    for line in stream:
-        yield json.loads(line.decode()) if line.strip() else _BLANK
-
-
-def _elements(stream: codecs.StreamReader) -> Iterator[Any]:
-    """The elements of one JSON array, one at a time: HotpotQA's training file has 570 MB."""
-    decode = json.JSONDecoder().raw_decode
-    text, at = stream.read(_CHUNK).lstrip()[1:], 0
-    while True:
-        at = cast(re.Match[str], _BETWEEN.match(text, at)).end()
-        if text.startswith("]", at):
-            return
-        try:
-            record, at = decode(text, at)
-        except json.JSONDecodeError:
-            # Cut by the chunk's end, or damaged: only more of the text can tell.
-            more = stream.read(_CHUNK) if len(text) - at < _MOST_OF_A_RECORD else ""
-            if not more:
-                raise
-            text, at = text[at:] + more, 0
-        else:
-            yield record
-
-
-def _damaged(where: str, what: str, error: BaseException) -> ValueError:
-    return ValueError(f"{where}: {what} ({type(error).__name__}: {error}); repair or download the file again")
 
 
 def _said(counts: Mapping[str, int]) -> str:

@@ -22,7 +22,7 @@ from agentr1_jax.envs.multihop.sources import data_folder
 from agentr1_jax.envs.tool_env import OnParseFailure, ToolEnv
 from agentr1_jax.tools.base import Tool
 from agentr1_jax.tools.search import BM25, Corpus, Passage, Retriever, SearchTool
-from agentr1_jax.tools.search.tool import CUT
+from agentr1_jax.tools.search.tool import check_shown
 
 INSTRUCTION = (
     "Answer the question with the help of the search tool. Before each action, reason inside <think> and </think>. "
@@ -62,7 +62,7 @@ class MultihopTask:
       wrap: applied to the search tool that environments offer (e.g. limits of time and size).
 
     Attributes:
-      corpus: the passages that are searched.
+      corpus: the passages that are searched; those of equal title and text have one id.
       counts: for `train` and `eval`, what was left out or missing, and how often; see docs/data.md.
 
     Raises:
@@ -96,10 +96,7 @@ class MultihopTask:
     ) -> None:
         if corpus not in ("full", "mini"):
             raise ValueError(f"corpus is {corpus!r}; choose 'full' or 'mini'")
-        if top_k < 1:
-            raise ValueError(f"top_k is {top_k}; it must be at least 1")
-        if passage_characters and passage_characters <= len(CUT):
-            raise ValueError(f"passage_characters is {passage_characters}; it must be 0 (no limit) or over {len(CUT)}")
+        check_shown(top_k, passage_characters)  # Before much is read; the search tool is made later.
         named = {"train": tuple(datasets), "eval": tuple(datasets if eval_datasets is None else eval_datasets)}
         for dataset in itertools.chain(*named.values()):
             known(dataset, DATASETS, "data set")

@@ -86,6 +86,12 @@ def _with_backslashes(marks: Iterable[str], least: str) -> re.Pattern[str]:
     return re.compile("|".join(written) or r"(?!)", re.IGNORECASE)
 
 
+def unfenced(body: str, language: str) -> str:
+    """What a ``` block holds, where it is all of the body and of a language (a regular expression), or of none."""
+    fenced = re.fullmatch(rf"\s*```[ \t]*(?:{language})?[ \t]*\n(.*?)\n?[ \t]*```\s*", body, re.DOTALL | re.IGNORECASE)
+    return fenced[1] if fenced else body
+
+
 def written(call: ToolCall | ParseError, candidates: Sequence[str], to_house: ToHouse) -> str:
     """The first candidate that reads as `call`, or as an error of whatever kind where `call` is one; else the last."""
     for candidate in candidates[:-1]:

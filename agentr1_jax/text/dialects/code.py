@@ -24,17 +24,18 @@ from agentr1_jax.text.dialects.base import (
     marks_again,
     marks_broken,
     told_tools,
+    unfenced,
     written,
 )
 from agentr1_jax.text.tool_calls import CLOSE, OPEN, ToolCall, read_call, segments
 
 TOOL, ARGUMENT = "python", "code"
+_PYTHON = r"py(?:thon)?3?"
 _OWN = ("<code>", "</code>", "```py", "<interpreter>")
-_FENCED = re.compile(r"\s*```[ \t]*(?:py(?:thon)?3?)?[ \t]*\n(.*?)\n?[ \t]*```\s*", re.DOTALL | re.IGNORECASE)
 _PART = re.compile(
     rf"{OPEN}(?P<json>.*?)(?P<json_end>{CLOSE}|\Z)"
     r"|(?i:<code>(?P<code>.*?)(?P<code_end></code>|\Z))"
-    r"|^```(?i:py(?:thon)?3?)[ \t]*\n(?P<fence>.*?)(?P<fence_end>^[ \t]*```|\Z)"
+    rf"|^```(?i:{_PYTHON})[ \t]*\n(?P<fence>.*?)(?P<fence_end>^[ \t]*```|\Z)"
     r"|(?P<made_up>(?i:<interpreter>))",
     re.DOTALL | re.MULTILINE,
 )
@@ -60,7 +61,7 @@ def to_house(text: str, tools: Schemas = ()) -> str:
             continue
         body = match["fence"].removesuffix("\n") if match["code"] is None else match["code"]
         closed = bool(match["code_end"] or match["fence_end"])
-        out.append(house_call(dumped({"name": TOOL, "arguments": {ARGUMENT: _unfenced(body)}}), closed))
+        out.append(house_call(dumped({"name": TOOL, "arguments": {ARGUMENT: unfenced(body, _PYTHON)}}), closed))
     return "".join([*out, marks_again(text[at:], _OWN)])
 
 
@@ -96,8 +97,3 @@ def instructions(tools: Schemas) -> str:
             "comes back between <interpreter> and </interpreter>."
         )
     return "\n".join([*said, "Give the final answer between <answer> and </answer>."]) if said else ""
-
-
-def _unfenced(body: str) -> str:
-    fenced = _FENCED.fullmatch(body)
-    return fenced[1] if fenced else body

@@ -1,6 +1,7 @@
-"""Llama 3: calls as bare JSON, `{"name": ..., "parameters": {...}}`, several on lines of their own or behind `;`.
+"""Llama 3: calls as bare JSON, `{"name": ..., "parameters": {...}}`, several on lines of their own or behind `;`, `,`.
 
-A call begins where a line does, or behind `<|python_tag|>`, behind which everything is meant as a call.
+A call begins where a line does, be it as the first of a JSON list, or behind `<|python_tag|>`, behind which everything
+is meant as a call.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from agentr1_jax.text.tool_calls import ParseError, ToolCall, read_call, segment
 
 TAG = "<|python_tag|>"
 _KEY = r"""\s*["']?(?:name|type|function|parameters|arguments)\b"""
-_START = re.compile(rf"{re.escape(TAG)}\s*|^[ \t]*(?=\{{{_KEY})", re.MULTILINE)
-_NEXT = re.compile(rf"[\s;]*(?=\{{{_KEY})")
+_START = re.compile(rf"{re.escape(TAG)}\s*|^[ \t]*\[?[ \t]*(?=\{{{_KEY})", re.MULTILINE)
+_NEXT = re.compile(rf"[\s;,]*(?=\{{{_KEY})")
 _OBJECT = re.compile(rf"\{{(?=\\*{_KEY})")
 _BROKEN_OBJECT = re.compile(rf"\{{\\(?=\\*{_KEY})")
 # Where a call that is no JSON ends at the latest.

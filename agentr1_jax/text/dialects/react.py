@@ -24,9 +24,10 @@ from agentr1_jax.text.dialects.base import (
     house_call,
     house_text,
     told_tools,
+    unfenced,
     written,
 )
-from agentr1_jax.text.tool_calls import ToolCall, read_call, render_answer, segments
+from agentr1_jax.text.tool_calls import ToolCall, extract_answer, read_call, render_answer, segments
 
 _FIELD_LABEL = r"^[ \t]*(?i:thought|action(?:[ \t]+input)?|final[ \t]+answer)(?:[ \t]*\d+)?[ \t]*"
 _OBSERVED_LABEL = r"(?:^[ \t]*(?i:observation)|\bObservation)(?:[ \t]*\d+)?[ \t]*"
@@ -119,7 +120,7 @@ def _action(name: str, given: str, tools: Schemas) -> str:
     """House text of an action with its input."""
     if name.lower() == "finish":
         return _answer(given)
-    given = given.strip()
+    given = unfenced(given, "json").strip()
     try:
         value = json.loads(given)
         dumped(value)
@@ -146,7 +147,10 @@ def _only_argument(name: str, tools: Schemas) -> tuple[str, bool]:
 
 
 def _answer(content: str) -> str:
-    return render_answer(re.sub("<(?=/?answer>|tool_call>)", r"<\\", content.strip()))
+    """House text of an answer; of one that stands between the house's own tags, what they hold."""
+    text = house_text(content)
+    inside = extract_answer(text)
+    return render_answer(re.sub("<(?=/?answer>)", r"<\\", text.strip()) if inside is None else inside)
 
 
 def _broken(text: str) -> str:

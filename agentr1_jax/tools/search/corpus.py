@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import hashlib
-import json
 import os
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
-_GZIP = b"\x1f\x8b"
+from agentr1_jax.tools.records import DAMAGE, damaged, read_records
+
+WHAT = "not a passage with id, title and text"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,28 +32,36 @@ Corpus = Sequence[Passage]
 
 
 def read_corpus(path: str | os.PathLike[str]) -> list[Passage]:
-    """Reads passages from JSONL, gzipped or plain, one `{"id", "title", "text"}` a line.
+    """Reads passages from a file of JSON records `{"id", "title", "text"}`; see `records.read_records`.
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: a line is not a passage, or an id occurs twice; the message names file and line.
+      ValueError: a record is not a passage, or an id occurs twice; the message names file and line.
     """
     path = os.fspath(path)
-    if not os.path.exists(path):
+    if not os.path.isfile(path):
         raise FileNotFoundError(f"{path}: no such corpus; set AGENTR1_DATA to the folder that holds the data")
     passages: dict[str, Passage] = {}
-    try:
-        for line in _lines(path):
-            passage = _passage(line)
+    for where, record in read_records(path, WHAT):
+        try:
+            passage = _passage(record)
             if passage.id in passages:
                 raise ValueError(f"the id {passage.id!r} occurs twice")
-            passages[passage.id] = passage
-    except (ValueError, KeyError, TypeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(
-            f"{path}, line {len(passages) + 1}: not a passage with id, title and text "
-            f"({type(error).__name__}: {error}); repair or download the file again"
-        ) from error
+        except DAMAGE as error:
+            raise damaged(where, WHAT, error) from error
+        passages[passage.id] = passage
     return list(passages.values())
+
+
+def ids_by_content(corpus: Corpus) -> dict[bytes, str]:
+    """The id of a passage, the first in the corpus, by `content` of it."""
+    return {content(passage): passage.id for passage in reversed(corpus)}
+
+
+def content(passage: Passage) -> bytes:
+    """A hash of title and text, whatever white space they have: equal for what two corpora hold under two ids."""
+    said = f"{passage.title.strip()}\n{' '.join(passage.text.split())}"
+    return hashlib.blake2b(said.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def fingerprint(corpus: Corpus) -> str:
@@ -67,17 +75,8 @@ def fingerprint(corpus: Corpus) -> str:
     return digest.hexdigest()
 
 
-def _lines(path: str) -> Iterator[bytes]:
-    with open(path, "rb") as file:
-        zipped = file.read(2) == _GZIP
-    with gzip.open(path) if zipped else open(path, "rb") as lines:
-        yield from lines
-
-
-def _passage(line: bytes) -> Passage:
-    record = json.loads(line)
+def _passage(record: Any) -> Passage:
     key, title, text = record["id"], record["title"], record["text"]
     if not isinstance(key, str | int) or not isinstance(title, str) or not isinstance(text, str):
         raise TypeError("title and text must be strings, id a string or a number")
-    f"{title}{text}".encode()  # Raises on half a surrogate pair, at which tokenizers would fail later.
     return Passage(str(key), title, text)

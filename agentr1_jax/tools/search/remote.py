@@ -22,7 +22,7 @@ import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentr1_jax.tools.search.corpus import Passage
+from agentr1_jax.tools.search.corpus import Corpus, Passage, content, ids_by_content
 from agentr1_jax.tools.search.retriever import Hit, RetrieverError
 
 MOST_BYTES = 32 << 20
@@ -50,6 +50,8 @@ class RemoteRetriever:
       attempts: requests in all for one search; the pause before retry n is u · min(backoff · 2ⁿ⁻¹, 30) s, ½ <= u < 1.
       backoff: seconds.
       cache: answers kept, those used last; 0 for none. One answer belongs to one query and `top_k`.
+      corpus: of the task; a passage found that it has too, by title and text, takes the id that it has there. Others
+        keep the server's.
       hits, misses: queries answered from the cache, and those that were not, since the start.
 
     Raises:
@@ -61,19 +63,21 @@ class RemoteRetriever:
     attempts: int = 1
     backoff: float = 0.5
     cache: int = 10_000
+    corpus: dataclasses.InitVar[Corpus] = ()
     hits: int = dataclasses.field(default=0, init=False)
     misses: int = dataclasses.field(default=0, init=False)
 
     blocking = True
     batches = True
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, corpus: Corpus) -> None:
         if not _is_http(self.url):
             raise ValueError(f"task.retriever.url is {self.url!r}; it must be like http://localhost:8000/retrieve")
         for name, least in (("seconds", 1e-3), ("attempts", 1), ("backoff", 0), ("cache", 0)):
             value = getattr(self, name)
             if not least <= value < math.inf:
                 raise ValueError(f"task.retriever.{name} is {value}; it must be finite and at least {least:g}")
+        self._ids = ids_by_content(corpus)
         self._kept: collections.OrderedDict[tuple[str, int], list[Hit]] = collections.OrderedDict()
         self._lock = threading.Lock()
 
@@ -86,10 +90,15 @@ class RemoteRetriever:
         known = self._remembered(queries, top_k)
         unknown = [query for query in dict.fromkeys(queries) if query not in known]
         if unknown:
-            asked = dict(zip(unknown, self._asked(unknown, top_k), strict=True))
+            answers = [[self._named(hit) for hit in hits] for hits in self._asked(unknown, top_k)]
+            asked = dict(zip(unknown, answers, strict=True))
             self._remember(asked, top_k)
             known |= asked
         return [known[query] for query in queries]
+
+    def _named(self, hit: Hit) -> Hit:
+        name = self._ids.get(content(hit.passage), hit.passage.id)
+        return dataclasses.replace(hit, passage=dataclasses.replace(hit.passage, id=name))
 
     def _remembered(self, queries: Sequence[str], top_k: int) -> dict[str, list[Hit]]:
         with self._lock:

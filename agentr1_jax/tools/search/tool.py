@@ -48,10 +48,7 @@ class SearchTool:
     }
 
     def __init__(self, retriever: Retriever, top_k: int, passage_characters: int = 0, scope: str = "") -> None:
-        if top_k < 1:
-            raise ValueError(f"top_k is {top_k}; it must be at least 1")
-        if passage_characters and passage_characters <= len(CUT):
-            raise ValueError(f"passage_characters is {passage_characters}; it must be 0 (no limit) or over {len(CUT)}")
+        check_shown(top_k, passage_characters)
         self.retriever = retriever
         self.top_k = top_k
         self.passage_characters = passage_characters
@@ -102,6 +99,14 @@ class SearchTool:
         if not self.passage_characters:
             return passage.line
         return dataclasses.replace(passage, text=shortened(passage.text, self.passage_characters)).line
+
+
+def check_shown(top_k: int, passage_characters: int) -> None:
+    """Refuses what no result of a SearchTool can show. Raises ValueError."""
+    if top_k < 1:
+        raise ValueError(f"top_k is {top_k}; it must be at least 1")
+    if passage_characters and passage_characters <= len(CUT):
+        raise ValueError(f"passage_characters is {passage_characters}; it must be 0 (no limit) or over {len(CUT)}")
 
 
 def shortened(text: str, characters: int) -> str:

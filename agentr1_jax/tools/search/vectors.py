@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import os
 import time
 import uuid
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,7 +22,7 @@ Embed = Callable[[Sequence[str]], np.ndarray]
 """Texts to float32 [B, D]."""
 
 META = "meta.json"
-VERSION = 1
+VERSION = 2
 PART = 8192  # passages of a file: what an interruption can cost
 
 
@@ -30,22 +32,26 @@ def corpus_vectors(
     """One vector for each passage, of its title and text.
 
     The folder holds `meta.json`, which says of what corpus and encoder it is, and `vectors-00000.npy`, ... of `part`
-    passages each. Files get their names when they are complete; those that are there are not computed again. Several
-    processes may work on one folder: what both compute is written twice, and the same.
+    passages each, with a checksum behind the array. Files get their names when they are complete; those that are there
+    are not computed again, but read once (1 s per GB) to compare their checksums. Several processes may work on one
+    folder: what both compute is written twice, and the same.
 
     Args:
       corpus: at least one passage.
       embed: texts -> their vectors.
       encoder: names all that these vectors depend on; see `Embedder.identity`.
       folder: "" keeps nothing.
-      part: passages of a file.
+      part: passages of a file, at least 1.
 
     Returns:
       float32 [<= part, D] each, in the corpus's order; mapped files where there is a folder.
 
     Raises:
-      ValueError: the corpus is empty, the folder is of another corpus or encoder, or a file of it is damaged.
+      ValueError: the corpus or `part` is empty, the folder is of another corpus or encoder or does not say of which, a
+        file of it is damaged, or `embed` makes anything but finite vectors of one width.
     """
+    if part < 1:
+        raise ValueError(f"part is {part}; a file must have at least 1 passage")
     if not corpus:
         raise ValueError("a search needs at least one passage; the corpus is empty")
     if folder:
@@ -58,14 +64,19 @@ def corpus_vectors(
         path = Path(folder) / f"vectors-{start // part:05d}.npy"
         if not (folder and path.exists()):
             vectors = np.asarray(embed([f"{p.title} {p.text}" for p in passages]), np.float32)
+            _check(vectors, len(passages), parts[0].shape[1] if parts else None, "embed")
+            if not np.isfinite(vectors).all():
+                raise ValueError(
+                    "embed: vectors hold numbers that are not finite; check the encoder's weights, or its dtype"
+                )
             computed += len(passages)
             rate = computed / (time.perf_counter() - started)
             logging.info("embedded %d of %d passages, %.0f a second", start + len(passages), len(corpus), rate)
             if folder:
-                _write(path, functools.partial(np.save, arr=vectors))
+                _write(path, functools.partial(_save, vectors))
         if folder:
             vectors = _mapped(path)
-        _check(vectors, len(passages), parts[0].shape[1] if parts else None, str(path) if folder else "embed")
+            _check(vectors, len(passages), parts[0].shape[1] if parts else None, str(path))
         parts.append(vectors)
     return parts
 
@@ -73,6 +84,10 @@ def corpus_vectors(
 def _agreed(folder: Path, expected: dict[str, Any], part: int) -> int:
     """Passages of a file: what the folder says, which gets its `meta.json` where it has none."""
     path = folder / META
+    # Looked for first: another process that begins now writes its vectors after its meta data.
+    orphans = any(folder.glob("vectors-*.npy"))
+    if orphans and not path.exists():
+        raise _unusable(folder, f"it has no {META} to say of what corpus and encoder they are")
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         meta = {"version": VERSION, **expected, "part": part}
@@ -81,7 +96,9 @@ def _agreed(folder: Path, expected: dict[str, Any], part: int) -> int:
     try:
         meta = dict(json.loads(path.read_text("utf-8")))
         kept = int(meta["part"])
-    except (ValueError, TypeError, KeyError) as error:
+        if kept < 1:
+            raise ValueError(f"part is {kept}")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise _unusable(folder, f"its {META} is damaged ({type(error).__name__}: {error})") from error
     for key, value in {"version": VERSION, **expected}.items():
         if meta.get(key) != value:
@@ -89,18 +106,34 @@ def _agreed(folder: Path, expected: dict[str, Any], part: int) -> int:
     return kept
 
 
+def _save(vectors: np.ndarray, file: BinaryIO) -> None:
+    """Writes an array as `np.save` does, and behind it the CRC-32 of all that."""
+    whole = io.BytesIO()
+    np.save(whole, vectors)
+    file.write(whole.getbuffer())
+    file.write(_checksum(whole.getbuffer()))
+
+
+def _checksum(data: memoryview) -> bytes:
+    return zlib.crc32(data).to_bytes(4, "big")
+
+
 def _mapped(path: Path) -> np.ndarray:
     try:
+        data = np.memmap(path, np.uint8, "r")
+        if data[-4:].tobytes() != _checksum(data[:-4].data):
+            raise ValueError("its checksum is that of other data")
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise ValueError(f"{path}: damaged ({error}); delete it, and it is computed again") from error
 
 
 def _check(vectors: np.ndarray, rows: int, width: int | None, source: str) -> None:
-    width = width or vectors.shape[-1]
-    if vectors.shape != (rows, width) or vectors.dtype != np.float32:
+    fits = vectors.ndim == 2 and vectors.shape == (rows, width or vectors.shape[1])
+    if not fits or vectors.dtype != np.float32:
         raise ValueError(
-            f"{source}: vectors are {vectors.dtype} {list(vectors.shape)}, they should be float32 [{rows}, {width}]"
+            f"{source}: vectors are {vectors.dtype} {list(vectors.shape)}, they should be float32 "
+            f"[{rows}, {width or 'width'}]"
         )
 
 
