@@ -11,9 +11,6 @@ hub id: the config names task, tools and budget; the tokenizer is that of the we
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +18,6 @@ import jax
 import ml_collections
 import numpy as np
 from absl import flags
-from jax.sharding import Mesh
 from rich.console import Console
 from rich.text import Text
 
@@ -30,10 +26,7 @@ from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity
 from agentr1_jax.envs.base import Row, Task
 from agentr1_jax.envs.hopworld.world import world_key
-from agentr1_jax.policy import weights
-from agentr1_jax.policy.config import DecoderConfig, Lora
-from agentr1_jax.policy.decoder import Params
-from agentr1_jax.policy.sharding import shardings
+from agentr1_jax.policy.config import Lora
 from agentr1_jax.rollout.runner import Group, run_groups
 from agentr1_jax.rollout.sampling import Sampling
 from agentr1_jax.runtime import config as configs
@@ -42,9 +35,7 @@ from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.text.tokenizer import Tokenizer
 from agentr1_jax.text.tool_calls import extract_answer
 from agentr1_jax.trajectory import Outcome, Step, Trajectory
-from configs import base
-from experiments import build, tasks
-from experiments.export_hf import newest_policy, stored_config
+from experiments import build, sources, tasks
 from experiments.retrieval import LateDispatch
 
 CONFIG = configs.define_config_flag()
@@ -60,18 +51,20 @@ def main(argv: Sequence[str]) -> None:
     if bool(question) == bool(QUESTION_ROW.value):
         raise UserError("give either a question that is not empty or --question_row=SPLIT/INDEX, e.g. eval/5")
     is_run = CONFIG.value is None
-    config = config_of_run(source) if is_run else config_of_weights(CONFIG.value, source)
+    config = config_of_run(source) if is_run else sources.with_weights(CONFIG.value, source)
     for_one_trajectory(config)
+    build.keep_programs(config)
     dispatch = LateDispatch()
     task = tasks.make_task(config, dispatch=dispatch)
     row = task_row(task, QUESTION_ROW.value) if QUESTION_ROW.value else free_row(task, question, WORLD.value)
+    task.env()  # It makes what its tools need: a wrong index is told here, and not as a failure of the episode.
     tokenizer = build.tokenizer(config, task, resumes=True)
     agent = build.agent(config, task, tokenizer)
     policy = build.policy(config, tokenizer)
 
     mesh = meshes.learner_mesh(1, jax.device_count(), 1)
     rollout_mesh = meshes.rollout_mesh(mesh, config.rollout.tensor)
-    decoder = newest_policy(config, policy) if is_run else loaded(policy, source, mesh)
+    decoder = sources.newest_decoder(config, policy, mesh) if is_run else build.decoder(config, policy, mesh)
     policy = dataclasses.replace(policy, lora=Lora())
     params = build.rollout_view(policy, mesh, rollout_mesh)({"decoder": decoder}, {})
     engine = build.engine(config, policy, rollout_mesh)
@@ -94,32 +87,20 @@ def main(argv: Sequence[str]) -> None:
 def config_of_run(source: str) -> ml_collections.ConfigDict:
     """The config of a run. Raises UserError if `source` is none."""
     try:
-        return stored_config(source)
+        return sources.stored_config(source)
     except UserError as error:
         raise UserError(f"{error}; to ask published weights, name their task with --config=FILE") from error
 
 
-def config_of_weights(config: ml_collections.ConfigDict, source: str) -> ml_collections.ConfigDict:
-    """The config with weights and tokenizer of `source`, whose shape stays as it is."""
-    for key, value in base.get_config().policy.items():
-        if value is None:
-            config.policy[key] = None
-    config.policy.preset, config.policy.weights, config.tokenizer.path = "", source, source
-    config.policy.lora.rank = 0
-    return config
-
-
 def for_one_trajectory(config: ml_collections.ConfigDict) -> None:
-    """Changes what a config says of devices and slots to those that there are, and one trajectory."""
-    devices = jax.local_device_count()
-    config.mesh.tensor = 1
-    config.rollout.tensor = math.gcd(config.rollout.tensor, devices)
-    config.rollout.slots = devices // config.rollout.tensor
-    config.rollout.parking = 0
+    """Changes, in place, what a config says of devices and slots to those that there are, and one trajectory.
+
+    Raises:
+      UserError: see `sources.fit_devices`.
+    """
+    config.rollout.slots, config.rollout.parking = 1, 0
     config.rollout.prefill_rows = config.rollout.prefill_rows[:1]
-    if config.compilation_cache:
-        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.compilation_cache))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    sources.fit_devices(config)
 
 
 def task_row(task: Task, place: str) -> Row:
@@ -152,14 +133,6 @@ def split_and_number(place: str, flag: str) -> tuple[str, int]:
     if not split or not number.isdecimal():
         raise UserError(f"--{flag}={place}: write SPLIT/NUMBER, e.g. eval/5")
     return split, int(number)
-
-
-def loaded(policy: DecoderConfig, source: str, mesh: Mesh) -> Params:
-    """The decoder's parameters from published weights."""
-    try:
-        return weights.load(source, policy, functools.partial(shardings, mesh=mesh))
-    except (ValueError, FileNotFoundError) as error:
-        raise UserError(str(error)) from error
 
 
 @dataclasses.dataclass(frozen=True)

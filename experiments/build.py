@@ -57,6 +57,13 @@ from agentr1_jax.trajectory import Budget
 from experiments import inherited, tasks
 
 
+def keep_programs(config: ml_collections.ConfigDict) -> None:
+    """Keeps compiled programs from one start to the next in `config.compilation_cache`, where that is set."""
+    if config.compilation_cache:
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.compilation_cache))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
 def learner_mesh(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The learner's mesh over all devices of all processes, unless others are given."""
     return meshes.learner_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, devices)
@@ -255,17 +262,26 @@ def frozen(config: ml_collections.ConfigDict, policy: DecoderConfig, mesh: Mesh)
     """What LoRA leaves as it is, on the learner's mesh; empty without it."""
     if not policy.lora.rank:
         return {}
-    return {"decoder": _decoder(config, dataclasses.replace(policy, lora=Lora()), mesh)}
+    return {"decoder": decoder(config, dataclasses.replace(policy, lora=Lora()), mesh)}
 
 
-def _decoder(config: ml_collections.ConfigDict, policy: DecoderConfig, mesh: Mesh) -> Params:
-    """The decoder that training starts from, made in place on the mesh."""
+def decoder(config: ml_collections.ConfigDict, policy: DecoderConfig, mesh: Mesh) -> Params:
+    """The decoder that training starts from, made in place on the mesh: published weights, or random ones.
+
+    Raises:
+      UserError: the weights cannot be read, or are not of this shape.
+    """
     if config.policy.weights:
-        try:
-            return weights.load(config.policy.weights, policy, functools.partial(shardings, mesh=mesh))
-        except (ValueError, FileNotFoundError) as error:
-            raise UserError(f"policy.weights: {error}") from error
+        return published(config.policy.weights, policy, mesh, "policy.weights: ")
     return _made(lambda key: init_decoder(policy, key), config, mesh)
+
+
+def published(source: str, policy: DecoderConfig, mesh: Mesh, prefix: str = "") -> Params:
+    """The decoder of published weights. Raises UserError, its message after `prefix`, if they are not of this shape."""
+    try:
+        return weights.load(source, policy, functools.partial(shardings, mesh=mesh))
+    except (ValueError, FileNotFoundError) as error:
+        raise UserError(f"{prefix}{error}") from error
 
 
 def _made(make: Callable[[jax.Array], Params], config: ml_collections.ConfigDict, mesh: Mesh) -> Params:
@@ -345,16 +361,16 @@ def learner_state(config: ml_collections.ConfigDict, policy: DecoderConfig, mesh
     layout = shardings(shapes, mesh)
 
     @functools.partial(jax.jit, out_shardings=layout)
-    def start(decoder: Params) -> LearnerState:
-        return init_state(with_critic(policy, decoder, config.critic), optimizer)
+    def start(begun: Params) -> LearnerState:
+        return init_state(with_critic(policy, begun, config.critic), optimizer)
 
     def fresh() -> LearnerState:
         if config.warm_start.run:
             like = checkpoint.abstract(shapes.params["decoder"], layout.params["decoder"])
-            return start(inherited.decoder(config.warm_start.run, like))
+            return start(inherited.decoder(config.warm_start.run, like, inherited.KEY))
         if policy.lora.rank:
             return start(_made(lambda key: adapters(init_decoder(policy, key)), config, mesh))
-        return start(_decoder(config, policy, mesh))
+        return start(decoder(config, policy, mesh))
 
     restart = jax.jit(lambda params: init_state(params, optimizer), out_shardings=layout)
     return fresh, restart, (optimizer, checkpoint.abstract(shapes, layout), layout)

@@ -126,10 +126,10 @@ def _check_critic_warmup(config: ml_collections.ConfigDict, scheme: Scheme) -> N
             f"optimizer.critic_warmup is {updates}, and there is no critic to learn ({why}): nothing would be trained; "
             "set optimizer.critic_warmup=0"
         )
-    if 0 < config.updates < updates:
+    if 0 < config.updates <= updates:
         raise UserError(
-            f"optimizer.critic_warmup ({updates}) exceeds updates ({config.updates}): the policy would never learn; "
-            "lower it"
+            f"optimizer.critic_warmup ({updates}) leaves none of the updates ({config.updates}): the policy would "
+            "never learn; lower it"
         )
 
 
@@ -215,6 +215,10 @@ def _check_placement(config: ml_collections.ConfigDict, devices: Sequence[jax.De
             f"rollout.groups ({config.rollout.groups}) must be a multiple of processes x learner.minibatches "
             f"({processes} x {minibatches})"
         )
+    for section, updates in (("pretrain", config.pretrain.updates), ("warm_start", config.warm_start_updates)):
+        batch = config[section].batch
+        if updates and (batch < 1 or batch % processes):
+            raise UserError(f"{section}.batch ({batch}) must be a positive multiple of the {processes} processes")
     if config.control and processes > 1:
         raise UserError("a control run is timed, and clocks of several processes differ; run it in one process")
     shards = max(len(devices) // max(config.mesh.tensor, 1), 1)

@@ -38,7 +38,7 @@ from experiments.credit import recorded
 from experiments.credit.choice import choose
 from experiments.credit.effects import Effects, effects
 from experiments.credit.parts import scored_parts
-from experiments.export_hf import run_tokenizer
+from experiments.sources import run_tokenizer
 
 UPDATE = flags.DEFINE_string("update", "last", "the recorded RL batch: a number as in trajectories/rl_000012, or last")
 SCHEMES = flags.DEFINE_string("schemes", "all", "names with commas between them, with hyper-parameters in brackets")
@@ -55,9 +55,7 @@ def main(argv: Sequence[str]) -> None:
     recordings = [recorded.recording(folder, UPDATE.value) for folder in argv[1:]]
     recorded.check_one_policy(recordings)
     config, out = recordings[0].config, OUT.value or os.path.join(recordings[0].folder, "credit_compare")
-    if config.compilation_cache:
-        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.compilation_cache))
-
+    build.keep_programs(config)
     tokenizer = run_tokenizer(config)
     policy, mesh = build.policy(config, tokenizer), meshes.learner_mesh(1, jax.device_count(), 1)
     nothing: Any = None  # Nothing is rolled out.

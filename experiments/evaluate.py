@@ -14,8 +14,9 @@ Without it, it is the run in the config's `run_dir`, where there is one.
     react   ReAct prompting with the same tools
 
 rag and react use the policy as training began, or with --baselines=checkpoint the trained one. Training began with the
-checkpoint of `warm_start.run`, with published weights, or with random parameters; a run with a warm start of its own
-has not kept what came of it, and --base=RUN (or WEIGHTS) has to name a policy for it.
+checkpoint of `warm_start.run`, with published weights, or with random parameters. A run with a warm start of its own
+has kept what came of it where it has a KL term (RUN/reference); for others --base=RUN (or WEIGHTS) has to name a
+policy. Without --modes, baselines that cannot be answered are left out, and the log says which and why.
 
 OUT (RUN/evaluation unless given) gets evaluation.json (every figure with its n and 95 % interval), evaluation.md,
 report.html (some trajectories step by step), scores.jsonl.gz (a line for each trajectory) and trajectories/. The same
@@ -38,7 +39,7 @@ from experiments.evaluation.setting import Request
 
 CONFIG = configs.define_config_flag()
 CHECKPOINT = flags.DEFINE_string("checkpoint", "", "a run's folder, or weights: a Hugging Face folder or hub id")
-MODES = flags.DEFINE_list("modes", list(modes.MODES), "ways of answering to compare")
+MODES = flags.DEFINE_list("modes", None, "ways of answering to compare; all that can be answered unless given")
 SPLITS = flags.DEFINE_list("splits", [], "of the task; eval.split and, where there is one, held_out unless given")
 SAMPLES = flags.DEFINE_integer("samples", 1, "of each question; more than one need a temperature", lower_bound=1)
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "of sampling; 0 is greedy", lower_bound=0.0)
@@ -57,7 +58,8 @@ def main(argv: Sequence[str]) -> None:
     if "AGENTR1_COORDINATOR" in os.environ:
         raise UserError("evaluation runs in one process, on all of its devices; start it without launch/local.sh")
     request = Request(
-        modes=modes.parse_modes(MODES.value),
+        modes=modes.MODES if MODES.value is None else modes.parse_modes(MODES.value),
+        named=MODES.value is not None,
         splits=SPLITS.value,
         samples=SAMPLES.value,
         temperature=TEMPERATURE.value,
@@ -68,7 +70,8 @@ def main(argv: Sequence[str]) -> None:
         chunk=CHUNK.value,
         seed=SEED.value,
     )
-    evaluate(CONFIG.value, CHECKPOINT.value or "".join(argv[1:]), request, Console(soft_wrap=True))
+    source = argv[1] if len(argv) > 1 else CHECKPOINT.value
+    evaluate(CONFIG.value, source, request, Console(soft_wrap=True))
 
 
 if __name__ == "__main__":

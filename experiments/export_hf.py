@@ -18,22 +18,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
-import ml_collections
 from absl import flags
 from rich.console import Console
 
 from agentr1_jax.policy import weights
-from agentr1_jax.policy.config import DecoderConfig, Lora
-from agentr1_jax.policy.decoder import Params
-from agentr1_jax.policy.params import join, merge_adapters
+from agentr1_jax.policy.config import Lora
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import mesh as meshes
-from agentr1_jax.runtime.checkpoint import Checkpoints
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.text.sentencepiece import SentencePieceTokenizer
-from agentr1_jax.text.tokenizer import Tokenizer, load_tokenizer
-from configs import base
-from experiments import build, tasks
+from agentr1_jax.text.tokenizer import Tokenizer
+from experiments import build
+from experiments.sources import newest_decoder, run_tokenizer, stored_config
 
 DTYPE = flags.DEFINE_enum(
     "dtype", None, ["float32", "bfloat16", "float16"], "of the written tensors; that of the parameters unless given"
@@ -63,61 +59,13 @@ def export(run_dir: str, out: str, dtype: str | None = None) -> None:
     config = stored_config(run_dir)
     tokenizer = run_tokenizer(config)
     policy = build.policy(config, tokenizer)
-    decoder = newest_policy(config, policy)
+    decoder = newest_decoder(config, policy, meshes.learner_mesh(1, jax.device_count(), 1))
     try:
         weights.to_hf(policy)
         write_tokenizer(out, tokenizer)
         weights.save(out, dataclasses.replace(policy, lora=Lora()), decoder, dtype=dtype)
     except ValueError as error:
         raise UserError(f"{run_dir} cannot be exported: {error}") from error
-
-
-def stored_config(run_dir: str) -> ml_collections.ConfigDict:
-    """The config of the run in a folder.
-
-    Raises:
-      UserError: there is no run, or one of another version of the config.
-    """
-    path = os.path.join(run_dir, "config.json")
-    if not os.path.isfile(path):
-        raise UserError(f"{run_dir}: no run (it has no config.json); RUN is the config.run_dir of experiments.train")
-    config = base.get_config()
-    try:
-        with open(path, encoding="utf-8") as lines:
-            config.update(json.load(lines))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: not a config of this version ({str(error.args[0]).partition('. ')[0]})") from error
-    config.run_dir = run_dir
-    return config
-
-
-def run_tokenizer(config: ml_collections.ConfigDict) -> Tokenizer:
-    """The tokenizer of a run; where the run trained its own, the task's data need not be here."""
-    own = os.path.join(config.run_dir, "tokenizer.model")
-    return (
-        load_tokenizer(own) if os.path.exists(own) else build.tokenizer(config, tasks.make_task(config), resumes=True)
-    )
-
-
-def newest_policy(config: ml_collections.ConfigDict, policy: DecoderConfig) -> Params:
-    """The decoder of the newest checkpoint, adapters merged, spread over the devices that there are.
-
-    Raises:
-      UserError: there is no checkpoint.
-    """
-    if not os.path.isdir(os.path.join(config.run_dir, "checkpoints")):
-        raise UserError(f"{config.run_dir}: has no checkpoint yet; let the run come to its first one")
-    mesh = meshes.learner_mesh(1, jax.device_count(), 1)
-    _, _, (_, like, _) = build.learner_state(config, policy, mesh)
-    checkpoints = Checkpoints(config.run_dir, config.checkpoints_kept)
-    try:
-        restored = checkpoints.restore(like)
-    finally:
-        checkpoints.close()
-    if restored is None:
-        raise UserError(f"{config.run_dir}: has no checkpoint yet; let the run come to its first one")
-    trained = {"decoder": restored[0].params["decoder"]}
-    return merge_adapters(policy, join(trained, build.frozen(config, policy, mesh))["decoder"])
 
 
 def write_tokenizer(out: str, tokenizer: Tokenizer) -> None:

@@ -17,6 +17,7 @@ from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.errors import UserError
 
 SAME = ("policy.", "tokenizer.")
+KEY = "warm_start.run: "
 MAY_DIFFER = ("policy.attention", "policy.remat")
 """How the policy is computed, not what it is."""
 
@@ -25,8 +26,8 @@ def check(config: ml_collections.ConfigDict) -> None:
     """Refuses a `warm_start.run` that this run cannot start from; reads its config, and no more.
 
     Raises:
-      UserError: no such run, one without a checkpoint or tokenizer, another policy (the differing keys are listed), or
-        a run that would do nothing but a warm start itself.
+      UserError: no such run, one that is not finished or lacks its tokenizer, another policy (the differing keys are
+        listed), or a run that would do nothing but a warm start itself.
     """
     source = config.warm_start.run
     if config.control:
@@ -35,19 +36,24 @@ def check(config: ml_collections.ConfigDict) -> None:
         raise UserError(f"warm_start.run is {source}, the run's own folder; name the run that RL starts from")
     path = os.path.join(source, "config.json")
     if not os.path.isfile(path):
-        raise UserError(f"warm_start.run: {source}: no run (it has no config.json)")
+        raise UserError(f"{KEY}{source}: no run (it has no config.json)")
     try:
         with open(path, encoding="utf-8") as lines:
             theirs = dict(configs.flatten(json.load(lines)))
     except (ValueError, AttributeError) as error:
-        raise UserError(f"warm_start.run: {path}: not a config ({error}); restore it") from error
+        raise UserError(f"{KEY}{path}: not a config ({error}); restore it") from error
     different = differing(dict(configs.flatten(configs.resolve(config))), theirs)
     if different:
         listed = "\n".join(different)
-        raise UserError(f"warm_start.run: {source} has another policy:\n{listed}\nset them to what that run has")
+        raise UserError(f"{KEY}{source} has another policy:\n{listed}\nset them to what that run has")
     if not config.tokenizer.path and not os.path.isfile(os.path.join(source, "tokenizer.model")):
-        raise UserError(f"warm_start.run: {source}: its tokenizer.model is gone; restore it")
-    newest_checkpoint(source)
+        raise UserError(f"{KEY}{source}: its tokenizer.model is gone; restore it")
+    newest_checkpoint(source, KEY)
+    if not os.path.isfile(os.path.join(source, "summary.json")):
+        raise UserError(
+            f"{KEY}{source} is not finished (it has no summary.json): its policy is half trained; let it come to its "
+            "end first, by the command that started it"
+        )
 
 
 def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
@@ -70,37 +76,55 @@ def copy_tokenizer(source: str, path: str) -> None:
     os.replace(f"{path}.partial", path)
 
 
-def newest_checkpoint(source: str) -> str:
-    """Folder of the learner's state in the newest checkpoint of a run. Raises UserError if there is none."""
+def newest_checkpoint(source: str, prefix: str = "") -> str:
+    """Folder of the newest checkpoint of a run. Raises UserError, its message after `prefix`, if there is none."""
     folder = os.path.join(source, "checkpoints")
     # Orbax gives a checkpoint its name, a number, when it is complete.
     steps = [int(name) for name in os.listdir(folder) if name.isdecimal()] if os.path.isdir(folder) else []
     if not steps:
-        raise UserError(f"warm_start.run: {source} has no checkpoint yet; let that run come to its first one")
-    return os.path.abspath(os.path.join(folder, str(max(steps)), "state"))
+        raise UserError(f"{prefix}{source}: has no checkpoint yet; let that run come to its first one")
+    return os.path.abspath(os.path.join(folder, str(max(steps))))
 
 
-def decoder(source: str, like: Params) -> Params:
+def decoder(source: str, like: Params, prefix: str = "") -> Params:
     """What is trained of the decoder in the newest checkpoint of the run in `source`; its critic is not looked at.
 
     Args:
       source: folder of a run.
       like: shape structs with shardings, to restore into.
+      prefix: of the message of an error: the key that names the run.
 
     Raises:
       UserError: the checkpoint does not hold such a decoder.
     """
-    path = newest_checkpoint(source)
-    tree = {"params": {"decoder": like}}
+    return restored(source, {"decoder": like}, prefix)[0]["decoder"]
+
+
+def restored(source: str, like: Params, prefix: str = "") -> tuple[Params, dict[str, Any]]:
+    """Parameters in the newest checkpoint of a run, and its record; the optimizer's state is not looked at.
+
+    Args:
+      source: folder of a run.
+      like: shape structs with shardings, to restore into; what they leave out is not read.
+      prefix: of the message of an error: the key that names the run.
+
+    Raises:
+      UserError: the checkpoint does not hold them.
+    """
+    checkpoint = newest_checkpoint(source, prefix)
+    path = os.path.join(checkpoint, "state")
+    tree = {"params": like}
     arguments = ocp.args.PyTreeRestore(
         item=tree, restore_args=ocp.checkpoint_utils.construct_restore_args(tree), partial_restore=True
     )
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-            restored = reader.restore(path, args=arguments)["params"]["decoder"]
+            params = reader.restore(path, args=arguments)["params"]
+        with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
+            record = reader.restore(os.path.join(checkpoint, "record"))
     except (ValueError, TypeError) as error:
-        raise UserError(f"warm_start.run: {path}: {str(error).partition('. ')[0]}") from error
+        raise UserError(f"{prefix}{path}: {str(error).partition('. ')[0]}") from error
     # A leaf that the checkpoint lacks comes back as it was asked for.
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(restored)):
-        raise UserError(f"warm_start.run: {path}: lacks parameters of this policy")
-    return restored
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+        raise UserError(f"{prefix}{path}: lacks parameters of this policy")
+    return params, record

@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Sequence
 
-import jax
 import ml_collections
 import numpy as np
 from absl import flags, logging
@@ -116,9 +115,7 @@ def set_up(config: ml_collections.ConfigDict) -> Run:
     resumes = configs.check_same_config(config.run_dir, config)
     if config.warm_start.run and not resumes:
         inherited.check(config)
-    if config.compilation_cache:
-        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.compilation_cache))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    build.keep_programs(config)
     tools, dispatch = Meter(), LateDispatch()
     task = tasks.make_task(config, tools, dispatch)
     checks.check_task(config, task)

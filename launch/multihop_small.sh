@@ -7,19 +7,34 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 config=${CONFIG:-multihop_small}
 out=${1:-runs/$config}
 seed=${SEED:-0}
-splits=held_out,eval
 
-"$VENV_PYTHON" -m experiments.train --config="configs/$config.py" --config.run_dir="$out/warm_start" \
-  --config.seed="$seed" --config.updates=0
-"$VENV_PYTHON" -m experiments.evaluate --checkpoint="$out/warm_start" --modes=agent,rag --baselines=checkpoint \
-  --splits="$splits"
+# Both programs save and leave with status 0 when they are stopped: what they left tells whether they came to their end.
+stopped() {
+  echo "stopped in $1; the same command goes on with it" >&2
+  exit 1
+}
+
+train() {
+  local run=$1
+  "$VENV_PYTHON" -m experiments.train "${@:2}" --config.run_dir="$run" --config.seed="$seed"
+  [[ -f $run/summary.json ]] || stopped "$run"
+}
+
+# request.json is written anew as an evaluation begins, evaluation.json as it ends.
+evaluate() {
+  local run=$1 results=$1/evaluation
+  "$VENV_PYTHON" -m experiments.evaluate --checkpoint="$run" --splits=held_out,eval "${@:2}"
+  [[ -f $results/evaluation.json && ! $results/evaluation.json -ot $results/request.json ]] || stopped "$results"
+}
+
+train "$out/warm_start" --config="configs/$config.py" --config.updates=0
+evaluate "$out/warm_start" --modes=agent,rag --baselines=checkpoint
 rows=("Naive RAG=$out/warm_start/evaluation:rag" "warm start=$out/warm_start/evaluation:agent")
 
 for name in grpo:GRPO ppo_token:PPO ppo_step:StepPO reinforce_pp:REINFORCE++; do
   run=$out/${name%%:*}
-  "$VENV_PYTHON" -m experiments.train --config="configs/presets/${name%%:*}.py:$config" \
-    --config.run_dir="$run" --config.seed="$seed" --config.warm_start.run="$out/warm_start"
-  "$VENV_PYTHON" -m experiments.evaluate --checkpoint="$run" --modes=agent --splits="$splits"
+  train "$run" --config="configs/presets/${name%%:*}.py:$config" --config.warm_start.run="$out/warm_start"
+  evaluate "$run" --modes=agent
   rows+=("${name#*:}=$run/evaluation:agent")
 done
 "$VENV_PYTHON" -m experiments.evaluation.table --base="warm start" --out="$out/table.md" "${rows[@]}"

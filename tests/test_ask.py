@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,11 @@ from test_train import ROOT, train
 from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.envs.hopworld.expert import NO_FLAWS
 from agentr1_jax.envs.hopworld.task import HopWorldTask
+from agentr1_jax.runtime.config import write_config
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.trajectory import Outcome, Trajectory
 from configs import quickstart
-from experiments import ask, build
+from experiments import ask, build, sources
 
 SAID = ["[red]so[/red] <tool_call>{</tool_call>", "hm", "<answer> :smile: </answer>"]
 TASK = HopWorldTask(top_k=2, flaws=NO_FLAWS)
@@ -113,13 +115,30 @@ def test_which_row_is_asked():
 def test_weights_are_asked_in_their_own_shape():
     config = quickstart.get_config()
     config.policy.width, config.policy.qk_norm, config.policy.lora.rank, config.policy.dtype = 48, True, 4, "bfloat16"
-    config = ask.config_of_weights(config, "owner/name")
+    config = sources.with_weights(config, "owner/name")
     policy = config.policy.to_dict()
     assert policy.pop("weights") == config.tokenizer.path == "owner/name"
     assert policy.pop("lora")["rank"] == 0 and policy.pop("dtype") == "bfloat16"
     assert {key for key, value in policy.items() if value} == {"param_dtype", "remat", "attention"}
     ask.for_one_trajectory(config)
     assert config.rollout.slots * config.rollout.tensor == 8 and config.rollout.parking == 0
+
+
+def test_a_wrong_index_is_told_before_anything_is_loaded(tmp_path, monkeypatch):
+    """Inside the episode it would be a failure of the environment."""
+
+    def broken():
+        raise UserError("task.retriever: the index is of another corpus")
+
+    config = quickstart.get_config()
+    config.run_dir = str(tmp_path)
+    write_config(config.run_dir, config)
+    task = types.SimpleNamespace(name="multihop", env=broken)
+    monkeypatch.setattr(ask.tasks, "make_task", lambda *_, **__: task)
+    for flag in ("CONFIG", "QUESTION_ROW", "WORLD"):
+        monkeypatch.setattr(ask, flag, types.SimpleNamespace(value=None))
+    with pytest.raises(UserError, match="the index is of another corpus"):
+        ask.main(["ask", str(tmp_path), "Who?"])
 
 
 def asked(*arguments: object) -> subprocess.CompletedProcess:

@@ -149,7 +149,8 @@ def test_rates_of_the_policy_begin_after_the_warm_up(schedule):
         ({"optimizer.critic_warmup": -1}, r"optimizer.critic_warmup is -1; it must be at least 0"),
         ({"credit.name": "grpo"}, r"no critic to learn \(credit scheme 'grpo' uses none\).*critic_warmup=0"),
         ({"credit.name": "state_baseline", "critic": "none"}, r"no critic to learn \(critic is none\)"),
-        ({"updates": 4}, r"critic_warmup \(5\) exceeds updates \(4\): the policy would never learn"),
+        ({"updates": 4}, r"critic_warmup \(5\) leaves none of the updates \(4\): the policy would never learn"),
+        ({"updates": 5}, r"critic_warmup \(5\) leaves none of the updates \(5\): the policy would never learn"),
     ],
 )
 def test_a_warm_up_without_critic_or_end_is_refused(changes, message):

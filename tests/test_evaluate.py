@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import os
@@ -13,15 +14,20 @@ import sys
 import time
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+import tiny
 from rich.console import Console
 from test_export_hf import run_folder
 from test_train import ROOT
 
+from agentr1_jax.policy.params import join, merge_adapters
 from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.text.sentencepiece import train_sentencepiece
 from agentr1_jax.trajectory import Outcome, read_jsonl, write_jsonl
 from configs import keydoor, quickstart
-from experiments import build, tasks
+from experiments import build, export_hf, sources, tasks
 from experiments.evaluation import chunks, modes, policies, setting
 from experiments.evaluation import run as evaluation_run
 from experiments.evaluation.setting import Request
@@ -222,8 +228,10 @@ def test_whose_parameters_are_meant(run, tmp_path):
     with pytest.raises(UserError, match="name task, tools and budget with --config=FILE"):
         setting.whose(None, str(tmp_path), Request(modes=["agent"]))
     config = quickstart.get_config()
-    with pytest.raises(UserError, match="began with a warm start of its own .* by --base=RUN"):
+    with pytest.raises(UserError, match="training by this config begins with a warm start of its own .* by --base=RUN"):
         policies.start(config)
+    with pytest.raises(UserError, match="nothing says what the training of some/weights began with; .* by --base=RUN"):
+        policies.start(config, source="some/weights")
     assert policies.start(config, run).name == f"{run}, checkpoint 3"
     config.warm_start.run = run
     assert policies.start(config).name == f"{run}, checkpoint 3"
@@ -236,6 +244,131 @@ def test_whose_parameters_are_meant(run, tmp_path):
     given.budget.max_steps, given.policy.preset = 2, "small"
     config, _, _ = setting.whose(given, run, Request(modes=["agent"]))
     assert config.budget.max_steps == 2 and config.policy.layers == 1 and config.policy.preset == "tiny"
+    assert given.policy.preset == "small"  # What was given stays as it was.
+
+
+def test_baselines_that_cannot_be_answered_are_left_out_unless_they_were_asked_for(run, own_start, tmp_path, caplog):
+    every = {"modes": modes.MODES, "questions": 2, "out": str(tmp_path / "out")}
+    with pytest.raises(UserError, match=f"{own_start} began with a warm start of its own .* by --base=RUN"):
+        evaluated(own_start, **every)
+    with caplog.at_level("WARNING", "absl"):
+        evaluated(own_start, named=False, **every)
+    assert f"left out: base, rag, react. {own_start} began with a warm start of its own" in caplog.text
+    assert list(json.loads(text(tmp_path / "out" / "evaluation.json"))["request"]["policies"]) == ["agent"]
+    caplog.clear()
+    config, sources_of, _ = setting.whose(None, run, Request(modes=modes.MODES, named=False))
+    assert list(sources_of) == [modes.TRAINED, modes.START]
+    with caplog.at_level("WARNING", "absl"):
+        made = setting.set_up(config, Request(modes=modes.MODES, named=False), modes.MODES)
+    assert list(made.agents) == MODES and "left out: react. mode react: the prompt of row" in caplog.text
+
+
+@pytest.fixture(scope="module")
+def own_start(tmp_path_factory):
+    """A run with a warm start of its own, and without a KL term."""
+    folder = tmp_path_factory.mktemp("own_start") / "run"
+    run_folder(folder, **{**SMALL, "warm_start_updates": 4})
+    return str(folder)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_reference_of_a_kl_is_what_training_began_with(tmp_path, rank):
+    folder = str(tmp_path / "run")
+    kept = {"kl.kind": "k3", "policy.lora.rank": rank, "critic": "none", "credit.name": "grpo", "pretrain.updates": 2}
+    run_folder(folder, **{**SMALL, "warm_start_updates": 4, "optimizer.name": "adamw", **kept})
+    config, mesh = sources.stored_config(folder), tiny.mesh()
+    with pytest.raises(UserError, match=f"{folder} began with a warm start of its own"):
+        policies.start(config, source=folder)
+    tokenizer = sources.run_tokenizer(config)
+    policy = build.policy(config, tokenizer)
+    params = build.learner_state(config, policy, mesh)[0]().params
+    params = {**params, "decoder": jax.tree.map(lambda x: x + 0.25, params["decoder"])}
+    build.reference(config, policy, mesh, params, fresh=True)
+    expected = merge_adapters(
+        policy, join({"decoder": params["decoder"]}, build.frozen(config, policy, mesh))["decoder"]
+    )
+    for gone in ("", str(tmp_path / "gone")):
+        config.warm_start.run = gone
+        source = policies.start(config, source=folder)
+        assert source.name == f"{folder}, reference of its KL"
+        jax.tree.map(np.testing.assert_array_equal, source.load(tokenizer, mesh), expected)
+
+
+def test_rl_from_another_run_began_with_what_that_run_had_learned(run, whole, tmp_path):
+    folder, out = str(tmp_path / "rl"), str(tmp_path / "out")
+    run_folder(folder, **{**SMALL, "warm_start.run": run})
+    evaluated(folder, out=out, modes=["base"], questions=2)
+    request, theirs = (json.loads(text(f"{place}/evaluation.json"))["request"] for place in (out, whole[0]))
+    assert request["sources"]["base"] == f"{run}, checkpoint 3"
+    assert request["policies"]["base"] == theirs["policies"]["agent"]
+
+
+def test_exported_weights_answer_as_their_run_does(run, whole, tmp_path):
+    weights, out = str(tmp_path / "weights"), str(tmp_path / "out")
+    export_hf.export(run, weights)
+    config = sources.stored_config(run)
+    request = Request(modes=["agent"], questions=4, chunk=4, out=out)
+    evaluation_run.evaluate(config, weights, request, Console(file=io.StringIO()))
+    ours, theirs = (list(read_jsonl(f"{place}/trajectories/agent/eval/00000.jsonl.gz")) for place in (out, whole[0]))
+    for one, other in zip(ours, theirs, strict=True):
+        assert [s.response_ids.tolist() for s in one.steps] == [s.response_ids.tolist() for s in other.steps]
+    requests = [json.loads(text(f"{place}/evaluation.json"))["request"] for place in (out, whole[0])]
+    assert requests[0]["policies"]["agent"] == requests[1]["policies"]["agent"]
+    with pytest.raises(UserError, match=f"nothing says what the training of {weights} began with"):
+        setting.whose(config, weights, Request(modes=["base"]))
+    tokenizer, mesh = sources.run_tokenizer(config), tiny.mesh()
+    base = policies.start(config, weights)
+    assert policies.digest(base.load(tokenizer, mesh)) == requests[0]["policies"]["agent"]
+    train_sentencepiece(["Other words than those of the other texts."] * 20, f"{weights}/tokenizer.model", 320)
+    with pytest.raises(UserError, match=f"{weights} has another tokenizer than {run}/tokenizer.model"):
+        base.load(tokenizer, mesh)
+    os.remove(f"{weights}/tokenizer.model")
+    base.load(tokenizer, mesh)  # There is nothing to compare.
+
+
+def test_the_tape_of_a_run_is_neither_written_nor_read(run, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    for key in ("record", "replay"):
+        record = json.loads(text(f"{run}/config.json"))
+        record["tools"][key] = str(tmp_path / "tape")
+        (other / "config.json").write_text(json.dumps(record))
+        config, _, _ = setting.whose(None, str(other), Request(modes=["agent"]))
+        assert config.tools.record == config.tools.replay == ""
+        given = quickstart.get_config()
+        given.tools[key] = str(tmp_path / "own")
+        config, _, _ = setting.whose(given, str(other), Request(modes=["agent"]))
+        assert config.tools[key] == str(tmp_path / "own")
+
+
+def test_progress_comes_with_each_question_and_recompiling_is_told(run, tmp_path, monkeypatch, caplog):
+    shown, answer = [], evaluation_run.answer
+
+    @contextlib.contextmanager
+    def noted(title, done, total, enabled):
+        yield lambda now, said: shown.append((now, total))
+
+    def compiling(*arguments):
+        jax.jit(lambda x: x + len(shown))(np.ones(3, np.float32))
+        answer(*arguments)
+
+    monkeypatch.setattr(evaluation_run, "progress", noted)
+    monkeypatch.setattr(evaluation_run, "answer", compiling)
+    with caplog.at_level("WARNING", "absl"):
+        _, recompiles = evaluated(run, out=str(tmp_path / "out"), modes=["agent"], questions=4, chunk=2)
+    assert shown == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert recompiles > 0 and f"{recompiles} programs were compiled after warm-up" in caplog.text
+
+
+def test_what_is_not_finished_is_named(run, whole, tmp_path):
+    out = str(tmp_path / "out")
+    shutil.copytree(whole[0], out)
+    os.remove(f"{out}/trajectories/agent/eval/00001.jsonl.gz")
+    evaluated(run, out=out, modes=["base", "rag"])
+    assert "not finished: agent on eval, 4 of 6 questions answered" in text(f"{out}/evaluation.md")
+    evaluation = json.loads(text(f"{out}/evaluation.json"))
+    assert [g["mode"] for g in evaluation["groups"]] == ["base", "rag"]
+    assert "not finished" not in text(f"{whole[0]}/evaluation.md")
 
 
 def test_a_policy_of_another_shape_is_no_start(run, tmp_path):
@@ -281,6 +414,7 @@ def test_react_speaks_its_dialect(run):
     opening = asyncio.run(agent.make_env().reset(task.row("eval", 0), 0))
     prompt = tokenizer.decode(agent.opening(opening))
     assert "Action Input:" in prompt and modes.REACT_INSTRUCTION in prompt and '"search"' in prompt
+    assert task.row("eval", 0)["question"] in prompt and "<answer>" not in prompt
     assert config.agent.dialect == "auto"
 
 

@@ -404,7 +404,9 @@ def test_the_page_says_all_of_it(recorded):
         "policies": {"agent": "aa", "rag": "bb"},
         "sources": {"agent": "runs/x", "rag": "start"},
     }
-    page = markdown({"request": request, "versions": {"jax": "1"}, **found})
+    unfinished = [{"mode": "rag", "split": "dev", "answered": 3, "questions": 9}]
+    page = markdown({"request": request, "unfinished": unfinished, "versions": {"jax": "1"}, **found})
+    assert "not finished: rag on dev, 3 of 9 questions answered" in page
     assert page.count("## Split ") == 2 and "agent − rag" in page and "mean of data sets" in page
     for group in found["groups"]:
         em = group["figures"]["em"]

@@ -16,7 +16,9 @@ from agentr1_jax.runtime.checkpoint import Checkpoints
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.text.tokenizer import load_tokenizer
 from configs import quickstart
-from experiments import build, export_hf, tasks
+from experiments import build, export_hf, sources, tasks
+from experiments.credit import recorded
+from experiments.journal import Position
 
 
 def run_folder(folder, **changes):
@@ -63,6 +65,23 @@ def test_adapters_are_merged_and_dtypes_cast(tmp_path):
     _, params = loaded(tmp_path / "out")
     expected = jax.tree.map(lambda x: x.astype("bfloat16").astype("float32"), merge_adapters(policy, decoder))
     jax.tree.map(np.testing.assert_array_equal, params, expected)
+
+
+def test_the_optimizer_s_state_may_have_another_structure(tmp_path):
+    """As in runs from before it had one for each part of the parameters."""
+    _, decoder = run_folder(tmp_path / "run")
+    config = sources.stored_config(str(tmp_path / "run"))
+    assert config.optimizer.name != "sgd"
+    with config.unlocked():
+        config.optimizer.name, config.run_dir = "sgd", str(tmp_path / "run")
+    configs.write_config(tmp_path / "run", config)
+    export_hf.export(str(tmp_path / "run"), str(tmp_path / "out"))
+    jax.tree.map(np.testing.assert_array_equal, loaded(tmp_path / "out")[1], decoder)
+    policy = build.policy(config, sources.run_tokenizer(config))
+    recording = recorded.Recording(str(tmp_path / "run"), config, [0], [])
+    params, position = recorded.newest_params([recording], policy, tiny.mesh())
+    jax.tree.map(np.testing.assert_array_equal, params["decoder"], decoder)
+    assert set(params) == {"decoder", "value"} and position == Position()
 
 
 def test_mistakes_are_told(tmp_path):

@@ -204,3 +204,43 @@ def test_an_environment_is_made_and_reused(project: pathlib.Path) -> None:
     status, output = run(project, "quickstart.sh")
     assert status == 0
     assert f"making .venv/{MINOR}" in output
+
+
+STAGE = """
+import json, os, pathlib, sys, time
+flags = dict(word[2:].split("=", 1) for word in sys.argv[1:])
+kind = pathlib.Path(__file__).stem
+run = pathlib.Path(flags.get("config.run_dir") or flags.get("checkpoint") or flags["out"])
+with open(os.environ["LOG"], "a") as log:
+    log.write(f"{kind} {run.name}\\n")
+done = {"train": run / "summary.json", "evaluate": run / "evaluation" / "evaluation.json", "table": run}[kind]
+done.parent.mkdir(parents=True, exist_ok=True)
+if kind == "evaluate":
+    (done.parent / "request.json").touch()
+if os.environ.get("STOP") != f"{kind} {run.name}":
+    done.touch()
+"""
+
+
+def test_a_stopped_stage_of_the_small_result_starts_no_other(project: pathlib.Path, monkeypatch) -> None:
+    """Neither does a stopped evaluation whose folder holds the figures of an earlier one."""
+    for name in ("train.py", "evaluate.py", "evaluation/table.py"):
+        (project / "experiments" / name).parent.mkdir(exist_ok=True)
+        (project / "experiments" / name).write_text(STAGE)
+    out, log = project / "out", project / "log"
+    monkeypatch.setenv("LOG", str(log))
+    earlier = out / "warm_start" / "evaluation" / "evaluation.json"
+    earlier.parent.mkdir(parents=True)
+    earlier.touch()
+    os.utime(earlier, (1, 1))
+    for stage in ("train warm_start", "evaluate warm_start", "train ppo_token", "evaluate reinforce_pp"):
+        monkeypatch.setenv("STOP", stage)
+        status, output = run(project, "multihop_small.sh", str(out))
+        assert status == 1 and output.startswith("stopped in ") and "the same command goes on" in output, stage
+        assert log.read_text().splitlines()[-1] == stage
+    monkeypatch.delenv("STOP")
+    log.unlink()
+    assert run(project, "multihop_small.sh", str(out)) == (0, "")
+    names = ("warm_start", "grpo", "ppo_token", "ppo_step", "reinforce_pp")
+    stages = [f"{kind} {name}" for name in names for kind in ("train", "evaluate")]
+    assert log.read_text().splitlines() == [*stages, "table table.md"]

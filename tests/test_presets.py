@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import pathlib
+import types
 
 import jax
 import pytest
 
+from agentr1_jax.policy.params import init_decoder
 from agentr1_jax.runtime.config import flatten, load_config
 from agentr1_jax.runtime.errors import UserError
 from configs import presets
-from experiments import checks
+from experiments import build, checks
 
 FOLDER = pathlib.Path(presets.__file__).parent
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
-TASKS = ("quickstart", "multihop_tiny", "keydoor", "frozenlake")
+TASKS = ("quickstart", "multihop_tiny", "multihop_small", "multihop_medium", "keydoor", "frozenlake")
 SHARED = {"run_dir", "rollout.refills", "learner.minibatches"}
 
 
@@ -38,6 +40,15 @@ def test_every_preset_that_the_house_names_is_there():
 def test_a_preset_works_on_a_task_and_changes_the_algorithm_alone(name, task):
     checks.check(load_config(f"{FOLDER / name}.py:{task}"), jax.devices()[:1])
     assert all(key in SHARED or key.split(".")[0] in presets.ALGORITHM for key in changed(name, task))
+
+
+@pytest.mark.parametrize(("task", "least", "most"), [("multihop_small", 1e6, 3e6), ("multihop_medium", 20e6, 60e6)])
+def test_the_policies_of_real_questions_have_the_size_that_they_are_said_to_have(task, least, most):
+    config = load_config(f"{FOLDER / 'grpo'}.py:{task}")
+    assert config.tokenizer.path.endswith("minimind-6400")
+    policy = build.policy(config, types.SimpleNamespace(vocab_size=6400, name="minimind-6400"))
+    shapes = jax.eval_shape(lambda key: init_decoder(policy, key), jax.random.key(0))
+    assert least < sum(x.size for x in jax.tree.leaves(shapes)) < most
 
 
 def test_presets_differ_from_each_other():

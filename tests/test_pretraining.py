@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 import types
 
 import jax
@@ -10,12 +11,13 @@ import learners
 import numpy as np
 import pytest
 from learners import check_equal, make
+from test_train import small_config
 
 from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.runtime.metrics import read_metrics
 from agentr1_jax.trajectory import Outcome
 from configs import base, quickstart
-from experiments import checks, circle, learning, phases
-from experiments.journal import Position
+from experiments import build, checks, circle, inherited, learning, phases, sources, train
 
 STOP = 1
 
@@ -63,9 +65,68 @@ def test_both_supervised_phases_take_the_same_step_where_their_rows_hold_the_sam
     check_equal(one.learn(pieces)[0].params, other.learn(pieces)[0].params)
 
 
-def test_a_fresh_run_begins_with_pretraining_and_one_from_before_it_goes_on() -> None:
-    assert Position().phase == "pretraining"
-    assert Position(phase="warm_start", update=7).update == 7
+class Broken(Exception):
+    """Ends a run without a word, as kill -9 does."""
+
+
+def supervised(monkeypatch, config, stop_after=None, break_at=None):
+    """The records of a run without RL that nothing is sampled in, and what its checkpoint holds of parameters.
+
+    Args:
+      stop_after: number of updates, over both phases and from where it starts, after which it is asked to stop.
+      break_at: phase at whose beginning it ends without a word.
+    """
+    learn, count = learning.learn, itertools.count(1)
+
+    def counted(*arguments):
+        if next(count) == stop_after:
+            signal.raise_signal(signal.SIGTERM)
+        return learn(*arguments)
+
+    def broken(*_):
+        raise Broken
+
+    with monkeypatch.context() as patch:
+        engine = types.SimpleNamespace(compile=lambda params: None, dispatch=None)
+        patch.setattr(build, "engine", lambda *_: engine)
+        patch.setattr(train, "evaluate", lambda *_, **__: {})
+        patch.setattr(train, "finish", lambda *_: None)
+        patch.setattr(learning, "learn", counted)
+        if break_at:
+            patch.setattr(train, break_at, broken)
+        for flag, value in (("CONFIG", config), ("DRY_RUN", False), ("TOPOLOGY", "")):
+            patch.setattr(train, flag, types.SimpleNamespace(value=value))
+        if break_at:
+            with pytest.raises(Broken):
+                train.main(["train"])
+        else:
+            train.main(["train"])
+    records = [(r["phase"], r["update"], r["learner/loss"]) for r in read_metrics(f"{config.run_dir}/metrics.jsonl")]
+    policy = build.policy(config, sources.run_tokenizer(config))
+    _, _, (_, like, _) = build.learner_state(config, policy, build.learner_mesh(config))
+    params, record = inherited.restored(config.run_dir, like.params)
+    return records, params, record["phase"]
+
+
+def test_a_run_goes_on_within_pretraining_and_at_its_end(tmp_path, monkeypatch) -> None:
+    """Stopped, or broken off where the warm start begins, it comes to the same parameters bit for bit."""
+
+    def config(name):
+        parts = {"pretrain__updates": 3, "pretrain__texts": 40, "pretrain__batch": 8, "warm_start_updates": 2}
+        return small_config(tmp_path / name, updates=0, **parts)
+
+    records, straight, phase = supervised(monkeypatch, config("straight"))
+    assert phase == "done" and [r[:2] for r in records] == [("pretraining", 3), ("warm_start", 2)]
+    for name, phase, how in (
+        ("within", "pretraining", {"stop_after": 2}),
+        ("last", "pretraining", {"stop_after": 3}),
+        ("between", "warm_start", {"break_at": "warm_start"}),
+        ("after", "warm_start", {"stop_after": 4}),
+    ):
+        assert supervised(monkeypatch, config(name), **how)[2] == phase, name
+        again, params, phase = supervised(monkeypatch, config(name))
+        assert (phase, again) == ("done", records), name
+        check_equal(params, straight)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +144,19 @@ def test_what_cannot_be_pretrained_is_refused(key: str, value: int, message: str
     config.pretrain[key] = value
     with pytest.raises(UserError, match=message):
         checks.check(config)
+
+
+@pytest.mark.parametrize(("section", "batch"), [("pretrain", 1), ("pretrain", 3), ("warm_start", 0), ("warm_start", 3)])
+def test_a_batch_that_cannot_be_dealt_to_all_processes_is_refused(section: str, batch: int) -> None:
+    config = quickstart.get_config()
+    config.pretrain.updates = 4
+    devices = [types.SimpleNamespace(process_index=i) for i in range(2)]
+    checks.check(config, devices)
+    config[section].batch = batch
+    with pytest.raises(
+        UserError, match=rf"{section}\.batch \({batch}\) must be a positive multiple of the 2 processes"
+    ):
+        checks.check(config, devices)
 
 
 def test_longer_pieces_than_rows_are_dropped_and_counted() -> None:

@@ -109,6 +109,7 @@ def source(tmp_path: Path) -> Path:
     config = small_config(tmp_path / "source", critic="separate", seed=5)
     configs.write_config(config.run_dir, config)
     (tmp_path / "source" / "tokenizer.model").write_bytes(b"pieces")
+    (tmp_path / "source" / "summary.json").touch()
     (tmp_path / "source" / "checkpoints" / "3").mkdir(parents=True)
     return tmp_path / "source"
 
@@ -150,6 +151,7 @@ def test_adapters_of_another_run_come_with_the_weights_under_them(tmp_path: Path
     config = small_config(tmp_path / "source", seed=5, **lora)
     configs.write_config(config.run_dir, config)
     (tmp_path / "source" / "tokenizer.model").write_bytes(b"pieces")
+    (tmp_path / "source" / "summary.json").touch()
     theirs = save_start(config)
     run = small_config(tmp_path / "run", seed=5, warm_start__run=config.run_dir, **lora)
     inherited.check(run)
@@ -181,6 +183,12 @@ def test_a_run_that_rl_cannot_start_from_is_refused(
 
 def test_how_a_policy_is_computed_may_differ(tmp_path: Path, source: Path) -> None:
     inherited.check(small_config(tmp_path / "run", warm_start__run=str(source), policy__remat="full", seed=8))
+
+
+def test_a_run_that_was_stopped_half_way_is_refused(tmp_path: Path, source: Path) -> None:
+    (source / "summary.json").unlink()
+    with pytest.raises(UserError, match=r"source is not finished .* by the command that started it"):
+        inherited.check(small_config(tmp_path / "run", warm_start__run=str(source)))
 
 
 def test_a_run_with_parts_gone_is_refused(tmp_path: Path, source: Path) -> None:

@@ -57,7 +57,7 @@ def markdown(evaluation: Mapping[str, Any]) -> str:
     """The page.
 
     Args:
-      evaluation: what evaluation.json holds: `request, versions, groups, differences`.
+      evaluation: what evaluation.json holds: `request, unfinished, versions, groups, differences`.
 
     Returns:
       Markdown; a section for each split.
@@ -76,6 +76,11 @@ def markdown(evaluation: Mapping[str, Any]) -> str:
         ),
         "A figure is a mean over questions with its 95 % bootstrap interval. What the infrastructure failed is left "
         "out of it, and counted as failed; whatever the policy did wrong counts as a wrong answer.\n",
+        *(
+            f"Left out, since it is not finished: {u['mode']} on {u['split']}, {u['answered']} of {u['questions']} "
+            "questions answered.\n"
+            for u in evaluation["unfinished"]
+        ),
     ]
     for split in dict.fromkeys(group["split"] for group in evaluation["groups"]):
         groups = [group for group in evaluation["groups"] if group["split"] == split]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import re
@@ -20,14 +19,13 @@ from agentr1_jax.credit.shaping import Moments, shaped
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.rollout.runner import signal
-from agentr1_jax.runtime.checkpoint import Checkpoints
 from agentr1_jax.runtime.config import flatten
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.trajectory import Trajectory, read_jsonl
-from experiments import build, learning
+from experiments import build, inherited, learning
 from experiments.circle import Run
-from experiments.export_hf import stored_config
 from experiments.journal import Position
+from experiments.sources import stored_config
 
 OF_POLICY = ("policy", "tokenizer", "critic", "context", "rollout.temperature", "rollout.top_k", "rollout.top_p")
 """Keys and sections of a config in which recordings of one policy agree."""
@@ -176,15 +174,9 @@ def newest_params(recordings: Sequence[Recording], policy: DecoderConfig, mesh: 
 
 
 def _restored(recorded: Recording, policy: DecoderConfig, mesh: Mesh) -> tuple[Params, Position]:
-    config, none = recorded.config, f"{recorded.folder}: has no checkpoint yet; let the run come to its first one"
-    if not os.path.isdir(os.path.join(recorded.folder, "checkpoints")):
-        raise UserError(none)
-    _, _, (_, like, _) = build.learner_state(config, policy, mesh)
-    with contextlib.closing(Checkpoints(recorded.folder, config.checkpoints_kept)) as kept:
-        restored = kept.restore(like)
-    if restored is None:
-        raise UserError(none)
-    return restored[0].params, Position(**restored[1])
+    _, _, (_, like, _) = build.learner_state(recorded.config, policy, mesh)
+    params, record = inherited.restored(recorded.folder, like.params)
+    return params, Position(**record)
 
 
 def version(position: Position, config: ml_collections.ConfigDict) -> int:

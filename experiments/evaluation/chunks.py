@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from agentr1_jax.agents.base import Agent
@@ -134,8 +134,11 @@ def roll_out(
     limits: Limits,
     seed: int,
     stop: StopRequest,
+    advance: Callable[[], None],
 ) -> list[Trajectory]:
     """The trajectories of a chunk, in order of row and sample, each with the facts of its row in `info`.
+
+    Calls `advance` with every question that is answered.
 
     Raises:
       Stopped: on request, between two questions.
@@ -149,6 +152,7 @@ def roll_out(
             if stop.requested:
                 raise Stopped
             out += [with_facts(t, chunk, rows[t.group], task.name) for t in group]
+            advance()
     finally:
         running.close()  # type: ignore[attr-defined]  # It is a generator: what it left running ends here.
     return sorted(out, key=lambda t: (t.group, t.sample))

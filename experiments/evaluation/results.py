@@ -38,9 +38,11 @@ def write(out: str, setting: Setting, record: Mapping[str, Any]) -> dict[str, An
       UserError: a file of trajectories is damaged.
     """
     gallery = Gallery(SHOWN)
-    scores = [score(trajectory) for trajectory in gallery.passing(read_chunks(finished(out, record)))]
+    chunks, unfinished = complete(out, record)
+    scores = [score(trajectory) for trajectory in gallery.passing(read_chunks(chunks))]
     evaluation = {
         "request": dict(record),
+        "unfinished": unfinished,
         "versions": versions(),
         **figures(scores, samples=record["samples"]),
         "config": configs.resolve(setting.config),
@@ -63,14 +65,22 @@ def write(out: str, setting: Setting, record: Mapping[str, Any]) -> dict[str, An
     return evaluation
 
 
-def finished(out: str, record: Mapping[str, Any]) -> list[Chunk]:
-    """The chunks of every mode and split that is complete."""
+def complete(out: str, record: Mapping[str, Any]) -> tuple[list[Chunk], list[dict[str, Any]]]:
+    """The chunks of every mode and split that is complete, and what is not: `{mode, split, answered, questions}`.
+
+    A mode that was asked on some splits only is among the unfinished on the others.
+    """
     chunks: list[Chunk] = []
+    unfinished = []
     for mode in (mode for mode in MODES if mode in record["policies"]):
         for split, count in record["splits"].items():
             of_split = chunks_of(out, mode, {split: count}, record["chunk"])
-            chunks += of_split if all(chunk.done for chunk in of_split) else []
-    return chunks
+            answered = sum(len(chunk.rows) for chunk in of_split if chunk.done)
+            if answered == count:
+                chunks += of_split
+            else:
+                unfinished.append({"mode": mode, "split": split, "answered": answered, "questions": count})
+    return chunks, unfinished
 
 
 def versions() -> dict[str, str]:

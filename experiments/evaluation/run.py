@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import ml_collections
+from absl import logging
 from rich.console import Console
 
 from agentr1_jax.policy.decoder import Params
@@ -37,25 +39,28 @@ def evaluate(given: ml_collections.ConfigDict | None, source: str, request: Requ
       UserError: something given does not fit, or the folder holds another evaluation.
     """
     config, sources, out = whose(given, source, request)
-    setting = set_up(config, request)
-    chunks = {mode: chunks_of(out, mode, setting.counts, request.chunk) for mode in request.modes}
+    answerable = [mode for mode in request.modes if modes.parameters_of(mode, request.baselines) in sources]
+    setting = set_up(config, request, answerable)
+    chunks = {mode: chunks_of(out, mode, setting.counts, request.chunk) for mode in setting.agents}
     record = request_record(setting, request)
     compiles, recompiles, warm = CompileCounter(), 0, False
     with StopRequest() as stop, answered(chunks) as advance:
         for role, origin in sources.items():
             params, digest = load(setting, origin)
-            own = [mode for mode in request.modes if modes.parameters_of(mode, request.baselines) == role]
+            own = [mode for mode in setting.agents if modes.parameters_of(mode, request.baselines) == role]
             names = {"policies": dict.fromkeys(own, digest), "sources": dict.fromkeys(own, origin.name)}
             record = claim(out, {**record, **names})
             for chunk in (chunk for mode in own for chunk in chunks[mode] if not chunk.done):
                 before = compiles.count
                 try:
-                    answer(chunk, setting, params, request, stop)
+                    answer(chunk, setting, params, request, stop, functools.partial(advance, chunk))
                 except Stopped:
                     console.print(f"stopped; the same command goes on with {out}", markup=False)
                     return recompiles
-                recompiles, warm = recompiles + (compiles.count - before) * warm, True
-                advance(chunk)
+                compiled, warm = (compiles.count - before) * warm, True
+                recompiles += compiled
+                if compiled:
+                    logging.warning("%d programs were compiled after warm-up", compiled)
     evaluation = results.write(out, setting, record)
     console.print(quality_table(evaluation, title=out))
     look = f"Look at {out}/evaluation.md and {out}/report.html; all figures are in {out}/evaluation.json"
@@ -63,8 +68,14 @@ def evaluate(given: ml_collections.ConfigDict | None, source: str, request: Requ
     return recompiles
 
 
-def answer(chunk: Chunk, setting: Setting, params: Params, request: Request, stop: StopRequest) -> None:
-    """Answers the questions of a chunk, and writes its file."""
+def answer(
+    chunk: Chunk, setting: Setting, params: Params, request: Request, stop: StopRequest, advance: Callable[[], None]
+) -> None:
+    """Answers the questions of a chunk, and writes its file; calls `advance` with each of them.
+
+    Raises:
+      Stopped: on request, between two questions; no file is written then.
+    """
     trajectories = roll_out(
         chunk,
         setting.engine,
@@ -76,20 +87,21 @@ def answer(chunk: Chunk, setting: Setting, params: Params, request: Request, sto
         limits=build.limits(setting.config),
         seed=request.seed,
         stop=stop,
+        advance=advance,
     )
     write_jsonl(chunk.path, trajectories)
 
 
 @contextlib.contextmanager
 def answered(chunks: Mapping[str, Sequence[Chunk]]) -> Iterator[Callable[[Chunk], None]]:
-    """Progress in questions: gives a function to call with each chunk that is complete."""
+    """Progress in questions: gives a function to call, as each is answered, with the chunk that it is of."""
     every = [chunk for of_mode in chunks.values() for chunk in of_mode]
     done = sum(len(chunk.rows) for chunk in every if chunk.done)
     with progress("evaluate", done, sum(len(chunk.rows) for chunk in every), True) as show:
 
         def advance(chunk: Chunk) -> None:
             nonlocal done
-            done += len(chunk.rows)
-            show(done, f"questions; last {chunk.mode} on {chunk.split}")
+            done += 1
+            show(done, f"questions; {chunk.mode} on {chunk.split}")
 
         yield advance

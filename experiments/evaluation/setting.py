@@ -27,15 +27,20 @@ from experiments.evaluation import policies
 from experiments.evaluation.chunks import SECTIONS
 from experiments.evaluation.modes import START, check_task, make_agent, parameters_of
 from experiments.evaluation.policies import Source
-from experiments.export_hf import stored_config
 from experiments.retrieval import LateDispatch
+from experiments.sources import fit_devices, is_run, stored_config
 
 HELD_OUT = "held_out"
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What is asked of an evaluation; see the flags of `experiments.evaluate`."""
+    """What is asked of an evaluation; see the flags of `experiments.evaluate`.
+
+    Attributes:
+      modes: ways of answering to compare.
+      named: whether somebody asked for just these; otherwise baselines that cannot be answered are left out.
+    """
 
     modes: Sequence[str]
     splits: Sequence[str] = ()
@@ -47,6 +52,7 @@ class Request:
     base: str = ""
     chunk: int = 128
     seed: int = 0
+    named: bool = True
 
     def __post_init__(self) -> None:
         if self.samples > 1 and self.temperature == 0:
@@ -58,9 +64,15 @@ class Setting:
     """The parts that all modes share.
 
     Attributes:
-      agents: mode -> agent.
+      config: of the evaluation, fitted to the devices, with the seed of the request.
+      task: what is asked.
+      tokenizer: of the policy.
+      policy: its shape, adapters merged.
+      mesh: what parameters are loaded on.
+      engine: samples the responses.
+      view: (parameters on `mesh`, {}) -> the decoder's on the engine's mesh.
+      agents: each mode that is answered -> its agent.
       counts: split -> rows that are asked.
-      view: (parameters of the learner, {}) -> the decoder's on the engine's mesh.
     """
 
     config: ml_collections.ConfigDict
@@ -77,53 +89,72 @@ class Setting:
 def whose(
     given: ml_collections.ConfigDict | None, source: str, request: Request
 ) -> tuple[ml_collections.ConfigDict, dict[str, Source], str]:
-    """The config of the evaluation, where the parameters come from that its modes need, and the folder of the results.
+    """What is evaluated; `given` stays as it is.
+
+    Returns:
+      the config of the evaluation, where the parameters come from that its modes need (START is absent where no mode
+      can be answered that needs it), and the folder of the results.
 
     Raises:
-      UserError: a mode needs parameters that nothing names.
+      UserError: a mode needs parameters that nothing names; of modes that nobody named only for those of TRAINED.
     """
-    if not source and given is not None and policies.is_run(given.run_dir):
+    if not source and given is not None and is_run(given.run_dir):
         source = given.run_dir
-    began_with = None if given is None else given.copy_and_resolve_references()
     config = policies.evaluated_config(given, source)
-    of_run = policies.is_run(source)
-    if of_run or began_with is None:
-        began_with = stored_config(source)
+    of_run = is_run(source)
+    trained_by = stored_config(source) if of_run or given is None else given
     sources = {}
     for role in dict.fromkeys(parameters_of(mode, request.baselines) for mode in request.modes):
         if role == START:
-            sources[role] = policies.start(began_with, request.base)
+            try:
+                sources[role] = policies.start(trained_by, request.base, source=source)
+            except UserError as error:
+                if request.base:
+                    raise
+                leave_out(request, [m for m in request.modes if parameters_of(m, request.baselines) == START], error)
         elif source:
-            sources[role] = policies.checkpoint(began_with if of_run else config, source)
+            sources[role] = policies.checkpoint(trained_by if of_run else config, source)
         else:
             raise UserError(f"{config.run_dir}: no run there; name the trained policy by --checkpoint=RUN (or WEIGHTS)")
     out = request.out or (os.path.join(source, "evaluation") if of_run else f"{config.run_dir}_evaluation")
     return config, sources, out
 
 
-def set_up(config: ml_collections.ConfigDict, request: Request) -> Setting:
-    """The parts of an evaluation. Raises UserError if they do not fit each other."""
-    if config.compilation_cache:
-        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.compilation_cache))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+def leave_out(request: Request, modes: Sequence[str], error: UserError) -> None:
+    """Says which modes are not answered, and why. Raises the error where modes were asked for by name."""
+    if request.named:
+        raise error
+    logging.warning("left out: %s. %s", ", ".join(modes), error)
+
+
+def set_up(config: ml_collections.ConfigDict, request: Request, modes: Sequence[str]) -> Setting:
+    """The parts of an evaluation.
+
+    Args:
+      config: of the evaluation; it stays as it is.
+      request: what is asked.
+      modes: those of the request whose parameters there are.
+
+    Raises:
+      UserError: they do not fit each other; of modes that nobody named only for `agent`.
+    """
+    build.keep_programs(config)
     config = config.copy_and_resolve_references()
     config.seed = request.seed  # That of the run has done its work; here equal seeds ask equal questions.
-    policies.fit_devices(config)
+    fit_devices(config)
     dispatch = LateDispatch()
     task = tasks.make_task(config, dispatch=dispatch)
     counts = rows_of_splits(config, task, request)
-    check_task(task, task.row(next(iter(counts)), 0), request.modes)
     tokenizer = build.tokenizer(config, task, resumes=True)
-    try:
-        agents = {mode: make_agent(mode, config, task, tokenizer) for mode in request.modes}
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    for mode in request.modes:
-        if mode != "rag":  # What it opens with depends on what is found; an overflow is an outcome of its own.
-            try:
-                checks.check_openings(config, task, agents[mode])
-            except UserError as error:
-                raise UserError(f"mode {mode}: {error}; or leave {mode} out of --modes") from error
+    agents = {}
+    for mode in modes:
+        try:
+            check_task(task, task.row(next(iter(counts)), 0), [mode])
+            agents[mode] = fitting_agent(mode, config, task, tokenizer)
+        except UserError as error:
+            if mode == "agent":
+                raise
+            leave_out(request, [mode], error)
     policy = policies.merged(build.policy(config, tokenizer))
     mesh = meshes.learner_mesh(1, jax.device_count(), 1)
     rollout_mesh = meshes.rollout_mesh(mesh, config.rollout.tensor)
@@ -131,6 +162,20 @@ def set_up(config: ml_collections.ConfigDict, request: Request) -> Setting:
     dispatch.to = engine.dispatch
     view = build.rollout_view(policy, mesh, rollout_mesh)
     return Setting(config, task, tokenizer, policy, mesh, engine, view, agents, counts)
+
+
+def fitting_agent(mode: str, config: ml_collections.ConfigDict, task: Task, tokenizer: Tokenizer) -> EnvLoop:
+    """The agent of a mode. Raises UserError where the tokenizer does not allow it, or the budget has no room for it."""
+    try:
+        agent = make_agent(mode, config, task, tokenizer)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if mode != "rag":  # What it opens with depends on what is found; an overflow is an outcome of its own.
+        try:
+            checks.check_openings(config, task, agent)
+        except UserError as error:
+            raise UserError(f"mode {mode}: {error}; or leave {mode} out of --modes") from error
+    return agent
 
 
 def rows_of_splits(config: ml_collections.ConfigDict, task: Task, request: Request) -> dict[str, int]:
