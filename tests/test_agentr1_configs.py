@@ -1,0 +1,217 @@
+"""Agent-R1's protocol as configs: its numbers, its algorithms, the hardware it is laid out for."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import pathlib
+import shlex
+import types
+
+import ml_collections
+import pytest
+
+from agentr1_jax.policy import weights
+from agentr1_jax.runtime.config import flatten, load_config
+from agentr1_jax.runtime.errors import UserError
+from configs import agentr1, presets
+from experiments import build, checks, tasks, topology
+from experiments.plan import _preset_of, device_bytes, make_plan, programs, total_bytes
+
+FOLDER = pathlib.Path(agentr1.__file__).parent
+NAMES = ("ppo_token", "ppo_step", "grpo", "reinforce_pp", "rloo")
+SLICES = {"v5e-16": (16, 4, "v5e:4x4", 16), "v5p-8": (4, 1, "v5p:2x2x1", 95), "gpu8": (8, 1, "", 80)}
+"""Devices, processes, topology and GiB of each device."""
+PROTOCOL = {
+    "task.datasets": ("hotpotqa", "2wikimultihopqa"),
+    "task.eval_datasets": ("hotpotqa", "2wikimultihopqa", "musique"),
+    "task.top_k": 5,
+    "task.reward": "weighted",
+    "task.rewards.answer": 1.0,
+    "task.rewards.f1": 0.0,
+    "task.rewards.gold_passage": 0.0,
+    "task.rewards.repeated_query": 0.0,
+    "policy.weights": "Qwen/Qwen2.5-3B-Instruct",
+    "budget.max_steps": 5,
+    "budget.response_tokens": 1024,
+    "budget.observation_tokens": 512,
+    "budget.context_tokens": 8192,
+    "rollout.groups": 128,
+    "rollout.samples": 5,
+    "rollout.temperature": 1.0,
+    "rollout.top_k": 0,
+    "rollout.top_p": 1.0,
+    "learner.minibatches": 2,
+    "learner.epochs": 1,
+    "optimizer.lr": 1e-6,
+    "optimizer.value_lr": 1e-5,
+}
+CLIPPED = {"loss.entropy_coef": 0.001}
+CRITIC = {"critic": "separate", "loss.value_coef": 1.0}
+KL_LOSS = {"kl.kind": "k3", "kl.coef": 0.001, "kl.where": "loss"}
+KL_REWARD = {"kl.kind": "k1", "kl.coef": 0.001, "kl.where": "reward"}
+NARROW = {"loss.ratio": "step", "loss.clip": "dual", "loss.clip_low": 3e-4, "loss.clip_high": 4e-4, "loss.dual_c": 10.0}
+DISCOUNT = {"credit.args.gamma": 1.0}
+ALGORITHMS = {
+    "ppo_token": {"credit.name": "token_gae", "credit.args.lam": 1.0, "optimizer.critic_warmup": 5}
+    | {**CRITIC, **KL_REWARD, **CLIPPED, **DISCOUNT},
+    "ppo_step": {"credit.name": "step_gae", "credit.args.gamma": 0.99, "credit.args.lam": 1.0}
+    | {**CRITIC, **NARROW, "loss.aggregate": "step"},
+    "grpo": {"credit.name": "grpo", **KL_LOSS, **CLIPPED},
+    "reinforce_pp": {"credit.name": "reinforce_pp", **KL_REWARD, **CLIPPED, **DISCOUNT},
+    "rloo": {"credit.name": "rloo", **KL_LOSS, **CLIPPED},
+}
+
+
+def load(name, hardware="v5e-16"):
+    return load_config(f"{FOLDER / f'agentr1_{name}'}.py:{hardware}")
+
+
+def flat(config):
+    return dict(flatten(config.to_dict()))
+
+
+def changed(config, **changes):
+    with ml_collections.ConfigDict(config).unlocked() as config:
+        config.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
+    return config
+
+
+def devices(hardware):
+    count, processes, _, _ = SLICES[hardware]
+    return [types.SimpleNamespace(process_index=i * processes // count) for i in range(count)]
+
+
+@pytest.mark.parametrize("hardware", SLICES)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_config_can_start_on_all_hardware_and_has_the_protocols_numbers(name, hardware):
+    c = load(name, hardware)
+    checks.check(c, devices(hardware))
+    values = flat(c)
+    assert {key: values[key] for key in PROTOCOL} == PROTOCOL
+    assert c.run_dir == f"runs/agentr1_{name}"
+    trajectories = c.rollout.groups * c.rollout.samples // c.learner.minibatches
+    assert trajectories == 64 * 5
+    # Every trajectory fits a row: as many rows as trajectories at most.
+    assert build.microbatches(c, trajectories) * c.learner.rows == trajectories
+    assert c.learner.row_reads > c.budget.max_steps * c.budget.response_tokens + c.budget.max_steps
+    assert c.learner.row_tokens == c.rollout.length == c.budget.context_tokens
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_config_changes_the_algorithm_alone(name):
+    own = flat(load(name))
+    shared = flat(presets.on("agentr1", f"{name}"))
+    assert {key: x for key, x in own.items() if x != shared[key]}.keys() <= ALGORITHMS[name].keys()
+    assert {key: own[key] for key in ALGORITHMS[name]} == ALGORITHMS[name]
+    if not {"critic"} & ALGORITHMS[name].keys():
+        assert own["critic"] == "none" and own["optimizer.critic_warmup"] == 0
+
+
+def test_hardware_changes_nothing_of_the_algorithm():
+    keys = {hardware: set(changes) for hardware, changes in agentr1.HARDWARE.items()}
+    assert set(keys) == set(SLICES) and len({frozenset(x) for x in keys.values()}) == 1
+    for name in NAMES:
+        first, *others = (flat(load(name, hardware)) for hardware in SLICES)
+        for other in others:
+            differing = {key for key in first if first[key] != other[key]}
+            assert {key.split(".")[0] for key in differing} <= {"mesh", "rollout", "learner", "policy"}
+            assert not differing & PROTOCOL.keys()
+
+
+def test_unknown_hardware_is_refused_with_what_there_is():
+    with pytest.raises(UserError, match=r"unknown hardware 'v9z'; choose one of v5e-16, v5p-8, gpu8"):
+        load("grpo", "v9z")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_opens_with_its_own_commands(name):
+    said = ast.get_docstring(ast.parse((FOLDER / f"agentr1_{name}.py").read_text(encoding="utf-8")))
+    command = f"--config=configs/agentr1_{name}.py"
+    assert f"python -m experiments.train {command}\n" in said
+    for hardware in ("v5e-16", "v5p-8"):
+        assert f"{command}:{hardware} --dry_run --topology={SLICES[hardware][2]}" in said
+    assert said.count("configs/") == said.count(command)
+    assert "To expect" in said and "Fits" in said
+
+
+@pytest.mark.parametrize(("name", "trained"), [("grpo", 1), ("ppo_token", 2)])
+def test_a_dry_run_asks_neither_the_hub_nor_the_data(name, trained, monkeypatch, tmp_path):
+    def unreachable(path):
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(weights, "read_config", unreachable)
+    config = changed(load(name, "gpu8"), policy__attention="xla", tokenizer__path=str(tmp_path / "none"))
+    plan = make_plan(changed(config, task__data_dir=str(tmp_path / "none")))
+    parameters = 3_085_938_688  # As published.
+    assert total_bytes(plan.state.params["decoder"]) == 4 * parameters
+    # Parameters and two moments, float32, over 8 devices; a critic has as many again.
+    assert device_bytes(plan.state) == pytest.approx(trained * 12 * parameters / 8, rel=1e-3)
+    # 2 devices share the heads of a quarter of the lines: 64 slots, 16 parked and 1 spare of one key head each.
+    assert device_bytes(plan.cache) == 36 * 2 * 128 * 2 * 8192 * (64 + 16 + 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "preset"),
+    [
+        ("Qwen/Qwen2.5-3B-Instruct", "qwen2.5-3b"),
+        ("Qwen/Qwen2.5-3B", "qwen2.5-3b"),
+        ("Qwen/Qwen2.5-32B", ""),
+        ("Qwen/Qwen3-8B", "qwen3-8b"),
+        ("someone/else", ""),
+        ("", ""),
+    ],
+)
+def test_weights_of_the_hub_have_a_shape_by_their_name(path, preset):
+    assert _preset_of(path) == preset
+
+
+def test_a_folder_of_weights_is_read_whatever_its_name(tmp_path):
+    (tmp_path / "qwen2.5-3b").mkdir()
+    assert _preset_of(str(tmp_path / "qwen2.5-3b")) == ""
+
+
+def commands(text):
+    """(config, its argument, overrides) of every command of a document that names one of these configs."""
+    for line in text.splitlines():
+        words = shlex.split(line, comments=True) if "--config=configs/agentr1_" in line else []
+        values = dict(word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
+        if values:
+            path, _, hardware = values["config"].partition(":")
+            yield path, hardware or "v5e-16", {k[7:]: x for k, x in values.items() if k.startswith("config.")}
+
+
+def test_every_command_of_the_page_can_start():
+    page = (FOLDER.parent / "docs" / "agentr1.md").read_text(encoding="utf-8")
+    seen = set()
+    for path, hardware, overrides in commands(page):
+        config = load_config(f"{FOLDER.parent / path}:{hardware}")
+        was = flat(config)
+        values = {key: x if isinstance(was[key], str) else ast.literal_eval(x) for key, x in overrides.items()}
+        checks.check(changed(config, **values), devices(hardware))
+        seen |= overrides.keys()
+    assert {"learner.loss_mask", "learner.advantage_mask", "credit.name", "context", "task.reward"} <= seen
+
+
+@pytest.mark.parametrize("reward", ["weighted", "agentr1_v1"])
+def test_the_task_is_asked_as_the_protocol_says(reward, data_dir):
+    task = tasks.make_task(
+        changed(load("grpo"), task__data_dir=str(data_dir), task__corpus="mini", task__reward=reward)
+    )
+    trained_on = {task.row("train", i)["dataset"] for i in range(40)}
+    assert trained_on == {"hotpotqa", "2wikimultihopqa"} and task.search.top_k == 5
+    assert all(task.row(f"eval/{name}", 0)["dataset"] == name for name in load("grpo").task.eval_datasets)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="no libtpu")
+def test_the_tightest_update_fits_its_chips():
+    count, _, name, memory = SLICES["v5e-16"]
+    plan = make_plan(load("ppo_token"), name)
+    assert plan.learner_mesh.size == count
+    update = next(p for p in programs(plan) if p.name == "update (RL)")
+    with topology.uncached():
+        m = update.lower().compile().memory_analysis()
+    total = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
+    reference = 2 * 3_085_938_688 / count
+    assert total + reference < 0.97 * memory * 2**30
