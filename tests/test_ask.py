@@ -12,6 +12,7 @@ import types
 from pathlib import Path
 
 import pytest
+from programs import program
 from rich.console import Console
 from test_train import ROOT, train
 
@@ -22,9 +23,10 @@ from agentr1_jax.runtime.config import write_config
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.trajectory import Outcome, Trajectory
 from configs import quickstart
-from experiments import ask, build, sources
+from experiments import build, sources
 
 SAID = ["[red]so[/red] <tool_call>{</tool_call>", "hm", "<answer> :smile: </answer>"]
+ask = program("ask")
 TASK = HopWorldTask(top_k=2, flaws=NO_FLAWS)
 
 

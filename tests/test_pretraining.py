@@ -11,13 +11,16 @@ import learners
 import numpy as np
 import pytest
 from learners import check_equal, make
+from programs import program
 from test_train import small_config
 
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.runtime.metrics import read_metrics
 from agentr1_jax.trajectory import Outcome
 from configs import base, quickstart
-from experiments import build, checks, circle, inherited, learning, phases, sources, train
+from experiments import build, checks, circle, inherited, learning, phases, sources
+
+train = program("train")
 
 STOP = 1
 
