@@ -29,11 +29,13 @@ evaluate() {
 
 train "$out/warm_start" --config="configs/$config.py" --config.updates=0
 evaluate "$out/warm_start" --modes=agent,rag --baselines=checkpoint
+# Of RL alone: three questions of 2Wiki for one of HotpotQA, and less noise of mistyped names in what is sampled.
+rl=(--config.task.mixture="('hotpotqa=1', '2wikimultihopqa=3')" --config.rollout.temperature=0.7)
 rows=("Naive RAG=$out/warm_start/evaluation:rag" "warm start=$out/warm_start/evaluation:agent")
 
 for name in grpo:GRPO ppo_token:PPO ppo_step:StepPO reinforce_pp:REINFORCE++; do
   run=$out/${name%%:*}
-  train "$run" --config="configs/presets/${name%%:*}.py:$config" --config.warm_start.run="$out/warm_start"
+  train "$run" --config="configs/presets/${name%%:*}.py:$config" --config.warm_start.run="$out/warm_start" "${rl[@]}"
   evaluate "$run" --modes=agent
   rows+=("${name#*:}=$run/evaluation:agent")
 done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pathlib
 import typing
@@ -18,6 +19,8 @@ import jaxtyping
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+MOST_MAPPINGS = 30_000
 
 # Tests assert no times: a busy machine must not fail them.
 hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -52,6 +55,20 @@ def pytest_configure(config: pytest.Config) -> None:
     """Keeps compiled programs from one run of the tests to the next, small ones too."""
     jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def not_too_many_programs() -> Iterator[None]:
+    """Forgets compiled programs before they are too many.
+
+    Each takes three mappings of memory. Linux allows a process 65,530; beyond, the compiler ends it by a segmentation
+    fault.
+    """
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
