@@ -25,7 +25,7 @@ from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.envs import qa
 from agentr1_jax.envs.rewards import exact_match, f1
-from agentr1_jax.report.evaluation import headline, markdown
+from agentr1_jax.report.evaluation import markdown, quality_rows
 from agentr1_jax.report.statistics import two_stage_interval
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.text.chat import chat_format
@@ -412,7 +412,8 @@ def test_the_page_says_all_of_it(recorded):
         em = group["figures"]["em"]
         assert f"{em['mean']:.3f} [{em['low']:.3f}, {em['high']:.3f}]" in page
         assert f"{group['failed_trajectories']} of {group['trajectories']}" in page
-    assert len(headline(found | {"request": request})) == len(found["groups"])
+    rows = quality_rows(found | {"request": request})
+    assert len(rows) == len(found["groups"]) and {len(row) for row in rows} == {len(rows[0])}
 
 
 def test_scores_are_read_back_and_damage_is_told(recorded, tmp_path):

@@ -111,7 +111,17 @@ def supervised(monkeypatch, config, stop_after=None, break_at=None):
     return records, params, record["phase"]
 
 
-def test_a_run_goes_on_within_pretraining_and_at_its_end(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    "ends",
+    [
+        [("within", "pretraining", {"stop_after": 2}), ("between", "warm_start", {"break_at": "warm_start"})],
+        pytest.param(
+            [("last", "pretraining", {"stop_after": 3}), ("after", "warm_start", {"stop_after": 4})],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_run_goes_on_within_pretraining_and_at_its_end(tmp_path, monkeypatch, ends) -> None:
     """Stopped, or broken off where the warm start begins, it comes to the same parameters bit for bit."""
 
     def config(name):
@@ -120,12 +130,7 @@ def test_a_run_goes_on_within_pretraining_and_at_its_end(tmp_path, monkeypatch) 
 
     records, straight, phase = supervised(monkeypatch, config("straight"))
     assert phase == "done" and [r[:2] for r in records] == [("pretraining", 3), ("warm_start", 2)]
-    for name, phase, how in (
-        ("within", "pretraining", {"stop_after": 2}),
-        ("last", "pretraining", {"stop_after": 3}),
-        ("between", "warm_start", {"break_at": "warm_start"}),
-        ("after", "warm_start", {"stop_after": 4}),
-    ):
+    for name, phase, how in ends:
         assert supervised(monkeypatch, config(name), **how)[2] == phase, name
         again, params, phase = supervised(monkeypatch, config(name))
         assert (phase, again) == ("done", records), name

@@ -10,7 +10,6 @@ import json
 import re
 import shutil
 import subprocess
-import time
 import urllib.parse
 
 import numpy as np
@@ -247,11 +246,19 @@ def test_pictures_are_shown_only_where_there_are_any(page, tmp_path):
     assert all(base64.b64decode(data, validate=True).startswith(b"\x89PNG") for _, data in images)
     assert images[0][1] != images[1][1]
     assert len(re.findall(r"<h2>Decode slots over time</h2>\s*<p>One band for each slot", page)) == 1
-    inspector.write_report(tmp_path / "bare.html", [], decode=str, title="t", summary={})
+    inspector.write_report(tmp_path / "bare.html", [], decode=str, title="t")
     bare = (tmp_path / "bare.html").read_text("utf-8")
     assert "<img" not in bare
     assert "Decode slots" not in bare
     assert "<section class='slots'" not in bare
+    assert "<dl" not in bare and "<table" not in bare
+
+
+def test_a_table_heads_the_page(tmp_path):
+    rows = [{"mode": "agent", "EM": "0.5 <0.4>"}, {"mode": "rag", "EM": "-"}]
+    inspector.write_report(tmp_path / "page.html", [], decode=str, title="t", table=rows)
+    cells = re.findall(r"<t[hd]>(.*?)</t[hd]>", (tmp_path / "page.html").read_text("utf-8"))
+    assert cells == ["mode", "EM", "agent", "0.5 &lt;0.4&gt;", "rag", "-"]
 
 
 def test_hostile_text_stays_text_and_survives(page):
@@ -351,7 +358,7 @@ def test_token_piece_keeps_the_space_that_sentencepiece_drops_first():
     assert [inspector.token_piece(byte_level, i) for i in range(3)] == [" the", "\ufffd", "\ufffd"]
 
 
-def test_three_hundred_trajectories_stay_small_and_quick(tmp_path):
+def test_three_hundred_trajectories_stay_small(tmp_path):
     rng = np.random.default_rng(0)
 
     def step(t):
@@ -364,12 +371,8 @@ def test_three_hundred_trajectories_stay_small_and_quick(tmp_path):
         for i in range(300)
     ]
     advantages = {t.uid: [np.ones(60, np.float32)] * 4 for t in many}
-    start = time.perf_counter()
     path = tmp_path / "report.html"
-    inspector.write_report(
-        path, many, decode=lambda ids: " ".join(map(str, ids)), title="t", summary={}, advantages=advantages
-    )
-    assert time.perf_counter() - start < 10
+    inspector.write_report(path, many, decode=lambda ids: " ".join(map(str, ids)), title="t", advantages=advantages)
     tokens = sum(200 * (t + 1) + 60 for t in range(4)) * 300
     assert path.stat().st_size < 9 * tokens
 

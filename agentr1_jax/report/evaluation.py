@@ -30,15 +30,18 @@ def interval(figure: Mapping[str, Any] | None, signed: bool = False) -> str:
     return f"{mean} [{low}, {high}]"
 
 
-def headline(evaluation: Mapping[str, Any]) -> dict[str, str]:
-    """The main figures, one line for each mode, split and data set."""
-    return {
-        f"{g['mode']}, {g['split']}, {NAMES.get(g['dataset'], g['dataset'])}": ", ".join(
-            f"{label} {interval(g['figures'][key])}" for key, label in QUALITY.items() if key in g["figures"]
-        )
-        or "nothing measured"
+def quality_rows(evaluation: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The main figures, a row for each mode, split and data set."""
+    return [
+        {
+            "mode": g["mode"],
+            "split": g["split"],
+            "data set": NAMES.get(g["dataset"], g["dataset"]),
+            "questions": str(g["questions"]),
+            **{label: interval(g["figures"].get(key)) for key, label in QUALITY.items()},
+        }
         for g in evaluation["groups"]
-    }
+    ]
 
 
 def quality_table(evaluation: Mapping[str, Any], *, title: str | None = None) -> Table:
@@ -46,10 +49,8 @@ def quality_table(evaluation: Mapping[str, Any], *, title: str | None = None) ->
     table = Table(title=None if title is None else Text(title), title_justify="left")
     for name in ("mode", "split", "data set", "questions", *QUALITY.values()):
         table.add_column(name)
-    for g in evaluation["groups"]:
-        place = (g["mode"], g["split"], NAMES.get(g["dataset"], g["dataset"]), str(g["questions"]))
-        figures = (interval(g["figures"].get(key)).replace(" [", "\n[") for key in QUALITY)
-        table.add_row(*(Text(cell) for cell in (*place, *figures)))
+    for row in quality_rows(evaluation):
+        table.add_row(*(Text(cell.replace(" [", "\n[")) for cell in row.values()))
     return table
 
 

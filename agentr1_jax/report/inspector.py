@@ -16,7 +16,7 @@ import numbers
 import os
 import re
 import string
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
@@ -176,10 +176,23 @@ def script_json(value: Any) -> str:
 def _numbers(summary: Mapping[str, Any]) -> str:
     """Name and value pairs; a long name may break after `_` and `.`."""
     names = {name: re.sub(r"(?<=[_.])", "<wbr>", html.escape(name)) for name in flatten(summary)}
-    return "\n".join(
+    pairs = "\n".join(
         f"<div><dt>{names[name]}</dt><dd>{html.escape(format_value(value))}</dd></div>"
         for name, value in flatten(summary).items()
     )
+    return f'<dl class="numbers">\n{pairs}\n</dl>' if names else ""
+
+
+def _table(rows: Sequence[Mapping[str, str]]) -> str:
+    """Rows of text under the names of the first row's columns."""
+    if not rows:
+        return ""
+
+    def line(tag: str, cells: Iterable[str]) -> str:
+        return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+    body = "\n".join(line("td", row.values()) for row in rows)
+    return f"<table class='figures'>\n<thead>{line('th', rows[0])}</thead>\n<tbody>{body}</tbody>\n</table>"
 
 
 def _picture(png: str | os.PathLike[str], kind: str, alt: str) -> str:
@@ -208,7 +221,8 @@ def write_report(
     *,
     decode: Decode,
     title: str,
-    summary: Mapping[str, Any],
+    summary: Mapping[str, Any] | None = None,
+    table: Sequence[Mapping[str, str]] = (),
     curve_png: str | os.PathLike[str] | None = None,
     timeline_png: str | os.PathLike[str] | None = None,
     advantages: Mapping[str, StepAdvantages | None] | None = None,
@@ -224,6 +238,7 @@ def write_report(
       decode: ids to text; called with one or two ids at a time.
       title: heading of the page.
       summary: numbers for the top of the page; nested names are dotted.
+      table: rows of text for the top of the page, all with the same columns.
       curve_png, timeline_png: pictures to inline.
       advantages: uid -> per step float [R] or None; a uid that is absent is shown without.
       config: the run's configuration, shown folded.
@@ -240,7 +255,8 @@ def write_report(
         title=html.escape(title),
         css=css,
         js=js,
-        numbers=_numbers(summary),
+        numbers=_numbers(summary or {}),
+        table=_table(table),
         curve="" if curve_png is None else _picture(curve_png, "curve", "learning curve"),
         timeline=_timeline(timeline_png),
         config=_config(config),

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from agentr1_jax import __version__, report
-from agentr1_jax.report.evaluation import headline, markdown
+from agentr1_jax.report.evaluation import markdown, quality_rows
 from agentr1_jax.runtime import config as configs
 from experiments.evaluation.chunks import Chunk, chunks_of, read_chunks, write_json
 from experiments.evaluation.figures import figures
@@ -58,7 +58,7 @@ def write(out: str, setting: Setting, record: Mapping[str, Any]) -> dict[str, An
         gallery.shown,
         decode=setting.tokenizer.decode,
         title=out,
-        summary=headline(evaluation),
+        table=quality_rows(evaluation),
         config=evaluation["config"],
         template_ids=setting.tokenizer.added.values(),
     )
