@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +30,6 @@ from agentr1_jax.rollout.engine import Engine
 from agentr1_jax.rollout.runner import Group, run_groups
 from agentr1_jax.rollout.sampling import Sampling
 from agentr1_jax.runtime.mesh import global_batch
-from experiments import topology
 
 STRETCHED = RopeScaling("llama3", factor=8.0, low_frequency=1.0, high_frequency=4.0, original_positions=32)
 FAMILIES = {
@@ -143,21 +141,19 @@ def test_greedy_tokens_agree_whether_heads_are_shared_by_devices_or_not(policy, 
 
 
 @pytest.mark.slow
-def test_an_update_of_28_layers_compiles_about_as_fast_as_one_of_4():
-    def seconds(layers):
+def test_the_program_of_an_update_does_not_grow_with_depth():
+    """Layers are scanned, so 28 take as long to compile as 4."""
+
+    def instructions(layers):
         policy = dataclasses.replace(FAMILIES["qwen2.5"], layers=layers, remat="full")
         optimizer = make_optimizer(name="adamw", max_grad_norm=1.0, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
         state = jax.eval_shape(lambda: init_state(init_params(policy, jax.random.key(0)), optimizer))
         update = make_update(policy, LOSS, optimizer, shardings(state, tiny.mesh()))
         batch = batch_shapes(microbatches=2, rows=4, row_tokens=64, row_reads=32)
-        started = time.perf_counter()
-        update.lower(state, {}, batch, np.int32(1), {"decoder": np.float32(1)}).compile()
-        return time.perf_counter() - started
+        program = update.lower(state, {}, batch, np.int32(1), {"decoder": np.float32(1)}).compile()
+        return program.as_text().count(" = ")
 
-    with topology.uncached():
-        seconds(3)  # What is loaded once.
-        times = {layers: min(seconds(layers) for _ in range(3)) for layers in (4, 28)}
-    assert times[28] <= 1.5 * times[4], times
+    assert instructions(28) <= 1.05 * instructions(4)
 
 
 @pytest.mark.parametrize(
