@@ -2,13 +2,10 @@
 # environment with requirements.txt installed, made at the first start and reused afterwards.
 # PYTHON selects the interpreter it is made from (default: python3); each minor version has its own, .venv/3.11 etc.
 # An interpreter that has the requirements already can be given in VENV_PYTHON: it is used as it is, nothing is made.
+# With dry_run=1 nothing is made.
 # shellcheck shell=bash
-set -euo pipefail
-
-fail() {
-  echo "error: $*" >&2
-  exit 2
-}
+# shellcheck source=launch/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 environment_is_ready() {
   cmp -s requirements.txt "$1/requirements.installed" && "$1/bin/python" -c '' 2>/dev/null
@@ -39,13 +36,12 @@ version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') || f
   fail "$python is Python $version; 3.11 or newer is needed: $hint"
 [[ $python == */* && $python != /* ]] && python=$PWD/$python
 
-unset CDPATH
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ $given == VENV_PYTHON ]]; then
   VENV_PYTHON=$python
 else
   venv=.venv/$version
-  environment_is_ready "$venv" || make_environment "$venv" "$python"
+  ((dry_run)) || environment_is_ready "$venv" || make_environment "$venv" "$python"
   VENV_PYTHON=$PWD/$venv/bin/python
 fi
 # Large arrays in huge pages (agentr1_jax/runtime/memory.py); a setting of the user's own stands.

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import shlex
 import shutil
 import signal
 import subprocess
@@ -24,11 +25,17 @@ index, count = os.environ.get("AGENTR1_PROCESS_ID", "0"), os.environ.get("AGENTR
 signal.signal(signal.SIGTERM, signal.SIG_IGN if "--deaf" in sys.argv else leave)
 print("process", index, "of", count, os.environ.get("AGENTR1_CPU_DEVICES"))
 print("arguments", sys.argv[1:])
-pathlib.Path("started." + index).touch()
-while len(list(pathlib.Path().glob("started.*"))) < int(count):
+attempt = len(list(pathlib.Path().glob(f"attempt.*.{index}")))
+pathlib.Path(f"attempt.{attempt}.{index}").write_text(os.environ.get("AGENTR1_COORDINATOR", ""))
+while len(list(pathlib.Path().glob(f"attempt.{attempt}.*"))) < int(count):
     time.sleep(0.01)
-if f"--fail={index}" in sys.argv:
-    sys.exit(7)
+for word in sys.argv:
+    if word.startswith(f"--fail={index},"):  # --fail=PROCESS,STATUS or -SIGNAL,TIMES
+        _, status, times = word.split(",")
+        if attempt < int(times):
+            if int(status) < 0:
+                os.kill(os.getpid(), -int(status))
+            sys.exit(int(status))
 if "--wait" in sys.argv:
     time.sleep(60)
 sys.stdout.write("last line without an end")
@@ -151,43 +158,99 @@ def test_local_starts_all_processes_and_prefixes_their_lines(project: pathlib.Pa
 
 
 def test_local_ends_the_others_when_one_fails(project: pathlib.Path) -> None:
-    begin = time.monotonic()
-    status, output = run(project, "local.sh", "2", "--fail=1", "--wait")
+    status, output = run(project, "local.sh", "2", "--config=x.py", "--fail=1,7,1", "--wait")
     assert status == 7
     assert "[0] saved" in output
-    assert time.monotonic() - begin < 30
+    assert "restart" not in output
 
 
 def test_local_kills_who_does_not_leave(project: pathlib.Path) -> None:
     script = project / "launch" / "local.sh"
     script.write_text(script.read_text().replace("grace_seconds=10", "grace_seconds=1"))
-    begin = time.monotonic()
-    status, _ = run(project, "local.sh", "2", "--fail=0", "--wait", "--deaf")
+    status, output = run(project, "local.sh", "2", "--config=x.py", "--fail=0,7,1", "--wait", "--deaf")
     assert status == 7
-    assert time.monotonic() - begin < 30
+    assert "saved" not in output and "last line" not in output
+
+
+def test_local_starts_all_again_after_a_failure(project: pathlib.Path) -> None:
+    """With another port each time; a process that is ended by a signal is named with it."""
+    flags = ("--config=x.py", "--fail=1,7,1", "--fail=0,-9,2")
+    status, output = run(project, "local.sh", "2", "--restarts=2", *flags)
+    said = [line for line in output.splitlines() if line.startswith("launch:")]
+    assert said[1:] == ["launch: process 0 was ended by SIGKILL; restart 2 of 2"]
+    assert said[0] in (
+        "launch: process 0 was ended by SIGKILL; restart 1 of 2",
+        "launch: process 1 failed with status 7; restart 1 of 2",
+    )
+    assert status == 0
+    attempts = [{(project / f"attempt.{attempt}.{k}").read_text() for k in range(2)} for attempt in range(3)]
+    assert all(len(ports) == 1 for ports in attempts)
+    assert len(set.union(*attempts)) == 3
+
+
+def test_local_gives_up_when_restarts_are_used_up(project: pathlib.Path) -> None:
+    status, output = run(project, "local.sh", "--restarts=1", "2", "--config=x.py", "--fail=1,7,9", "--wait")
+    assert status == 7
+    assert output.count("launch: process 1 failed with status 7; restart 1 of 1") == output.count("launch:") == 1
+
+
+def test_local_does_not_repeat_a_mistake(project: pathlib.Path) -> None:
+    status, output = run(project, "local.sh", "2", "--restarts=3", "--config=x.py", "--fail=1,2,9", "--wait")
+    assert status == 2
+    assert "launch:" not in output and output.count("arguments") == 2
+
+
+def test_local_dry_run_prints_the_commands_and_makes_nothing(project: pathlib.Path) -> None:
+    shutil.rmtree(project / ".venv")
+    flags = ("--cpu_devices=3", "--config=x.py", "--config.note=it's")
+    status, output = run(project, "local.sh", "--dry_run", "2", *flags)
+    assert status == 0 and not (project / ".venv").exists()
+    python = str(project / ".venv" / MINOR / "bin" / "python")
+    lines = output.splitlines()
+    assert len(lines) == 2
+    for k, line in enumerate(lines):
+        assert shlex.split(line) == [
+            *("env", "AGENTR1_COORDINATOR=127.0.0.1:PORT", "AGENTR1_NUM_PROCESSES=2", f"AGENTR1_PROCESS_ID={k}"),
+            *("AGENTR1_CPU_DEVICES=3", "PYTHONUNBUFFERED=1", python, "-m", "experiments.train"),
+            *("--config=x.py", "--config.note=it's"),
+        ]
 
 
 @pytest.mark.parametrize("whole_group", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_local_passes_a_signal_on(project: pathlib.Path, number: signal.Signals, whole_group: bool) -> None:
     """To the script alone, as `kill` sends it, and to all of its processes, as a terminal does on Ctrl-C."""
-    with start(project, "local.sh", "2", "--wait") as process:
+    with start(project, "local.sh", "2", "--restarts=3", "--config=x.py", "--wait") as process:
         assert process.stdout is not None
         for _ in range(4):
             process.stdout.readline()
-        while len(list(project.glob("started.*"))) < 2:
+        while len(list(project.glob("attempt.0.*"))) < 2:
             time.sleep(0.01)
         (os.killpg if whole_group else os.kill)(process.pid, number)
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     assert "[0] saved" in output
     assert "[1] saved" in output
+    assert "launch:" not in output
 
 
-def test_local_wants_a_number(project: pathlib.Path) -> None:
-    status, output = run(project, "local.sh", "--config=x.py")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config=x.py"], "usage: bash launch/local.sh"),
+        (["2"], "usage: bash launch/local.sh"),
+        (["0", "--config=x.py"], "PROCESSES is '0'; it must be a whole number from 1"),
+        (["two", "--config=x.py"], "PROCESSES is 'two'"),
+        (["2", "3", "--config=x.py"], "two numbers of processes, '2' and '3'"),
+        (["2", "--cpu_devices=", "--config=x.py"], "--cpu_devices is ''"),
+        (["2", "--restarts=-1", "--config=x.py"], "--restarts is '-1'; it must be a whole number from 0"),
+        (["2", "--seed=1", "--config=x.py"], "unknown flag '--seed=1'; flags of experiments.train come after --config"),
+    ],
+)
+def test_local_names_bad_flags(project: pathlib.Path, arguments: list[str], message: str) -> None:
+    status, output = run(project, "local.sh", *arguments)
     assert status == 2
-    assert "usage" in output
+    assert output.startswith(f"error: {message}") and output.count("\n") == 1
 
 
 @pytest.mark.slow

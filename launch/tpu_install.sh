@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Makes .venv on a TPU VM worker: requirements.txt with JAX for TPUs. launch/tpu_vm.sh starts it on each.
+# The images of TPU VMs have an older Python than the 3.11 needed, so uv brings one; it needs the internet.
+# shellcheck source=launch/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+if cmp -s requirements.txt .venv/requirements.installed; then exit; fi
+PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --user --quiet uv || {
+  echo "error: could not install uv on $(hostname), see above" >&2
+  exit 1
+}
+uv=$(python3 -c 'import site; print(site.USER_BASE)')/bin/uv
+"$uv" venv --clear --quiet --python=3.12 .venv
+"$uv" pip install --quiet --python=.venv/bin/python -r requirements.txt 'jax[tpu]'
+# Comes last: without it the next start takes up an interrupted install.
+cp requirements.txt .venv/requirements.installed

@@ -1,0 +1,228 @@
+"""launch/gke with a stand-in for kubectl; the manifest against published schemas."""
+
+from __future__ import annotations
+
+import copy
+import pathlib
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from clusters import CONFIG, bare_path, make_project, played, recorded, run, trained
+
+KUBERNETES = "1.34"  # Whose schemas are used.
+
+
+@pytest.fixture
+def project(tmp_path: pathlib.Path) -> pathlib.Path:
+    return make_project(tmp_path)
+
+
+def gke(project: pathlib.Path, *flags: str, **values: str) -> list[str]:
+    """The command with a file of values: those of launch/gke/values.env, and these instead."""
+    text = (project / "launch" / "gke" / "values.env").read_text()
+    for key, value in values.items():
+        text, count = re.subn(rf"(?m)^{key}=.*$", f"{key}={value}", text)
+        assert count == 1
+    (project / "my values").write_text(text)
+    return ["bash", str(project / "launch" / "gke" / "run.sh"), f"--values={project / 'my values'}", *flags]
+
+
+@pytest.fixture
+def manifest(project: pathlib.Path) -> Any:
+    status, output = run(project, *gke(project, *CONFIG, "--config.note=$(HOME)"))
+    assert status == 0, output
+    return yaml.safe_load(played(project, "manifest").read_text())
+
+
+def test_gke_creates_what_its_dry_run_shows(project: pathlib.Path, manifest: Any) -> None:
+    """The image's command, run as a pod would run it, starts one process with its index."""
+    assert recorded(project) == [["kubectl", "create", "--filename=-", "--namespace=default"]]
+    status, output = run(project, *gke(project, "--dry_run", *CONFIG, "--config.note=$(HOME)"))
+    assert status == 0 and len(recorded(project)) == 1
+    shown, _, command = output.rpartition("kubectl create")
+    assert yaml.safe_load(shown) == manifest
+    assert ["kubectl create" + command.rstrip()] == [shlex.join(words) for words in recorded(project)]
+
+    pod = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    words = [word.replace("$$", "$") for word in container["command"] + container["args"]]
+    variables = {entry["name"]: entry["value"] for entry in container["env"]} | {"VENV_PYTHON": sys.executable}
+    command_line = ["env", f"--chdir={project}", *words]
+    status, _ = run(project, *command_line, JOB_COMPLETION_INDEX="3", **variables)
+    assert status == 0
+    assert trained(project) == [["agentr1-train-0-0.agentr1:8476", "4", "3", *CONFIG, "--config.note=$(HOME)"]]
+
+
+def test_gke_job_is_valid_by_the_published_schemas(manifest: Any) -> None:
+    """Kubernetes' own, of kubernetes-validate, with unknown fields refused."""
+    (replicated,) = manifest["spec"]["replicatedJobs"]
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}} | replicated["template"]
+    kubernetes_validate.validate(job, KUBERNETES, strict=True)
+    for path, key, value in (("spec", "completions", "four"), ("spec.template.spec", "restartPolice", "Never")):
+        wrong = copy.deepcopy(job)
+        part = wrong
+        for name in path.split("."):
+            part = part[name]
+        part[key] = value
+        with pytest.raises(kubernetes_validate.ValidationError):
+            kubernetes_validate.validate(wrong, KUBERNETES, strict=True)
+
+
+# The part used of jobset.x-k8s.io/v1alpha2, from the CRD of kubernetes-sigs/jobset v0.12.0
+# (config/components/crd/bases/jobset.x-k8s.io_jobsets.yaml); `template` is the Job template checked above.
+JOBSET = {
+    "apiVersion": str,
+    "kind": str,
+    "metadata": {"name": str, "namespace": str, "annotations": {"alpha.jobset.sigs.k8s.io/exclusive-topology": str}},
+    "spec": {
+        "network": {"enableDNSHostnames": bool, "subdomain": str, "publishNotReadyAddresses": bool},
+        "failurePolicy": {
+            "maxRestarts": int,
+            "restartStrategy": ("Recreate", "BlockingRecreate", "InPlaceRestart"),
+            "rules": [
+                {
+                    "name": str,
+                    "action": (
+                        *("FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"),
+                        *("RestartJob", "RestartJobAndIgnoreMaxRestarts"),
+                    ),
+                    "onJobFailureReasons": [
+                        (
+                            *("BackoffLimitExceeded", "DeadlineExceeded", "FailedIndexes"),
+                            *("MaxFailedIndexesExceeded", "PodFailurePolicy"),
+                        )
+                    ],
+                }
+            ],
+        },
+        "replicatedJobs": [{"name": str, "replicas": int, "template": object}],
+    },
+}
+
+
+def misfits(value: Any, schema: Any, path: str = "") -> Iterator[str]:
+    """Where a value has a field that the schema has not, or another type."""
+    if isinstance(schema, dict):
+        for key in value:
+            yield from misfits(value[key], schema[key], f"{path}.{key}") if key in schema else [f"{path}.{key}"]
+    elif isinstance(schema, list):
+        for item in value if isinstance(value, list) else [None]:
+            yield from misfits(item, schema[0], path + "[]")
+    elif not (value in schema if isinstance(schema, tuple) else isinstance(value, schema)):
+        yield path
+
+
+def test_gke_jobset_has_the_fields_of_its_crd(manifest: Any) -> None:
+    assert not list(misfits(manifest, JOBSET))
+    assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    name = manifest["spec"]["failurePolicy"]["rules"][0]["name"]
+    assert re.fullmatch("[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?", name)
+    assert list(misfits({"spec": {"network": {"subdomain": 1, "dns": True}}}, JOBSET)) == [
+        ".spec.network.subdomain",
+        ".spec.network.dns",
+    ]
+
+
+def test_gke_fails_at_once_for_a_mistake_and_else_restarts(manifest: Any) -> None:
+    spec = manifest["spec"]
+    job = spec["replicatedJobs"][0]["template"]["spec"]
+    (rule,) = job["podFailurePolicy"]["rules"]
+    (container,) = job["template"]["spec"]["containers"]
+    assert (rule["action"], rule["onExitCodes"]["operator"], rule["onExitCodes"]["values"]) == ("FailJob", "In", [2])
+    assert rule["onExitCodes"]["containerName"] == container["name"]
+    assert spec["failurePolicy"]["rules"][0]["action"] == "FailJobSet"
+    assert spec["failurePolicy"]["maxRestarts"] == 10
+    assert (job["backoffLimit"], job["completions"], job["parallelism"], job["completionMode"]) == (0, 4, 4, "Indexed")
+    # Pod 0's name: JobSet, replicated job, index of the job, index of the pod; the service has the subdomain's name.
+    host, port = container["env"][0]["value"].split(":")
+    assert host == "agentr1-train-0-0." + spec["network"]["subdomain"]
+    assert container["ports"] == [{"containerPort": int(port)}]
+    assert container["resources"]["limits"] == {"google.com/tpu": 4}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"name": ""}, "name= must match"),
+        ({"name": "Mine"}, "name=Mine must match"),
+        ({"hosts": "2"}, "topology=4x4 has 16 chips, but hosts=2 with chips_per_host=4 have 8"),
+        ({"hosts": "0"}, "hosts=0 must be at least 1"),
+        ({"restarts": "often"}, "restarts=often must match"),
+        ({"image": 'x"'}, 'image=x" must match'),
+        ({"port": "8476\nports=1"}, "has unknown ports"),
+        ({"port": "8476\nport=1"}, "a second 'port'"),
+        ({"port": "8476\nport"}, "'port' is not key=value"),
+        ({"port": "8476\n# a comment"}, None),
+    ],
+)
+def test_gke_names_bad_values(project: pathlib.Path, values: dict[str, str], message: str | None) -> None:
+    status, output = run(project, *gke(project, "--dry_run", *CONFIG, **values))
+    assert status == (2 if message else 0)
+    if message:
+        assert output.startswith("error: ") and message in output and output.count("\n") == 1
+
+
+def test_gke_wants_every_value(project: pathlib.Path) -> None:
+    command = gke(project, *CONFIG)
+    path = project / "my values"
+    path.write_text(path.read_text().replace("image=", "#image="))
+    status, output = run(project, *command)
+    assert (status, output) == (2, f"error: {path} misses image; launch/gke/values.env says what is needed\n")
+    path.unlink()
+    status, output = run(project, *command)
+    assert status == 2 and output.startswith("error: cannot read the values: ")
+    assert not recorded(project)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--values=", *CONFIG], "--values is missing"),
+        (
+            ["--config=x.py", "--config.run_dir=runs/mine"],
+            "the disk of a pod ends with it: give --config.run_dir=/shared",
+        ),
+        ([], "--config=FILE is missing"),
+        (["--name=x", *CONFIG], "unknown flag '--name=x'"),
+        (["--delete", *CONFIG], "--delete takes no flags of experiments.train"),
+    ],
+)
+def test_gke_names_bad_flags(project: pathlib.Path, flags: list[str], message: str) -> None:
+    status, output = run(project, *gke(project, *flags))
+    assert status == 2
+    assert output.startswith(f"error: {message}") and output.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("refusal", "message"),
+    [
+        ('error: resource mapping not found: no matches for kind "JobSet"', "the cluster has no JobSet controller"),
+        ("Error from server (AlreadyExists): jobsets agentr1 already exists", "there is a JobSet agentr1; end it with"),
+        ('Error from server (Forbidden): jobsets is forbidden: User "me" cannot create', "no permission"),
+    ],
+)
+def test_gke_names_refusals(project: pathlib.Path, refusal: str, message: str) -> None:
+    played(project, "refuse").write_text(refusal + "\n")
+    status, output = run(project, *gke(project, *CONFIG))
+    assert status == 2
+    assert output.startswith(f"{refusal}\nerror: {message}")
+
+
+def test_gke_deletes(project: pathlib.Path) -> None:
+    status, shown = run(project, *gke(project, "--context=lab", "--dry_run", "--delete"))
+    assert status == 0 and not recorded(project)
+    assert run(project, *gke(project, "--context=lab", "--delete"))[0] == 0
+    assert recorded(project) == [shlex.split(shown)]
+    assert recorded(project)[0][:4] == ["kubectl", "delete", "jobset", "agentr1"]
+
+
+def test_a_kubectl_that_is_not_there_is_named(project: pathlib.Path) -> None:
+    status, output = run(project, *gke(project, *CONFIG), **bare_path(project))
+    assert status == 2 and output.startswith("error: kubectl is not on PATH; ")
+    assert run(project, *gke(project, "--dry_run", *CONFIG), **bare_path(project))[0] == 0
