@@ -253,6 +253,10 @@ def get_config() -> ml_collections.ConfigDict:
     c.eval.every = 10  # RL batches between evaluations
     c.eval.quick_questions = 64  # questions of those evaluations
 
+    c.processes = ConfigDict()  # where there are several; see docs/launching.md
+    c.processes.start_seconds = 300  # in which all of them must have started
+    c.processes.heartbeat_seconds = 30  # one that was silent for so long counts as lost, and the others end
+
     c.mesh = ConfigDict()  # of the learner; -1 takes what the other axes leave
     c.mesh.data = -1
     c.mesh.fsdp = 1

@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.runtime import config as configs
+from agentr1_jax.runtime.checkpoint import newest_intact
 from agentr1_jax.runtime.errors import UserError
 
 SAME = ("policy.", "tokenizer.")
@@ -77,13 +78,13 @@ def copy_tokenizer(source: str, path: str) -> None:
 
 
 def newest_checkpoint(source: str, prefix: str = "") -> str:
-    """Folder of the newest checkpoint of a run. Raises UserError, its message after `prefix`, if there is none."""
+    """Folder of the newest intact checkpoint of a run. Raises UserError, with its message after `prefix`, if there is
+    none."""
     folder = os.path.join(source, "checkpoints")
-    # Orbax gives a checkpoint its name, a number, when it is complete.
-    steps = [int(name) for name in os.listdir(folder) if name.isdecimal()] if os.path.isdir(folder) else []
-    if not steps:
+    step = newest_intact(folder)[0] if os.path.isdir(folder) else None
+    if step is None:
         raise UserError(f"{prefix}{source}: has no checkpoint yet; let that run come to its first one")
-    return os.path.abspath(os.path.join(folder, str(max(steps))))
+    return os.path.abspath(os.path.join(folder, str(step)))
 
 
 def decoder(source: str, like: Params, prefix: str = "") -> Params:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from absl import logging
@@ -12,8 +12,12 @@ from absl import logging
 from agentr1_jax.learner.update import LearnerState
 from agentr1_jax.runtime.checkpoint import Checkpoints
 from agentr1_jax.runtime.compiles import CompileCounter
+from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.runtime.metrics import MetricsWriter
 from agentr1_jax.runtime.processes import StopRequest
+
+FORMAT = 1
+"""Of the checkpoints; grows where an earlier version could not go on with them."""
 
 
 @dataclasses.dataclass
@@ -32,6 +36,7 @@ class Position:
       warm_start_seconds: of which until the end of the warm start.
       results: figures for the summary.
       totals: tokens and seconds for rates.
+      format: of this record and of what the checkpoint holds beside it.
     """
 
     phase: str = "pretraining"
@@ -45,6 +50,17 @@ class Position:
     warm_start_seconds: float = 0.0
     results: dict[str, Any] = dataclasses.field(default_factory=dict)
     totals: dict[str, float] = dataclasses.field(default_factory=dict)
+    format: int = FORMAT
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any], where: str) -> Position:
+        """What a checkpoint's record says. Raises UserError if a newer version wrote it in the folder `where`."""
+        if record.get("format", FORMAT) > FORMAT:
+            raise UserError(
+                f"{where}: its checkpoints have format {record['format']}, this version knows {FORMAT}; go on with the "
+                "newer version, or choose another --config.run_dir"
+            )
+        return cls(**record)
 
     def enter(self, phase: str) -> None:
         """Moves to the start of the next phase."""

@@ -7,6 +7,7 @@ A run owns its folder (`config.run_dir`); the same command again resumes it. SIG
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -29,6 +30,7 @@ from agentr1_jax.runtime import processes
 from agentr1_jax.runtime.checkpoint import Checkpoints
 from agentr1_jax.runtime.compiles import CompileCounter
 from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.runtime.lock import RunLock
 from agentr1_jax.runtime.memory import use_huge_pages
 from agentr1_jax.runtime.metrics import MetricsWriter, read_metrics
 from agentr1_jax.runtime.profile import parse_updates, profiled
@@ -51,20 +53,35 @@ REPORTED_PER_FILE = 24
 
 
 def main(argv: Sequence[str]) -> None:
-    """Reads like the run: set-up, warm start, reinforcement learning, evaluation, report."""
+    """Joins the processes of the run, and takes its folder for as long as it lasts."""
     del argv
     started = time.perf_counter()
     config = CONFIG.value
     if DRY_RUN.value or TOPOLOGY.value:
         return dry_run.show(config, TOPOLOGY.value)
-    processes.initialize()
+    processes.initialize(config.processes.start_seconds, config.processes.heartbeat_seconds)
+    checks.check(config)
+    with RunLock(config.run_dir) if processes.process_index() == 0 else contextlib.nullcontext():
+        train(config, started)
+
+
+def train(config: ml_collections.ConfigDict, started: float) -> None:
+    """Reads like the run: set-up, warm start, reinforcement learning, evaluation, report.
+
+    Args:
+      config: of the run.
+      started: `time.perf_counter()` when it was.
+    """
     first = processes.process_index() == 0
     run = set_up(config)
     fresh, restart, (optimizer, like, layout) = build.learner_state(config, run.policy, run.learner_mesh)
 
     checkpoints = Checkpoints(config.run_dir, config.checkpoints_kept)
     restored = checkpoints.restore(like)
-    state, position = (fresh(), Position()) if restored is None else (restored[0], Position(**restored[1]))
+    if restored is None:
+        state, position = fresh(), Position()
+    else:
+        state, position = restored[0], Position.of(restored[1], config.run_dir)
     started -= position.seconds
 
     with MetricsWriter(config.run_dir, position.metrics_index, first) as metrics, processes.StopRequest() as stop:
@@ -111,7 +128,6 @@ def set_up(config: ml_collections.ConfigDict) -> Run:
     Raises:
       UserError: the config cannot work, or the run folder holds something else.
     """
-    checks.check(config)
     resumes = configs.check_same_config(config.run_dir, config)
     if config.warm_start.run and not resumes:
         inherited.check(config)

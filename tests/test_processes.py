@@ -1,8 +1,10 @@
+import re
 import signal
+import socket
 
 import numpy as np
 import pytest
-from pair import run_two
+from pair import run_two, start_two
 
 from agentr1_jax.runtime import processes
 from agentr1_jax.runtime.errors import UserError
@@ -84,3 +86,57 @@ def test_incomplete_environment_is_named(
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=message):
         processes.initialize()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("address", "message"), [("", ""), ("localhost", "must be host:port"), ("h:x", "must be host:port")]
+)
+def test_a_coordinator_that_does_not_answer_is_named(monkeypatch, address, message):
+    port = free_port()
+    monkeypatch.setenv("AGENTR1_COORDINATOR", address or f"127.0.0.1:{port}")
+    monkeypatch.setenv("AGENTR1_NUM_PROCESSES", "2")
+    monkeypatch.setenv("AGENTR1_PROCESS_ID", "1")
+    monkeypatch.delenv("AGENTR1_CPU_DEVICES", raising=False)
+    with pytest.raises(UserError, match=message or rf"no coordinator at 127\.0\.0\.1, port {port}, within 0\.5 s"):
+        processes.initialize(start_seconds=0.5)
+
+
+LONELY = """
+import sys
+from absl import app
+from agentr1_jax.runtime import config, processes
+
+def main(argv):
+    processes.initialize(heartbeat_seconds=10)
+    print("joined", flush=True)
+    while True:
+        processes.all_gather_bytes(b"x" * 1000)
+
+config.run_main(main)
+"""
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_who_outlives_another_process_ends_and_names_it(lost):
+    children = start_two(LONELY)
+    try:
+        for child in children:
+            assert child.stdout.readline() == "joined\n"
+        children[lost].kill()
+        _, said = children[1 - lost].communicate(timeout=60)
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
+    assert children[1 - lost].returncode != 0
+    # JAX, which ends a process at once where its leader is gone, may be quicker than we.
+    named = (
+        r"process 0 is lost: nobody answers at 127\.0\.0\.1:|leader task was" if lost == 0 else r"unhealthy .*:\s*1\s"
+    )
+    assert re.search(named, said), said

@@ -1,12 +1,29 @@
-"""Checkpoints: the learner's state and a JSON record of where the run stands, by Orbax."""
+"""Checkpoints: the learner's state and a JSON record of where the run stands, by Orbax.
+
+Beside what Orbax writes, each checkpoint holds `inventory.json`: its files and their sizes, by which damage is found
+before anything is read. A checkpoint gets its name when it is whole, so that a kill leaves nothing half-written.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import glob
+import itertools
+import json
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from absl import logging
+
+from agentr1_jax.runtime import processes
+from agentr1_jax.runtime.errors import UserError
+
+INVENTORY = "inventory.json"
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Checkpoints:
@@ -19,32 +36,152 @@ class Checkpoints:
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], keep: int, name: str = "checkpoints") -> None:
-        folder = os.path.abspath(os.path.join(run_dir, name))
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
-        self._manager = ocp.CheckpointManager(folder, options=options)
+        self._folder = os.path.abspath(os.path.join(run_dir, name))
+        self._saving = -1
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep,
+            create=True,
+            cleanup_tmp_directories=True,  # What a run that was killed was writing.
+            async_options=ocp.AsyncOptions(post_finalization_callback=self._finished),
+        )
+        self._manager = ocp.CheckpointManager(self._folder, options=options)
 
     def restore(self, like: Any) -> tuple[Any, dict[str, Any]] | None:
-        """The newest (state, record), laid out like the arrays or shape structs of `like`; None if there is none."""
-        step = self._manager.latest_step()
+        """The newest intact (state, record), laid out like the arrays or shape structs of `like`.
+
+        None if there is no checkpoint. Newer ones that are damaged are said aloud, and moved out of the way of those to
+        come.
+
+        Raises:
+          UserError: none of the checkpoints is intact, or the newest does not hold such a state.
+        """
+        self._manager.wait_until_finished()
+        first = processes.process_index() == 0
+        step, damaged = processes.all_gather_json(newest_intact(self._folder) if first else None)[0]
         if step is None:
             return None
+        if first:
+            for number in damaged:
+                _move_away(self._folder, number)
+        processes.barrier("damaged checkpoints moved")
+        self._manager.reload()
         args = ocp.args.Composite(state=ocp.args.StandardRestore(like), record=ocp.args.JsonRestore())
-        restored = self._manager.restore(step, args=args)
+        try:
+            restored = self._manager.restore(step, args=args)
+        except Exception as error:  # Orbax and TensorStore raise whatever they like, bare `Exception` included.
+            raise UserError(
+                f"{os.path.join(self._folder, str(step))}: cannot be read ({_first_sentence(error)}); if another "
+                "version of the code wrote it, go on with that one; else remove it to go on from the one before"
+            ) from error
         return restored.state, restored.record
 
     def save(self, step: int, state: Any, record: dict[str, Any]) -> None:
-        """Saves in the background; `step` must grow. The state may be donated once this returns."""
+        """Saves in the background; `step` must grow. The state may be donated once this returns.
+
+        Raises:
+          UserError: this checkpoint, or the last one, found no room on the disk.
+        """
         if step in self._manager.all_steps():
             return
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(record))
-        self._manager.save(step, args=args)
+        with _room_on_disk(self._folder):
+            self._manager.wait_until_finished()
+            self._saving = step
+            self._manager.save(step, args=args)
 
     def close(self) -> None:
         """Waits for what is being written."""
-        self._manager.wait_until_finished()
+        with _room_on_disk(self._folder):
+            self._manager.wait_until_finished()
         self._manager.close()
+
+    def _finished(self) -> None:
+        """Called by Orbax, in its thread, when all files are written and before the checkpoint gets its name."""
+        if processes.process_index() == 0:
+            (unnamed,) = glob.glob(os.path.join(self._folder, f"{self._saving}.*"))
+            write_inventory(unnamed)
 
 
 def abstract(shapes: Any, shardings: Any) -> Any:
     """Shape structs with shardings, to restore into."""
     return jax.tree.map(lambda s, h: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=h), shapes, shardings)
+
+
+def newest_intact(folder: str) -> tuple[int | None, list[int]]:
+    """The number of the newest intact checkpoint, None if there is no checkpoint; and those of newer, damaged ones.
+
+    One without an inventory, which an earlier version wrote, counts as intact.
+
+    Raises:
+      UserError: all are damaged.
+    """
+    # Orbax gives a checkpoint its name, a number, when it is complete.
+    steps = sorted((int(name) for name in os.listdir(folder) if name.isdecimal()), reverse=True)
+    damaged: list[int] = []
+    for step in steps:
+        fault = _fault(os.path.join(folder, str(step)))
+        if fault is None:
+            return step, damaged
+        damaged.append(step)
+        logging.warning("checkpoint %d of %s is damaged: %s", step, folder, fault)
+    if damaged:
+        raise UserError(f"{folder}: all checkpoints are damaged ({damaged}); restore one, or remove them all")
+    return None, []
+
+
+def write_inventory(checkpoint: str) -> None:
+    """Lists a checkpoint's files with their sizes in bytes, in its `inventory.json`."""
+    with open(os.path.join(checkpoint, INVENTORY), "w", encoding="utf-8") as out:
+        json.dump(_sizes(checkpoint), out, indent=1, sort_keys=True)
+
+
+def _sizes(checkpoint: str) -> dict[str, int]:
+    """Sizes of the files of the items; what lies beside them is Orbax's own, and is written later."""
+    paths = glob.glob(os.path.join(checkpoint, "*", "**"), recursive=True)
+    return {os.path.relpath(path, checkpoint): os.path.getsize(path) for path in paths if os.path.isfile(path)}
+
+
+def _fault(checkpoint: str) -> str | None:
+    """What is wrong with the files of a checkpoint, or None."""
+    path = os.path.join(checkpoint, INVENTORY)
+    if not os.path.exists(path):
+        return None
+    try:
+        with open(path, encoding="utf-8") as lines:
+            expected = dict(json.load(lines))
+    except (ValueError, TypeError) as error:
+        return f"{INVENTORY} cannot be read ({error})"
+    found = _sizes(checkpoint)
+    for name, size in expected.items():
+        if found.get(name) != size:
+            return f"{name} is missing" if name not in found else f"{name} has {found[name]} bytes of {size}"
+    return None
+
+
+def _move_away(folder: str, step: int) -> None:
+    """Keeps a damaged checkpoint beside the others' folder, for whoever wants to look at it."""
+    os.makedirs(f"{folder}.damaged", exist_ok=True)
+    place = next(p for i in itertools.count() if not os.path.exists(p := f"{folder}.damaged/{step}.{i}"))
+    os.rename(os.path.join(folder, str(step)), place)
+    logging.warning("it is kept as %s; the run goes on from the one before", place)
+
+
+@contextlib.contextmanager
+def _room_on_disk(folder: str) -> Iterator[None]:
+    """Tells a full disk from other errors of Orbax and TensorStore, which have no type for it."""
+    try:
+        yield
+    except Exception as error:
+        chain: list[BaseException] = [error]
+        while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
+            chain.append(cause)
+        if not any(getattr(e, "errno", None) in FULL or os.strerror(errno.ENOSPC) in str(e) for e in chain):
+            raise
+        raise UserError(
+            f"{folder}: the disk is full, and the checkpoint under way is lost; the last one is intact. Free some "
+            "space, or lower checkpoints_kept; the same command goes on from there"
+        ) from error
+
+
+def _first_sentence(error: Exception) -> str:
+    return str(error).partition(". ")[0].partition("\n")[0] or type(error).__name__

@@ -24,7 +24,19 @@ import numpy as np
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from agentr1_jax.runtime import lock
 from agentr1_jax.runtime.errors import UserError
+
+RESUMABLE = (
+    "run_dir",
+    "mesh",
+    "processes",
+    "checkpoint_every",
+    "checkpoints_kept",
+    "compilation_cache",
+    "profile_updates",
+)
+"""Keys and sections that a later start of the same run may change: where it runs, not what it is."""
 
 
 def define_config_flag(default: str | None = None) -> flags.FlagHolder[ml_collections.ConfigDict]:
@@ -47,12 +59,17 @@ def run_main(main: Callable[[Sequence[str]], Any], arguments: Sequence[str] = ()
         app.run(main, flags_parser=functools.partial(parse_flags, arguments=arguments))
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
+        status = error.status
     except FileNotFoundError as error:
         sys.stderr.write(f"error: {error.filename or error}: no such file or folder\n")
-    except (Exception, KeyboardInterrupt):
+    except (Exception, KeyboardInterrupt) as error:
         if not one_of_many:
             raise
         traceback.print_exc()
+        sys.stderr.flush()
+        from agentr1_jax.runtime.processes import await_verdict  # Imports JAX, which mistakes need not wait for.
+
+        await_verdict(error)
         status = 1
     if one_of_many:
         sys.stdout.flush()
@@ -137,7 +154,7 @@ def write_config(run_dir: str | os.PathLike[str], config: ml_collections.ConfigD
 
 
 def check_same_config(
-    run_dir: str | os.PathLike[str], config: ml_collections.ConfigDict, may_differ: Sequence[str] = ("run_dir",)
+    run_dir: str | os.PathLike[str], config: ml_collections.ConfigDict, may_differ: Sequence[str] = RESUMABLE
 ) -> bool:
     """Whether `run_dir` already holds a run of this config, to be resumed; False if there is nothing yet.
 
@@ -153,7 +170,7 @@ def check_same_config(
     """
     path = os.path.join(run_dir, "config.json")
     if not os.path.exists(path):
-        if os.path.isdir(run_dir) and os.listdir(run_dir):
+        if os.path.isdir(run_dir) and set(os.listdir(run_dir)) - {lock.NAME}:
             raise UserError(f"{run_dir}: not empty and without config.json; choose another --config.run_dir")
         return False
     try:
@@ -171,8 +188,10 @@ def check_same_config(
     ]
     if differing:
         listed = "\n".join(differing)
+        unknown = stored.keys() - given.keys()
+        newer = f"; a version of the code that knows {', '.join(sorted(unknown))} wrote it" if unknown else ""
         raise UserError(
-            f"{run_dir} holds a run of another config:\n{listed}\n"
+            f"{run_dir} holds a run of another config{newer}:\n{listed}\n"
             "choose another --config.run_dir, or start with the old values to resume it"
         )
     return True

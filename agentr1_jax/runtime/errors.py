@@ -1,7 +1,16 @@
-"""The one error class for mistakes that the user can repair."""
+"""Errors that end a program with a message and no traceback."""
 
 from __future__ import annotations
 
 
 class UserError(Exception):
     """A mistake of the user: its message says what is wrong, where, and what to do; no traceback is shown."""
+
+    status = 2
+    """Exit status of the program: starting it again as it is would end the same way."""
+
+
+class PassingError(UserError):
+    """What may go well at another try, without any change: launchers start the program again."""
+
+    status = 1

@@ -1,7 +1,7 @@
 """Several processes as one run: set-up, exchange of host data, an agreed end.
 
-`launch/local.sh` describes the processes in the environment: `AGENTR1_COORDINATOR` (host:port),
-`AGENTR1_NUM_PROCESSES`, `AGENTR1_PROCESS_ID` and `AGENTR1_CPU_DEVICES` (CPU devices of each process).
+The scripts of `launch/` describe the processes in the environment: `AGENTR1_COORDINATOR` (host:port),
+`AGENTR1_NUM_PROCESSES`, `AGENTR1_PROCESS_ID`, and on CPUs `AGENTR1_CPU_DEVICES` (devices of each process).
 Every function that exchanges something is collective: all processes call it, in the same order.
 """
 
@@ -11,6 +11,9 @@ import io
 import json
 import os
 import signal
+import socket
+import sys
+import time
 from collections.abc import Mapping
 from types import FrameType
 from typing import Any
@@ -20,14 +23,22 @@ import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
 
-from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.runtime.errors import PassingError, UserError
+
+VERDICT_SECONDS = 120
+"""Most time to wait for the name of a lost process; longer than a sensible `heartbeat_seconds`."""
 
 
-def initialize() -> None:
+def initialize(start_seconds: int = 300, heartbeat_seconds: int = 30) -> None:
     """Joins the processes that the environment describes; call it before anything else touches JAX's devices.
+
+    Args:
+      start_seconds: to wait for all of them; then this process ends.
+      heartbeat_seconds: a process that was silent for so long counts as lost, and the others end.
 
     Raises:
       UserError: the variables are incomplete or not numbers.
+      PassingError: nobody answers at the coordinator's address.
     """
     if os.environ.get("AGENTR1_CPU_DEVICES"):
         jax.config.update("jax_num_cpu_devices", _number("AGENTR1_CPU_DEVICES"))
@@ -36,14 +47,65 @@ def initialize() -> None:
         count, index = _number("AGENTR1_NUM_PROCESSES"), _number("AGENTR1_PROCESS_ID")
         if not 0 <= index < count:
             raise UserError(f"AGENTR1_PROCESS_ID is {index}; of {count} processes it must be from 0 to {count - 1}")
+        logging.info(
+            "process %d: joins %d processes at %s, waits %d s at most", index, count, coordinator, start_seconds
+        )
+        if index:
+            _await_coordinator(coordinator, start_seconds)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         # JAX's own handler would swallow a SIGTERM that comes before `StopRequest` is entered.
         jax.config.update("jax_enable_preemption_service", False)
-        jax.distributed.initialize(coordinator, count, index, initialization_timeout=60, heartbeat_timeout_seconds=100)
+        jax.distributed.initialize(
+            coordinator,
+            count,
+            index,
+            initialization_timeout=start_seconds,
+            heartbeat_timeout_seconds=heartbeat_seconds,
+        )
     logging.info(
         "process %d of %d: devices %s of %d",
         *(jax.process_index(), jax.process_count(), [device.id for device in jax.local_devices()], jax.device_count()),
     )
+
+
+def _await_coordinator(address: str, seconds: float) -> None:
+    """Waits until process 0 listens; JAX's own wait ends in an abort that names no address."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise UserError(f"AGENTR1_COORDINATOR is {address!r}; it must be host:port")
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=max(deadline - time.monotonic(), 0.1)).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise PassingError(
+                    f"no coordinator at {host}, port {port}, within {seconds:g} s ({error}): process 0 must run there, "
+                    "and the port must be open to the others; see AGENTR1_COORDINATOR and processes.start_seconds"
+                ) from error
+        time.sleep(0.2)
+
+
+def await_verdict(error: BaseException) -> None:
+    """Where a collective failed since another process was lost, waits until it is known which one.
+
+    Process 0 is asked for itself. Of another one the coordination service, which process 0 runs, hears no more: after
+    `heartbeat_seconds` that service names it and ends all others.
+    """
+    coordinator = os.environ.get("AGENTR1_COORDINATOR")
+    if not coordinator or "gloo" not in str(error).lower() or not jax.distributed.is_initialized():
+        return
+    host, _, port = coordinator.rpartition(":")
+    if jax.process_index():
+        try:
+            socket.create_connection((host, int(port)), timeout=5).close()
+        except OSError:
+            sys.stderr.write(f"error: process 0 is lost: nobody answers at {coordinator}\n")
+            return
+    sys.stderr.write("error: a process was lost in a collective; waiting to hear which\n")
+    sys.stderr.flush()
+    time.sleep(VERDICT_SECONDS)
 
 
 def process_index() -> int:
