@@ -147,6 +147,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.rollout.reuse = "all"  # all | own | none: lines whose keys and values are used again, to compare
     c.rollout.deterministic = False  # waits for all tools before each chunk: a resumed run is then equal bit for bit
     c.rollout.attempts = 2  # of a trajectory that a tool or an environment failed; then it is dropped and counted
+    c.rollout.staleness = 0  # RL batches by which rollouts may run ahead of the learner; see docs/rollout.md
     c.rollout.refills = 0  # most further groups sampled in a batch in place of those whose returns are all equal
 
     c.credit = ConfigDict()
@@ -261,4 +262,5 @@ def get_config() -> ml_collections.ConfigDict:
     c.mesh.data = -1
     c.mesh.fsdp = 1
     c.mesh.tensor = 1
+    c.mesh.rollout_devices = 0  # of each process, for rollouts alone; 0: learner and engine share all
     return c.lock()

@@ -65,8 +65,15 @@ def keep_programs(config: ml_collections.ConfigDict) -> None:
 
 
 def learner_mesh(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The learner's mesh over all devices of all processes, unless others are given."""
-    return meshes.learner_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, devices)
+    """The learner's mesh over all devices of all processes, or over those given, without those for rollouts alone."""
+    learning, _ = meshes.divided(jax.devices() if devices is None else devices, config.mesh.rollout_devices)
+    return meshes.learner_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, learning)
+
+
+def rollout_mesh(config: ml_collections.ConfigDict) -> Mesh:
+    """The engine's mesh in this process."""
+    _, rolling = meshes.divided(jax.devices(), config.mesh.rollout_devices)
+    return meshes.rollout_mesh(rolling, config.rollout.tensor)
 
 
 def tokenizer(config: ml_collections.ConfigDict, task: Task, *, resumes: bool) -> Tokenizer:
@@ -84,7 +91,7 @@ def tokenizer(config: ml_collections.ConfigDict, task: Task, *, resumes: bool) -
                 inherited.copy_tokenizer(config.warm_start.run, path)
             else:
                 train_sentencepiece(task.texts(config.tokenizer.texts), path, config.tokenizer.vocab_size)
-        processes.barrier("tokenizer")
+        processes.barrier()
     try:
         return load_tokenizer(path)
     except (ValueError, FileNotFoundError) as error:
@@ -170,9 +177,20 @@ def rollout_params(policy: DecoderConfig, trained: Params, frozen: Params) -> Pa
     return cast_for_compute(policy, join({"decoder": trained["decoder"]}, frozen)["decoder"])
 
 
-def rollout_view(policy: DecoderConfig, learner: Mesh, rollout: Mesh) -> Callable[[Params, Params], Params]:
-    """(trained, frozen parameters) -> the policy's on the rollout mesh, in its compute dtype."""
-    return meshes.make_rollout_view(learner, rollout, shardings, functools.partial(rollout_params, policy))
+def rollout_view(
+    policy: DecoderConfig, learner: Mesh, rollout: Mesh, *, copied: bool = False
+) -> Callable[[Params, Params], Params]:
+    """(trained, frozen parameters) -> the policy's on the rollout mesh, in its compute dtype.
+
+    Where dtype and layout allow they are the learner's own arrays, unless they are to be `copied`, so that they outlive
+    an update.
+    """
+
+    def prepare(trained: Params, frozen: Params) -> Params:
+        params = rollout_params(policy, trained, frozen)
+        return jax.tree.map(jnp.copy, params) if copied else params
+
+    return meshes.make_rollout_view(learner, rollout, shardings, prepare)
 
 
 def engine_config(config: ml_collections.ConfigDict) -> EngineConfig:

@@ -167,10 +167,35 @@ def _check_sampling(config: ml_collections.ConfigDict) -> None:
             "log-probs of a distribution without its tail; train with 0 and 1, or correct for the gap "
             "(correction.kind=tis_token learner.old_logprobs=learner)"
         )
+    _check_staleness(config)
     if config.rollout.refills < 0:
         raise UserError(f"rollout.refills is {config.rollout.refills}; it must not be negative")
     if config.rollout.refills and config.rollout.samples < 2:
         raise UserError("rollout.refills replaces groups whose rewards are all equal; with rollout.samples=1 all are")
+
+
+def _check_staleness(config: ml_collections.ConfigDict) -> None:
+    """What rollouts that run ahead of the learner cannot be."""
+    c = config.rollout
+    if c.staleness < 0:
+        raise UserError(f"rollout.staleness is {c.staleness}; it must not be negative")
+    if not c.staleness:
+        return
+    if c.deterministic:
+        raise UserError(
+            f"rollout.staleness is {c.staleness} and rollout.deterministic is set: when a rollout meets the next "
+            "policy depends on how long things take; set one of them only"
+        )
+    if c.refills:
+        raise UserError(
+            f"rollout.staleness is {c.staleness} and rollout.refills is {c.refills}: the groups of a batch are settled "
+            "before those of the batch before it are known; set one of them only"
+        )
+    if get_scheme(config.credit.name, build.credit_args(config))[0].needs_greedy:
+        raise UserError(
+            f"credit.name={config.credit.name} samples a greedy rollout of each row with the policy that is trained; "
+            "set rollout.staleness=0"
+        )
 
 
 def _check_pretraining(config: ml_collections.ConfigDict) -> None:

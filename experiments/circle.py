@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import ml_collections
 import numpy as np
@@ -16,9 +19,9 @@ from agentr1_jax.envs.base import Task
 from agentr1_jax.envs.rewards import totals
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
-from agentr1_jax.rollout.counters import Counters
+from agentr1_jax.rollout.background import Background
 from agentr1_jax.rollout.engine import Engine
-from agentr1_jax.rollout.runner import Group, run_groups, signal
+from agentr1_jax.rollout.runner import Group, run_groups, sample_groups, signal
 from agentr1_jax.rollout.sampling import Sampling
 from agentr1_jax.runtime import processes
 from agentr1_jax.runtime.seeds import generator
@@ -28,6 +31,10 @@ from agentr1_jax.trajectory import POLICIES, Outcome, Step, Trajectory
 from experiments import build
 
 PRACTICE = "practice"
+POLL_SECONDS = 0.2
+"""Between two questions whether to break off."""
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +106,26 @@ def documents(run: Run) -> list[Trajectory]:
     ]
 
 
+def groups_of(
+    run: Run, phase: str, split: str, places: Sequence[int], visits: Sequence[int], samples: int
+) -> Iterator[Group]:
+    """Groups of a batch: their places in it, and the running indices of their rows."""
+    for place, visit in zip(places, visits, strict=True):
+        (names,) = build.identities(run.task, run.config.seed, phase, [place], [visit], samples)
+        yield Group(run.task.row(split, visit), names)
+
+
+def awaited(future: concurrent.futures.Future[T], stop: Callable[[], bool]) -> T | None:
+    """The result of work of another thread; None where `stop` says so first."""
+    while not stop():
+        try:
+            return future.result(POLL_SECONDS)
+        except TimeoutError:
+            if future.done():
+                raise  # It is the work's own.
+    return None
+
+
 def roll_out(
     run: Run,
     params: Params,
@@ -110,7 +137,9 @@ def roll_out(
     sampling: Sampling,
     version: int,
     refills: Sequence[int] = (),
-) -> tuple[list[Trajectory], list[Trajectory]]:
+    stop: Callable[[], bool] = lambda: False,
+    within: Background | None = None,
+) -> tuple[list[Trajectory], list[Trajectory]] | None:
     """This process's share of the groups with the given running indices, sampled by its engine.
 
     Args:
@@ -124,31 +153,33 @@ def roll_out(
       version: of the policy.
       refills: running indices of groups to sample in place of those without signal; this process takes its share of
         them, in order, as far as it needs.
+      stop: asked every now and then whether to break off.
+      within: an engine that rolls out already, with the parameters wanted; else it is opened here.
 
     Returns:
-      trajectories sorted by (group, sample), and those of groups without signal where there are refills.
+      trajectories sorted by (group, sample), and those of groups without signal where there are refills; None where it
+      was broken off.
     """
     places = build.dealt(len(visits))
     spare = [len(visits) + i for i in build.dealt(len(refills))]
-    everywhere = [*visits, *refills]
-
-    def groups() -> Iterator[Group]:
-        for place in (*places, *spare):
-            visit = everywhere[place]
-            (names,) = build.identities(run.task, run.config.seed, phase, [place], [visit], samples)
-            yield Group(run.task.row(split, visit), names)
-
-    complete = run_groups(
+    everywhere, order = [*visits, *refills], [*places, *spare]
+    work = functools.partial(
+        sample_groups,
         run.engine,
-        run.view(params, run.frozen),
         run.agent,
-        groups(),
+        groups_of(run, phase, split, order, [everywhere[place] for place in order], samples),
         sampling=sampling,
-        policy_version=version,
         wanted=len(places),
         keep=signal if refills else lambda group: True,
         limits=build.limits(run.config),
     )
+    if within:
+        complete = awaited(within.start(work), stop)
+    else:
+        with Background(run.engine, run.view(params, run.frozen), version) as opened:
+            complete = awaited(opened.start(work), stop)
+    if complete is None:
+        return None
     kept: list[Trajectory] = []
     dull: list[Trajectory] = []
     for group in sorted(complete, key=lambda group: group[0].group):
@@ -186,21 +217,6 @@ def with_greedy_rewards(
     ]
 
 
-def evaluate(
-    run: Run, params: Params, questions: int, *, temperature: float, phase: str, version: int
-) -> tuple[dict[str, float], list[Trajectory]]:
-    """EM, F1 and more over the first `questions` of `eval.split`.
-
-    Returns:
-      means over all processes, and the trajectories of this one.
-    """
-    sampling, split = Sampling(temperature), run.config.eval.split
-    trajectories, _ = roll_out(
-        run, params, phase, split, range(questions), samples=1, sampling=sampling, version=version
-    )
-    return means(trajectories), trajectories
-
-
 def means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Means over the trajectories of all processes: metrics, reward, steps, tokens, outcomes, and `em` by kind."""
     sums: dict[str, list[float]] = {}
@@ -235,10 +251,17 @@ def means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     }
 
 
-def rollout_metrics(counters: Counters, tools: Meter) -> dict[str, float]:
-    """What engine and tools did, as metrics of this process."""
+def count_anew(run: Run) -> None:
+    """Engine and tools count from zero."""
+    run.engine.fresh_counters()
+    run.tools.reset()
+
+
+def rollout_metrics(run: Run) -> dict[str, float]:
+    """What engine and tools did since they counted anew, as metrics of this process."""
+    counters = run.engine.counters
     return {
-        **tools.metrics(),
+        **run.tools.metrics(),
         "rollout/occupancy": counters.occupancy,
         "rollout/occupancy_while_waiting": counters.occupancy_while_waiting,
         "rollout/host_share": counters.host_share,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import glob
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,11 +12,13 @@ from typing import Any
 from absl import logging
 
 from agentr1_jax.learner.update import LearnerState
+from agentr1_jax.runtime import processes
 from agentr1_jax.runtime.checkpoint import Checkpoints
 from agentr1_jax.runtime.compiles import CompileCounter
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.runtime.metrics import MetricsWriter
 from agentr1_jax.runtime.processes import StopRequest
+from agentr1_jax.trajectory import Trajectory, read_jsonl, write_jsonl
 
 FORMAT = 1
 """Of the checkpoints; grows where an earlier version could not go on with them."""
@@ -68,6 +72,41 @@ class Position:
         self.phase, self.update = phase, 0
 
 
+class Unused:
+    """Trajectories that are sampled and not trained yet, in a file for each checkpoint and process.
+
+    Args:
+      run_dir: the run's folder.
+      enabled: whether rollouts run ahead of the learner; else nothing is written.
+    """
+
+    def __init__(self, run_dir: str, enabled: bool) -> None:
+        self._folder = os.path.join(run_dir, "unused")
+        self._enabled = enabled
+
+    def write(self, number: int, trajectories: Sequence[Trajectory]) -> None:
+        """Writes this process's, before the checkpoint of that number; a file of an earlier attempt is replaced."""
+        if self._enabled:
+            write_jsonl(os.path.join(self._folder, f"{number}.p{processes.process_index()}.jsonl.gz"), trajectories)
+
+    def read(self, number: int) -> list[Trajectory]:
+        """Those of all processes there were; the groups of a file that cannot be read are sampled again."""
+        out: list[Trajectory] = []
+        for path in sorted(glob.glob(os.path.join(self._folder, f"{number}.p*.jsonl.gz"))):
+            try:
+                out += list(read_jsonl(path))
+            except ValueError as error:
+                logging.warning("%s; what it held is sampled again", error)
+        return out
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Removes this process's files of checkpoints that are not among these."""
+        mine = f".p{processes.process_index()}.jsonl.gz"
+        for path in glob.glob(os.path.join(self._folder, f"*{mine}")):
+            if int(os.path.basename(path).removesuffix(mine)) not in numbers:
+                os.remove(path)
+
+
 @dataclasses.dataclass(frozen=True)
 class Journal:
     """The writers and watchers of a run.
@@ -76,6 +115,7 @@ class Journal:
       position: where it stands.
       metrics: the writer of metrics.jsonl.
       checkpoints: of its state.
+      unused: what is kept of the trajectories beside it.
       stop: whether somebody asked it to stop.
       compiles: counts compiled programs.
       started: `time.perf_counter()` at its start; earlier by the time of earlier starts where it was resumed.
@@ -84,6 +124,7 @@ class Journal:
     position: Position
     metrics: MetricsWriter
     checkpoints: Checkpoints
+    unused: Unused
     stop: StopRequest
     compiles: CompileCounter
     started: float
@@ -93,20 +134,34 @@ class Journal:
         """Time spent so far, over all starts."""
         return time.perf_counter() - self.started
 
-    def save(self, state: LearnerState) -> None:
-        """Writes a checkpoint from which the run goes on as if nothing had happened."""
+    def save(self, state: LearnerState, unused: Sequence[Trajectory] = ()) -> None:
+        """Writes a checkpoint from which the run goes on as if nothing had happened.
+
+        Args:
+          state: of the learner.
+          unused: trajectories of this process that are sampled and not trained yet.
+        """
         position = self.position
         position.metrics_index = self.metrics.next_index
         position.seconds = self.seconds
         number = position.first_checkpoint + position.update
+        self.unused.write(number, unused)
         self.checkpoints.save(number, state, dataclasses.asdict(position))
+        self.unused.forget([number, *self.checkpoints.numbers()])
 
-    def save_if_due(self, state: LearnerState, every: int, before: Callable[[], None] = lambda: None) -> None:
+    def save_if_due(
+        self,
+        state: LearnerState,
+        every: int,
+        *,
+        before: Callable[[], None] = lambda: None,
+        unused: Callable[[], Sequence[Trajectory]] = lambda: (),
+    ) -> None:
         """Saves after `every` updates, and where the run is to stop; calls `before` first. Raises Stopped then."""
         stop = self.stop.agreed()
         if stop or self.position.update % every == 0:
             before()
-            self.save(state)
+            self.save(state, unused())
         if stop:
             raise Stopped
 

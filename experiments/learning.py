@@ -21,6 +21,7 @@ from agentr1_jax.learner.update import LearnerState
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime import processes
+from agentr1_jax.runtime.dispatch import enqueue
 from agentr1_jax.trajectory import POLICIES, Trajectory
 from experiments import build, phases
 from experiments.circle import Run
@@ -200,9 +201,10 @@ def _update(
     out = []
     for batch, count in batches:
         if learner.log_ratio is not None:
-            log_ratio = learner.log_ratio(state.params, run.frozen, batch, count)
+            log_ratio = enqueue(learner.log_ratio, state.params, run.frozen, batch, count)
             batch = dataclasses.replace(batch, reads=dataclasses.replace(batch.reads, log_ratio=log_ratio))
-        state, metrics = learner.update(state, run.frozen, batch, count, {k: np.float32(v) for k, v in rates.items()})
+        rates_now = {k: np.float32(v) for k, v in rates.items()}
+        state, metrics = enqueue(learner.update, state, run.frozen, batch, count, rates_now)
         out.append(metrics)
     return state, out
 
@@ -334,7 +336,7 @@ def _score(run: Run, learner: Learner, params: Params, packs: Sequence[Packing])
     parts: dict[str, list[np.ndarray]] = {field.name: [] for field in dataclasses.fields(Scored)}
     for layout in packs:
         batch, count = _to_device(run, learner, layout.nodes, layout.reads)
-        scores = learner.score(params, run.frozen, learner.reference, batch, count)
+        scores = enqueue(learner.score, params, run.frozen, learner.reference, batch, count)
 
         def local(x: jax.Array, layout: Packing = layout) -> np.ndarray:
             rows = meshes.local_rows(x, run.learner_mesh)
@@ -391,7 +393,7 @@ def _credit(run: Run, learner: Learner, streams: Streams, baseline: float) -> tu
         baseline=baseline,
         advantage_mask=c.learner.advantage_mask,
     )
-    credit: Any = jax.device_get(learner.credit(batch))
+    credit: Any = jax.device_get(enqueue(learner.credit, batch))
     advantages = credit.advantages[:k]
     if c.learner.advantage_mask and not c.learner.loss_mask:
         advantages = _over_observations(streams, advantages)

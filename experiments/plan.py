@@ -83,10 +83,11 @@ def make_plan(config: ml_collections.ConfigDict, topology_name: str = "") -> Pla
     policy = _policy(config)
     learner_mesh = build.learner_mesh(config, devices)
     checks.check_attention(config, policy, learner_mesh, call=False)
-    rollout_mesh = meshes.rollout_mesh(learner_mesh, config.rollout.tensor)
     if topology_name:
-        alone = meshes.learner_mesh(-1, 1, 1, topology.one_host(topology_name, devices))
-        rollout_mesh = meshes.rollout_mesh(alone, config.rollout.tensor)
+        _, rolling = meshes.divided(topology.one_host(topology_name, devices), config.mesh.rollout_devices)
+        rollout_mesh = meshes.rollout_mesh(rolling, config.rollout.tensor)
+    else:
+        rollout_mesh = build.rollout_mesh(config)
     _, _, (optimizer, state, layout) = build.learner_state(config, policy, learner_mesh)
     frozen = {}
     if policy.lora.rank:

@@ -24,8 +24,9 @@ from agentr1_jax.credit.shaping import Moments
 from agentr1_jax.learner.kl import adapted_kl_coef
 from agentr1_jax.learner.schedules import rate_by_progress
 from agentr1_jax.learner.update import LearnerState
+from agentr1_jax.rollout.background import Background
+from agentr1_jax.rollout.sampling import Sampling
 from agentr1_jax.runtime import config as configs
-from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime import processes
 from agentr1_jax.runtime.checkpoint import Checkpoints
 from agentr1_jax.runtime.compiles import CompileCounter
@@ -39,8 +40,9 @@ from agentr1_jax.runtime.seeds import generator
 from agentr1_jax.tools.meter import Meter
 from agentr1_jax.trajectory import Trajectory, read_jsonl, write_jsonl
 from experiments import build, checks, circle, dry_run, inherited, learning, phases, tasks
+from experiments.batches import ages, sampler
 from experiments.circle import Run
-from experiments.journal import Journal, Position, Stopped, add_totals, count_recompiles
+from experiments.journal import Journal, Position, Stopped, Unused, add_totals, count_recompiles
 from experiments.learning import Pending
 from experiments.phases import Learner
 from experiments.retrieval import LateDispatch
@@ -85,7 +87,8 @@ def train(config: ml_collections.ConfigDict, started: float) -> None:
     started -= position.seconds
 
     with MetricsWriter(config.run_dir, position.metrics_index, first) as metrics, processes.StopRequest() as stop:
-        journal = Journal(position, metrics, checkpoints, stop, CompileCounter(), started)
+        unused = Unused(config.run_dir, config.rollout.staleness > 0)
+        journal = Journal(position, metrics, checkpoints, unused, stop, CompileCounter(), started)
         try:
             run.engine.compile(run.view(state.params, run.frozen))
             if position.phase == "pretraining":
@@ -99,7 +102,7 @@ def train(config: ml_collections.ConfigDict, started: float) -> None:
                 position.warm_start_seconds = journal.seconds
                 label = "control" if config.control else "before"
                 for name, temperature in ((label, 1.0), (f"{label}_greedy", 0.0)):
-                    measured = evaluate(run, journal, state, f"eval_{name}", temperature=temperature)
+                    measured = evaluate(run, journal, state, f"eval_{name}", temperature)
                     if "em" in measured:  # Some trajectory was sampled.
                         position.results[f"em_{name}"] = measured["em"]
                 journal.save(state)
@@ -108,7 +111,7 @@ def train(config: ml_collections.ConfigDict, started: float) -> None:
                 reference = build.reference(config, run.policy, run.learner_mesh, state.params, fresh=fresh_rl)
                 state = reinforce(run, journal, phases.reinforced(run, optimizer, layout, reference), state)
                 for label, temperature in (("after", 0.0), ("after_sampled", 1.0)):
-                    measured = evaluate(run, journal, state, f"eval_{label}", temperature=temperature)
+                    measured = evaluate(run, journal, state, f"eval_{label}", temperature)
                     position.results |= {f"{k}_{label}": v for k, v in measured.items() if k[:2] in ("em", "f1")}
             if position.phase != "done":
                 position.enter("done")
@@ -135,7 +138,7 @@ def set_up(config: ml_collections.ConfigDict) -> Run:
     tools, dispatch = Meter(), LateDispatch()
     task = tasks.make_task(config, tools, dispatch)
     checks.check_task(config, task)
-    processes.barrier("checked")
+    processes.barrier()
     owner = processes.process_index() == 0 and not resumes
     try:
         tokenizer = build.tokenizer(config, task, resumes=resumes)
@@ -144,11 +147,11 @@ def set_up(config: ml_collections.ConfigDict) -> Run:
         policy = build.policy(config, tokenizer)
         learner_mesh = build.learner_mesh(config)
         checks.check_attention(config, policy, learner_mesh)
-        rollout_mesh = meshes.rollout_mesh(learner_mesh, config.rollout.tensor)
+        rollout_mesh = build.rollout_mesh(config)
         frozen = build.frozen(config, policy, learner_mesh)
         engine = build.engine(config, policy, rollout_mesh)
         dispatch.to = engine.dispatch
-        view = build.rollout_view(policy, learner_mesh, rollout_mesh)
+        view = build.rollout_view(policy, learner_mesh, rollout_mesh, copied=config.rollout.staleness > 0)
     except BaseException:
         if owner:
             build.discard_tokenizer(config)  # The corrected command must find the folder as this one did.
@@ -175,7 +178,9 @@ def warm_start(run: Run, journal: Journal, learner: Learner, state: LearnerState
     if journal.position.update == 0:
         write_trajectories(run, "demonstrations", expert[:REPORTED_PER_FILE])
         logging.info("%d demonstrations, em %.3f", len(expert), circle.means(expert)["em"])
-    return supervise(run, journal, learner, state, expert, config.warm_start)
+    state = supervise(run, journal, learner, state, expert, config.warm_start)
+    journal.save(state)
+    return state
 
 
 def supervise(
@@ -237,29 +242,22 @@ def reinforce(run: Run, journal: Journal, learner: Learner, state: LearnerState)
     c, first = config.rollout, processes.process_index() == 0
     warmed_up = False
     traced = profiled(config.run_dir, parse_updates(config.profile_updates), first)
-    with progress("rl", position.update, config.updates, first) as show, traced as begin:
+    shown = progress("rl", position.update, config.updates, first)
+    with sampler(run, journal, state.params) as batches, shown as show, traced as begin:
         for update in range(position.update, config.updates):
             begin(update)
             compiled = journal.compiles.count
-            run.engine.fresh_counters()
             run.engine.record_timeline = first and update + 1 == config.updates
-            run.tools.reset()
             visits = range(position.visits, position.visits + c.groups)
-            trajectories, dull = circle.roll_out(
-                run,
-                state.params,
-                "rl",
-                "train",
-                visits,
-                samples=c.samples,
-                sampling=build.sampling(config),
-                version=update,
-                refills=range(visits.stop, visits.stop + c.refills),
-            )
+            batch = batches.take(state.params, update, visits, lambda: journal.stop.requested)
+            if journal.stop.agreed() or batch is None:
+                journal.save(state, batches.unused())
+                raise Stopped
+            trajectories, dull = batch
             refilled = max(processes.all_gather_json(refills_used(trajectories + dull, c.groups)))
             position.visits = visits.stop + refilled
             draw_timeline(run)
-            rollout = circle.rollout_metrics(run.engine.counters, run.tools)
+            rollout = circle.rollout_metrics(run)
             if learner.greedy:
                 trajectories = circle.with_greedy_rewards(run, state.params, trajectories, visits, version=update)
             rates, since = build.rates(config, update, state.params), time.perf_counter()
@@ -267,6 +265,7 @@ def reinforce(run: Run, journal: Journal, learner: Learner, state: LearnerState)
             moments = Moments(*position.returns)
             state, pending, trajectories = learning.learn(run, learner, state, trajectories, rates, kl_coef, moments)
             position.update, position.returns = update + 1, pending.moments
+            batches.learnt(state.params, update + 1)
             trajectories += dull
             write_trajectories(run, f"rl_{update:06d}", trajectories)  # While the device learns.
             sampled = circle.means(trajectories)
@@ -282,6 +281,7 @@ def reinforce(run: Run, journal: Journal, learner: Learner, state: LearnerState)
                 )
             record["batch/refills"] = float(refilled)
             record |= rollout | {f"rollout/{key}": value for key, value in sampled.items()}
+            record |= ages(trajectories, update, c.staleness)
             record["learner/lr"] = rates["decoder"]
             journal.metrics.write({"phase": "rl", "update": position.update, **record})
             add_totals(position, record)
@@ -294,11 +294,13 @@ def reinforce(run: Run, journal: Journal, learner: Learner, state: LearnerState)
                 )
             if config.eval.every and position.update % config.eval.every == 0 and position.update < config.updates:
                 name = f"eval_{position.update:06d}"
-                evaluate(run, journal, state, name, temperature=0.0, questions=config.eval.quick_questions)
+                quick = config.eval.quick_questions
+                evaluate(run, journal, state, name, 0.0, quick, batches.background, breaks_off=False)
             if warmed_up:
                 count_recompiles(position, journal.compiles.count - compiled)
             warmed_up = warmed_up or bool(pending.updates)  # A batch without signal compiles no update.
-            journal.save_if_due(state, config.checkpoint_every)
+            journal.save_if_due(state, config.checkpoint_every, unused=batches.unused)
+    journal.save(state)
     return state
 
 
@@ -330,11 +332,38 @@ def tokens_per_second(record: dict[str, float]) -> str:
 
 
 def evaluate(
-    run: Run, journal: Journal, state: LearnerState, name: str, *, temperature: float, questions: int | None = None
+    run: Run,
+    journal: Journal,
+    state: LearnerState,
+    name: str,
+    temperature: float,
+    questions: int | None = None,
+    within: Background | None = None,
+    breaks_off: bool = True,
 ) -> dict[str, float]:
-    """Evaluates on unseen rows (`eval.questions` of them unless told); writes metrics and trajectories."""
+    """Evaluates on unseen rows (`eval.questions` of them unless told); writes metrics and trajectories.
+
+    Raises:
+      Stopped: the run is to stop, and the evaluation `breaks_off` for that. Nothing is saved: what was saved last comes
+        right before it.
+    """
     count, update = questions or run.config.eval.questions, journal.position.update
-    measured, shown = circle.evaluate(run, state.params, count, temperature=temperature, phase=name, version=update)
+    done = circle.roll_out(
+        run,
+        state.params,
+        name,
+        run.config.eval.split,
+        range(count),
+        samples=1,
+        sampling=Sampling(temperature),
+        version=update,
+        stop=lambda: breaks_off and journal.stop.requested,
+        within=within,
+    )
+    if done is None or (breaks_off and journal.stop.agreed()):
+        raise Stopped
+    shown, _ = done
+    measured = circle.means(shown)
     kind = "eval_sampled" if temperature else "eval"
     journal.metrics.write({"phase": kind, "update": update, **{f"eval/{key}": x for key, x in measured.items()}})
     write_trajectories(run, name, shown)

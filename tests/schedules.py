@@ -124,11 +124,14 @@ def gumbel(key, index, vocab):
     return jax.random.gumbel(jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), index), (vocab,))
 
 
-def assert_exact(trajectories, temperature=1.0, policy=POLICY, length=LENGTH):
-    """Every sampled id and its log-probability are those of a forward pass over prompt + response alone."""
-    steps = [(t, i, s) for t in trajectories for i, s in enumerate(t.steps)]
+def assert_exact(trajectories, temperature=1.0, policy=POLICY, length=LENGTH, version=None, seed=0):
+    """Every sampled id and its log-probability are those of a forward pass over prompt + response alone.
+
+    With a version, of the steps sampled by that one; the parameters are those of the seed.
+    """
+    steps = [(t, i, s) for t in trajectories for i, s in enumerate(t.steps) if version in (None, s.policy_version)]
     sequences = [np.concatenate([s.prompt_ids, s.response_ids]) for _, _, s in steps]
-    logits = tiny.full_logits(policy, tiny.decoder_params(policy), sequences, length)
+    logits = tiny.full_logits(policy, tiny.decoder_params(policy, seed), sequences, length)
     for (t, i, step), full in zip(steps, logits, strict=True):
         predicted = full[len(step.prompt_ids) - 1 : -1]
         assert len(predicted) == len(step.response_ids) == len(step.logprobs) > 0

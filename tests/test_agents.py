@@ -302,11 +302,11 @@ class Echo(RecordedSession):
 
     async def respond(self, prompt_ids, max_tokens, stop):
         await asyncio.sleep(0)
-        return Completion(np.asarray([4], np.int32), np.asarray([-1.0], np.float32), "stop")
+        return Completion(np.asarray([4], np.int32), np.asarray([-1.0], np.float32), "stop", policy_version=4)
 
 
 def session():
-    return Echo(Identity("train/0/1", 0, 1, "t", 3), policy_version=4)
+    return Echo(Identity("train/0/1", 0, 1, "t", 3))
 
 
 def generated():

@@ -115,7 +115,7 @@ class Speaker(RecordedSession):
     """Says prepared ids, and keeps the stop sequences that it was given."""
 
     def __init__(self, responses):
-        super().__init__(Identity("u", 0, 0, "letters", 0), 0)
+        super().__init__(Identity("u", 0, 0, "letters", 0))
         self.responses, self.stops = iter(responses), []
 
     async def respond(self, prompt_ids, max_tokens, stop):

@@ -24,7 +24,7 @@ assert processes.all_gather_json(["é" * index, index]) == [["", 0], ["é", 1]]
 first, second = processes.all_gather_arrays({"x": np.arange(index + 1), f"only{index}": np.float32([[index]])})
 assert sorted(first) == ["only0", "x"] and sorted(second) == ["only1", "x"]
 assert second["x"].tolist() == [0, 1] and second["x"].dtype == np.arange(1).dtype and second["only1"].shape == (1, 1)
-processes.barrier("middle")
+processes.barrier()
 with processes.StopRequest() as stop:
     assert not stop.agreed()
     if index == 1:
@@ -47,7 +47,7 @@ def test_one_process_needs_nobody() -> None:
     (arrays,) = processes.all_gather_arrays({"x": np.ones((2, 0), np.float16)})
     assert (arrays["x"].shape, arrays["x"].dtype) == ((2, 0), np.float16)
     assert processes.all_gather_flags(True) == [True]
-    processes.barrier("alone")
+    processes.barrier()
 
 
 def test_objects_are_never_pickled() -> None:

@@ -22,11 +22,13 @@ class Completion:
       ids: int32 [R] sampled ids, with the stop token where one was sampled.
       logprobs: float32 [R] under the distribution sampled from.
       finish_reason: `stop` (a stop token or sequence) or `length` (the budget).
+      policy_version: number of updates the parameters that it was sampled with had seen.
     """
 
     ids: np.ndarray
     logprobs: np.ndarray
     finish_reason: Literal["stop", "length"]
+    policy_version: int = 0
 
 
 class Session(Protocol):

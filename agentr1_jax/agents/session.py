@@ -29,10 +29,9 @@ class Identity:
 class RecordedSession:
     """The part of `Session` that does not depend on where responses come from; children implement `respond`."""
 
-    def __init__(self, identity: Identity, policy_version: int) -> None:
+    def __init__(self, identity: Identity) -> None:
         self.identity = identity
         self.seed = identity.seed
-        self._policy_version = policy_version
         self._steps: list[Step] = []
         self._open: Step | None = None
         self._generating = False
@@ -67,7 +66,7 @@ class RecordedSession:
             prompt_ids=prompt_ids,
             response_ids=completion.ids,
             logprobs=completion.logprobs,
-            policy_version=self._policy_version,
+            policy_version=completion.policy_version,
         )
         return completion
 
@@ -156,7 +155,7 @@ class ScriptedSession(RecordedSession):
     def __init__(
         self, identity: Identity, expert: Expert, tokenizer: Tokenizer, dialect: Dialect | None = None
     ) -> None:
-        super().__init__(identity, policy_version=0)
+        super().__init__(identity)
         self._expert = expert
         self._tokenizer = tokenizer
         self._dialect = dialect or hermes.dialect()

@@ -97,6 +97,10 @@ class Device:
         self._nothing_new = jax.device_put(to_words(self._new, self._told), self._by_slot)
         self._leave_after = jax.device_put(np.full(self.shards, self._config.leave_after, np.int32), self._by_slot)
 
+    def use(self, params: Params) -> None:
+        """Other parameters from now on; what the cache holds was computed with the old ones."""
+        self._params = params
+
     def close(self) -> None:
         """Frees everything on the device."""
         self._params = self._cache = self._slots = None

@@ -48,9 +48,9 @@ class Request:
     logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)
     stopped: bool = False
 
-    def completion(self) -> Completion:
+    def completion(self, version: int) -> Completion:
         ids, logprobs = np.concatenate(self.ids), np.concatenate(self.logprobs)
-        return Completion(ids, logprobs, "stop" if self.stopped else "length")
+        return Completion(ids, logprobs, "stop" if self.stopped else "length", version)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +72,7 @@ class Engine:
 
     Attributes:
       device: its programs and counters.
+      version: of the policy that samples: the updates its parameters have seen.
       timeline: of the rollout under way or the last one; None unless `record_timeline`.
       record_timeline: whether to record one. The host then looks at every prefill too, which costs a little.
     """
@@ -79,6 +80,7 @@ class Engine:
     def __init__(self, policy: DecoderConfig, config: EngineConfig, mesh: Mesh) -> None:
         self.config = config
         self.device = Device(policy, config, mesh)
+        self.version = 0
         self.record_timeline = False
         self.timeline: Timeline | None = None
         self._vocab_size = policy.vocab_size
@@ -96,6 +98,7 @@ class Engine:
         self._queue: collections.deque[asyncio.Future[None]] = collections.deque()
         self._away = 0  # Trajectories that do not wait for a response, but for their tools.
         self._turn = 0
+        self._next_policy: tuple[Params, int] | None = None
         self._changed: asyncio.Event | None = None
 
     @property
@@ -126,7 +129,7 @@ class Engine:
         (results,) = self.stream(params, everything)
         return results
 
-    def stream(self, params: Params, main: Callable[[], AsyncIterator[T]]) -> Iterator[T]:
+    def stream(self, params: Params, main: Callable[[], AsyncIterator[T]], version: int = 0) -> Iterator[T]:
         """Runs the engine beneath an async generator, and yields what that yields.
 
         The KV cache is allocated here and freed at the end, so that the learner has the memory to itself. Between two
@@ -135,13 +138,14 @@ class Engine:
         Args:
           params: decoder parameters on the engine's mesh.
           main: its coroutines use `acquire` / `generate` / `release`; what it raises ends the stream.
+          version: of the policy.
 
         Raises:
           RuntimeError: the engine has a stream already that has not ended.
         """
         if self._changed is not None:
             raise RuntimeError("the engine is rolling out already; take that stream to its end or close it first")
-        self._changed = asyncio.Event()
+        self._changed, self.version = asyncio.Event(), version
         self.timeline = Timeline(self.config.slots) if self.record_timeline else None
         try:
             self.device.open(params)
@@ -241,6 +245,15 @@ class Engine:
         finally:
             self._away += done.cancelled()  # Else `_drive` has counted it, when it set the result.
 
+    def adopt(self, params: Params, version: int) -> None:
+        """Samples with other parameters from now on; called in the loop of the stream.
+
+        Responses under way come to their end first, and until then none begins: a response has one policy. What the
+        cache holds was computed with the old parameters, and is void.
+        """
+        self._next_policy = params, version
+        self._wake()
+
     def _check(self, r: Response) -> None:
         c, prompt = self.config, r.prompt
         if not 1 <= len(prompt) or not 1 <= r.max_tokens or len(prompt) + r.max_tokens > c.length:
@@ -259,6 +272,10 @@ class Engine:
                 f"at most {c.stop_sequences} stop sequences of 1 to {c.stop_width} ids each, "
                 f"got {list(map(list, r.stop))}"
             )
+
+    def in_turn(self, function: Callable[[], T]) -> T:
+        """As `dispatch`, for other threads than the loop's."""
+        return self._dispatcher.submit(function).result()
 
     async def dispatch(self, function: Callable[[], T]) -> T:
         """Runs a function on the thread that dispatches every device program, between two turns; waits for its result.
@@ -279,19 +296,28 @@ class Engine:
             self._drop_cancelled()
             if self.timeline is not None:
                 self.timeline.holding(self._lines.idle_slots())
+            if self._next_policy and not self._open and not self._chunks:
+                await self.dispatch(self._change_policy)
             ready = not (self.config.deterministic and self._away)
             if ready and (self._waiting or self._open or self._chunks):
                 self._turn += 1
-                requests, self._waiting = self._waiting, []
+                requests = [] if self._next_policy else self._waiting
+                self._waiting = self._waiting[len(requests) :]
                 unseated, finished = await self.dispatch(functools.partial(self._device_turn, requests))
                 self._waiting = unseated + self._waiting  # Who waits longest comes first.
                 for request in finished:
                     if not request.done.done():
-                        request.done.set_result(request.completion())
+                        request.done.set_result(request.completion(self.version))
                         self._away += 1
                 continue
             self._changed.clear()
             await self._changed.wait()
+
+    def _change_policy(self) -> None:
+        assert self._next_policy is not None
+        (params, self.version), self._next_policy = self._next_policy, None
+        self.device.use(params)
+        self._lines.forget()
 
     def _drop_cancelled(self) -> None:
         """Forgets who left, and requests that nobody waits for any more."""

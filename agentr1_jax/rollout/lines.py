@@ -120,6 +120,10 @@ class Lines:
         self._ids[line, : len(ids)] = ids
         self._count[line] = len(ids)
 
+    def forget(self) -> None:
+        """No line holds anything that may be used again."""
+        self._count[:] = 0
+
     def seat(self, ticket: Ticket, prompt: np.ndarray) -> list[Move] | None:
         """Puts a trajectory on a slot: its own, a free one, or that of one whose tool is at work, which is parked.
 

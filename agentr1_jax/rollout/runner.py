@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from absl import logging
@@ -54,10 +55,8 @@ class Limits:
 class EngineSession(RecordedSession):
     """A session whose responses come from the engine."""
 
-    def __init__(
-        self, engine: Engine, ticket: Ticket, identity: Identity, sampling: Sampling, policy_version: int
-    ) -> None:
-        super().__init__(identity, policy_version)
+    def __init__(self, engine: Engine, ticket: Ticket, identity: Identity, sampling: Sampling) -> None:
+        super().__init__(identity)
         self._engine = engine
         self._ticket = ticket
         self._sampling = sampling
@@ -70,30 +69,42 @@ class EngineSession(RecordedSession):
 
 
 def run_groups(
-    engine: Engine,
-    params: Params,
-    agent: Agent,
-    groups: Iterable[Group],
-    *,
-    sampling: Sampling,
-    policy_version: int,
-    wanted: int | None = None,
-    keep: Callable[[Sequence[Trajectory]], bool] = lambda group: True,
-    limits: Limits = Limits(),
-    on_finish: Callable[[Trajectory], None] = lambda trajectory: None,
+    engine: Engine, params: Params, agent: Agent, groups: Iterable[Group], *, policy_version: int, **options: Any
 ) -> Iterator[list[Trajectory]]:
-    """Samples a group of trajectories for each row, and yields the groups as they become complete.
-
-    No group is ever broken off because others were faster: that would favour the short. Where `keep` refuses a group,
-    the next one of `groups` is started in its place.
+    """Opens the engine, samples groups, and yields them as they become complete; see `sample_groups` for the rest.
 
     Args:
       engine: its lines are shared by all trajectories.
       params: decoder parameters on the engine's mesh.
       agent: the workflow of one trajectory.
       groups: rows and identities; taken as needed.
+      policy_version: of the parameters; recorded in every step.
+      **options: of `sample_groups`.
+    """
+    return engine.stream(params, lambda: sample_groups(engine, agent, groups, **options), policy_version)
+
+
+async def sample_groups(
+    engine: Engine,
+    agent: Agent,
+    groups: Iterable[Group],
+    *,
+    sampling: Sampling,
+    wanted: int | None = None,
+    keep: Callable[[Sequence[Trajectory]], bool] = lambda group: True,
+    limits: Limits = Limits(),
+    on_finish: Callable[[Trajectory], None] = lambda trajectory: None,
+) -> AsyncIterator[list[Trajectory]]:
+    """Samples a group of trajectories for each row, and yields the groups as they become complete.
+
+    No group is ever broken off because others were faster: that would favour the short. Where `keep` refuses a group,
+    the next one of `groups` is started in its place.
+
+    Args:
+      engine: with an open stream, in whose loop this runs.
+      agent: the workflow of one trajectory.
+      groups: rows and identities; taken as needed.
       sampling: the distribution of responses.
-      policy_version: recorded in every step.
       wanted: how many groups to keep; None for all there are.
       keep: whether a complete group counts as one of those; it is yielded in any case.
       limits: of attempts and time.
@@ -104,44 +115,40 @@ def run_groups(
       `env_failure` (`engine_failure` where the engine refused its request), with the error in `info`.
     """
     source = iter(groups)
+    tasks: set[asyncio.Task[list[Trajectory]]] = set()
+    kept = 0
 
-    async def complete() -> AsyncIterator[list[Trajectory]]:
-        tasks: set[asyncio.Task[list[Trajectory]]] = set()
-        kept = 0
+    def start(count: int | None) -> None:
+        while count is None or count > 0:
+            group = next(source, None)
+            if group is None:
+                return
+            tasks.add(asyncio.create_task(run(group)))
+            count = None if count is None else count - 1
 
-        def start(count: int | None) -> None:
-            while count is None or count > 0:
-                group = next(source, None)
-                if group is None:
-                    return
-                tasks.add(asyncio.create_task(run(group)))
-                count = None if count is None else count - 1
+    async def run(group: Group) -> list[Trajectory]:
+        episodes = (episode(group.row, identity) for identity in group.identities)
+        return sorted(await asyncio.gather(*episodes), key=lambda t: t.sample)
 
-        async def run(group: Group) -> list[Trajectory]:
-            episodes = (episode(group.row, identity) for identity in group.identities)
-            return sorted(await asyncio.gather(*episodes), key=lambda t: t.sample)
+    async def episode(row: Row, identity: Identity) -> Trajectory:
+        trajectory = await _episode(engine, agent, row, identity, sampling, limits)
+        on_finish(trajectory)
+        return trajectory
 
-        async def episode(row: Row, identity: Identity) -> Trajectory:
-            trajectory = await _episode(engine, agent, row, identity, sampling, policy_version, limits)
-            on_finish(trajectory)
-            return trajectory
-
-        try:
-            start(wanted)
-            while tasks:
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                for task in sorted(done, key=lambda task: task.result()[0].group):
-                    tasks.discard(task)
-                    kept += keep(task.result())
-                    if wanted is not None:
-                        start(wanted - kept - len(tasks))
-                    yield task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    return engine.stream(params, complete)
+    try:
+        start(wanted)
+        while tasks:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=lambda task: task.result()[0].group):
+                tasks.discard(task)
+                kept += keep(task.result())
+                if wanted is not None:
+                    start(wanted - kept - len(tasks))
+                yield task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _episode(
@@ -150,7 +157,6 @@ async def _episode(
     row: Row,
     identity: Identity,
     sampling: Sampling,
-    policy_version: int,
     limits: Limits,
 ) -> Trajectory:
     """One trajectory, tried again where the infrastructure failed it."""
@@ -158,7 +164,7 @@ async def _episode(
     try:
         failures: list[str] = []
         for attempt in range(limits.attempts):
-            session = EngineSession(engine, ticket, identity, sampling, policy_version)
+            session = EngineSession(engine, ticket, identity, sampling)
             trajectory = await _attempt(agent, session, row, limits.seconds)
             if POLICIES[trajectory.outcome].training != "drop":
                 break

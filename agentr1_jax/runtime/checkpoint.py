@@ -63,7 +63,7 @@ class Checkpoints:
         if first:
             for number in damaged:
                 _move_away(self._folder, number)
-        processes.barrier("damaged checkpoints moved")
+        processes.barrier()
         self._manager.reload()
         args = ocp.args.Composite(state=ocp.args.StandardRestore(like), record=ocp.args.JsonRestore())
         try:
@@ -88,6 +88,10 @@ class Checkpoints:
             self._manager.wait_until_finished()
             self._saving = step
             self._manager.save(step, args=args)
+
+    def numbers(self) -> list[int]:
+        """Those that there are, and the one that is being written."""
+        return list(self._manager.all_steps())
 
     def close(self) -> None:
         """Waits for what is being written."""

@@ -6,6 +6,7 @@ parameters have one view for each: sharded on the learner's mesh, and on the dev
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,17 +44,39 @@ def learner_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device
     return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 
-def rollout_mesh(learner: Mesh, tensor: int = 1) -> Mesh:
-    """This process's devices; slots are dealt over `data`, heads over `tensor`.
+def divided(devices: Sequence[jax.Device], apart: int) -> tuple[list[jax.Device], list[jax.Device]]:
+    """The devices for learning and those for rollouts: the last `apart` of each process; with 0 all serve both.
+
+    Raises:
+      UserError: a process has no more than `apart` devices.
+    """
+    if not apart:
+        return list(devices), list(devices)
+    of_process: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        of_process.setdefault(device.process_index, []).append(device)
+    fewest = min(map(len, of_process.values()))
+    if not 0 < apart < fewest:
+        raise UserError(
+            f"mesh.rollout_devices is {apart}; it must leave some of the {fewest} devices of a process to the learner "
+            "(0: all devices serve both)"
+        )
+    everywhere = of_process.values()
+    return [d for own in everywhere for d in own[:-apart]], [d for own in everywhere for d in own[-apart:]]
+
+
+def rollout_mesh(devices: Mesh | Sequence[jax.Device], tensor: int = 1) -> Mesh:
+    """This process's devices among those of a mesh or list; slots are dealt over `data`, heads over `tensor`.
 
     Raises:
       UserError: `tensor` does not divide the devices of a process.
     """
-    return _local_mesh(learner, tensor, processes.process_index())
+    every = list(devices.devices.flat) if isinstance(devices, Mesh) else devices
+    return _local_mesh(every, tensor, processes.process_index())
 
 
-def _local_mesh(learner: Mesh, tensor: int, process: int) -> Mesh:
-    local = [d for d in learner.devices.flat if d.process_index == process]
+def _local_mesh(devices: Sequence[jax.Device], tensor: int, process: int) -> Mesh:
+    local = [d for d in devices if d.process_index == process]
     if tensor < 1 or len(local) % tensor:
         raise UserError(f"rollout.tensor is {tensor}; it must divide the {len(local)} devices of a process")
     return Mesh(np.array(local).reshape(-1, 1, tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES))
@@ -64,8 +87,9 @@ def make_rollout_view(
 ) -> Callable[..., Any]:
     """A function from parameters on the learner's mesh to what this process's engine wants, moved on the devices alone.
 
-    They are resharded over all devices with one more axis for the processes, along which they are whole; then each
-    process looks at its own shards as arrays of its own.
+    They are resharded over the learner's devices with one more axis for the processes, along which they are whole; then
+    each process looks at its own shards as arrays of its own. To rollout devices apart from the learner's they are
+    copied from there.
 
     Args:
       learner: the learner's mesh.
@@ -73,8 +97,12 @@ def make_rollout_view(
       shardings: (tree, mesh) -> shardings of its leaves.
       prepare: what the engine wants of the parameters, e.g. their compute dtype; its arguments are the function's.
     """
-    tensor = rollout.shape["tensor"]
-    hosts = [_local_mesh(learner, tensor, p).devices for p in sorted({d.process_index for d in learner.devices.flat})]
+    devices, here = list(learner.devices.flat), processes.process_index()
+    indices = sorted({d.process_index for d in devices})
+    tensor = math.gcd(rollout.shape["tensor"], len(devices) // len(indices))
+    hosts = [_local_mesh(devices, tensor, process).devices for process in indices]
+    own_mesh = _local_mesh(devices, tensor, here)
+    apart = set(own_mesh.devices.flat) != set(rollout.devices.flat)
     everywhere = Mesh(np.stack(hosts), ("process", *AXES), axis_types=(AxisType.Auto,) * (len(AXES) + 1))
 
     @jax.jit
@@ -87,7 +115,8 @@ def make_rollout_view(
             return jax.make_array_from_single_device_arrays(x.shape, sharding, [s.data for s in x.addressable_shards])
 
         resharded = reshard(*args)
-        return jax.tree.map(own, resharded, shardings(resharded, rollout))
+        local = jax.tree.map(own, resharded, shardings(resharded, own_mesh))
+        return jax.device_put(local, shardings(local, rollout)) if apart else local
 
     return view
 

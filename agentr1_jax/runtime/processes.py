@@ -7,6 +7,7 @@ Every function that exchanges something is collective: all processes call it, in
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
@@ -14,15 +15,17 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
 import jax
 import numpy as np
 from absl import logging
-from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from agentr1_jax.runtime.dispatch import enqueue
 from agentr1_jax.runtime.errors import PassingError, UserError
 
 VERDICT_SECONDS = 120
@@ -118,22 +121,47 @@ def process_count() -> int:
     return jax.process_count()
 
 
-def barrier(name: str) -> None:
-    """Waits until every process is here; `name` must agree."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
+def exchange_over(devices: Sequence[jax.Device]) -> None:
+    """Exchanges data over these devices from now on, at least one of each process; at first over all there are.
+
+    Where some devices are for rollouts alone, it is the others, so that no rollout waits for another process.
+    """
+    _exchange.cache_clear()
+    _devices[:] = devices
+
+
+_devices: list[jax.Device] = []
+
+
+@functools.cache
+def _exchange() -> tuple[Mesh, Callable[[jax.Array], jax.Array]]:
+    """A mesh with one row of devices for each process, and the program that gives every device all rows of an array."""
+    devices = sorted(_devices or jax.devices(), key=lambda device: (device.process_index, device.id))
+    mesh = Mesh(np.array(devices).reshape(jax.process_count(), -1), ("process", "device"))
+    return mesh, jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
+
+
+def _gather(x: np.ndarray) -> np.ndarray:
+    """Every process's array, [processes, ...]; shapes and dtypes must agree."""
+    mesh, everywhere = _exchange()
+    rows = jax.make_array_from_process_local_data(NamedSharding(mesh, P("process")), x[None])
+    return np.asarray(enqueue(everywhere, rows).addressable_data(0))
+
+
+def barrier() -> None:
+    """Waits until every process is here."""
+    all_gather_flags(True)
 
 
 def all_gather_bytes(payload: bytes) -> list[bytes]:
     """Every process's payload, in order of process index. Up to 2 GiB each."""
     if jax.process_count() == 1:
         return [payload]
-    lengths = np.asarray(multihost_utils.process_allgather(np.asarray(len(payload), np.int32))).reshape(-1)
+    lengths = _gather(np.asarray(len(payload), np.int32))
     # A power of two, so that payloads of many lengths share few compiled programs.
     padded = np.zeros(1 << max(10, int(lengths.max() - 1).bit_length()), np.uint8)
     padded[: len(payload)] = np.frombuffer(payload, np.uint8)
-    rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(lengths), -1)
-    return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
+    return [row[:length].tobytes() for row, length in zip(_gather(padded), lengths, strict=True)]
 
 
 def all_gather_json(value: Any) -> list[Any]:
@@ -187,7 +215,7 @@ def all_gather_flags(flag: bool) -> list[bool]:
     """Every process's flag, by one tiny collective; without any if there is one process."""
     if jax.process_count() == 1:
         return [flag]
-    return [bool(x) for x in np.asarray(multihost_utils.process_allgather(np.asarray(flag))).reshape(-1)]
+    return _gather(np.asarray(flag)).tolist()
 
 
 def _number(variable: str) -> int:

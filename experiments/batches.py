@@ -1,0 +1,200 @@
+"""Where RL gets its batches from: sampled when they are asked for, or while the learner is still at those before.
+
+With `rollout.staleness` = k the engine works on the batches up to k ahead of the one that is trained next, in a thread
+of its own, always with the newest parameters. Which groups make up a batch is settled beforehand, so that none is
+favoured because it was short; a batch waits for its slowest group, while those after it go on.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Protocol
+
+from agentr1_jax.policy.decoder import Params
+from agentr1_jax.rollout.background import Background
+from agentr1_jax.rollout.runner import sample_groups
+from agentr1_jax.runtime import dispatch, processes
+from agentr1_jax.trajectory import Trajectory
+from experiments import build, circle
+from experiments.circle import Run
+from experiments.journal import Journal
+
+Taken = tuple[list[Trajectory], list[Trajectory]] | None
+
+
+class Batches(Protocol):
+    """What the circle asks for its batches.
+
+    Attributes:
+      background: the engine's stream, where one is open.
+    """
+
+    @property
+    def background(self) -> Background | None: ...
+
+    def take(self, params: Params, update: int, visits: range, stop: Callable[[], bool]) -> Taken:
+        """This process's share of the batch of an update: trajectories sorted by (group, sample), and those of groups
+        without signal that others replace. None where `stop` says so before it is whole."""
+        ...
+
+    def learnt(self, params: Params, update: int) -> None:
+        """So many updates are done, and gave these parameters: they sample from now on."""
+        ...
+
+    def unused(self) -> Sequence[Trajectory]:
+        """Complete groups of batches that were not taken yet."""
+        ...
+
+
+@dataclasses.dataclass
+class Batch:
+    """A batch under way: the groups of this process that are complete, and what ends when all are."""
+
+    groups: list[list[Trajectory]]
+    whole: concurrent.futures.Future[list[list[Trajectory]]]
+
+
+class Ahead:
+    """Batches of RL, `rollout.staleness` ahead of the learner.
+
+    Args:
+      run: the run's parts.
+      params: of the learner.
+      update: updates of RL so far, which is the number of the batch that is trained next.
+      finished: complete groups of this process that are not trained yet, from before the run was stopped.
+    """
+
+    def __init__(self, run: Run, params: Params, update: int, finished: Sequence[Trajectory] = ()) -> None:
+        self._run = run
+        self._finished: dict[tuple[int, int], list[Trajectory]] = collections.defaultdict(list)
+        for t in finished:
+            self._finished[_batch_of(t, run.config.rollout.groups), t.group].append(t)
+        self.background = Background(run.engine, run.view(params, run.frozen), update)
+        self._batches: dict[int, Batch] = {}
+        self._since = time.perf_counter()
+        self._begin_up_to(update)
+
+    def take(self, params: Params, update: int, visits: range, stop: Callable[[], bool]) -> Taken:
+        """See `Batches.take`; the parameters are known since `learnt`."""
+        groups = circle.awaited(self._batches[update].whole, stop)
+        if groups is None:
+            return None
+        del self._batches[update]
+        now = time.perf_counter()
+        self._run.engine.counters.seconds, self._since = now - self._since, now
+        return [t for group in sorted(groups, key=lambda group: group[0].group) for t in group], []
+
+    def learnt(self, params: Params, update: int) -> None:
+        """See `Batches.learnt`: one more batch may begin."""
+        circle.count_anew(self._run)
+        self.background.adopt(dispatch.enqueue(self._run.view, params, self._run.frozen), update)
+        self._begin_up_to(update)
+
+    def unused(self) -> Sequence[Trajectory]:
+        """See `Batches.unused`."""
+        return [t for _, batch in sorted(self._batches.items()) for group in list(batch.groups) for t in group]
+
+    def close(self) -> None:
+        """Breaks off what is under way."""
+        self.background.close()
+
+    def _begin_up_to(self, update: int) -> None:
+        c = self._run.config
+        for number in range(update, min(update + c.rollout.staleness + 1, c.updates)):
+            if number not in self._batches:
+                self._batches[number] = self._begin(number)
+
+    def _begin(self, number: int) -> Batch:
+        run, c = self._run, self._run.config.rollout
+        places = build.dealt(c.groups)
+        found = [self._finished.pop((number, place), None) for place in places]
+        known = [sorted(group, key=lambda t: t.sample) for group in found if group and len(group) == c.samples]
+        have = {group[0].group for group in known}
+        missing = [place for place in places if place not in have]
+        visits = range(number * c.groups, (number + 1) * c.groups)
+        groups = circle.groups_of(run, "rl", "train", missing, [visits[place] for place in missing], c.samples)
+        complete = list(known)
+
+        async def gathered() -> AsyncIterator[list[Trajectory]]:
+            for group in known:
+                yield group
+            sampled = sample_groups(
+                run.engine, run.agent, groups, sampling=build.sampling(run.config), limits=build.limits(run.config)
+            )
+            async for group in sampled:
+                complete.append(group)
+                yield group
+
+        return Batch(complete, self.background.start(gathered))
+
+
+def _batch_of(trajectory: Trajectory, groups: int) -> int:
+    """Its number, which its name tells by the visit: `rl/000012/3`."""
+    return int(trajectory.uid.split("/")[1]) // groups
+
+
+def ages(trajectories: Sequence[Trajectory], update: int, staleness: int) -> dict[str, float]:
+    """Shares of the sampled tokens of all processes by age: updates since the policy that sampled them.
+
+    Empty without staleness, where all are 0.
+    """
+    if not staleness:
+        return {}
+    counts = [0] * (staleness + 1)
+    for t in trajectories:
+        for step in t.steps:
+            counts[update - step.policy_version] += len(step.response_ids)
+    total = [sum(of_age) for of_age in zip(*processes.all_gather_json(counts), strict=True)]
+    return {f"rollout/age_{age}": count / max(sum(total), 1) for age, count in enumerate(total)}
+
+
+class InTurn:
+    """Batches of RL, each sampled when it is asked for, by the policy that it then trains."""
+
+    background = None
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def take(self, params: Params, update: int, visits: range, stop: Callable[[], bool]) -> Taken:
+        """See `Batches.take`."""
+        c = self._run.config.rollout
+        circle.count_anew(self._run)
+        return circle.roll_out(
+            self._run,
+            params,
+            "rl",
+            "train",
+            visits,
+            samples=c.samples,
+            sampling=build.sampling(self._run.config),
+            version=update,
+            refills=range(visits.stop, visits.stop + c.refills),
+            stop=stop,
+        )
+
+    def learnt(self, params: Params, update: int) -> None:
+        """Nothing is sampled meanwhile."""
+
+    def unused(self) -> Sequence[Trajectory]:
+        """Nothing is sampled that is not asked for."""
+        return ()
+
+
+@contextlib.contextmanager
+def sampler(run: Run, journal: Journal, params: Params) -> Iterator[Batches]:
+    """Where the batches of a run come from, from its present position on."""
+    if not run.config.rollout.staleness:
+        yield InTurn(run)
+        return
+    position = journal.position
+    finished = journal.unused.read(position.first_checkpoint + position.update)
+    ahead = Ahead(run, params, position.update, finished)
+    apart = run.config.mesh.rollout_devices > 0
+    with contextlib.closing(ahead), contextlib.nullcontext() if apart else dispatch.through(run.engine.in_turn):
+        yield ahead

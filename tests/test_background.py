@@ -1,0 +1,143 @@
+"""The engine in a thread of its own: work from other threads, a change of policy between responses, its end."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import threading
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from schedules import MANY, POLICY, Planned, all_ids, assert_exact, engine_of, episodes, planned, sampled
+
+from agentr1_jax.agents.session import Identity
+from agentr1_jax.rollout.background import Background
+from agentr1_jax.rollout.runner import Group, sample_groups
+from agentr1_jax.rollout.sampling import Sampling
+
+
+def params_of(version: int):
+    return jax.device_put(tiny.decoder_params(POLICY, version), NamedSharding(tiny.mesh(1), P()))
+
+
+def begin(background, engine, rows, agent=None):
+    """Starts a group of one trajectory for each row, named and seeded as `schedules.sampled` does."""
+    groups = [Group(row, [Identity(f"t/{i}", i, 0, "planned", 1000 + i)]) for i, row in enumerate(rows)]
+    return background.start(
+        functools.partial(sample_groups, engine, agent or Planned(), groups, sampling=Sampling(1.0))
+    )
+
+
+def trajectories(future):
+    return sorted((t for group in future.result(60) for t in group), key=lambda t: t.group)
+
+
+def test_it_samples_what_a_stream_in_the_foreground_samples():
+    engine, params = engine_of(3)
+    with Background(engine, params, version=4) as background:
+        first = begin(background, engine, MANY)
+        again = begin(background, engine, MANY[:2])
+        out = trajectories(first)
+        assert all_ids(trajectories(again)) == all_ids(out)[:2]
+    assert {s.policy_version for t in out for s in t.steps} == {4}
+    assert all_ids(out) == all_ids(sampled(MANY))
+    assert not [thread for thread in threading.enumerate() if thread.name == "rollouts"]
+
+
+class Adopting(Planned):
+    """Has the engine adopt the next policy in the middle of an episode whose row says so."""
+
+    def __init__(self, background, versions):
+        self.background, self.versions = background, iter(versions)
+
+    async def run(self, session, row):
+        if row.get("adopts"):
+            version = next(self.versions, None)
+            if version is not None:
+                self.background._engine.adopt(params_of(version), version)
+        await super().run(session, row)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(episodes([None, 0.0, 0.002]), st.booleans()), min_size=1, max_size=10))
+def test_each_response_has_one_policy_the_one_that_its_step_names(rows):
+    engine, params = engine_of(3)
+    rows = [row | {"adopts": adopts} for row, adopts in rows]
+    with Background(engine, params, version=0) as background:
+        out = trajectories(begin(background, engine, rows, Adopting(background, (1, 2, 3))))
+    versions = {s.policy_version for t in out for s in t.steps}
+    assert versions <= {0, 1, 2, 3}
+    for version in versions:
+        assert_exact(out, version=version, seed=version)
+    for t in out:
+        seen = [s.policy_version for s in t.steps]
+        assert seen == sorted(seen)
+
+
+def test_a_new_policy_is_adopted_while_nothing_is_asked_for_too():
+    engine, params = engine_of(3)
+    with Background(engine, params, version=0) as background:
+        assert {s.policy_version for t in trajectories(begin(background, engine, MANY[:2])) for s in t.steps} == {0}
+        background.adopt(params_of(5), 5)
+        out = trajectories(begin(background, engine, MANY[:2]))
+    assert {s.policy_version for t in out for s in t.steps} == {5}
+    assert_exact(out, version=5, seed=5)
+
+
+def test_who_waits_at_its_end_is_told_and_the_engine_is_free():
+    engine, params = engine_of(3)
+    background = Background(engine, params, version=0)
+    slow = begin(background, engine, [planned([1], {"delay": 60.0}, {})])
+    background.close()
+    with pytest.raises(concurrent.futures.CancelledError, match="the engine was closed"):
+        slow.result(10)
+    with pytest.raises(RuntimeError, match="stream has ended"):
+        background.start(lambda: None)
+    background.close()
+    assert_exact(sampled(MANY[:3]))
+
+
+def test_what_breaks_the_engine_is_raised_where_its_work_is_awaited(monkeypatch):
+    engine, params = engine_of(3)
+
+    def broken():
+        raise MemoryError("no device memory")
+
+    with Background(engine, params, version=0) as background:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.device, "decode", broken)
+            with pytest.raises(MemoryError, match="no device memory"):
+                begin(background, engine, MANY).result(60)
+    assert_exact(sampled(MANY[:3]))
+
+
+def test_an_engine_that_cannot_open_says_so_at_once(monkeypatch):
+    engine, params = engine_of(3)
+
+    def broken(_):
+        raise MemoryError("no room for a cache")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.device, "open", broken)
+        with pytest.raises(MemoryError, match="no room"):
+            Background(engine, params, version=0)
+    assert np.isfinite(sampled(MANY[:1])[0].steps[0].logprobs).all()
+
+
+def test_the_agents_own_errors_end_their_trajectory_only():
+    engine, params = engine_of(3)
+
+    class Failing(Planned):
+        async def run(self, session, row):
+            raise OSError("no environment")
+
+    with Background(engine, params, version=0) as background:
+        (failed,) = trajectories(begin(background, engine, MANY[:1], Failing()))
+        assert failed.outcome == "env_failure"
+        assert_exact(trajectories(begin(background, engine, MANY[:2])))

@@ -1,0 +1,202 @@
+"""Batches that are sampled ahead of the learner: how old they are, that each group comes once, what is kept of them."""
+
+from __future__ import annotations
+
+import asyncio
+import types
+
+import jax
+import pytest
+import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from schedules import POLICY, Planned, all_ids, assert_exact, engine_of, planned
+
+from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.tools.meter import Meter
+from configs import quickstart
+from experiments import checks
+from experiments.batches import Ahead, InTurn, ages
+from experiments.journal import Unused
+
+GROUPS, SAMPLES, UPDATES = 3, 2, 5
+NEVER = bool
+
+
+class Rows:
+    """A task whose rows are planned: row by row other tools are slow."""
+
+    name = "planned"
+
+    def __init__(self, delays=(None,)):
+        self.delays = delays
+
+    def row(self, split, visit):
+        return planned([visit % 60, 7], {"max_tokens": 6, "delay": self.delays[visit % len(self.delays)]}, {})
+
+
+def run_of(staleness, delays=(None,)):
+    """The parts of a run that batches need; the parameters of an update are those of the seed of its number."""
+    engine, _ = engine_of(3)
+    c = {"groups": GROUPS, "samples": SAMPLES, "staleness": staleness, "refills": 0, "attempts": 1}
+    sampling = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    config = types.SimpleNamespace(
+        rollout=types.SimpleNamespace(**c, **sampling),
+        budget=types.SimpleNamespace(trajectory_seconds=None),
+        mesh=types.SimpleNamespace(rollout_devices=0),
+        updates=UPDATES,
+        seed=0,
+    )
+    view = lambda params, frozen: jax.tree.map(jax.numpy.copy, params)  # noqa: E731
+    parts = {"engine": engine, "agent": Planned(), "task": Rows(delays), "tools": Meter(), "view": view, "frozen": {}}
+    return types.SimpleNamespace(config=config, **parts)
+
+
+def params_of(update):
+    return tiny.decoder_params(POLICY, update)
+
+
+def visits(update):
+    return range(update * GROUPS, (update + 1) * GROUPS)
+
+
+def train(made, start=0, stop_at=UPDATES):
+    """The batches of all updates, as the circle asks for them."""
+    out = []
+    for update in range(start, stop_at):
+        trajectories, dull = made.take(params_of(update), update, visits(update), NEVER)
+        assert not dull
+        out.append(trajectories)
+        made.learnt(params_of(update + 1), update + 1)
+    return out
+
+
+def names(trajectories):
+    return [t.uid for t in trajectories]
+
+
+def expected(update):
+    return [f"rl/{visit:06d}/{sample}" for visit in visits(update) for sample in range(SAMPLES)]
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(1, 3), st.lists(st.sampled_from([None, 0.0, 0.003, 0.03]), min_size=1, max_size=4))
+def test_each_group_comes_once_in_its_batch_and_no_step_is_older_than_allowed(staleness, delays):
+    run = run_of(staleness, delays)
+    made = Ahead(run, params_of(0), 0)
+    try:
+        out = train(made)
+        assert made.unused() == []
+    finally:
+        made.close()
+    for update, batch in enumerate(out):
+        assert names(batch) == expected(update)
+        versions = {s.policy_version for t in batch for s in t.steps}
+        assert all(update - staleness <= version <= update for version in versions)
+        for version in versions:
+            assert_exact(batch, version=version, seed=version)
+        shares = ages(batch, update, staleness)
+        assert set(shares) == {f"rollout/age_{age}" for age in range(staleness + 1)}
+        assert sum(shares.values()) == pytest.approx(1)
+
+
+def test_the_first_batch_is_what_is_sampled_in_turn():
+    run = run_of(1)
+    made = Ahead(run, params_of(0), 0)
+    try:
+        ahead, _ = made.take(params_of(0), 0, visits(0), NEVER)
+    finally:
+        made.close()
+    in_turn, _ = InTurn(run).take(params_of(0), 0, visits(0), NEVER)
+    assert names(ahead) == names(in_turn) == expected(0)
+    assert all_ids(ahead) == all_ids(in_turn)
+    assert ages(in_turn, 0, 0) == {}
+
+
+def test_what_is_sampled_and_not_trained_is_kept_and_not_sampled_again(tmp_path):
+    run = run_of(2)
+    made = Ahead(run, params_of(0), 0)
+    train(made, stop_at=2)
+    for batch in made._batches.values():
+        batch.whole.result(60)
+    kept = made.unused()
+    made.close()
+    assert names(kept) == [*expected(2), *expected(3), *expected(4)]
+    unused = Unused(str(tmp_path), enabled=True)
+    unused.write(7, kept[:-3])  # One group of two, and half of another, are lost.
+    again = Ahead(run, params_of(2), 2, unused.read(7))
+    try:
+        out = train(again, start=2)
+    finally:
+        again.close()
+    assert [names(batch) for batch in out] == [expected(2), expected(3), expected(4)]
+    assert all_ids(out[0]) == all_ids(kept[:6]) and all_ids(out[1]) == all_ids(kept[6:12])
+    assert all_ids(out[2][:2]) == all_ids(kept[12:14])
+    assert {s.policy_version for t in out[2][2:] for s in t.steps} <= {2, 3, 4}
+
+
+def test_a_stop_breaks_off_at_once_and_keeps_complete_groups():
+    run = run_of(1, delays=(None, None, 60.0))
+    made = Ahead(run, params_of(0), 0)
+    polls = iter(range(100))
+    assert made.take(params_of(0), 0, visits(0), lambda: next(polls) > 5) is None
+    assert {t.group for t in made.unused()} <= {0, 1}
+    made.close()
+    assert InTurn(run).take(params_of(0), 0, visits(0), lambda: True) is None
+    assert_exact(InTurn(run_of(0)).take(params_of(0), 0, visits(0), NEVER)[0])
+
+
+def test_files_of_checkpoints_that_are_gone_go_too_and_damaged_ones_are_sampled_again(tmp_path, caplog):
+    run = run_of(0)
+    (batch, _) = InTurn(run).take(params_of(0), 0, visits(0), NEVER)
+    unused = Unused(str(tmp_path), enabled=True)
+    for number in (3, 4, 5):
+        unused.write(number, batch)
+    unused.forget([4, 5])
+    assert sorted(path.name for path in (tmp_path / "unused").iterdir()) == ["4.p0.jsonl.gz", "5.p0.jsonl.gz"]
+    (tmp_path / "unused" / "5.p0.jsonl.gz").write_bytes(b"x")
+    assert unused.read(5) == [] and "sampled again" in caplog.text
+    assert names(unused.read(4)) == names(batch) and unused.read(9) == []
+    Unused(str(tmp_path / "off"), enabled=False).write(1, batch)
+    assert not (tmp_path / "off").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rollout.staleness": -1}, "must not be negative"),
+        ({"rollout.staleness": 1, "rollout.deterministic": True}, "set one of them only"),
+        ({"rollout.staleness": 1, "rollout.refills": 4}, "settled before those of the batch before"),
+        ({"rollout.staleness": 1, "credit.name": "remax", "credit.args.lam": None}, r"set rollout\.staleness=0"),
+    ],
+)
+def test_what_cannot_run_ahead_is_refused(changes, message):
+    config = quickstart.get_config()
+    with config.unlocked():
+        config.update_from_flattened_dict(changes)
+    with pytest.raises(UserError, match=message):
+        checks.check(config)
+
+
+class Patient(Planned):
+    """The first trajectory of all waits until the batch behind its own is whole."""
+
+    def __init__(self):
+        self.made = None
+
+    async def run(self, session, row):
+        if session.identity.uid == "rl/000000/0":
+            while self.made is None or not self.made._batches[1].whole.done():
+                await asyncio.sleep(0.001)
+        await super().run(session, row)
+
+
+def test_a_slow_group_does_not_hold_up_the_batches_behind_its_own():
+    run = run_of(1)
+    run.agent = Patient()
+    run.agent.made = made = Ahead(run, params_of(0), 0)
+    try:
+        assert names(made.take(params_of(0), 0, visits(0), NEVER)[0]) == expected(0)
+        assert names(made.unused()) == expected(1)
+    finally:
+        made.close()
