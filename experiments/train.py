@@ -146,6 +146,7 @@ def set_up(config: ml_collections.ConfigDict) -> Run:
         checks.check_openings(config, task, agent)
         policy = build.policy(config, tokenizer)
         learner_mesh = build.learner_mesh(config)
+        processes.exchange_over(list(learner_mesh.devices.flat))
         checks.check_attention(config, policy, learner_mesh)
         rollout_mesh = build.rollout_mesh(config)
         frozen = build.frozen(config, policy, learner_mesh)

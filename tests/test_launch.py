@@ -304,6 +304,6 @@ def test_a_stopped_stage_of_the_small_result_starts_no_other(project: pathlib.Pa
     monkeypatch.delenv("STOP")
     log.unlink()
     assert run(project, "multihop_small.sh", str(out)) == (0, "")
-    names = ("warm_start", "grpo", "ppo_token", "ppo_step", "reinforce_pp")
+    names = ("warm_start", "grpo", "ppo_token", "ppo_step", "reinforce_pp", "gigpo")
     stages = [f"{kind} {name}" for name in names for kind in ("train", "evaluate")]
     assert log.read_text().splitlines() == [*stages, "table table.md"]

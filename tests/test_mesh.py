@@ -72,6 +72,26 @@ def test_a_rollout_tensor_that_does_not_divide_is_refused():
         meshes.rollout_mesh(meshes.learner_mesh(2, 2, 2), 3)
 
 
+@pytest.mark.parametrize(("apart", "learner", "tensor"), [(2, (3, 2, 1), 1), (2, (-1, 1, 2), 2), (4, (1, 2, 2), 4)])
+def test_devices_for_rollouts_alone_get_a_copy(apart, learner, tensor):
+    learning, rolling = meshes.divided(jax.devices(), apart)
+    assert len(rolling) == apart and not set(learning) & set(rolling)
+    mesh, rollout = meshes.learner_mesh(*learner, learning), meshes.rollout_mesh(rolling, tensor)
+    params = tiny.decoder_params()
+    sharded = jax.device_put(params, shardings(params, mesh))
+    view = meshes.make_rollout_view(mesh, rollout, shardings, lambda params: params)(sharded)
+    for seen, original in zip(jax.tree.leaves(view), jax.tree.leaves(params), strict=True):
+        assert seen.sharding.mesh == rollout
+        np.testing.assert_array_equal(seen, original)
+
+
+def test_devices_that_serve_both_are_all_of_them():
+    assert meshes.divided(jax.devices(), 0) == (jax.devices(), jax.devices())
+    for apart in (8, -1, 9):
+        with pytest.raises(UserError, match="must leave some of the 8 devices"):
+            meshes.divided(jax.devices(), apart)
+
+
 def test_a_batch_is_split_by_rows_and_comes_back():
     mesh = meshes.learner_mesh(2, 2, 2)
     batch = {"tokens": np.arange(2 * 8 * 3).reshape(2, 8, 3), "weight": np.arange(16.0, dtype=np.float32).reshape(2, 8)}
