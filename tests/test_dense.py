@@ -256,6 +256,7 @@ def test_a_rollout_searches_on_the_engines_thread(data_dir, tmp_path):
         return Kept(corpus, vectors, queries, devices=jax.devices()[:2], dispatch=engine.dispatch)
 
     engine, params = engine_of(3)
+    engine.fresh_counters()
     wrap = functools.partial(wrapped, limits=ToolLimits(), meter=Meter())
     task = MultihopTask(data_dir, corpus="mini", top_k=3, retriever_factory=dense_over, wrap=wrap)
     assert len(task.retriever.corpus) == len(task.corpus)  # Made before the engine runs: it uses its devices.
