@@ -193,8 +193,10 @@ def sampler(run: Run, journal: Journal, params: Params) -> Iterator[Batches]:
         yield InTurn(run)
         return
     position = journal.position
-    finished = journal.unused.read(position.first_checkpoint + position.update)
-    ahead = Ahead(run, params, position.update, finished)
+    number = position.first_checkpoint + position.update
+    if processes.process_index() == 0:
+        journal.unused.forget_later(number)
+    ahead = Ahead(run, params, position.update, journal.unused.read(number))
     apart = run.config.mesh.rollout_devices > 0
     with contextlib.closing(ahead), contextlib.nullcontext() if apart else dispatch.through(run.engine.in_turn):
         yield ahead

@@ -118,11 +118,8 @@ def groups_of(
 def awaited(future: concurrent.futures.Future[T], stop: Callable[[], bool]) -> T | None:
     """The result of work of another thread; None where `stop` says so first."""
     while not stop():
-        try:
-            return future.result(POLL_SECONDS)
-        except TimeoutError:
-            if future.done():
-                raise  # It is the work's own.
+        if concurrent.futures.wait([future], POLL_SECONDS).done:
+            return future.result()
     return None
 
 

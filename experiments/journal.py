@@ -99,6 +99,12 @@ class Unused:
                 logging.warning("%s; what it held is sampled again", error)
         return out
 
+    def forget_later(self, number: int) -> None:
+        """Removes what an earlier attempt wrote after the checkpoint that the run goes on from, whoever wrote it."""
+        for path in glob.glob(os.path.join(self._folder, "*.p*.jsonl.gz")):
+            if int(os.path.basename(path).partition(".")[0]) > number:
+                os.remove(path)
+
     def forget(self, numbers: Sequence[int]) -> None:
         """Removes this process's files of checkpoints that are not among these."""
         mine = f".p{processes.process_index()}.jsonl.gz"

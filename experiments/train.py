@@ -248,7 +248,8 @@ def reinforce(run: Run, journal: Journal, learner: Learner, state: LearnerState)
         for update in range(position.update, config.updates):
             begin(update)
             compiled = journal.compiles.count
-            run.engine.record_timeline = first and update + 1 == config.updates
+            # A picture of one batch: of an engine that runs ahead there is none.
+            run.engine.record_timeline = first and update + 1 == config.updates and not c.staleness
             visits = range(position.visits, position.visits + c.groups)
             batch = batches.take(state.params, update, visits, lambda: journal.stop.requested)
             if journal.stop.agreed() or batch is None:
@@ -361,7 +362,8 @@ def evaluate(
         stop=lambda: breaks_off and journal.stop.requested,
         within=within,
     )
-    if done is None or (breaks_off and journal.stop.agreed()):
+    stopped = breaks_off and journal.stop.agreed()  # Of all processes: also those that were not told to stop ask.
+    if stopped or done is None:
         raise Stopped
     shown, _ = done
     measured = circle.means(shown)

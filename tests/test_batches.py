@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import dataclasses
 import types
 
 import jax
@@ -15,9 +17,10 @@ from schedules import POLICY, Planned, all_ids, assert_exact, engine_of, planned
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.tools.meter import Meter
 from configs import quickstart
-from experiments import checks
+from experiments import checks, circle
+from experiments import train as train_script
 from experiments.batches import Ahead, InTurn, ages
-from experiments.journal import Unused
+from experiments.journal import Position, Stopped, Unused
 
 GROUPS, SAMPLES, UPDATES = 3, 2, 5
 NEVER = bool
@@ -200,3 +203,59 @@ def test_a_slow_group_does_not_hold_up_the_batches_behind_its_own():
         assert names(made.unused()) == expected(1)
     finally:
         made.close()
+
+
+def test_what_ends_between_two_looks_is_no_error():
+    """It must not be taken for work that ran out of time."""
+
+    class Late(concurrent.futures.Future):
+        def result(self, timeout=None):
+            if timeout is not None and not self.done():
+                self.set_result(5)
+                raise TimeoutError
+            return super().result(timeout)
+
+    future, asked = Late(), []
+
+    def stop():
+        asked.append(True)
+        if len(asked) == 2 and not future.done():
+            future.set_result(5)
+        return False
+
+    assert circle.awaited(future, stop) == 5
+    failed = concurrent.futures.Future()
+    failed.set_exception(TimeoutError("of the work itself"))
+    with pytest.raises(TimeoutError, match="itself"):
+        circle.awaited(failed, NEVER)
+
+
+def test_what_an_earlier_attempt_wrote_later_is_not_read(tmp_path):
+    run = run_of(0)
+    (batch, _) = InTurn(run).take(params_of(0), 0, visits(0), NEVER)
+    unused = Unused(str(tmp_path), enabled=True)
+    unused.write(12, batch)
+    (tmp_path / "unused" / "12.p0.jsonl.gz").rename(tmp_path / "unused" / "12.p1.jsonl.gz")  # By two processes then.
+    unused.write(10, batch[:2])
+    unused.forget_later(10)
+    assert unused.read(12) == [] and names(unused.read(10)) == names(batch[:2])
+
+
+def test_all_processes_ask_whether_to_stop_also_who_was_told_to():
+    """One that did not would leave the others waiting for its answer."""
+    asked = []
+    stop = types.SimpleNamespace(requested=True, agreed=lambda: asked.append(True) or True)
+    journal = types.SimpleNamespace(stop=stop, position=types.SimpleNamespace(update=0))
+    run = run_of(0)
+    run.config.eval = types.SimpleNamespace(questions=2, split="eval")
+    with pytest.raises(Stopped):
+        train_script.evaluate(run, journal, types.SimpleNamespace(params=params_of(0)), "eval_before", 0.0)
+    assert asked == [True]
+
+
+def test_a_checkpoint_of_a_newer_version_is_refused():
+    record = dataclasses.asdict(Position(update=3))
+    assert Position.of(record, "runs/x").update == 3
+    assert Position.of({k: v for k, v in record.items() if k != "format"}, "runs/x").update == 3
+    with pytest.raises(UserError, match=r"runs/x: its checkpoints have format 9, this version knows 1"):
+        Position.of(record | {"format": 9, "what": "is this"}, "runs/x")

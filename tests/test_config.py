@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import pathlib
@@ -213,6 +214,9 @@ def test_a_run_folder_keeps_to_its_config(tmp_path: pathlib.Path) -> None:
     assert "sizes: [1, 2] there, [1, 3] here" in str(caught.value)
     assert "new: '(no such key)' there, 2 here" in str(caught.value)
     assert "eval" not in str(caught.value)
+    earlier = ml_collections.ConfigDict({"run_dir": "a", "seed": 0, "eval": {"every": 5, "rows": 8}})
+    with pytest.raises(UserError, match="a version of the code that knows sizes wrote it"):
+        config_lib.check_same_config(run_dir, earlier)
     assert (run_dir / "config.json").read_bytes() == before
     assert sorted(path.name for path in run_dir.iterdir()) == ["config.json"]
 
@@ -224,3 +228,28 @@ def test_other_folders_are_refused(tmp_path: pathlib.Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config\.json: not a config"):
         config_lib.check_same_config(tmp_path, ml_collections.ConfigDict({"seed": 0}))
+
+
+def test_where_a_run_is_may_change_and_its_lock_is_nobodys_file(tmp_path: pathlib.Path) -> None:
+    def config(data: int) -> ml_collections.ConfigDict:
+        return ml_collections.ConfigDict({"seed": 0, "mesh": {"data": data}, "checkpoint_every": data})
+
+    (tmp_path / ".lock").touch()
+    assert not config_lib.check_same_config(tmp_path, config(1))
+    config_lib.write_config(tmp_path, config(1))
+    assert config_lib.check_same_config(tmp_path, config(2))
+
+
+@pytest.mark.parametrize(("code", "said"), [("ENOSPC", "No space left on device"), ("EDQUOT", "quota")])
+def test_a_full_disk_is_one_message(monkeypatch, capsys, code: str, said: str) -> None:
+    number = getattr(errno, code)
+
+    def full(*_args: object, **_kwargs: object) -> None:
+        raise OSError(number, os.strerror(number), "runs/x/metrics.jsonl")
+
+    monkeypatch.delenv("AGENTR1_COORDINATOR", raising=False)
+    monkeypatch.setattr(config_lib.app, "run", full)
+    with pytest.raises(SystemExit) as left:
+        config_lib.run_main(lambda argv: None)
+    told = capsys.readouterr().err
+    assert left.value.code == 2 and said in told and "error: runs/x/metrics.jsonl: " in told and "checkpoint" in told

@@ -20,10 +20,9 @@ import orbax.checkpoint as ocp
 from absl import logging
 
 from agentr1_jax.runtime import processes
-from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.runtime.errors import DISK_FULL, UserError
 
 INVENTORY = "inventory.json"
-FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Checkpoints:
@@ -179,7 +178,7 @@ def _room_on_disk(folder: str) -> Iterator[None]:
         chain: list[BaseException] = [error]
         while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
             chain.append(cause)
-        if not any(getattr(e, "errno", None) in FULL or os.strerror(errno.ENOSPC) in str(e) for e in chain):
+        if not any(getattr(e, "errno", None) in DISK_FULL or os.strerror(errno.ENOSPC) in str(e) for e in chain):
             raise
         raise UserError(
             f"{folder}: the disk is full, and the checkpoint under way is lost; the last one is intact. Free some "

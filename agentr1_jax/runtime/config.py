@@ -25,7 +25,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from agentr1_jax.runtime import lock
-from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.runtime.errors import DISK_FULL, UserError
 
 RESUMABLE = (
     "run_dir",
@@ -60,22 +60,36 @@ def run_main(main: Callable[[Sequence[str]], Any], arguments: Sequence[str] = ()
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         status = error.status
-    except FileNotFoundError as error:
-        sys.stderr.write(f"error: {error.filename or error}: no such file or folder\n")
     except (Exception, KeyboardInterrupt) as error:
-        if not one_of_many:
+        message = _of_the_system(error)
+        if message:
+            sys.stderr.write(f"error: {message}\n")
+        elif not one_of_many:
             raise
-        traceback.print_exc()
-        sys.stderr.flush()
-        from agentr1_jax.runtime.processes import await_verdict  # Imports JAX, which mistakes need not wait for.
+        else:
+            status = 1
+            traceback.print_exc()
+            sys.stderr.flush()
+            from agentr1_jax.runtime.processes import await_verdict  # Imports JAX, which mistakes need not wait for.
 
-        await_verdict(error)
-        status = 1
+            await_verdict(error)
     if one_of_many:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
     sys.exit(status)
+
+
+def _of_the_system(error: BaseException) -> str | None:
+    """What to tell of an error that the user can do something about in the file system; None of any other."""
+    if isinstance(error, FileNotFoundError):
+        return f"{error.filename or error}: no such file or folder"
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
+        return (
+            f"{error.filename or 'the disk'}: {error.strerror}; what was saved before is intact. Free some space: the "
+            "same command goes on from the last checkpoint"
+        )
+    return None
 
 
 def parse_flags(argv: Sequence[str], arguments: Sequence[str] = ()) -> list[str]:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+"""`OSError.errno` where there is no room left to write to."""
+
 
 class UserError(Exception):
     """A mistake of the user: its message says what is wrong, where, and what to do; no traceback is shown."""
