@@ -12,15 +12,17 @@ import pytest
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import program
 from schedules import POLICY, Planned, all_ids, assert_exact, engine_of, planned
 
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.tools.meter import Meter
 from configs import quickstart
 from experiments import checks, circle
-from experiments import train as train_script
 from experiments.batches import Ahead, InTurn, ages
 from experiments.journal import Position, Stopped, Unused
+
+train_script = program("train")
 
 GROUPS, SAMPLES, UPDATES = 3, 2, 5
 NEVER = bool
