@@ -6,7 +6,8 @@
 
 It is pretrained on the passages of HotpotQA and 2WikiMultihopQA, imitates an expert that searches for what it has read
 of, and is then paid for each gold passage that it finds. MuSiQue is evaluated only. 400 training questions of 2Wiki are
-held out. Pretraining, warm start and RL by one algorithm take less than an hour. Needs the data folder (`AGENTR1_DATA`).
+held out. Pretraining, warm start and RL by one algorithm take less than an hour. It needs the data folder
+(`AGENTR1_DATA`).
 """
 
 from __future__ import annotations
