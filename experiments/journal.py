@@ -106,10 +106,13 @@ class Unused:
                 os.remove(path)
 
     def forget(self, numbers: Sequence[int]) -> None:
-        """Removes this process's files of checkpoints that are not among these."""
-        mine = f".p{processes.process_index()}.jsonl.gz"
-        for path in glob.glob(os.path.join(self._folder, f"*{mine}")):
-            if int(os.path.basename(path).removesuffix(mine)) not in numbers:
+        """Removes files of checkpoints that are not among these: this process's, and by the first those of processes
+        that there are no more."""
+        here, gone = processes.process_index(), processes.process_count()
+        for path in glob.glob(os.path.join(self._folder, "*.p*.jsonl.gz")):
+            number, process = os.path.basename(path).removesuffix(".jsonl.gz").split(".p")
+            mine = int(process) == here or (here == 0 and int(process) >= gone)
+            if mine and int(number) not in numbers:
                 os.remove(path)
 
 

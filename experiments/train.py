@@ -8,6 +8,7 @@ A run owns its folder (`config.run_dir`); the same command again resumes it. SIG
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import math
 import os
@@ -253,7 +254,7 @@ def reinforce(run: Run, journal: Journal, learner: Learner, state: LearnerState)
             visits = range(position.visits, position.visits + c.groups)
             batch = batches.take(state.params, update, visits, lambda: journal.stop.requested)
             if journal.stop.agreed() or batch is None:
-                journal.save(state, batches.unused())
+                journal.save(state, [*(batch[0] if batch else ()), *batches.unused()])
                 raise Stopped
             trajectories, dull = batch
             refilled = max(processes.all_gather_json(refills_used(trajectories + dull, c.groups)))
@@ -375,9 +376,14 @@ def evaluate(
 
 
 def write_trajectories(run: Run, name: str, trajectories: Sequence[Trajectory]) -> None:
-    """Writes this process's trajectories of one batch."""
-    suffix = f".p{processes.process_index()}" if processes.process_count() > 1 else ""
-    write_jsonl(os.path.join(run.config.run_dir, "trajectories", f"{name}{suffix}.jsonl.gz"), trajectories)
+    """Writes this process's trajectories of one batch; the first removes what another number of processes wrote."""
+    folder, count = os.path.join(run.config.run_dir, "trajectories"), processes.process_count()
+    files = [f"{name}.p{process}.jsonl.gz" for process in range(count)] if count > 1 else [f"{name}.jsonl.gz"]
+    write_jsonl(os.path.join(folder, files[processes.process_index()]), trajectories)
+    if processes.process_index() == 0:
+        for path in glob.glob(os.path.join(folder, f"{name}.*")):
+            if os.path.basename(path) not in files and not path.endswith(".partial"):
+                os.remove(path)
 
 
 def finish(run: Run, position: Position) -> None:

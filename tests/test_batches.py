@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from programs import program
 from schedules import POLICY, Planned, all_ids, assert_exact, engine_of, planned
 
+from agentr1_jax.runtime import processes
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.tools.meter import Meter
 from configs import quickstart
@@ -241,6 +242,28 @@ def test_what_an_earlier_attempt_wrote_later_is_not_read(tmp_path):
     unused.write(10, batch[:2])
     unused.forget_later(10)
     assert unused.read(12) == [] and names(unused.read(10)) == names(batch[:2])
+
+
+def test_files_of_processes_that_there_are_no_more_go_with_the_next_ones(tmp_path, monkeypatch):
+    """After a resume in another number of processes a batch would else be there twice."""
+    run = run_of(0)
+    run.config.run_dir = str(tmp_path)
+    (batch, _) = InTurn(run).take(params_of(0), 0, visits(0), NEVER)
+    unused = Unused(str(tmp_path), enabled=True)
+
+    def written_by(count):
+        monkeypatch.setattr(processes, "process_count", lambda: count)
+        for index in range(count):
+            monkeypatch.setattr(processes, "process_index", lambda index=index: index)
+            train_script.write_trajectories(run, "rl_000001", batch[index::count])
+            unused.write(count, batch[index::count])
+            unused.forget([count])
+        return sorted(str(path.relative_to(tmp_path)).split(".", 1)[1] for path in tmp_path.glob("*/*"))
+
+    assert written_by(3) == [f"p{k}.jsonl.gz" for k in range(3) for _ in "ab"]
+    assert written_by(2) == [f"p{k}.jsonl.gz" for k in range(2) for _ in "ab"]
+    assert written_by(1) == ["jsonl.gz", "p0.jsonl.gz"]
+    assert written_by(2) == [f"p{k}.jsonl.gz" for k in range(2) for _ in "ab"]
 
 
 def test_all_processes_ask_whether_to_stop_also_who_was_told_to():

@@ -230,6 +230,14 @@ def test_other_folders_are_refused(tmp_path: pathlib.Path) -> None:
         config_lib.check_same_config(tmp_path, ml_collections.ConfigDict({"seed": 0}))
 
 
+@pytest.mark.parametrize("left", sorted(config_lib.BEFORE_CONFIG))
+def test_a_start_that_was_killed_before_it_wrote_its_config_does_not_block_the_next(
+    tmp_path: pathlib.Path, left: str
+) -> None:
+    (tmp_path / left).touch()
+    assert not config_lib.check_same_config(tmp_path, ml_collections.ConfigDict({"seed": 0}))
+
+
 def test_where_a_run_is_may_change_and_its_lock_is_nobodys_file(tmp_path: pathlib.Path) -> None:
     def config(data: int) -> ml_collections.ConfigDict:
         return ml_collections.ConfigDict({"seed": 0, "mesh": {"data": data}, "checkpoint_every": data})

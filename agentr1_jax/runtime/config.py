@@ -38,6 +38,9 @@ RESUMABLE = (
 )
 """Keys and sections that a later start of the same run may change: where it runs, not what it is."""
 
+BEFORE_CONFIG = {lock.NAME, "tokenizer.model", "tokenizer.model.partial", "config.json.partial"}
+"""What a start that was killed before it wrote its config may have left in the folder."""
+
 
 def define_config_flag(default: str | None = None) -> flags.FlagHolder[ml_collections.ConfigDict]:
     """Defines `--config=FILE.py[:argument]` and its overrides `--config.a.b=value`; `.value` is the locked config."""
@@ -184,7 +187,7 @@ def check_same_config(
     """
     path = os.path.join(run_dir, "config.json")
     if not os.path.exists(path):
-        if os.path.isdir(run_dir) and set(os.listdir(run_dir)) - {lock.NAME}:
+        if os.path.isdir(run_dir) and set(os.listdir(run_dir)) - BEFORE_CONFIG:
             raise UserError(f"{run_dir}: not empty and without config.json; choose another --config.run_dir")
         return False
     try:

@@ -1,0 +1,270 @@
+"""Kills a small run at random moments, starts it again each time, and compares it with one that was never killed.
+
+    python -m experiments.kill_test [--kills=20] [--out=FOLDER] [train:--config=FILE train:--config.key=value ...]
+
+SIGKILL goes to the whole process group, in turn while it rolls out, updates, writes a checkpoint, writes trajectories,
+and at any moment at all. A run that ends before its next kill is followed by another one. Arguments that begin with
+`train:` come after those of the small config, or replace them where they name a config. Each run is compared with the
+one that was left alone:
+
+- sampled in turn (`rollout.staleness=0`): parameters, metrics without `time/` and trajectories are bit-equal;
+- sampled ahead: each group of each batch is there once, whole and no older than allowed, and none that a checkpoint
+  called finished was sampled a second time.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from absl import flags
+from rich.console import Console
+
+from agentr1_jax.runtime import config as configs
+from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.runtime.metrics import read_metrics
+from agentr1_jax.trajectory import Trajectory, read_jsonl
+from experiments.journal import Unused
+
+KILLS = flags.DEFINE_integer("kills", 20, "kills in all", lower_bound=0)
+OUT = flags.DEFINE_string("out", "runs/kill_test", "folder for the runs; it must not exist")
+SEED = flags.DEFINE_integer("seed", 0, "of the moments")
+
+PREFIX = "train:"
+SMALL = {
+    "policy.width": 32,
+    "policy.layers": 1,
+    "policy.hidden": 64,
+    "policy.head_dim": 8,
+    "tokenizer.texts": 400,
+    "warm_start_updates": 4,
+    "warm_start.demonstrations": 64,
+    "warm_start.batch": 16,
+    "updates": 8,
+    "rollout.groups": 4,
+    "rollout.samples": 2,
+    "rollout.slots": 8,
+    "rollout.deterministic": True,
+    "eval.questions": 8,
+    "eval.every": 0,
+    "checkpoint_every": 1,
+}
+"""The small config: what differs from configs/quickstart.py."""
+MOST_RUNS_PER_KILL = 3
+POLL_SECONDS = 0.001
+LAST_WORDS = 3000
+"""Characters of a failed run's output that are shown."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Seconds of the run that was left alone: in all, and of a rollout and an update of RL."""
+
+    all: float
+    rollout: float
+    learn: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Aim:
+    """A moment to kill a run at: so long after a file or folder that matches the pattern has appeared in it."""
+
+    pattern: str
+    delay: Callable[[Times, np.random.Generator], float]
+
+
+AIMS = {
+    "rolling out": Aim("trajectories/rl_*.gz", lambda times, rng: times.learn + rng.uniform(0, times.rollout)),
+    "updating": Aim("trajectories/rl_*.gz", lambda times, rng: rng.uniform(0, times.learn)),
+    "writing a checkpoint": Aim("checkpoints/*tmp*", lambda _, rng: rng.uniform(0, 0.02)),
+    "writing trajectories": Aim("trajectories/*.partial", lambda _, rng: 0.0),
+    "any moment": Aim(".", lambda times, rng: rng.uniform(0, times.all)),
+}
+
+
+def main(argv: Sequence[str]) -> None:
+    """One run that is left alone, then others that are killed until there were enough kills."""
+    out, rng, console = Path(OUT.value), np.random.default_rng(SEED.value), Console()
+    if out.exists():
+        raise UserError(f"{out} exists; remove it or choose another --out")
+    command = [sys.executable, "-m", "experiments.train", *arguments(argv[1:])]
+
+    straight = out / "straight"
+    times = left_alone(command, straight)
+    console.print(f"left alone: {times.all:.0f} s; a rollout {times.rollout:.2f} s, an update {times.learn:.2f} s")
+    kills: collections.Counter[str] = collections.Counter()
+    faults: list[str] = []
+    for number in range(MOST_RUNS_PER_KILL * KILLS.value):
+        if kills.total() == KILLS.value:
+            break
+        run = out / f"killed_{number}"
+        finished = killed_and_resumed(command, run, times, rng, kills)
+        found = faults_of(run, straight, finished)
+        console.print(f"{run}: {kills.total()} kills so far; {found or 'as if it had never been killed'}")
+        faults += found
+    console.print(f"kills: {dict(kills)}")
+    if faults or kills.total() < KILLS.value:
+        raise UserError(f"{len(faults)} faults, {kills.total()} of {KILLS.value} kills; the runs are kept in {out}")
+
+
+def arguments(given: Sequence[str]) -> list[str]:
+    """Those of experiments.train; raises UserError if some lack the prefix."""
+    if strangers := [argument for argument in given if not argument.startswith(f"{PREFIX}--")]:
+        raise UserError(f"unexpected argument {strangers[0]!r}; flags of experiments.train are written {PREFIX}--...")
+    own = [argument.removeprefix(PREFIX) for argument in given]
+    if any(argument.startswith("--config=") for argument in own):
+        return own
+    return ["--config=configs/quickstart.py", *(f"--config.{key}={value}" for key, value in SMALL.items()), *own]
+
+
+def start(command: Sequence[str], run: Path) -> subprocess.Popen[str]:
+    """A start of a run; what it says goes to a file beside the run's folder."""
+    run.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{run}.log", "a", encoding="utf-8") as log:
+        flag = f"--config.run_dir={run}"
+        return subprocess.Popen([*command, flag], stdout=log, stderr=log, text=True, start_new_session=True)
+
+
+def check_end(child: subprocess.Popen[str], run: Path) -> None:
+    """Waits for the end of a run; raises UserError if it is not a good one."""
+    if status := child.wait():
+        raise UserError(f"{run}: a start ended with status {status}:\n{Path(f'{run}.log').read_text()[-LAST_WORDS:]}")
+
+
+def left_alone(command: Sequence[str], run: Path) -> Times:
+    """A run from its start to its end."""
+    begin = time.perf_counter()
+    check_end(start(command, run), run)
+    seconds = time.perf_counter() - begin
+    records = [record for record in read_metrics(run / "metrics.jsonl") if record["phase"] == "rl"]
+    return Times(seconds, *(float(np.median([r[f"time/{name}"] for r in records])) for name in ("rollout", "learn")))
+
+
+def killed_and_resumed(
+    command: Sequence[str], run: Path, times: Times, rng: np.random.Generator, kills: collections.Counter[str]
+) -> list[Trajectory]:
+    """Starts a run until it has come to its end, and kills it before while there are kills left.
+
+    Returns:
+      trajectories not trained yet that lay beside the checkpoints from which it went on.
+    """
+    finished: list[Trajectory] = []
+    while kills.total() < KILLS.value:
+        name = min(AIMS, key=lambda aim: kills[aim])
+        if not was_killed(command, run, AIMS[name], times, rng):
+            return finished
+        kills[name] += 1
+        finished += Unused(str(run), enabled=True).read(newest_checkpoint(run))
+    check_end(start(command, run), run)
+    return finished
+
+
+def was_killed(command: Sequence[str], run: Path, aim: Aim, times: Times, rng: np.random.Generator) -> bool:
+    """Starts a run and kills it at a moment; False if it ended before."""
+    known, wanted = seen(run, aim.pattern), int(rng.integers(1, 4))
+    child = start(command, run)
+    while aim.pattern != "." and wanted:
+        if child.poll() is not None:
+            check_end(child, run)
+            return False
+        new = seen(run, aim.pattern) - known
+        wanted -= min(len(new), wanted)
+        known |= new
+        time.sleep(POLL_SECONDS)
+    try:
+        child.wait(timeout=aim.delay(times, rng))
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        return True
+    check_end(child, run)
+    return False
+
+
+def seen(run: Path, pattern: str) -> set[tuple[str, int]]:
+    """What is there: names with numbers that tell a file from one that had its name before."""
+    found = set()
+    for path in run.glob(pattern):
+        try:
+            found.add((path.name, path.stat().st_ino))
+        except FileNotFoundError:  # Renamed since.
+            continue
+    return found
+
+
+def newest_checkpoint(run: Path) -> int:
+    """Its number; -1 where there is none yet."""
+    return max((int(path.name) for path in run.glob("checkpoints/*") if path.name.isdecimal()), default=-1)
+
+
+def faults_of(run: Path, straight: Path, finished: Sequence[Trajectory]) -> list[str]:
+    """What a run that was killed has otherwise than it should, in words."""
+    config = json.loads((run / "config.json").read_text())
+    if config["rollout"]["staleness"]:
+        return batch_faults(run, config, finished)
+    return [
+        fault
+        for what, of in {"record": records_of, "trajectories": files_of, "parameters": state_of}.items()
+        for fault in differences(f"{run}: {what}", of(run), of(straight))
+    ]
+
+
+def differences(what: str, mine: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+    """Names whose values are not equal, or that only one side has."""
+    return [f"{what} {name} differs" for name in sorted({*mine, *expected}) if mine.get(name) != expected.get(name)]
+
+
+def records_of(run: Path) -> dict[str, dict[str, Any]]:
+    """Records of metrics by their index, without fields that tell a time."""
+    records = read_metrics(run / "metrics.jsonl")
+    return {str(r["index"]): {key: x for key, x in r.items() if not key.startswith("time/")} for r in records}
+
+
+def files_of(run: Path) -> dict[str, bytes]:
+    """The files of trajectories."""
+    return {path.name: path.read_bytes() for path in run.glob("trajectories/*")}
+
+
+def state_of(run: Path) -> dict[str, bytes]:
+    """All arrays of the last checkpoint."""
+    path = run.absolute() / "checkpoints" / str(newest_checkpoint(run)) / "state"
+    leaves = jax.tree.leaves_with_path(ocp.StandardCheckpointer().restore(path))
+    return {jax.tree_util.keystr(name): np.asarray(leaf).tobytes() for name, leaf in leaves}
+
+
+def batch_faults(run: Path, config: Mapping[str, Any], finished: Sequence[Trajectory]) -> list[str]:
+    """What is wrong with the batches of a run that samples ahead."""
+    c, faults = config["rollout"], []
+    trained: dict[str, Trajectory] = {}
+    for update in range(config["updates"]):
+        batch = [t for path in sorted(run.glob(f"trajectories/rl_{update:06d}*.gz")) for t in read_jsonl(path)]
+        visits = range(update * c["groups"], (update + 1) * c["groups"])
+        expected = sorted(f"rl/{visit:06d}/{sample}" for visit in visits for sample in range(c["samples"]))
+        if sorted(t.uid for t in batch) != expected:
+            faults.append(f"{run}: batch {update} has {sorted(t.uid for t in batch)}")
+        if ages := {update - s.policy_version for t in batch for s in t.steps} - set(range(c["staleness"] + 1)):
+            faults.append(f"{run}: batch {update} has steps {ages} updates old")
+        trained |= {t.uid: t for t in batch}
+    again = {t.uid for t in finished if t.uid not in trained or said(t) != said(trained[t.uid])}
+    return faults + [f"{run}: {uid} was finished, and is lost or was sampled again" for uid in sorted(again)]
+
+
+def said(trajectory: Trajectory) -> list[tuple[bytes, bytes, int]]:
+    """What was sampled, to the last bit, and by which policy."""
+    return [(s.response_ids.tobytes(), s.logprobs.tobytes(), s.policy_version) for s in trajectory.steps]
+
+
+if __name__ == "__main__":
+    configs.run_main(main, ["[train:--FLAG...]"])

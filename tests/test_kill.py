@@ -1,0 +1,109 @@
+"""Runs that are killed at random moments; `experiments.kill_test` does the same, for longer."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from programs import program
+
+from agentr1_jax.runtime.checkpoint import Checkpoints
+from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.runtime.metrics import MetricsWriter
+from agentr1_jax.trajectory import Outcome, Step, Trajectory, write_jsonl
+
+kill_test = program("kill_test")
+ROOT = Path(__file__).parent.parent
+AHEAD = {"rollout.staleness": 1, "rollout.deterministic": False}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, AHEAD], ids=["in_turn", "ahead"])
+def test_a_run_that_is_killed_five_times_ends_as_if_it_had_not_been(tmp_path, changes):
+    flags = [f"train:--config.{key}={value}" for key, value in changes.items()]
+    command = [sys.executable, "-m", "experiments.kill_test", "--kills=5", f"--out={tmp_path / 'runs'}", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in kill_test.AIMS:
+        assert f"'{name}': 1" in done.stdout
+
+
+def trajectory(visit, sample, version=0, ids=(5, 6)):
+    step = Step(np.asarray([1], np.int32), np.asarray(ids, np.int32), np.zeros(len(ids), np.float32), reward=0.0)
+    step = dataclasses.replace(step, policy_version=version)
+    return Trajectory(
+        uid=f"rl/{visit:06d}/{sample}",
+        group=visit,
+        sample=sample,
+        task="t",
+        seed=0,
+        steps=(step,),
+        outcome=Outcome.ENV_DONE,
+    )
+
+
+CONFIG = {"updates": 2, "rollout": {"groups": 2, "samples": 2, "staleness": 1}}
+
+
+def run_with(folder, batches):
+    for update, batch in enumerate(batches):
+        write_jsonl(folder / "trajectories" / f"rl_{update:06d}.jsonl.gz", batch)
+    return folder
+
+
+def batches(version=0):
+    return [[trajectory(visit, sample, version) for visit in (2 * u, 2 * u + 1) for sample in range(2)] for u in (0, 1)]
+
+
+def test_batches_that_are_whole_have_no_fault(tmp_path):
+    finished = [trajectory(2, 0), trajectory(2, 1)]
+    assert kill_test.batch_faults(run_with(tmp_path, batches()), CONFIG, finished) == []
+
+
+@pytest.mark.parametrize(
+    ("spoil", "finished", "fault"),
+    [
+        (lambda b: b[1].pop(), [], "batch 1 has"),
+        (lambda b: b[1].append(b[0][0]), [], "batch 1 has"),
+        (lambda b: b[1].__setitem__(0, trajectory(2, 0, version=2)), [], "steps {-1} updates old"),
+        (lambda b: None, [trajectory(2, 0, ids=(5, 7))], "rl/000002/0 was finished"),
+        (lambda b: None, [trajectory(4, 0)], "rl/000004/0 was finished"),
+    ],
+)
+def test_faults_of_batches_are_told(tmp_path, spoil, finished, fault):
+    spoilt = batches()
+    spoil(spoilt)
+    (told,) = kill_test.batch_faults(run_with(tmp_path, spoilt), CONFIG, finished)
+    assert fault in told
+
+
+def test_runs_are_compared_to_the_last_bit(tmp_path):
+    """In metrics, trajectories and parameters: one of each is spoilt."""
+    for seconds, name in enumerate(("straight", "same", "other")):
+        run = run_with(tmp_path / name, batches())
+        (run / "config.json").write_text(json.dumps({"rollout": {"staleness": 0}}))
+        loss = 1.0 if name != "other" else np.nextafter(1.0, 2)
+        with MetricsWriter(run, 0) as metrics:
+            metrics.write({"loss": loss, "time/learn": seconds})
+        checkpoints = Checkpoints(run, keep=1)
+        checkpoints.save(3, {"w": np.asarray([loss, 2.0])}, {})
+        checkpoints.close()
+    write_jsonl(tmp_path / "other" / "trajectories" / "rl_000001.jsonl.gz", batches(version=1)[1])
+    straight = tmp_path / "straight"
+    assert kill_test.faults_of(tmp_path / "same", straight, []) == []
+    faults = kill_test.faults_of(tmp_path / "other", straight, [])
+    expected = ("record 0", "trajectories rl_000001.jsonl.gz", "parameters ['w']")
+    assert faults == [f"{tmp_path / 'other'}: {what} differs" for what in expected]
+
+
+def test_arguments_for_the_run_are_told_from_others():
+    assert kill_test.arguments(["train:--config=a.py", "train:--config.b=1"]) == ["--config=a.py", "--config.b=1"]
+    own = kill_test.arguments(["train:--config.updates=3"])
+    assert own[0] == "--config=configs/quickstart.py" and own[-1] == "--config.updates=3"
+    with pytest.raises(UserError, match="unexpected argument '3'"):
+        kill_test.arguments(["3"])
