@@ -15,7 +15,9 @@ one that was left alone:
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import glob
 import json
 import os
 import signal
@@ -79,7 +81,7 @@ class Times:
 
 @dataclasses.dataclass(frozen=True)
 class Aim:
-    """A moment to kill a run at: so long after a file or folder that matches the pattern has appeared in it."""
+    """A moment to kill a run at: so long after something that matches the pattern has appeared, or after its start."""
 
     pattern: str
     delay: Callable[[Times, np.random.Generator], float]
@@ -90,7 +92,7 @@ AIMS = {
     "updating": Aim("trajectories/rl_*.gz", lambda times, rng: rng.uniform(0, times.learn)),
     "writing a checkpoint": Aim("checkpoints/*tmp*", lambda _, rng: rng.uniform(0, 0.02)),
     "writing trajectories": Aim("trajectories/*.partial", lambda _, rng: 0.0),
-    "any moment": Aim(".", lambda times, rng: rng.uniform(0, times.all)),
+    "any moment": Aim("", lambda times, rng: rng.uniform(0, times.all)),
 }
 
 
@@ -175,7 +177,7 @@ def was_killed(command: Sequence[str], run: Path, aim: Aim, times: Times, rng: n
     """Starts a run and kills it at a moment; False if it ended before."""
     known, wanted = seen(run, aim.pattern), int(rng.integers(1, 4))
     child = start(command, run)
-    while aim.pattern != "." and wanted:
+    while aim.pattern and wanted:
         if child.poll() is not None:
             check_end(child, run)
             return False
@@ -196,11 +198,9 @@ def was_killed(command: Sequence[str], run: Path, aim: Aim, times: Times, rng: n
 def seen(run: Path, pattern: str) -> set[tuple[str, int]]:
     """What is there: names with numbers that tell a file from one that had its name before."""
     found = set()
-    for path in run.glob(pattern):
-        try:
-            found.add((path.name, path.stat().st_ino))
-        except FileNotFoundError:  # Renamed since.
-            continue
+    for path in glob.glob(os.path.join(run, pattern)):
+        with contextlib.suppress(FileNotFoundError):  # Renamed since.
+            found.add((os.path.basename(path), os.stat(path).st_ino))
     return found
 
 

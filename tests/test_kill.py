@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +17,7 @@ from programs import program
 
 from agentr1_jax.runtime.checkpoint import Checkpoints
 from agentr1_jax.runtime.errors import UserError
-from agentr1_jax.runtime.metrics import MetricsWriter
+from agentr1_jax.runtime.metrics import MetricsWriter, read_metrics
 from agentr1_jax.trajectory import Outcome, Step, Trajectory, write_jsonl
 
 kill_test = program("kill_test")
@@ -31,6 +34,52 @@ def test_a_run_that_is_killed_five_times_ends_as_if_it_had_not_been(tmp_path, ch
     assert done.returncode == 0, done.stdout + done.stderr
     for name in kill_test.AIMS:
         assert f"'{name}': 1" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_started_again_with_the_others_and_then_one_goes_on_alone(tmp_path):
+    run = tmp_path / "run"
+    changes = {**kill_test.SMALL, "updates": 6, "rollout.deterministic": False, "run_dir": run}
+    flags = ["--config=configs/quickstart.py", *(f"--config.{key}={value}" for key, value in changes.items())]
+    environment = {**os.environ, "VENV_PYTHON": sys.executable}
+    command = ["bash", "launch/local.sh", "2", "--restarts=1", *flags]
+    launcher = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
+    try:
+        wait_for(lambda: (run / "trajectories" / "rl_000001.p1.jsonl.gz").exists(), launcher)
+        os.kill(pid_of(launcher.pid, "AGENTR1_PROCESS_ID=1"), signal.SIGKILL)
+        wait_for(lambda: (run / "trajectories" / "rl_000003.p1.jsonl.gz").exists(), launcher)
+        launcher.terminate()
+        output, _ = launcher.communicate(timeout=200)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 0, output[-3000:]
+    assert "process 1 was ended by SIGKILL; restart 1 of 1" in output
+    assert "the same command resumes" in output
+    done = subprocess.run([sys.executable, "-m", "experiments.train", *flags], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    config = json.loads((run / "config.json").read_text())
+    assert kill_test.batch_faults(run, config, []) == []
+    assert {path.name for path in run.glob("trajectories/rl_000005*")} == {"rl_000005.jsonl.gz"}
+    records = read_metrics(run / "metrics.jsonl")
+    assert [r["index"] for r in records] == list(range(len(records)))
+    assert [r["update"] for r in records if r["phase"] == "rl"] == [1, 2, 3, 4, 5, 6]
+
+
+def wait_for(there, process):
+    """Until something is there; a process that ends before is a failure."""
+    while not there():
+        assert process.poll() is None, process.communicate()[0][-3000:]
+        time.sleep(0.05)
+
+
+def pid_of(launcher, variable):
+    """The child of a launcher that has this in its environment."""
+    for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        if variable.encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+            return int(child)
+    raise AssertionError(f"no child with {variable}")
 
 
 def trajectory(visit, sample, version=0, ids=(5, 6)):
