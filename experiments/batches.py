@@ -11,9 +11,10 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, TypeVar
 
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.rollout.background import Background
@@ -24,6 +25,7 @@ from experiments import build, circle
 from experiments.circle import Run
 from experiments.journal import Journal
 
+K = TypeVar("K")
 Taken = tuple[list[Trajectory], list[Trajectory]] | None
 
 
@@ -53,7 +55,7 @@ class Batches(Protocol):
 
 @dataclasses.dataclass
 class Batch:
-    """A batch under way: the groups of this process that are complete, and what ends when all are."""
+    """A batch under way: the groups of this process that are complete so far, and what ends when all are."""
 
     groups: list[list[Trajectory]]
     whole: concurrent.futures.Future[list[list[Trajectory]]]
@@ -71,9 +73,8 @@ class Ahead:
 
     def __init__(self, run: Run, params: Params, update: int, finished: Sequence[Trajectory] = ()) -> None:
         self._run = run
-        self._finished: dict[tuple[int, int], list[Trajectory]] = collections.defaultdict(list)
-        for t in finished:
-            self._finished[_batch_of(t, run.config.rollout.groups), t.group].append(t)
+        c = run.config.rollout
+        self._finished = whole_groups(finished, c.samples, lambda t: (_batch_of(t, c.groups), t.group))
         self.background = Background(run.engine, run.view(params, run.frozen), update)
         self._batches: dict[int, Batch] = {}
         self._since = time.perf_counter()
@@ -81,10 +82,9 @@ class Ahead:
 
     def take(self, params: Params, update: int, visits: range, stop: Callable[[], bool]) -> Taken:
         """See `Batches.take`; the parameters are known since `learnt`."""
-        groups = circle.awaited(self._batches[update].whole, stop)
-        if groups is None:
+        if circle.awaited(self._batches[update].whole, stop) is None:
             return None
-        del self._batches[update]
+        groups = self._batches.pop(update).groups
         now = time.perf_counter()
         self._run.engine.counters.seconds, self._since = now - self._since, now
         return [t for group in sorted(groups, key=lambda group: group[0].group) for t in group], []
@@ -112,25 +112,23 @@ class Ahead:
     def _begin(self, number: int) -> Batch:
         run, c = self._run, self._run.config.rollout
         places = build.dealt(c.groups)
-        found = [self._finished.pop((number, place), None) for place in places]
-        known = [sorted(group, key=lambda t: t.sample) for group in found if group and len(group) == c.samples]
-        have = {group[0].group for group in known}
-        missing = [place for place in places if place not in have]
+        known = [self._finished[number, place] for place in places if (number, place) in self._finished]
+        missing = [place for place in places if (number, place) not in self._finished]
         visits = range(number * c.groups, (number + 1) * c.groups)
         groups = circle.groups_of(run, "rl", "train", missing, [visits[place] for place in missing], c.samples)
-        complete = list(known)
+        options = {"sampling": build.sampling(run.config), "limits": build.limits(run.config)}
+        sampled = functools.partial(sample_groups, run.engine, run.agent, groups, **options)
+        return Batch(known, self.background.start(functools.partial(circle.added, known, sampled)))
 
-        async def gathered() -> AsyncIterator[list[Trajectory]]:
-            for group in known:
-                yield group
-            sampled = sample_groups(
-                run.engine, run.agent, groups, sampling=build.sampling(run.config), limits=build.limits(run.config)
-            )
-            async for group in sampled:
-                complete.append(group)
-                yield group
 
-        return Batch(complete, self.background.start(gathered))
+def whole_groups(
+    trajectories: Sequence[Trajectory], samples: int, key: Callable[[Trajectory], K]
+) -> dict[K, list[Trajectory]]:
+    """Those groups of so many samples that are whole, by a key of their members."""
+    groups: dict[K, list[Trajectory]] = collections.defaultdict(list)
+    for t in sorted(trajectories, key=lambda t: t.sample):
+        groups[key(t)].append(t)
+    return {k: group for k, group in groups.items() if len(group) == samples}
 
 
 def _batch_of(trajectory: Trajectory, groups: int) -> int:
@@ -154,18 +152,27 @@ def ages(trajectories: Sequence[Trajectory], update: int, staleness: int) -> dic
 
 
 class InTurn:
-    """Batches of RL, each sampled when it is asked for, by the policy that it then trains."""
+    """Batches of RL, each sampled when it is asked for, by the policy that it then trains.
+
+    Args:
+      run: the run's parts.
+      finished: complete groups of the first batch, from before the run was stopped.
+    """
 
     background = None
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, finished: Sequence[Trajectory] = ()) -> None:
+        c = run.config.rollout
+        mine = {*build.dealt(c.groups), *(c.groups + i for i in build.dealt(c.refills))}
+        groups = whole_groups(finished, c.samples, lambda t: t.group)
+        self._complete = [groups[place] for place in sorted(mine & groups.keys())]
         self._run = run
 
     def take(self, params: Params, update: int, visits: range, stop: Callable[[], bool]) -> Taken:
         """See `Batches.take`."""
         c = self._run.config.rollout
         circle.count_anew(self._run)
-        return circle.roll_out(
+        taken = circle.roll_out(
             self._run,
             params,
             "rl",
@@ -175,28 +182,33 @@ class InTurn:
             sampling=build.sampling(self._run.config),
             version=update,
             refills=range(visits.stop, visits.stop + c.refills),
+            complete=self._complete,
             stop=stop,
         )
+        if taken is not None:
+            self._complete = []
+        return taken
 
     def learnt(self, params: Params, update: int) -> None:
         """Nothing is sampled meanwhile."""
 
     def unused(self) -> Sequence[Trajectory]:
-        """Nothing is sampled that is not asked for."""
-        return ()
+        """See `Batches.unused`: there are some where a batch was broken off."""
+        return [t for group in self._complete for t in group]
 
 
 @contextlib.contextmanager
 def sampler(run: Run, journal: Journal, params: Params) -> Iterator[Batches]:
     """Where the batches of a run come from, from its present position on."""
-    if not run.config.rollout.staleness:
-        yield InTurn(run)
-        return
     position = journal.position
     number = position.first_checkpoint + position.update
     if processes.process_index() == 0:
         journal.unused.forget_later(number)
-    ahead = Ahead(run, params, position.update, journal.unused.read(number))
+    finished = journal.unused.read(number)
+    if not run.config.rollout.staleness:
+        yield InTurn(run, finished)
+        return
+    ahead = Ahead(run, params, position.update, finished)
     apart = run.config.mesh.rollout_devices > 0
     with contextlib.closing(ahead), contextlib.nullcontext() if apart else dispatch.through(run.engine.in_turn):
         yield ahead

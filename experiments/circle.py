@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TypeVar
 
 import ml_collections
@@ -123,6 +123,15 @@ def awaited(future: concurrent.futures.Future[T], stop: Callable[[], bool]) -> T
     return None
 
 
+async def added(
+    to: list[list[Trajectory]], groups: Callable[[], AsyncIterator[list[Trajectory]]]
+) -> AsyncIterator[list[Trajectory]]:
+    """The groups, each added to a list as it becomes complete."""
+    async for group in groups():
+        to.append(group)
+        yield group
+
+
 def roll_out(
     run: Run,
     params: Params,
@@ -134,6 +143,7 @@ def roll_out(
     sampling: Sampling,
     version: int,
     refills: Sequence[int] = (),
+    complete: list[list[Trajectory]] | None = None,
     stop: Callable[[], bool] = lambda: False,
     within: Background | None = None,
 ) -> tuple[list[Trajectory], list[Trajectory]] | None:
@@ -150,6 +160,7 @@ def roll_out(
       version: of the policy.
       refills: running indices of groups to sample in place of those without signal; this process takes its share of
         them, in order, as far as it needs.
+      complete: groups that were sampled before; those that become complete are added, also where it is broken off.
       stop: asked every now and then whether to break off.
       within: an engine that rolls out already, with the parameters wanted; else it is opened here.
 
@@ -159,23 +170,27 @@ def roll_out(
     """
     places = build.dealt(len(visits))
     spare = [len(visits) + i for i in build.dealt(len(refills))]
-    everywhere, order = [*visits, *refills], [*places, *spare]
-    work = functools.partial(
+    complete = [] if complete is None else complete
+    have = {group[0].group for group in complete}
+    everywhere, order = [*visits, *refills], [place for place in (*places, *spare) if place not in have]
+    keep: Callable[[Sequence[Trajectory]], bool] = signal if refills else lambda group: True
+    sampled = functools.partial(
         sample_groups,
         run.engine,
         run.agent,
         groups_of(run, phase, split, order, [everywhere[place] for place in order], samples),
         sampling=sampling,
-        wanted=len(places),
-        keep=signal if refills else lambda group: True,
+        wanted=max(len(places) - sum(map(keep, complete)), 0),
+        keep=keep,
         limits=build.limits(run.config),
     )
+    work = functools.partial(added, complete, sampled)
     if within:
-        complete = awaited(within.start(work), stop)
+        whole = awaited(within.start(work), stop)
     else:
         with Background(run.engine, run.view(params, run.frozen), version) as opened:
-            complete = awaited(opened.start(work), stop)
-    if complete is None:
+            whole = awaited(opened.start(work), stop)
+    if whole is None:
         return None
     kept: list[Trajectory] = []
     dull: list[Trajectory] = []

@@ -73,21 +73,22 @@ class Position:
 
 
 class Unused:
-    """Trajectories that are sampled and not trained yet, in a file for each checkpoint and process.
+    """Trajectories that are sampled and not trained yet, in a file for each checkpoint and process that has some.
 
     Args:
       run_dir: the run's folder.
-      enabled: whether rollouts run ahead of the learner; else nothing is written.
     """
 
-    def __init__(self, run_dir: str, enabled: bool) -> None:
+    def __init__(self, run_dir: str) -> None:
         self._folder = os.path.join(run_dir, "unused")
-        self._enabled = enabled
 
     def write(self, number: int, trajectories: Sequence[Trajectory]) -> None:
         """Writes this process's, before the checkpoint of that number; a file of an earlier attempt is replaced."""
-        if self._enabled:
-            write_jsonl(os.path.join(self._folder, f"{number}.p{processes.process_index()}.jsonl.gz"), trajectories)
+        path = os.path.join(self._folder, f"{number}.p{processes.process_index()}.jsonl.gz")
+        if trajectories:
+            write_jsonl(path, trajectories)
+        elif os.path.exists(path):
+            os.remove(path)
 
     def read(self, number: int) -> list[Trajectory]:
         """Those of all processes there were; the groups of a file that cannot be read are sampled again."""

@@ -3,7 +3,8 @@
     python -m experiments.kill_test [--kills=20] [--out=FOLDER] [train:--config=FILE train:--config.key=value ...]
 
 SIGKILL goes to the whole process group, in turn while it rolls out, updates, writes a checkpoint, writes trajectories,
-and at any moment at all. A run that ends before its next kill is followed by another one. Arguments that begin with
+and at any moment at all; now and then it is SIGTERM. A run that ends before its next kill is followed by another one.
+Arguments that begin with
 `train:` come after those of the small config, or replace them where they name a config. Each run is compared with the
 one that was left alone:
 
@@ -85,14 +86,21 @@ class Aim:
 
     pattern: str
     delay: Callable[[Times, np.random.Generator], float]
+    signal: signal.Signals = signal.SIGKILL
+
+
+def in_rollout(times: Times, rng: np.random.Generator) -> float:
+    """After a batch's trajectories were written: within the next rollout."""
+    return times.learn + rng.uniform(0, times.rollout)
 
 
 AIMS = {
-    "rolling out": Aim("trajectories/rl_*.gz", lambda times, rng: times.learn + rng.uniform(0, times.rollout)),
+    "rolling out": Aim("trajectories/rl_*.gz", in_rollout),
     "updating": Aim("trajectories/rl_*.gz", lambda times, rng: rng.uniform(0, times.learn)),
     "writing a checkpoint": Aim("checkpoints/*tmp*", lambda _, rng: rng.uniform(0, 0.02)),
     "writing trajectories": Aim("trajectories/*.partial", lambda _, rng: 0.0),
     "any moment": Aim("", lambda times, rng: rng.uniform(0, times.all)),
+    "rolling out, asked to stop": Aim("trajectories/rl_*.gz", in_rollout, signal.SIGTERM),
 }
 
 
@@ -168,7 +176,7 @@ def killed_and_resumed(
         if not was_killed(command, run, AIMS[name], times, rng):
             return finished
         kills[name] += 1
-        finished += Unused(str(run), enabled=True).read(newest_checkpoint(run))
+        finished += Unused(str(run)).read(newest_checkpoint(run))
     check_end(start(command, run), run)
     return finished
 
@@ -188,8 +196,9 @@ def was_killed(command: Sequence[str], run: Path, aim: Aim, times: Times, rng: n
     try:
         child.wait(timeout=aim.delay(times, rng))
     except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+        os.killpg(child.pid, aim.signal)
+        if child.wait() != -signal.SIGKILL:
+            check_end(child, run)
         return True
     check_end(child, run)
     return False

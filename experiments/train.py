@@ -88,8 +88,8 @@ def train(config: ml_collections.ConfigDict, started: float) -> None:
     started -= position.seconds
 
     with MetricsWriter(config.run_dir, position.metrics_index, first) as metrics, processes.StopRequest() as stop:
-        unused = Unused(config.run_dir, config.rollout.staleness > 0)
-        journal = Journal(position, metrics, checkpoints, unused, stop, CompileCounter(), started)
+        unused, compiles = Unused(config.run_dir), CompileCounter()
+        journal = Journal(position, metrics, checkpoints, unused, stop, compiles, started)
         try:
             run.engine.compile(run.view(state.params, run.frozen))
             if position.phase == "pretraining":
@@ -254,7 +254,7 @@ def reinforce(run: Run, journal: Journal, learner: Learner, state: LearnerState)
             visits = range(position.visits, position.visits + c.groups)
             batch = batches.take(state.params, update, visits, lambda: journal.stop.requested)
             if journal.stop.agreed() or batch is None:
-                journal.save(state, [*(batch[0] if batch else ()), *batches.unused()])
+                journal.save(state, [*(t for part in batch or () for t in part), *batches.unused()])
                 raise Stopped
             trajectories, dull = batch
             refilled = max(processes.all_gather_json(refills_used(trajectories + dull, c.groups)))

@@ -10,7 +10,6 @@ import os
 import pathlib
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -155,11 +154,6 @@ def played(project: pathlib.Path, name: str) -> pathlib.Path:
     return project.parent / "play" / name
 
 
-def hear_interrupts() -> None:
-    """For a child: what a shell starts in the background is deaf to Ctrl-C, and so is all that it starts."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def start(project: pathlib.Path, *command: str, **environment: str) -> subprocess.Popen[str]:
     """Starts a command with the stand-ins before, and nothing of the real clusters' behind them, on PATH."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("AGENTR1_", "SLURM_"))}
@@ -172,7 +166,6 @@ def start(project: pathlib.Path, *command: str, **environment: str) -> subproces
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        preexec_fn=hear_interrupts,
     )
 
 

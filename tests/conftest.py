@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import pathlib
+import signal
 import typing
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -52,7 +53,12 @@ jaxtyping.install_import_hook("agentr1_jax", "conftest.check_arrays")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keeps compiled programs from one run of the tests to the next, small ones too."""
+    """Keeps compiled programs from one run of the tests to the next, small ones too; lets children hear Ctrl-C.
+
+    What a shell starts in the background is deaf to it, and so is all that it starts.
+    """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 

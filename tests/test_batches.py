@@ -12,6 +12,8 @@ import pytest
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from programs import program
 from schedules import POLICY, Planned, all_ids, assert_exact, engine_of, planned
 
@@ -53,7 +55,9 @@ def run_of(staleness, delays=(None,)):
         updates=UPDATES,
         seed=0,
     )
-    view = lambda params, frozen: jax.tree.map(jax.numpy.copy, params)  # noqa: E731
+    # Laid out as the engine was compiled for, which other tests share; else it compiles its programs again.
+    layout = NamedSharding(tiny.mesh(1), P())
+    view = lambda params, frozen: jax.device_put(jax.tree.map(jax.numpy.copy, params), layout)  # noqa: E731
     parts = {"engine": engine, "agent": Planned(), "task": Rows(delays), "tools": Meter(), "view": view, "frozen": {}}
     return types.SimpleNamespace(config=config, **parts)
 
@@ -128,7 +132,7 @@ def test_what_is_sampled_and_not_trained_is_kept_and_not_sampled_again(tmp_path)
     kept = made.unused()
     made.close()
     assert names(kept) == [*expected(2), *expected(3), *expected(4)]
-    unused = Unused(str(tmp_path), enabled=True)
+    unused = Unused(str(tmp_path))
     unused.write(7, kept[:-3])  # One group of two, and half of another, are lost.
     again = Ahead(run, params_of(2), 2, unused.read(7))
     try:
@@ -148,14 +152,39 @@ def test_a_stop_breaks_off_at_once_and_keeps_complete_groups():
     assert made.take(params_of(0), 0, visits(0), lambda: next(polls) > 5) is None
     assert {t.group for t in made.unused()} <= {0, 1}
     made.close()
-    assert InTurn(run).take(params_of(0), 0, visits(0), lambda: True) is None
     assert_exact(InTurn(run_of(0)).take(params_of(0), 0, visits(0), NEVER)[0])
+
+
+def test_a_stop_of_one_batch_after_the_other_keeps_complete_groups_for_the_next_start():
+    run = run_of(0, delays=(None, None, 60.0))
+    made, done = InTurn(run), []
+    polls = iter(range(1000))
+    assert made.take(params_of(0), 0, visits(0), lambda: next(polls) > 10 or len(made.unused()) == 2 * SAMPLES) is None
+    kept = made.unused()
+    assert names(kept) == expected(0)[: 2 * SAMPLES]
+
+    class Counting(Planned):
+        async def run(self, session, row):
+            done.append(session.identity.uid)
+            await super().run(session, row)
+
+    quick = run_of(0)
+    quick.agent = Counting()
+    again = InTurn(quick, kept)
+    batch, _ = again.take(params_of(0), 0, visits(0), NEVER)
+    assert names(batch) == expected(0) and again.unused() == []
+    assert sorted(done) == expected(0)[2 * SAMPLES :]
+    assert [t for t in batch if t.uid not in done] == kept
+    # A group of which one was lost is sampled whole again.
+    done.clear()
+    InTurn(quick, kept[1:]).take(params_of(0), 0, visits(0), NEVER)
+    assert sorted(done) == expected(0)[:SAMPLES] + expected(0)[2 * SAMPLES :]
 
 
 def test_files_of_checkpoints_that_are_gone_go_too_and_damaged_ones_are_sampled_again(tmp_path, caplog):
     run = run_of(0)
     (batch, _) = InTurn(run).take(params_of(0), 0, visits(0), NEVER)
-    unused = Unused(str(tmp_path), enabled=True)
+    unused = Unused(str(tmp_path))
     for number in (3, 4, 5):
         unused.write(number, batch)
     unused.forget([4, 5])
@@ -163,8 +192,10 @@ def test_files_of_checkpoints_that_are_gone_go_too_and_damaged_ones_are_sampled_
     (tmp_path / "unused" / "5.p0.jsonl.gz").write_bytes(b"x")
     assert unused.read(5) == [] and "sampled again" in caplog.text
     assert names(unused.read(4)) == names(batch) and unused.read(9) == []
-    Unused(str(tmp_path / "off"), enabled=False).write(1, batch)
-    assert not (tmp_path / "off").exists()
+    unused.write(4, [])
+    assert unused.read(4) == []
+    Unused(str(tmp_path / "none")).write(1, [])
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize(
@@ -236,7 +267,7 @@ def test_what_ends_between_two_looks_is_no_error():
 def test_what_an_earlier_attempt_wrote_later_is_not_read(tmp_path):
     run = run_of(0)
     (batch, _) = InTurn(run).take(params_of(0), 0, visits(0), NEVER)
-    unused = Unused(str(tmp_path), enabled=True)
+    unused = Unused(str(tmp_path))
     unused.write(12, batch)
     (tmp_path / "unused" / "12.p0.jsonl.gz").rename(tmp_path / "unused" / "12.p1.jsonl.gz")  # By two processes then.
     unused.write(10, batch[:2])
@@ -249,7 +280,7 @@ def test_files_of_processes_that_there_are_no_more_go_with_the_next_ones(tmp_pat
     run = run_of(0)
     run.config.run_dir = str(tmp_path)
     (batch, _) = InTurn(run).take(params_of(0), 0, visits(0), NEVER)
-    unused = Unused(str(tmp_path), enabled=True)
+    unused = Unused(str(tmp_path))
 
     def written_by(count):
         monkeypatch.setattr(processes, "process_count", lambda: count)

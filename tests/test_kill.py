@@ -27,9 +27,9 @@ AHEAD = {"rollout.staleness": 1, "rollout.deterministic": False}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, AHEAD], ids=["in_turn", "ahead"])
-def test_a_run_that_is_killed_five_times_ends_as_if_it_had_not_been(tmp_path, changes):
+def test_a_run_that_is_killed_at_random_ends_as_if_it_had_not_been(tmp_path, changes):
     flags = [f"train:--config.{key}={value}" for key, value in changes.items()]
-    command = [sys.executable, "-m", "experiments.kill_test", "--kills=5", f"--out={tmp_path / 'runs'}", *flags]
+    command = [sys.executable, "-m", "experiments.kill_test", "--kills=6", f"--out={tmp_path / 'runs'}", *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     for name in kill_test.AIMS:

@@ -10,7 +10,6 @@ import sys
 import time
 
 import pytest
-from clusters import hear_interrupts
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 MINOR = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -71,7 +70,6 @@ def start(
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        preexec_fn=hear_interrupts,
     )
 
 
