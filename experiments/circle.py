@@ -276,7 +276,7 @@ def rollout_metrics(run: Run) -> dict[str, float]:
         **run.tools.metrics(),
         "rollout/occupancy": counters.occupancy,
         "rollout/occupancy_while_waiting": counters.occupancy_while_waiting,
-        "rollout/host_share": counters.host_share,
+        "time/host_share": counters.host_share,
         "rollout/prefill_tokens": float(counters.prefill_tokens),
         "rollout/prefill_saved": float(counters.prefill_tokens_saved),
         "rollout/prefill_padded": float(counters.prefill_tokens_padded),

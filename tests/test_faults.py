@@ -102,7 +102,7 @@ def test_a_huge_result_comes_back_cut():
 def test_a_late_result_is_a_result(blocking):
     transition, injected, metrics = play(plan("latency", blocking=blocking, latency_seconds=0.03))
     assert transition.observation.text == "echo 0" and injected == {"latency": 1}
-    assert metrics["tools/seconds_max"] >= 0.03 and metrics["tools/failures"] == 0
+    assert metrics["time/tool_max"] >= 0.03 and metrics["tools/failures"] == 0
 
 
 def test_a_plan_keeps_its_rate_and_deals_its_kinds_evenly():

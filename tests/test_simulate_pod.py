@@ -468,8 +468,8 @@ def run(tmp_path_factory):
                 "rollout/occupancy": did.tokens / did.slot_steps,
                 "rollout/prefill_tokens": float(did.prefill_tokens),
                 "rollout/prefill_padded": float(did.prefill_padded),
-                "tools/seconds_p50": 1e-9,
-                "tools/seconds_p95": 1e-9,
+                "time/tool_p50": 1e-9,
+                "time/tool_p95": 1e-9,
             }
         )
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -624,7 +624,7 @@ def test_folders_that_are_no_recorded_run_are_refused(run, tmp_path):
     without_metrics = measured.read_run(str(tmp_path))
     with pytest.raises(UserError, match="give --step_seconds"):
         measured.measured_speeds(without_metrics)
-    with pytest.raises(UserError, match="no tools/seconds"):
+    with pytest.raises(UserError, match="no time/tool"):
         measured.measured_latency(without_metrics)
     (tmp_path / "trajectories" / "rl_000000.jsonl.gz").write_bytes(b"no gzip")
     with pytest.raises(UserError, match="not a trajectory"):

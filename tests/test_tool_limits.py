@@ -28,7 +28,7 @@ from agentr1_jax.tools.wrappers import Measured
 
 def test_the_meter_adds_up():
     meter = Meter()
-    assert meter.metrics()["tools/calls"] == 0 and "tools/seconds_mean" not in meter.metrics()
+    assert meter.metrics()["tools/calls"] == 0 and "time/tool_mean" not in meter.metrics()
     for n in range(1, 101):
         meter.finished(FINE if n % 10 else DOWN, n / 100)
     for _ in range(4):
@@ -41,10 +41,10 @@ def test_the_meter_adds_up():
             "tools/failures": 10,
             "tools/retries": 4,
             "tools/threads_left_behind": 0,
-            "tools/seconds_mean": 0.505,
-            "tools/seconds_max": 1.0,
-            "tools/seconds_p50": np.percentile(np.arange(1, 101) / 100, 50),
-            "tools/seconds_p95": np.percentile(np.arange(1, 101) / 100, 95),
+            "time/tool_mean": 0.505,
+            "time/tool_max": 1.0,
+            "time/tool_p50": np.percentile(np.arange(1, 101) / 100, 50),
+            "time/tool_p95": np.percentile(np.arange(1, 101) / 100, 95),
             "tools/error/down": 10,
             "tools/error/timeout": 4,
         }
@@ -67,7 +67,7 @@ def test_retries_and_cancelled_calls_are_metered():
     with pytest.raises(TimeoutError):
         asyncio.run(asyncio.wait_for(base.call(wrapped(Does(hang), limits, meter), {}), 0.01))
     figures = meter.metrics()
-    assert figures["tools/calls"] == 2 and figures["tools/cancelled"] == 1 and figures["tools/seconds_max"] >= 0.009
+    assert figures["tools/calls"] == 2 and figures["tools/cancelled"] == 1 and figures["time/tool_max"] >= 0.009
 
 
 def test_wrappers_come_in_the_order_that_makes_sense():

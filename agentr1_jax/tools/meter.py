@@ -55,7 +55,7 @@ class Meter:
         Returns:
           `tools/calls`; of them `tools/cancelled` (the trajectory ended first) and `tools/failures` (came back with an
           error); `tools/retries`; `tools/error/<kind>`, failed attempts, those that were made again included;
-          `tools/seconds_mean`, `_max`, `_p50` and `_p95` of what a trajectory waited for a call (only where there were
+          `time/tool_mean`, `_max`, `_p50` and `_p95` of what a trajectory waited for a call (only where there were
           calls; percentiles over the latest 10,000); `tools/threads_left_behind`, at this moment.
         """
         with self._lock:
@@ -68,10 +68,10 @@ class Meter:
             }
             if self._calls:
                 p50, p95 = np.percentile(self._seconds, [50, 95])
-                out["tools/seconds_mean"] = self._sum / self._calls
-                out["tools/seconds_max"] = self._max
-                out["tools/seconds_p50"] = float(p50)
-                out["tools/seconds_p95"] = float(p95)
+                out["time/tool_mean"] = self._sum / self._calls
+                out["time/tool_max"] = self._max
+                out["time/tool_p50"] = float(p50)
+                out["time/tool_p95"] = float(p95)
             return out | {f"tools/error/{kind}": float(count) for kind, count in sorted(self._errors.items())}
 
     def _took(self, seconds: float) -> None:

@@ -147,9 +147,9 @@ def measured_latency(run: Recording) -> Latency:
     Raises:
       UserError: the run recorded no latencies.
     """
-    ends = [(r["tools/seconds_p50"], r["tools/seconds_p95"]) for r in run.metrics.values() if "tools/seconds_p95" in r]
+    ends = [(r["time/tool_p50"], r["time/tool_p95"]) for r in run.metrics.values() if "time/tool_p95" in r]
     if not ends:
-        raise UserError(f"{run.folder}: no tools/seconds_* in metrics.jsonl; say --tool_latency='lognormal(1.0,0.8)'")
+        raise UserError(f"{run.folder}: no time/tool_* in metrics.jsonl; say --tool_latency='lognormal(1.0,0.8)'")
     p50, p95 = np.median(np.asarray(ends, np.float64), axis=0)
     return lognormal_of(float(p50), float(p95))
 
