@@ -15,13 +15,15 @@ import sys
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+PYTHON = os.path.join(sys.base_exec_prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}")
 
 TRAIN = """
 import json, os, pathlib, signal, sys, time
 log = pathlib.Path(os.environ["PLAY"]) / "trained"
 index = os.environ["AGENTR1_PROCESS_ID"]
 def leave(*_):
-    print("saved", index, flush=True)
+    sys.stdout.write(f"saved {index}\\n")  # At once: the other one writes to the same pipe.
+    sys.stdout.flush()
     sys.exit(0)
 signal.signal(signal.SIGTERM, leave)
 script = pathlib.Path(os.environ["PLAY"]) / f"train.{index}"
@@ -30,7 +32,8 @@ script.write_text(" ".join(action[1:])) if action else None
 names = ("COORDINATOR", "NUM_PROCESSES", "PROCESS_ID")
 with log.open("a") as file:
     print(json.dumps([*(os.environ["AGENTR1_" + name] for name in names), *sys.argv[1:]]), file=file)
-print("hello from", index, flush=True)
+sys.stdout.write(f"hello from {index}\\n")
+sys.stdout.flush()
 while action and log.read_text().count("\\n") % 2:  # The other one must have begun.
     time.sleep(0.01)
 if action and action[0] == "wait":
@@ -179,10 +182,11 @@ def bare_path(project: pathlib.Path) -> dict[str, str]:
     """A PATH without the clusters' programs, their stand-ins among them."""
     few = project.parent / "few"
     few.mkdir(exist_ok=True)
-    for name in ("bash", "dirname", "mktemp", "python3", "rm", "sed"):
-        found = shutil.which(name)
-        if found and not (few / name).exists():
-            (few / name).symlink_to(found)
+    # Python by its own path: what PATH calls python3 may be a script that looks for others there.
+    found = {name: shutil.which(name) for name in ("bash", "dirname", "mktemp", "rm", "sed")} | {"python3": PYTHON}
+    for name, program in found.items():
+        if program and not (few / name).exists():
+            (few / name).symlink_to(program)
     return {"PATH": str(few)}
 
 

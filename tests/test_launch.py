@@ -10,10 +10,10 @@ import sys
 import time
 
 import pytest
+from clusters import PYTHON
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 MINOR = f"{sys.version_info.major}.{sys.version_info.minor}"
-PYTHON = os.path.join(sys.base_exec_prefix, "bin", f"python{MINOR}")
 TRAIN = """
 import os, pathlib, signal, sys, time
 def leave(*_):
