@@ -53,10 +53,13 @@ jaxtyping.install_import_hook("agentr1_jax", "conftest.check_arrays")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keeps compiled programs from one run of the tests to the next, small ones too; lets children hear Ctrl-C.
+    """Keeps compiled programs from one run of the tests to the next, small ones too, and lets children hear Ctrl-C.
 
-    What a shell starts in the background is deaf to it, and so is all that it starts.
+    Fast tests have their programs compiled without optimisation: they compile for most of their time. Slow ones run
+    what users run. What a shell starts in the background is deaf to Ctrl-C, and so is all that it starts.
     """
+    if config.option.markexpr == "not slow":
+        os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))

@@ -61,12 +61,6 @@ def in_order(run_dir: Path) -> list[tuple]:
     return [(r["index"], r["phase"], r["update"]) for r in read_metrics(run_dir / "metrics.jsonl")]
 
 
-def sampled(run_dir: Path, update: int) -> list[tuple]:
-    """What was sampled in an update, to the last bit."""
-    out = read_jsonl(run_dir / "trajectories" / f"rl_{update:06d}.jsonl.gz")
-    return [(t.uid, [(s.response_ids.tobytes(), s.logprobs.tobytes()) for s in t.steps]) for t in out]
-
-
 def test_importing_everything_leaves_jax_untouched() -> None:
     """Devices and processes can only be set before the first JAX program."""
     code = "import jax, experiments.train; jax.config.update('jax_num_cpu_devices', 3); print(jax.device_count())"
@@ -228,33 +222,6 @@ def test_a_run_leaves_everything_and_another_config_is_refused(tmp_path: Path) -
     assert {p: p.stat().st_mtime_ns for p in run.rglob("*")} == before
 
 
-@pytest.mark.slow
-def test_a_stopped_run_goes_on_bit_for_bit_where_it_was(tmp_path: Path) -> None:
-    run, straight = tmp_path / "run", tmp_path / "straight"
-    habits = {"updates": 6, "rollout__deterministic": True, "pretrain__updates": 2, "pretrain__texts": 100}
-    arguments = [sys.executable, "-m", "experiments.train", *command("quickstart", run, **habits)]
-    started = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    deadline = time.monotonic() + 300
-    while not (run / "trajectories" / "rl_000001.jsonl.gz").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    started.send_signal(signal.SIGTERM)
-    output, _ = started.communicate(timeout=120)
-    assert started.returncode == 0, output[-3000:]
-    assert "the same command resumes" in output and not (run / "summary.json").exists()
-    until = in_order(run)
-    for folder in (run, straight):
-        done = train("quickstart", folder, **habits)
-        assert done.returncode == 0, done.stderr[-3000:]
-    records = in_order(run)
-    assert records[: len(until)] == until
-    assert [i for i, _, _ in records] == list(range(len(records)))
-    assert records == in_order(straight)
-    assert [u for _, phase, u in records if phase == "rl"] == [1, 2, 3, 4, 5, 6]
-    for update in range(6):
-        assert sampled(run, update) == sampled(straight, update)
-    assert json.loads((run / "summary.json").read_text())["updates"] == 6
-
-
 def stopped_and_straight(folder: Path, parts: dict, config: str = "quickstart") -> list[list[dict]]:
     """RL records of a run that was stopped in its second batch and resumed, and of one that was not."""
     run, straight = folder / "run", folder / "straight"
@@ -391,20 +358,6 @@ def test_rl_starts_from_another_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert {phase for _, phase, _ in in_order(run)} == {"eval_sampled", "eval", "rl"}
     assert json.loads((run / "summary.json").read_text())["updates"] == 3
-
-
-@pytest.mark.slow
-def test_two_processes_train_one_policy(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    arguments = ["bash", "launch/local.sh", "2", *command("quickstart", run)]
-    environment = {**os.environ, "VENV_PYTHON": sys.executable}
-    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=500, env=environment)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert json.loads((run / "summary.json").read_text())["updates"] == 2
-    shares = [list(read_jsonl(run / "trajectories" / f"rl_000001.p{p}.jsonl.gz")) for p in range(2)]
-    assert [len(share) for share in shares] == [4, 4]
-    assert not {t.uid for t in shares[0]} & {t.uid for t in shares[1]}
-    assert [u for _, phase, u in in_order(run) if phase == "rl"] == [1, 2]
 
 
 @pytest.mark.slow
