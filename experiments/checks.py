@@ -22,6 +22,7 @@ from agentr1_jax.learner.schedules import SCHEDULES
 from agentr1_jax.policy import attention_check
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.params import CRITICS
+from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.runtime.profile import parse_updates
 from experiments import build
@@ -30,6 +31,7 @@ OPENINGS_CHECKED = 8
 POSITIVE = (
     ("rollout", "groups"),
     ("rollout", "samples"),
+    ("learner", "rows"),
     ("learner", "minibatches"),
     ("learner", "epochs"),
     ("loss", "fixed_denominator"),
@@ -233,7 +235,7 @@ def _check_lengths(config: ml_collections.ConfigDict) -> None:
 
 
 def _check_placement(config: ml_collections.ConfigDict, devices: Sequence[jax.Device]) -> None:
-    """Groups and rows can be dealt evenly."""
+    """The meshes fit the devices; groups, rows, slots and parking lines can be dealt evenly."""
     processes, minibatches = len({d.process_index for d in devices}), config.learner.minibatches
     if config.rollout.groups % (processes * minibatches):
         raise UserError(
@@ -246,11 +248,22 @@ def _check_placement(config: ml_collections.ConfigDict, devices: Sequence[jax.De
             raise UserError(f"{section}.batch ({batch}) must be a positive multiple of the {processes} processes")
     if config.control and processes > 1:
         raise UserError("a control run is timed, and clocks of several processes differ; run it in one process")
-    shards = max(len(devices) // max(config.mesh.tensor, 1), 1)
+    c = config.mesh
+    learning, rolling = meshes.divided(devices, c.rollout_devices)
+    data, fsdp, _ = meshes.axis_sizes(c.data, c.fsdp, c.tensor, learning)
     for section in ("learner", "pretrain") if config.pretrain.updates else ("learner",):
         rows = config[section].rows
-        if rows % shards:
-            raise UserError(f"{section}.rows ({rows}) must be a multiple of the {shards} shards of a batch")
+        if rows % (data * fsdp):
+            raise UserError(
+                f"{section}.rows ({rows}) must be a multiple of the {data * fsdp} shards of a batch "
+                f"(mesh.data x mesh.fsdp: {data} x {fsdp})"
+            )
+    try:
+        build.engine_config(config).check_shards(
+            meshes.rollout_shards(len(rolling) // processes, config.rollout.tensor)
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 def check_task(config: ml_collections.ConfigDict, task: Task) -> None:

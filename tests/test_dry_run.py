@@ -117,7 +117,8 @@ def test_a_preset_with_a_vocabulary_needs_neither_tokenizer_nor_data(tmp_path):
 @pytest.mark.parametrize(("key", "tensor"), [("mesh.tensor", 4), ("rollout.tensor", 8)])
 def test_query_heads_that_the_tensor_axis_does_not_divide_are_refused(key, tensor):
     config = changed(multihop_tiny.get_config(), policy__preset="qwen2.5-0.5b", policy__width=None)
-    config = changed(config, policy__layers=None, policy__head_dim=None, policy__hidden=None, learner__rows=8)
+    config = changed(config, policy__layers=None, policy__head_dim=None, policy__hidden=None)
+    config = changed(config, learner__rows=8, rollout__parking=8)
     config = changed(config, **{key.replace(".", "__"): tensor})
     with pytest.raises(
         UserError, match=rf"{key} is {tensor}, which does not divide 14 query heads; choose among \[1, 2"

@@ -387,11 +387,7 @@ def test_real_questions(tmp_path: Path, data_dir: Path) -> None:
         ("quickstart", {"policy__preset": "qwen3"}, "unknown policy.preset 'qwen3'; choose one of tiny, qwen2.5-0.5b"),
         ("quickstart", {"policy__weights": "models/x"}, "set one of policy.weights and policy.preset"),
         ("quickstart", {"policy__heads": 3}, "policy.kv_heads (2) must divide policy.heads (3)"),
-        (
-            "quickstart",
-            {"rollout__tensor": 3},
-            "rollout.tensor is 3, which does not divide 4 query heads; choose",
-        ),
+        ("quickstart", {"rollout__tensor": 3}, "rollout.tensor is 3; it must divide the 1 devices of a process"),
         ("quickstart", {"critic": "shared"}, "unknown critic 'shared'; choose one of none, shared_trunk, separate"),
         ("multihop_tiny", {"task__data_dir": "nowhere"}, "nowhere"),
         ("quickstart", {"tokenizer__path": "nowhere/t.model"}, "nowhere/t.model: no such SentencePiece model"),

@@ -75,7 +75,8 @@ class EngineConfig:
         for name in ("slots", "parking"):
             if getattr(self, name) % shards:
                 raise ValueError(
-                    f"rollout.{name} ({getattr(self, name)}) must be a multiple of the {shards} data shards of its mesh"
+                    f"rollout.{name} ({getattr(self, name)}) must be a multiple of the {shards} data shards of the "
+                    "rollout mesh (devices of a process over rollout.tensor)"
                 )
 
     def together(self, shards: int) -> int:

@@ -27,21 +27,57 @@ ROWS = P(None, ("data", "fsdp"))
 def learner_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh over all devices of all processes; `data` = -1 takes what the other axes leave.
 
+    The devices of a process, in their own order, are a block of it. For a process feeds the rows of its own devices, so
+    none may lie on devices of two; and its engine's mesh has that order. `jax.make_mesh` follows the wires alone: on a
+    v5e:4x4 it puts a `tensor` of 4 across two hosts.
+
     Args:
       data, fsdp, tensor: sizes of the axes.
       devices: takes the place of all devices (those of a topology that is only compiled for).
 
     Raises:
-      UserError: the axes do not multiply to the number of devices.
+      UserError: see `axis_sizes`.
     """
-    count = jax.device_count() if devices is None else len(devices)
-    sizes = [max(count // max(fsdp * tensor, 1), 1) if data == -1 else data, fsdp, tensor]
-    if min(sizes) < 1 or np.prod(sizes) != count:
+    devices = jax.devices() if devices is None else devices
+    in_order = [d for own in _by_process(devices).values() for d in own]
+    sizes = axis_sizes(data, fsdp, tensor, devices)
+    return Mesh(np.array(in_order).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def axis_sizes(data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device]) -> tuple[int, int, int]:
+    """Sizes of the learner's axes over these devices, `data` = -1 replaced.
+
+    Raises:
+      UserError: they do not multiply to the number of devices, processes have different numbers of them, or those of a
+        process would not be a block of the mesh.
+    """
+    sizes = [max(len(devices) // max(fsdp * tensor, 1), 1) if data == -1 else data, fsdp, tensor]
+    if min(sizes) < 1 or math.prod(sizes) != len(devices):
         raise UserError(
-            f"mesh {dict(zip(AXES, sizes, strict=True))} needs {np.prod(sizes)} devices, there are {count}; "
+            f"mesh {dict(zip(AXES, sizes, strict=True))} needs {math.prod(sizes)} devices, there are {len(devices)}; "
             "set config.mesh.* so that they multiply to it (data = -1 takes the rest)"
         )
-    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    counts = [len(own) for own in _by_process(devices).values()]
+    own, shards = counts[0], counts[0] // tensor
+    if len(set(counts)) > 1:
+        raise UserError(f"processes have {counts} devices; start each with as many as the others")
+    if own % tensor:
+        raise UserError(
+            f"mesh.tensor is {tensor}; it must divide the {own} devices of a process, which feeds its own rows"
+        )
+    if fsdp % shards and shards % fsdp:
+        raise UserError(
+            f"mesh.fsdp is {fsdp}; it must divide the {shards} shards of a process ({own} devices, mesh.tensor "
+            f"{tensor}), or be a multiple of them"
+        )
+    return sizes[0], fsdp, tensor
+
+
+def _by_process(devices: Sequence[jax.Device]) -> dict[int, list[jax.Device]]:
+    """The devices of each process, in order of process and their own."""
+    return {
+        index: [d for d in devices if d.process_index == index] for index in sorted({d.process_index for d in devices})
+    }
 
 
 def divided(devices: Sequence[jax.Device], apart: int) -> tuple[list[jax.Device], list[jax.Device]]:
@@ -52,16 +88,13 @@ def divided(devices: Sequence[jax.Device], apart: int) -> tuple[list[jax.Device]
     """
     if not apart:
         return list(devices), list(devices)
-    of_process: dict[int, list[jax.Device]] = {}
-    for device in devices:
-        of_process.setdefault(device.process_index, []).append(device)
-    fewest = min(map(len, of_process.values()))
+    everywhere = _by_process(devices).values()
+    fewest = min(map(len, everywhere))
     if not 0 < apart < fewest:
         raise UserError(
             f"mesh.rollout_devices is {apart}; it must leave some of the {fewest} devices of a process to the learner "
             "(0: all devices serve both)"
         )
-    everywhere = of_process.values()
     return [d for own in everywhere for d in own[:-apart]], [d for own in everywhere for d in own[-apart:]]
 
 
@@ -75,11 +108,21 @@ def rollout_mesh(devices: Mesh | Sequence[jax.Device], tensor: int = 1) -> Mesh:
     return _local_mesh(every, tensor, processes.process_index())
 
 
+def rollout_shards(devices: int, tensor: int) -> int:
+    """The data axis of a rollout mesh over so many devices of a process.
+
+    Raises:
+      UserError: `tensor` does not divide them.
+    """
+    if tensor < 1 or devices % tensor:
+        raise UserError(f"rollout.tensor is {tensor}; it must divide the {devices} devices of a process")
+    return devices // tensor
+
+
 def _local_mesh(devices: Sequence[jax.Device], tensor: int, process: int) -> Mesh:
-    local = [d for d in devices if d.process_index == process]
-    if tensor < 1 or len(local) % tensor:
-        raise UserError(f"rollout.tensor is {tensor}; it must divide the {len(local)} devices of a process")
-    return Mesh(np.array(local).reshape(-1, 1, tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    local = _by_process(devices)[process]
+    shape = rollout_shards(len(local), tensor), 1, tensor
+    return Mesh(np.array(local).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def make_rollout_view(
@@ -98,17 +141,17 @@ def make_rollout_view(
       prepare: what the engine wants of the parameters, e.g. their compute dtype; its arguments are the function's.
     """
     devices, here = list(learner.devices.flat), processes.process_index()
-    indices = sorted({d.process_index for d in devices})
+    indices = list(_by_process(devices))
     tensor = math.gcd(rollout.shape["tensor"], len(devices) // len(indices))
     hosts = [_local_mesh(devices, tensor, process).devices for process in indices]
     own_mesh = _local_mesh(devices, tensor, here)
     apart = set(own_mesh.devices.flat) != set(rollout.devices.flat)
     everywhere = Mesh(np.stack(hosts), ("process", *AXES), axis_types=(AxisType.Auto,) * (len(AXES) + 1))
 
-    @jax.jit
     def reshard(*args: Any) -> Any:
-        params = prepare(*args)
-        return jax.tree.map(jax.lax.with_sharding_constraint, params, shardings(params, everywhere))
+        # By a constraint inside the program the compiler does not abide: some results come out whole on every device.
+        layout = shardings(jax.eval_shape(prepare, *args), everywhere)
+        return jax.jit(prepare, out_shardings=layout)(*args)
 
     def view(*args: Any) -> Any:
         def own(x: jax.Array, sharding: NamedSharding) -> jax.Array:
