@@ -2,7 +2,7 @@
 
 The other tests of these faults, each named `test_fault_...`, are: 1 in test_packing and test_rollout; 2 and 11 in
 test_agents, 11 in test_gradients; 3 to 7, 10 and 12 in test_credit_faults; 8 in test_packing and test_gradients; 9 in
-test_fault_run, test_rollout, test_agents and test_trajectory.
+test_fault_run, test_rollout, test_agents and test_trajectory; 13 in test_resume, test_train and test_kill.
 """
 
 from __future__ import annotations
