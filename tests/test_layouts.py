@@ -1,0 +1,172 @@
+"""The same recorded trajectories make the same updates, however many processes and devices learn from them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from pair import run
+
+from agentr1_jax.agents.session import ScriptedSession
+from agentr1_jax.credit import get_scheme
+from agentr1_jax.credit.shaping import Moments
+from agentr1_jax.learner.packing import pack
+from agentr1_jax.runtime import processes
+from agentr1_jax.trajectory import Outcome, Trajectory, read_jsonl, write_jsonl
+from configs import quickstart
+from experiments import build, checks, learning, phases, tasks
+from experiments.circle import Run
+
+UPDATES = 3
+SMALL = {
+    "policy.width": 32,
+    "policy.layers": 2,
+    "policy.hidden": 64,
+    "policy.head_dim": 8,
+    "tokenizer.texts": 400,
+    "task.flaws.repeat_query": 0.3,
+    "rollout.groups": 4,
+    "rollout.samples": 4,
+    "credit.args.gamma": 0.97,
+    "shaping.scale_returns": True,
+    "optimizer.max_grad_norm": 0.25,
+    "optimizer.warmup": 0,
+}
+OPTIMIZERS = {
+    "sgd": {"optimizer.name": "sgd", "optimizer.lr": 4.0, "optimizer.value_lr": 4.0},
+    "adamw": {"optimizer.name": "adamw", "optimizer.lr": 1e-3, "optimizer.value_lr": 1e-3},
+}
+SCHEMES = {"step": "step_gae", "token": "token_gae"}
+LAYOUTS = {"2x2": (2, 2, {"mesh.fsdp": 2}), "1x4": (1, 4, {}), "1x1": (1, 1, {})}
+"""Processes, devices of each, and what else differs."""
+TOLERANCES = {"sgd": 1e-5, "adamw": 1e-2}
+
+
+def config_of(folder, changes):
+    config = quickstart.get_config()
+    own = {"run_dir": str(folder), "compilation_cache": f"{folder}/programs"}
+    config.update_from_flattened_dict({**own, **SMALL, **changes})
+    return config
+
+
+def recorded(folder) -> list[list[Trajectory]]:
+    """Batches of the expert's trajectories, as a run might have sampled them: ended, cut, failed, of unequal shares."""
+    config = config_of(folder, {})
+    task = tasks.make_task(config)
+    tokenizer = build.tokenizer(config, task, resumes=False)
+    agent = build.agent(config, task, tokenizer)
+    rng = np.random.default_rng(0)
+    c = config.rollout
+
+    async def play(row, identity):
+        session = ScriptedSession(identity, task.expert(row, identity.seed), tokenizer, agent.dialect)
+        await agent.run(session, row)
+        return sampled(session.trajectory())
+
+    def sampled(t):
+        """With log-probs as of a policy that knows nothing, so that some ratios are clipped and others not."""
+        noisy = lambda n: rng.normal(-np.log(tokenizer.vocab_size), 0.3, n).astype(np.float32)  # noqa: E731
+        steps = [dataclasses.replace(s, logprobs=noisy(len(s.response_ids))) for s in t.steps]
+        return dataclasses.replace(t, steps=tuple(steps))
+
+    def cut(t):
+        return dataclasses.replace(
+            t, steps=t.steps[:-1], outcome=Outcome.MAX_STEPS, final_prompt_ids=t.steps[-1].prompt_ids
+        )
+
+    batches = []
+    for update in range(UPDATES):
+        visits = range(update * c.groups, (update + 1) * c.groups)
+        names = build.identities(task, config.seed, "rl", range(c.groups), visits, c.samples)
+        batch = [
+            asyncio.run(play(task.row("train", visit), identity))
+            for visit, group in zip(visits, names, strict=True)
+            for identity in group
+        ]
+        batch = [cut(t) if t.group == 2 and len(t.steps) > 1 else t for t in batch]
+        failed = {(1, 0), (3, 1), (3, 3)}
+        batch = [dataclasses.replace(t, outcome=Outcome.TOOL_FAILURE) if place(t) in failed else t for t in batch]
+        batches.append(batch)
+    return batches
+
+
+def place(t):
+    return t.group, t.sample
+
+
+def child(folder: str, layout: str) -> None:
+    """Learns in one process of a layout; the first writes the parameters before and after every update."""
+    processes.initialize()
+    out = {}
+    for name, changes in OPTIMIZERS.items():
+        config = config_of(folder, changes | LAYOUTS[layout][2])
+        checks.check(config)
+        build.keep_programs(config)
+        tokenizer = build.tokenizer(config, tasks.make_task(config), resumes=True)
+        policy, mesh = build.policy(config, tokenizer), build.learner_mesh(config)
+        fresh, _, (optimizer, _, shardings) = build.learner_state(config, policy, mesh)
+        nobody = None  # Rolls out here.
+        run = Run(config, nobody, tokenizer, nobody, policy, {}, nobody, mesh, nobody, nobody)
+        learner = phases.reinforced(run, optimizer, shardings, None)
+        whole = jax.jit(lambda params: params, out_shardings=NamedSharding(mesh, P()))
+        for kind, scheme in SCHEMES.items():
+            assign = jax.jit(get_scheme(scheme, build.credit_args(config))[1])
+            state, moments, seen = fresh(), Moments(), []
+            for update in range(UPDATES + 1):
+                seen.append(np.concatenate([np.ravel(x) for x in jax.tree.leaves(jax.device_get(whole(state.params)))]))
+                if update == UPDATES:
+                    break
+                mine = build.dealt(config.rollout.groups)
+                batch = [t for t in read_jsonl(f"{folder}/rl_{update:06d}.jsonl.gz") if t.group in mine]
+                state, pending, _ = learning.learn(
+                    run,
+                    dataclasses.replace(learner, credit=assign),
+                    state,
+                    batch,
+                    build.rates(config, update, state.params),
+                    moments=moments,
+                )
+                moments, metrics = pending.moments, pending.result()
+                assert metrics["learner/grad_norm"] > config.optimizer.max_grad_norm and not metrics["learner/skipped"]
+                assert 0 < metrics["learner/clip_fraction"] < 1
+            out[f"{name}/{kind}"] = np.stack(seen)
+    if processes.process_index() == 0:
+        np.savez(f"{folder}/{layout}.npz", **out)
+
+
+@pytest.mark.slow
+def test_processes_and_devices_make_the_same_updates(tmp_path: Path) -> None:
+    """By a layout's own whitening moments, running statistics, denominators or gradient norm they would differ."""
+    for update, batch in enumerate(recorded(tmp_path)):
+        rows = []
+        for share in range(2):
+            own = [t for t in batch if t.group % 2 == share and t.outcome is not Outcome.TOOL_FAILURE]
+            made = pack(own, mode="chains", row_tokens=320, row_reads=256, final_reads=True)
+            rows.append(made.rows)
+        assert rows[0] != rows[1], "one process must fill up with rows of no weight"
+        assert len({len(t.steps) for t in batch}) > 2 and len({t.total_reward for t in batch}) > 3
+        write_jsonl(tmp_path / f"rl_{update:06d}.jsonl.gz", batch)
+    for layout, (count, devices, _) in LAYOUTS.items():
+        run(count, devices, "import sys, test_layouts; test_layouts.child(*sys.argv[1:])", str(tmp_path), layout)
+    params = {layout: np.load(tmp_path / f"{layout}.npz") for layout in LAYOUTS}
+    differences = {}
+    for one, other in itertools.combinations(LAYOUTS, 2):
+        for case in params[one].files:
+            a, b = params[one][case].astype(np.float64), params[other][case].astype(np.float64)
+            np.testing.assert_array_equal(a[0], b[0])
+            for update, (x, y) in enumerate(zip(np.diff(a, axis=0), np.diff(b, axis=0), strict=True)):
+                differences[one, other, case, update] = np.linalg.norm(x - y) / np.linalg.norm(x)
+    sys.stdout.write("\n".join(f"{' '.join(map(str, case))}: {x:.1e}" for case, x in differences.items()))
+    assert len(differences) == 3 * len(OPTIMIZERS) * len(SCHEMES) * UPDATES
+    assert not {case: x for case, x in differences.items() if not x <= TOLERANCES[case[2].split("/")[0]]}
+    for name in OPTIMIZERS:
+        by_step, by_token = (np.diff(params["1x1"][f"{name}/{kind}"], axis=0) for kind in SCHEMES)
+        assert (np.linalg.norm(by_step - by_token, axis=1) > 0.05 * np.linalg.norm(by_step, axis=1)).all()
