@@ -116,8 +116,8 @@ class Ahead:
         missing = [place for place in places if (number, place) not in self._finished]
         visits = range(number * c.groups, (number + 1) * c.groups)
         groups = circle.groups_of(run, "rl", "train", missing, [visits[place] for place in missing], c.samples)
-        options = {"sampling": build.sampling(run.config), "limits": build.limits(run.config)}
-        sampled = functools.partial(sample_groups, run.engine, run.agent, groups, **options)
+        sampling, limits = build.sampling(run.config), build.limits(run.config)
+        sampled = functools.partial(sample_groups, run.engine, run.agent, groups, sampling=sampling, limits=limits)
         return Batch(known, self.background.start(functools.partial(circle.added, known, sampled)))
 
 

@@ -223,11 +223,12 @@ def faults_of(run: Path, straight: Path, finished: Sequence[Trajectory]) -> list
     config = json.loads((run / "config.json").read_text())
     if config["rollout"]["staleness"]:
         return batch_faults(run, config, finished)
-    return [
-        fault
-        for what, of in {"record": records_of, "trajectories": files_of, "parameters": state_of}.items()
-        for fault in differences(f"{run}: {what}", of(run), of(straight))
-    ]
+    views: dict[str, Callable[[Path], Mapping[str, Any]]] = {
+        "record": records_of,
+        "trajectories": files_of,
+        "parameters": state_of,
+    }
+    return [x for what, of in views.items() for x in differences(f"{run}: {what}", of(run), of(straight))]
 
 
 def differences(what: str, mine: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
