@@ -19,6 +19,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from agentr1_jax import files
+
 
 class Outcome(enum.StrEnum):
     """How a trajectory ended. `POLICIES` says what each one means for reward, bootstrap and training."""
@@ -302,30 +304,22 @@ def from_json(record: Mapping[str, Any]) -> Trajectory:
 
 
 def write_jsonl(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]) -> None:
-    """Writes one gzipped JSONL file, renamed into place; equal content gives equal bytes (mtime 0).
+    """Writes one gzipped JSONL file, which appears whole; equal content gives equal bytes (mtime 0).
 
     Numbers that are not finite are written as strings, so that what spoilt a trajectory can be looked at.
     """
-    path = os.fspath(path)
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    partial = f"{path}.partial"
-    try:
-        with (
-            open(partial, "wb") as raw,
-            gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0, compresslevel=5) as out,
-        ):
-            for trajectory in trajectories:
-                record = to_json(trajectory)
-                try:
-                    line = json.dumps(record, allow_nan=False)
-                except ValueError:
-                    line = json.dumps(_finite(record), allow_nan=False)
-                # Plain ASCII, since text of tools may hold lone surrogates, which UTF-8 has no bytes for.
-                out.write(line.encode() + b"\n")
-    except BaseException:
-        os.unlink(partial)
-        raise
-    os.replace(partial, path)
+    with (
+        files.published(path, "wb") as raw,
+        gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0, compresslevel=5) as out,
+    ):
+        for trajectory in trajectories:
+            record = to_json(trajectory)
+            try:
+                line = json.dumps(record, allow_nan=False)
+            except ValueError:
+                line = json.dumps(_finite(record), allow_nan=False)
+            # Plain ASCII, since text of tools may hold lone surrogates, which UTF-8 has no bytes for.
+            out.write(line.encode() + b"\n")
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> Iterator[Trajectory]:
@@ -335,7 +329,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> Iterator[Trajectory]:
       FileNotFoundError: there is no such file.
       ValueError: a line is not a trajectory; the message names file and line.
     """
-    with gzip.open(path, "rb") as lines:
+    with files.opened(path) as raw, gzip.GzipFile(fileobj=raw) as lines:
         for number in itertools.count(1):
             try:
                 line = lines.readline()

@@ -11,7 +11,7 @@ def get_config() -> ml_collections.ConfigDict:
     """The base config; not runnable by itself, since it names no task."""
     c = ConfigDict()
     c.seed = 0  # keys every random choice
-    c.run_dir = "runs/base"  # the run's folder; starting again resumes it
+    c.run_dir = "runs/base"  # the run's folder, also gs://BUCKET/FOLDER; starting again resumes it
     c.updates = 100  # RL batches; 0 for a warm start alone
     c.warm_start_updates = 0  # supervised updates on demonstrations before RL
     c.control = False  # no RL: supervised updates on the same demonstrations for control_seconds, for comparison

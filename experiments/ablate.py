@@ -26,7 +26,9 @@ from collections.abc import Sequence
 from absl import flags
 from rich.console import Console
 
+from agentr1_jax import files
 from agentr1_jax.runtime import config as configs
+from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.runtime.processes import StopRequest
 from experiments.ablation import cost, fleet, grid
 from experiments.ablation.comparison import compare
@@ -57,6 +59,8 @@ def main(argv: Sequence[str]) -> int:
         if values:
             arms = grid.crossed(arms, key, values, configs.resolve(config)["learner"].get(key.partition(".")[2]))
     out = OUT.value or f"{config.run_dir.rstrip('/')}_ablation"
+    if files.is_remote(out):
+        raise UserError(f"{out}: the logs of a grid are appended to, which a bucket cannot; choose a local --out")
     warm_starts, cells = grid.make_grid(config, arms, grid.parse_seeds(SEEDS.value), out)
     todo = [cell for cell in (*warm_starts, *cells) if not cell.finished]
     backend = cost.check_apart([cell.config for cell in todo]) if todo else ""

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from agentr1_jax import files
 from agentr1_jax.agents.context import context_rule
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity
@@ -60,7 +61,8 @@ from experiments import inherited, tasks
 def keep_programs(config: ml_collections.ConfigDict) -> None:
     """Keeps compiled programs from one start to the next in `config.compilation_cache`, where that is set."""
     if config.compilation_cache:
-        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.compilation_cache))
+        folder = files.path(os.path.expanduser(config.compilation_cache))
+        jax.config.update("jax_compilation_cache_dir", os.fspath(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
@@ -88,7 +90,7 @@ def tokenizer(config: ml_collections.ConfigDict, task: Task, *, resumes: bool) -
         path = os.path.join(config.run_dir, "tokenizer.model")
         if processes.process_index() == 0 and not resumes:
             if config.warm_start.run:
-                inherited.copy_tokenizer(config.warm_start.run, path)
+                files.copy(os.path.join(config.warm_start.run, "tokenizer.model"), path)
             else:
                 train_sentencepiece(task.texts(config.tokenizer.texts), path, config.tokenizer.vocab_size)
         processes.barrier()
@@ -101,8 +103,8 @@ def tokenizer(config: ml_collections.ConfigDict, task: Task, *, resumes: bool) -
 def discard_tokenizer(config: ml_collections.ConfigDict) -> None:
     """Takes back what `tokenizer` left in the folder of a run that cannot start."""
     with contextlib.suppress(OSError):
-        os.remove(os.path.join(config.run_dir, "tokenizer.model"))
-        os.rmdir(config.run_dir)
+        files.remove(os.path.join(config.run_dir, "tokenizer.model"))
+        files.remove_if_empty(config.run_dir)
 
 
 def budget(config: ml_collections.ConfigDict) -> Budget:

@@ -9,6 +9,7 @@ import jax
 import ml_collections
 from jax.sharding import Mesh
 
+from agentr1_jax import files
 from agentr1_jax.agents.context import context_rule
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.credit import Scheme, get_scheme, load_schemes
@@ -22,12 +23,16 @@ from agentr1_jax.learner.schedules import SCHEDULES
 from agentr1_jax.policy import attention_check
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.params import CRITICS
+from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.runtime.profile import parse_updates
 from experiments import build
 
 OPENINGS_CHECKED = 8
+IN_BUCKETS = ("run_dir", "warm_start.run", "tokenizer.path", "compilation_cache")
+"""Keys whose paths may be `gs://`."""
+
 POSITIVE = (
     ("rollout", "groups"),
     ("rollout", "samples"),
@@ -48,6 +53,7 @@ def check(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | Non
     Raises:
       UserError: with the keys at fault and what to do.
     """
+    _check_places(config)
     try:
         build.budget(config)
         context_rule(config.context)
@@ -85,6 +91,19 @@ def check(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | Non
     _check_sampling(config)
     _check_lengths(config)
     _check_placement(config, jax.devices() if devices is None else devices)
+
+
+def _check_places(config: ml_collections.ConfigDict) -> None:
+    """Paths in buckets stand where they can be used, and what reads them is installed."""
+    for key, value in configs.flatten(config.to_dict()):
+        if not isinstance(value, str) or not files.is_remote(value):
+            continue
+        if key not in IN_BUCKETS:
+            raise UserError(
+                f"{key} is {value}, and only {', '.join(IN_BUCKETS)} may lie in a bucket; copy it to this machine, or "
+                "mount the bucket and give the path there"
+            )
+        files.path(value)
 
 
 def _check_credit(config: ml_collections.ConfigDict, scheme: Scheme) -> None:

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from agentr1_jax import files
 from agentr1_jax.learner import fill
 from agentr1_jax.report import credit as plots
 from agentr1_jax.report import credit_stats as stats
@@ -84,7 +85,6 @@ def main(argv: Sequence[str]) -> None:
     }
     notes = [*chosen.notes, *unsure, *remarks(params, result, late=version - sampled_by)]
     title = f"Credit schemes on {', '.join(f'{r.folder} rl_{u:06d}' for r in recordings for u in r.updates)}"
-    os.makedirs(out, exist_ok=True)
     write(out, title, facts, notes, chosen.own, result, tokenizer)
     show(Console(), title, notes, result)
     Console(soft_wrap=True).print(Text(f"Look at {out}/report.html; figures are in {out}/*.csv and {out}/summary.md"))
@@ -262,10 +262,10 @@ def write(
         own=own,
     )
     for name, rows in (("schemes", schemes), ("pairs", pairs), ("advantages", advantage_rows(result))):
-        with open(os.path.join(out, f"{name}.csv"), "w", encoding="utf-8", errors="replace", newline="") as file:
+        with files.published(os.path.join(out, f"{name}.csv"), errors="replace", newline="") as file:
             file.write(stats.csv_text(rows))
     told = "".join(f"- {note}\n" for note in [*(f"{k}: {format_value(x)}" for k, x in facts.items()), *notes])
-    with open(os.path.join(out, "summary.md"), "w", encoding="utf-8") as file:
+    with files.published(os.path.join(out, "summary.md")) as file:
         file.write(f"# {title}\n\n{told}\n{markdown_table(short(schemes))}\n{markdown_table(short(pairs))}")
 
 

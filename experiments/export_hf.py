@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +20,7 @@ import jax
 from absl import flags
 from rich.console import Console
 
+from agentr1_jax import files
 from agentr1_jax.policy import weights
 from agentr1_jax.policy.config import Lora
 from agentr1_jax.runtime import config as configs
@@ -54,6 +54,8 @@ def export(run_dir: str, out: str, dtype: str | None = None) -> None:
     Raises:
       UserError: no such run, no checkpoint yet, an `out` that holds something, a shape that no family has.
     """
+    if files.is_remote(out):
+        raise UserError(f"{out}: OUT must be a local folder; copy it to the bucket afterwards")
     if os.path.exists(out) and (not os.path.isdir(out) or os.listdir(out)):
         raise UserError(f"{out}: exists and is not empty; choose another OUT")
     config = stored_config(run_dir)
@@ -72,7 +74,7 @@ def write_tokenizer(out: str, tokenizer: Tokenizer) -> None:
     """The tokenizer's files, and the ids that end and pad a text."""
     os.makedirs(out, exist_ok=True)
     if isinstance(tokenizer, SentencePieceTokenizer):
-        shutil.copyfile(tokenizer.name, os.path.join(out, "tokenizer.model"))
+        files.copy(tokenizer.name, os.path.join(out, "tokenizer.model"))
     else:
         import transformers  # Takes a second.
 

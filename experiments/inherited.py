@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ import jax
 import ml_collections
 import orbax.checkpoint as ocp
 
+from agentr1_jax import files
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.checkpoint import newest_intact
@@ -33,24 +33,24 @@ def check(config: ml_collections.ConfigDict) -> None:
     source = config.warm_start.run
     if config.control:
         raise UserError("control learns from demonstrations alone; set warm_start.run='' or control=False")
-    if os.path.realpath(source) == os.path.realpath(config.run_dir):
+    if files.same(source, config.run_dir):
         raise UserError(f"warm_start.run is {source}, the run's own folder; name the run that RL starts from")
+    files.check_reachable(source, "warm_start.run")
     path = os.path.join(source, "config.json")
-    if not os.path.isfile(path):
+    if not files.is_file(path):
         raise UserError(f"{KEY}{source}: no run (it has no config.json)")
     try:
-        with open(path, encoding="utf-8") as lines:
-            theirs = dict(configs.flatten(json.load(lines)))
+        theirs = dict(configs.flatten(json.loads(files.read_bytes(path))))
     except (ValueError, AttributeError) as error:
         raise UserError(f"{KEY}{path}: not a config ({error}); restore it") from error
     different = differing(dict(configs.flatten(configs.resolve(config))), theirs)
     if different:
         listed = "\n".join(different)
         raise UserError(f"{KEY}{source} has another policy:\n{listed}\nset them to what that run has")
-    if not config.tokenizer.path and not os.path.isfile(os.path.join(source, "tokenizer.model")):
+    if not config.tokenizer.path and not files.is_file(os.path.join(source, "tokenizer.model")):
         raise UserError(f"{KEY}{source}: its tokenizer.model is gone; restore it")
     newest_checkpoint(source, KEY)
-    if not os.path.isfile(os.path.join(source, "summary.json")):
+    if not files.is_file(os.path.join(source, "summary.json")):
         raise UserError(
             f"{KEY}{source} is not finished (it has no summary.json): its policy is half trained; let it come to its "
             "end first, by the command that started it"
@@ -70,21 +70,14 @@ def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def copy_tokenizer(source: str, path: str) -> None:
-    """Copies the tokenizer that the run in `source` has trained to `path`, renamed into place."""
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    shutil.copyfile(os.path.join(source, "tokenizer.model"), f"{path}.partial")
-    os.replace(f"{path}.partial", path)
-
-
 def newest_checkpoint(source: str, prefix: str = "") -> str:
     """Folder of the newest intact checkpoint of a run. Raises UserError, with its message after `prefix`, if there is
     none."""
     folder = os.path.join(source, "checkpoints")
-    step = newest_intact(folder)[0] if os.path.isdir(folder) else None
+    step = newest_intact(folder)[0]
     if step is None:
         raise UserError(f"{prefix}{source}: has no checkpoint yet; let that run come to its first one")
-    return os.path.abspath(os.path.join(folder, str(step)))
+    return files.absolute(os.path.join(folder, str(step)))
 
 
 def decoder(source: str, like: Params, prefix: str = "") -> Params:

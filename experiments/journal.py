@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import glob
+import fnmatch
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +11,7 @@ from typing import Any
 
 from absl import logging
 
+from agentr1_jax import files
 from agentr1_jax.learner.update import LearnerState
 from agentr1_jax.runtime import processes
 from agentr1_jax.runtime.checkpoint import Checkpoints
@@ -93,28 +94,33 @@ class Unused:
     def read(self, number: int) -> list[Trajectory]:
         """Those of all processes there were; the groups of a file that cannot be read are sampled again."""
         out: list[Trajectory] = []
-        for path in sorted(glob.glob(os.path.join(self._folder, f"{number}.p*.jsonl.gz"))):
+        for name in self._names():
+            if not name.startswith(f"{number}.p"):
+                continue
             try:
-                out += list(read_jsonl(path))
+                out += list(read_jsonl(os.path.join(self._folder, name)))
             except ValueError as error:
                 logging.warning("%s; what it held is sampled again", error)
         return out
 
     def forget_later(self, number: int) -> None:
         """Removes what an earlier attempt wrote after the checkpoint that the run goes on from, whoever wrote it."""
-        for path in glob.glob(os.path.join(self._folder, "*.p*.jsonl.gz")):
-            if int(os.path.basename(path).partition(".")[0]) > number:
-                os.remove(path)
+        for name in self._names():
+            if int(name.partition(".")[0]) > number:
+                files.remove(os.path.join(self._folder, name))
 
     def forget(self, numbers: Sequence[int]) -> None:
         """Removes files of checkpoints that are not among these: this process's, and by the first those of processes
         that there are no more."""
         here, gone = processes.process_index(), processes.process_count()
-        for path in glob.glob(os.path.join(self._folder, "*.p*.jsonl.gz")):
-            number, process = os.path.basename(path).removesuffix(".jsonl.gz").split(".p")
+        for name in self._names():
+            number, process = name.removesuffix(".jsonl.gz").split(".p")
             mine = int(process) == here or (here == 0 and int(process) >= gone)
             if mine and int(number) not in numbers:
-                os.remove(path)
+                files.remove(os.path.join(self._folder, name))
+
+    def _names(self) -> list[str]:
+        return fnmatch.filter(files.names(self._folder), "*.p*.jsonl.gz")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +161,7 @@ class Journal:
         position.metrics_index = self.metrics.next_index
         position.seconds = self.seconds
         number = position.first_checkpoint + position.update
+        self.metrics.save()
         self.unused.write(number, unused)
         self.checkpoints.save(number, state, dataclasses.asdict(position))
         self.unused.forget([number, *self.checkpoints.numbers()])

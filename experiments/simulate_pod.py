@@ -26,6 +26,7 @@ from absl import flags
 from rich.console import Console
 from rich.table import Table
 
+from agentr1_jax import files
 from agentr1_jax.report.tables import markdown_table
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.errors import UserError
@@ -187,10 +188,9 @@ def notes(setting: Setting, of_tools: Sequence[Latency]) -> list[str]:
 
 def write(folder: str, lines: Sequence[str], found: Sequence[told.Result], setting: Setting) -> None:
     """Tables as Markdown, all figures as JSON, the picture."""
-    os.makedirs(folder, exist_ok=True)
     parts = ["\n".join(f"- {line}" for line in lines)]
     parts += [f"### {title}\n\n{markdown_table(rows).strip()}" for title, rows in told.tables(found, setting.strong)]
-    with open(os.path.join(folder, "pod.md"), "w", encoding="utf-8") as out:
+    with files.published(os.path.join(folder, "pod.md")) as out:
         out.write("\n\n".join(parts) + "\n")
     figures: dict[str, Any] = {
         "shape": dataclasses.asdict(setting.shape),
@@ -201,7 +201,7 @@ def write(folder: str, lines: Sequence[str], found: Sequence[told.Result], setti
         "seeds": SEEDS.value,
         "results": told.to_json(found),
     }
-    with open(os.path.join(folder, "pod.json"), "w", encoding="utf-8") as out:
+    with files.published(os.path.join(folder, "pod.json")) as out:
         json.dump(figures, out, indent=1)
     title = f"Simulated rollouts, {SCALING.value} scaling"
     told.plot(os.path.join(folder, "pod.png"), found, strong=setting.strong, title=title)

@@ -12,6 +12,7 @@ import jax
 import ml_collections
 from jax.sharding import Mesh
 
+from agentr1_jax import files
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.policy.params import join, merge_adapters
@@ -23,8 +24,9 @@ from experiments import build, inherited
 
 def is_run(source: str) -> bool:
     """Whether a folder is that of a run of `experiments.train` that may have a checkpoint."""
+    files.check_reachable(source, "RUN")
     parts = (os.path.join(source, "config.json"), os.path.join(source, "checkpoints"))
-    return bool(source) and os.path.isfile(parts[0]) and os.path.isdir(parts[1])
+    return bool(source) and files.is_file(parts[0]) and files.is_folder(parts[1])
 
 
 def stored_config(run_dir: str) -> ml_collections.ConfigDict:
@@ -33,13 +35,13 @@ def stored_config(run_dir: str) -> ml_collections.ConfigDict:
     Raises:
       UserError: there is no run, or one of another version of the config.
     """
+    files.check_reachable(run_dir, "RUN")
     path = os.path.join(run_dir, "config.json")
-    if not os.path.isfile(path):
+    if not files.is_file(path):
         raise UserError(f"{run_dir}: no run (it has no config.json); RUN is the config.run_dir of experiments.train")
     config = base.get_config()
     try:
-        with open(path, encoding="utf-8") as lines:
-            config.update(json.load(lines))
+        config.update(json.loads(files.read_bytes(path)))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: not a config of this version ({str(error.args[0]).partition('. ')[0]})") from error
     config.run_dir, config.tools.record, config.tools.replay = run_dir, "", ""
@@ -97,8 +99,7 @@ def newest_decoder(config: ml_collections.ConfigDict, policy: DecoderConfig, mes
 
 def has_reference(run: str) -> bool:
     """Whether a run has kept the decoder that RL began with; those with a KL term do."""
-    folder = os.path.join(run, "reference")
-    return os.path.isdir(folder) and any(name.isdecimal() for name in os.listdir(folder))
+    return any(name.isdecimal() for name in files.names(os.path.join(run, "reference")))
 
 
 def reference_decoder(config: ml_collections.ConfigDict, policy: DecoderConfig, mesh: Mesh) -> Params:

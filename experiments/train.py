@@ -8,7 +8,7 @@ A run owns its folder (`config.run_dir`); the same command again resumes it. SIG
 from __future__ import annotations
 
 import contextlib
-import glob
+import fnmatch
 import json
 import math
 import os
@@ -20,7 +20,7 @@ import numpy as np
 from absl import flags, logging
 from rich.console import Console
 
-from agentr1_jax import report
+from agentr1_jax import files, report
 from agentr1_jax.credit.shaping import Moments
 from agentr1_jax.learner.kl import adapted_kl_coef
 from agentr1_jax.learner.schedules import rate_by_progress
@@ -32,7 +32,7 @@ from agentr1_jax.runtime import processes
 from agentr1_jax.runtime.checkpoint import Checkpoints
 from agentr1_jax.runtime.compiles import CompileCounter
 from agentr1_jax.runtime.errors import UserError
-from agentr1_jax.runtime.lock import RunLock
+from agentr1_jax.runtime.lock import lock
 from agentr1_jax.runtime.memory import use_huge_pages
 from agentr1_jax.runtime.metrics import MetricsWriter, read_metrics
 from agentr1_jax.runtime.profile import parse_updates, profiled
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> None:
         return dry_run.show(config, TOPOLOGY.value)
     processes.initialize(config.processes.start_seconds, config.processes.heartbeat_seconds)
     checks.check(config)
-    with RunLock(config.run_dir) if processes.process_index() == 0 else contextlib.nullcontext():
+    with lock(config.run_dir) if processes.process_index() == 0 else contextlib.nullcontext():
         train(config, started)
 
 
@@ -378,12 +378,12 @@ def evaluate(
 def write_trajectories(run: Run, name: str, trajectories: Sequence[Trajectory]) -> None:
     """Writes this process's trajectories of one batch; the first removes what another number of processes wrote."""
     folder, count = os.path.join(run.config.run_dir, "trajectories"), processes.process_count()
-    files = [f"{name}.p{process}.jsonl.gz" for process in range(count)] if count > 1 else [f"{name}.jsonl.gz"]
-    write_jsonl(os.path.join(folder, files[processes.process_index()]), trajectories)
+    written = [f"{name}.p{process}.jsonl.gz" for process in range(count)] if count > 1 else [f"{name}.jsonl.gz"]
+    write_jsonl(os.path.join(folder, written[processes.process_index()]), trajectories)
     if processes.process_index() == 0:
-        for path in glob.glob(os.path.join(folder, f"{name}.*")):
-            if os.path.basename(path) not in files and not path.endswith(".partial"):
-                os.remove(path)
+        for old in fnmatch.filter(files.names(folder), f"{name}.*"):
+            if old not in written and not old.endswith(".partial"):
+                files.remove(os.path.join(folder, old))
 
 
 def finish(run: Run, position: Position) -> None:
@@ -400,11 +400,9 @@ def finish(run: Run, position: Position) -> None:
         "recompiles_after_warmup": int(totals.get("recompiles", 0)),
     }
     folder = config.run_dir
-    path = os.path.join(folder, "summary.json")
-    with open(f"{path}.partial", "w", encoding="utf-8") as out:
+    with files.published(os.path.join(folder, "summary.json")) as out:
         json.dump(summary, out, indent=2)
         out.write("\n")
-    os.replace(f"{path}.partial", path)
     curve = os.path.join(folder, "learning_curve.png")
     report.plot_learning_curve(curve, read_metrics(os.path.join(folder, "metrics.jsonl")), title=folder)
     chosen = list(reported(folder))
@@ -415,7 +413,7 @@ def finish(run: Run, position: Position) -> None:
         title=folder,
         summary=summary,
         curve_png=curve,
-        timeline_png=timeline_path(run) if os.path.exists(timeline_path(run)) else None,
+        timeline_png=timeline_path(run) if files.exists(timeline_path(run)) else None,
         advantages={t.uid: step_advantages(t) for t in chosen if "advantages" in t.info},
         config=configs.resolve(config),
         template_ids=run.tokenizer.added.values(),
@@ -427,10 +425,10 @@ def finish(run: Run, position: Position) -> None:
 
 def reported(folder: str) -> list[Trajectory]:
     """Some trajectories of the demonstrations, the first and last RL batches and every evaluation."""
-    files = sorted(os.listdir(os.path.join(folder, "trajectories")))
-    rl = [f for f in files if f.startswith("rl_")]
+    recorded = files.names(os.path.join(folder, "trajectories"))
+    rl = [f for f in recorded if f.startswith("rl_")]
     middle = rl[len(rl) // 2 : len(rl) // 2 + 1]
-    chosen = [f for f in files if not f.startswith("rl_")] + sorted({*rl[:1], *middle, *rl[-1:]})
+    chosen = [f for f in recorded if not f.startswith("rl_")] + sorted({*rl[:1], *middle, *rl[-1:]})
     out = []
     for name in chosen:
         if name.endswith(".jsonl.gz"):

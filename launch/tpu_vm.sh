@@ -5,7 +5,8 @@
 # What it needs: the gcloud CLI (`gcloud auth login`), a project with the TPU API enabled and quota for that type in that
 # zone (of spot chips for --spot), the roles TPU Admin and Service Account User, an SSH key without a passphrase or in
 # ssh-agent, workers that reach the internet, and storage for the run that outlives the slice and that all workers see:
-# gs://, or a file system that --setup mounts. Workers talk to worker 0 on port 8476; the default network lets them.
+# gs://, if their service account may use the bucket, or a file system that --setup mounts. Workers talk to worker 0 on
+# port 8476; the default network lets them.
 # Tested with a stand-in for gcloud only.
 # Flags:
 #   --name=NAME --zone=ZONE      of the TPU VM, or of the queued resource and its TPU VM; needed

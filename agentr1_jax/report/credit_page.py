@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any, NamedTuple
 
+from agentr1_jax import files
 from agentr1_jax.report.tables import format_value
 
 BAR_ENDS = 3.0
@@ -82,8 +83,8 @@ def write_page(
       steps: those on which schemes disagree, in order.
       own: the scheme of the run, marked in the table.
     """
-    files = resources.files("agentr1_jax.report")
-    css, page = (files.joinpath(f"credit_page.{kind}").read_text("utf-8") for kind in ("css", "html"))
+    parts = resources.files("agentr1_jax.report")
+    css, page = (parts.joinpath(f"credit_page.{kind}").read_text("utf-8") for kind in ("css", "html"))
     text = string.Template(page).substitute(
         title=html.escape(title),
         css=css,
@@ -95,15 +96,12 @@ def write_page(
         steps="\n".join(_step(number + 1, step) for number, step in enumerate(steps)),
         **{name: _picture(png, name) for name, png in pictures.items()},
     )
-    path = os.fspath(path)
-    with open(f"{path}.partial", "w", encoding="utf-8", errors="replace", newline="\n") as out:
+    with files.published(path, errors="replace", newline="\n") as out:
         out.write(text)
-    os.replace(f"{path}.partial", path)
 
 
 def _picture(png: str | os.PathLike[str], alt: str) -> str:
-    with open(png, "rb") as file:
-        encoded = base64.b64encode(file.read()).decode()
+    encoded = base64.b64encode(files.read_bytes(png)).decode()
     return f'<div class="wide"><img alt="{html.escape(alt)}" src="data:image/png;base64,{encoded}"></div>'
 
 

@@ -1,13 +1,13 @@
-"""What the pictures have in common: colours, bare axes, a PNG renamed into place; no global state of pyplot."""
+"""What the pictures have in common: colours, bare axes, a PNG that appears whole; no global state of pyplot."""
 
 from __future__ import annotations
-
-import os
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+from agentr1_jax import files
 
 BLUE, ORANGE, GREEN, PURPLE = "#2f6fde", "#d9770b", "#1a8a5a", "#8a56c9"
 INK, SOFT, FAINT, WASH = "#30353c", "#5b636e", "#c9ced6", "#eef0f3"
@@ -30,9 +30,7 @@ def tidy(axes: Axes) -> None:
     axes.tick_params(colors=SOFT, labelsize=9)
 
 
-def save(figure: Figure, path: str | os.PathLike[str]) -> None:
+def save(figure: Figure, path: files.PathLike) -> None:
     """Writes the picture as a PNG; its folder is made if need be."""
-    path = os.fspath(path)
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    figure.savefig(f"{path}.partial", format="png")
-    os.replace(f"{path}.partial", path)
+    with files.published(path, "wb") as out:
+        figure.savefig(out, format="png")

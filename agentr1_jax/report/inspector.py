@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from agentr1_jax import files
 from agentr1_jax.report.tables import flatten, format_value
 from agentr1_jax.trajectory import POLICIES, Step, Trajectory, to_json
 
@@ -196,8 +197,7 @@ def _table(rows: Sequence[Mapping[str, str]]) -> str:
 
 
 def _picture(png: str | os.PathLike[str], kind: str, alt: str) -> str:
-    with open(png, "rb") as file:
-        encoded = base64.b64encode(file.read()).decode()
+    encoded = base64.b64encode(files.read_bytes(png)).decode()
     return f'<img class="{kind}" alt="{alt}" src="data:image/png;base64,{encoded}">'
 
 
@@ -229,7 +229,7 @@ def write_report(
     config: Mapping[str, Any] | None = None,
     template_ids: Collection[int] = (),
 ) -> None:
-    """Writes the inspector as one self-contained HTML file, renamed into place.
+    """Writes the inspector as one self-contained HTML file, which appears whole.
 
     Args:
       path: where the page goes.
@@ -247,8 +247,8 @@ def write_report(
     Raises:
       ValueError: advantages do not fit their trajectory's steps.
     """
-    files = resources.files("agentr1_jax.report")
-    css, js, page = (files.joinpath(name).read_text("utf-8") for name in ("page.css", "page.js", "page.html"))
+    parts = resources.files("agentr1_jax.report")
+    css, js, page = (parts.joinpath(name).read_text("utf-8") for name in ("page.css", "page.js", "page.html"))
     digest = base64.b64encode(hashlib.sha256(js.encode()).digest()).decode()
     text = string.Template(page).substitute(
         script_hash=f"sha256-{digest}",
@@ -262,8 +262,5 @@ def write_report(
         config=_config(config),
         data=script_json(page_data(trajectories, decode, advantages, template_ids)),
     )
-    path = os.fspath(path)
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    with open(f"{path}.partial", "w", encoding="utf-8", errors="replace", newline="\n") as out:
+    with files.published(path, errors="replace", newline="\n") as out:
         out.write(text)
-    os.replace(f"{path}.partial", path)

@@ -1,14 +1,14 @@
 """Checkpoints: the learner's state and a JSON record of where the run stands, by Orbax.
 
 Beside what Orbax writes, each checkpoint holds `inventory.json`: its files and their sizes, by which damage is found
-before anything is read. A checkpoint gets its name when it is whole, so that a kill leaves nothing half-written.
+before anything is read. A checkpoint gets its name when it is whole, so that a kill leaves nothing half-written; in a
+bucket, where a folder cannot be renamed, it has its name from the start, and counts when it holds `commit_success.txt`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import glob
 import itertools
 import json
 import os
@@ -19,10 +19,13 @@ import jax
 import orbax.checkpoint as ocp
 from absl import logging
 
+from agentr1_jax import files
 from agentr1_jax.runtime import processes
 from agentr1_jax.runtime.errors import DISK_FULL, UserError
 
 INVENTORY = "inventory.json"
+COMMITTED = "commit_success.txt"
+"""What Orbax writes last into a checkpoint in a bucket."""
 
 
 class Checkpoints:
@@ -35,7 +38,7 @@ class Checkpoints:
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], keep: int, name: str = "checkpoints") -> None:
-        self._folder = os.path.abspath(os.path.join(run_dir, name))
+        self._folder = files.absolute(os.path.join(run_dir, name))
         self._saving = -1
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
@@ -101,8 +104,10 @@ class Checkpoints:
     def _finished(self) -> None:
         """Called by Orbax, in its thread, when all files are written and before the checkpoint gets its name."""
         if processes.process_index() == 0:
-            (unnamed,) = glob.glob(os.path.join(self._folder, f"{self._saving}.*"))
-            write_inventory(unnamed)
+            name = str(self._saving)
+            if not files.is_remote(self._folder):
+                (name,) = (each for each in files.names(self._folder) if each.startswith(f"{name}."))
+            write_inventory(os.path.join(self._folder, name))
 
 
 def abstract(shapes: Any, shardings: Any) -> Any:
@@ -118,8 +123,9 @@ def newest_intact(folder: str) -> tuple[int | None, list[int]]:
     Raises:
       UserError: all are damaged.
     """
-    # Orbax gives a checkpoint its name, a number, when it is complete.
-    steps = sorted((int(name) for name in os.listdir(folder) if name.isdecimal()), reverse=True)
+    steps = sorted((int(name) for name in files.names(folder) if name.isdecimal()), reverse=True)
+    if files.is_remote(folder):
+        steps = [step for step in steps if files.exists(os.path.join(folder, str(step), COMMITTED))]
     damaged: list[int] = []
     for step in steps:
         fault = _fault(os.path.join(folder, str(step)))
@@ -134,24 +140,22 @@ def newest_intact(folder: str) -> tuple[int | None, list[int]]:
 
 def write_inventory(checkpoint: str) -> None:
     """Lists a checkpoint's files with their sizes in bytes, in its `inventory.json`."""
-    with open(os.path.join(checkpoint, INVENTORY), "w", encoding="utf-8") as out:
+    with files.published(os.path.join(checkpoint, INVENTORY)) as out:
         json.dump(_sizes(checkpoint), out, indent=1, sort_keys=True)
 
 
 def _sizes(checkpoint: str) -> dict[str, int]:
     """Sizes of the files of the items; what lies beside them is Orbax's own, and is written later."""
-    paths = glob.glob(os.path.join(checkpoint, "*", "**"), recursive=True)
-    return {os.path.relpath(path, checkpoint): os.path.getsize(path) for path in paths if os.path.isfile(path)}
+    return {name: size for name, size in files.sizes(checkpoint).items() if os.path.dirname(name)}
 
 
 def _fault(checkpoint: str) -> str | None:
     """What is wrong with the files of a checkpoint, or None."""
     path = os.path.join(checkpoint, INVENTORY)
-    if not os.path.exists(path):
+    if not files.exists(path):
         return None
     try:
-        with open(path, encoding="utf-8") as lines:
-            expected = dict(json.load(lines))
+        expected = dict(json.loads(files.read_bytes(path)))
     except (ValueError, TypeError) as error:
         return f"{INVENTORY} cannot be read ({error})"
     found = _sizes(checkpoint)
@@ -163,9 +167,8 @@ def _fault(checkpoint: str) -> str | None:
 
 def _move_away(folder: str, step: int) -> None:
     """Keeps a damaged checkpoint beside the others' folder, for whoever wants to look at it."""
-    os.makedirs(f"{folder}.damaged", exist_ok=True)
-    place = next(p for i in itertools.count() if not os.path.exists(p := f"{folder}.damaged/{step}.{i}"))
-    os.rename(os.path.join(folder, str(step)), place)
+    place = next(p for i in itertools.count() if not files.exists(p := f"{folder}.damaged/{step}.{i}"))
+    files.move_folder(os.path.join(folder, str(step)), place)
     logging.warning("it is kept as %s; the run goes on from the one before", place)
 
 

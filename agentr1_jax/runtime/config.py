@@ -24,6 +24,7 @@ import numpy as np
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from agentr1_jax import files
 from agentr1_jax.runtime import lock
 from agentr1_jax.runtime.errors import DISK_FULL, UserError
 
@@ -161,13 +162,10 @@ def resolve(config: ml_collections.ConfigDict) -> dict[str, Any]:
 
 
 def write_config(run_dir: str | os.PathLike[str], config: ml_collections.ConfigDict) -> None:
-    """Writes the resolved config to `run_dir/config.json`, renamed into place; makes the folder."""
-    os.makedirs(run_dir, exist_ok=True)
-    path = os.path.join(run_dir, "config.json")
-    with open(f"{path}.partial", "w", encoding="utf-8") as out:
+    """Writes the resolved config to `run_dir/config.json`, which appears whole; makes the folder."""
+    with files.published(os.path.join(run_dir, "config.json")) as out:
         json.dump(resolve(config), out, indent=2, sort_keys=True, ensure_ascii=False)
         out.write("\n")
-    os.replace(f"{path}.partial", path)
 
 
 def check_same_config(
@@ -186,13 +184,12 @@ def check_same_config(
       UserError: the folder holds a run of another config (the differing keys are listed), or something else.
     """
     path = os.path.join(run_dir, "config.json")
-    if not os.path.exists(path):
-        if os.path.isdir(run_dir) and set(os.listdir(run_dir)) - BEFORE_CONFIG:
+    if not files.exists(path):
+        if set(files.names(run_dir)) - BEFORE_CONFIG:
             raise UserError(f"{run_dir}: not empty and without config.json; choose another --config.run_dir")
         return False
     try:
-        with open(path, encoding="utf-8") as lines:
-            stored = dict(flatten(json.load(lines)))
+        stored = dict(flatten(json.loads(files.read_bytes(path))))
     except (ValueError, AttributeError) as error:
         raise UserError(f"{path}: not a config ({error}); restore it or choose another --config.run_dir") from error
     given = dict(flatten(resolve(config)))

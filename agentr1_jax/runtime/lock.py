@@ -1,8 +1,10 @@
-"""One run, one owner: a second run on the same folder is refused."""
+"""One run, one owner: a second run on the same folder is refused.
+
+The lock of a local folder is the kernel's, that of a folder in a bucket is an object that its owner renews.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import json
@@ -12,13 +14,20 @@ from types import TracebackType
 
 from absl import logging
 
+from agentr1_jax import files
 from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.runtime.lease import Lease
 
 NAME = ".lock"
 
 
+def lock(folder: str | os.PathLike[str]) -> RunLock | Lease:
+    """Holds a folder until it is released. Raises UserError if another process holds it."""
+    return Lease(os.path.join(folder, NAME)) if files.is_remote(folder) else RunLock(folder)
+
+
 class RunLock:
-    """Holds a folder until it is released, or its process has ended however that was.
+    """Holds a local folder until it is released, or its process has ended however that was.
 
     The lock is the kernel's, on the file `.lock` of the folder. The file names its owner, for the message.
 
@@ -57,8 +66,7 @@ class RunLock:
         """Removes the file, and the folder if nothing else came into it."""
         if self._file >= 0:
             os.unlink(self._path)
-            with contextlib.suppress(OSError):
-                os.rmdir(os.path.dirname(self._path))
+            files.remove_if_empty(os.path.dirname(self._path))
             os.close(self._file)
             self._file = -1
 

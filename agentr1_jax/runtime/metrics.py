@@ -1,16 +1,25 @@
-"""One writer of metrics: a JSON object a line in `metrics.jsonl`, without a seam where a run was resumed."""
+"""One writer of metrics: a JSON object a line in `metrics.jsonl`, without a seam where a run was resumed.
+
+A local file is appended to. An object in a bucket cannot be: it is written anew with every checkpoint, and else at most
+every `REWRITE_SECONDS`. What a kill takes with it then lies behind the checkpoint, and is written again by the resumed
+run.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import time
 from collections.abc import Mapping
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
+from agentr1_jax import files
 from agentr1_jax.runtime.errors import UserError
+
+REWRITE_SECONDS = 30.0
 
 
 class MetricsWriter:
@@ -35,12 +44,15 @@ class MetricsWriter:
           UserError: a line of an existing file is not a record.
         """
         self.next_index = next_index
-        self._out = None
+        self._out: IO[str] | _Rewritten | None = None
         if enabled:
-            os.makedirs(run_dir, exist_ok=True)
             path = os.path.join(run_dir, "metrics.jsonl")
             truncate(path, next_index)
-            self._out = open(path, "a", encoding="utf-8")
+            if files.is_remote(path):
+                self._out = _Rewritten(path)
+            else:
+                os.makedirs(run_dir, exist_ok=True)
+                self._out = open(path, "a", encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Appends a record of scalars, strings and nested dicts or lists of them, and flushes it.
@@ -52,6 +64,11 @@ class MetricsWriter:
         if self._out is not None:
             self._out.write(line + "\n")
             self._out.flush()
+
+    def save(self) -> None:
+        """Sees that all records so far are where they will be looked for; call it before a checkpoint counts them."""
+        if isinstance(self._out, _Rewritten):
+            self._out.rewrite()
 
     def close(self) -> None:
         """Closes the file; writing afterwards is an error."""
@@ -65,14 +82,39 @@ class MetricsWriter:
         self.close()
 
 
+class _Rewritten:
+    """Lines of an object in a bucket: those it has, and what is added."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._text = files.read_bytes(path).decode() if files.exists(path) else ""
+        self._written, self._due = len(self._text), 0.0
+
+    def write(self, text: str) -> None:
+        self._text += text
+
+    def flush(self) -> None:
+        if time.monotonic() >= self._due:
+            self.rewrite()
+
+    def rewrite(self) -> None:
+        if len(self._text) > self._written:
+            with files.published(self._path) as out:
+                out.write(self._text)
+            self._written = len(self._text)
+        self._due = time.monotonic() + REWRITE_SECONDS
+
+    def close(self) -> None:
+        self.rewrite()
+
+
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """All records of a metrics file; a last line cut short by a kill is left out.
 
     Raises:
       UserError: another line is not a record; the message names file and line.
     """
-    with open(path, "rb") as raw:
-        *lines, _cut_short = raw.read().split(b"\n")
+    *lines, _cut_short = files.read_bytes(path).split(b"\n")
     records = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -88,14 +130,12 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def truncate(path: str | os.PathLike[str], next_index: int) -> None:
-    """Keeps the records with `index < next_index`, by renaming a shorter copy into place."""
-    if not os.path.exists(path):
+    """Keeps the records with `index < next_index`, by putting a shorter copy in place."""
+    if not files.exists(path):
         return
     kept = [record for record in read_metrics(path) if record["index"] < next_index]
-    partial = f"{os.fspath(path)}.partial"
-    with open(partial, "w", encoding="utf-8") as out:
+    with files.published(path) as out:
         out.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in kept)
-    os.replace(partial, path)
 
 
 def _plain(value: Any) -> Any:

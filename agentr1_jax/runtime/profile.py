@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import jax
 from absl import logging
 
+from agentr1_jax import files
 from agentr1_jax.runtime.errors import UserError
 
 
@@ -55,7 +56,8 @@ def profiled(run_dir: str | os.PathLike[str], updates: range, enabled: bool) -> 
             if tracing and not wanted:
                 trace.close()
             if wanted and not tracing:
-                trace.enter_context(jax.profiler.trace(folder, profiler_options=options))
+                written = trace.enter_context(files.written_locally(folder))
+                trace.enter_context(jax.profiler.trace(written, profiler_options=options))
                 trace.callback(logging.info, "tracing RL batches from %d on into %s", update, folder)
             if wanted:
                 step.enter_context(jax.profiler.StepTraceAnnotation("rl", step_num=update))

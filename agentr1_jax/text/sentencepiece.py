@@ -8,12 +8,12 @@ import itertools
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import sentencepiece
 
+from agentr1_jax import files
 from agentr1_jax.text.tokenizer import encode_parts, one_of, split_added, well_formed
 
 PAD, TURN_START, TURN_END = "<pad>", "<|im_start|>", "<|im_end|>"
@@ -52,10 +52,10 @@ class SentencePieceTokenizer:
 
     def __init__(self, model_file: str | os.PathLike[str]) -> None:
         self.name = os.fspath(model_file)
-        if not os.path.isfile(self.name):
+        if not files.is_file(self.name):
             raise FileNotFoundError(f"{self.name}: no such SentencePiece model")
         try:
-            self._model = sentencepiece.SentencePieceProcessor(model_file=self.name)
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=files.read_bytes(self.name))
         except (RuntimeError, OSError) as error:
             raise ValueError(f"{self.name}: not a SentencePiece model ({error})") from error
         self.vocab_size = len(self._model)
@@ -178,8 +178,5 @@ def train_sentencepiece(
         num_threads=1,
         minloglevel=2,
     )
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_bytes(model.getvalue())
-    os.replace(partial, path)
+    with files.published(path, "wb") as out:
+        out.write(model.getvalue())

@@ -13,6 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from agentr1_jax import files
+
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -65,7 +67,7 @@ def load_tokenizer(spec: str, template_args: Mapping[str, Any] | None = None) ->
       ValueError: the tokenizer cannot be read, or lacks what a chat needs.
     """
     # Both libraries are imported only where used: transformers alone takes a second.
-    path = Path(spec)
+    path = files.path(spec)
     if path.is_dir() and (path / "tokenizer.model").exists() and not (path / "tokenizer_config.json").exists():
         path = path / "tokenizer.model"
     if path.suffix == ".model":

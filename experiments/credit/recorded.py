@@ -13,6 +13,7 @@ import ml_collections
 import numpy as np
 from jax.sharding import Mesh
 
+from agentr1_jax import files
 from agentr1_jax.credit import SCHEMES
 from agentr1_jax.credit import streams as flat
 from agentr1_jax.credit.shaping import Moments, shaped
@@ -58,19 +59,19 @@ def recording(folder: str, updates: str) -> Recording:
     Raises:
       UserError: no run, no recorded batch of that number, a file that cannot be read.
     """
-    config, files = stored_config(folder), _files(folder)
-    if not files:
+    config, found = stored_config(folder), _files(folder)
+    if not found:
         raise UserError(f"{folder}: has recorded no RL batch yet (trajectories/rl_*.jsonl.gz)")
     if updates != "last" and not re.fullmatch(r"\d+(,\d+)*", updates):
-        raise UserError(f"--update={updates}: write `last`, or the number of an update, e.g. --update={max(files)}")
-    wanted = [max(files)] if updates == "last" else sorted({int(update) for update in updates.split(",")})
+        raise UserError(f"--update={updates}: write `last`, or the number of an update, e.g. --update={max(found)}")
+    wanted = [max(found)] if updates == "last" else sorted({int(update) for update in updates.split(",")})
     for update in wanted:
-        if update not in files:
-            raise UserError(f"{folder}: has no RL batch {update}; those from {min(files)} to {max(files)} are recorded")
+        if update not in found:
+            raise UserError(f"{folder}: has no RL batch {update}; those from {min(found)} to {max(found)} are recorded")
     trajectories: list[Trajectory] = []
     try:
         for update in wanted:
-            batch = [t for path in sorted(files[update]) for t in read_jsonl(path)]
+            batch = [t for path in sorted(found[update]) for t in read_jsonl(path)]
             trajectories += _numbered(_trained(config, batch), 1 + max((t.group for t in trajectories), default=-1))
     except ValueError as error:
         raise UserError(str(error)) from error
@@ -81,7 +82,7 @@ def _files(folder: str) -> dict[int, list[str]]:
     """The files of each recorded batch; several processes write one each."""
     below = os.path.join(folder, "trajectories")
     out: dict[int, list[str]] = {}
-    for name in os.listdir(below) if os.path.isdir(below) else ():
+    for name in files.names(below):
         if match := re.fullmatch(r"rl_(\d+)(\.p\d+)?\.jsonl\.gz", name):
             out.setdefault(int(match[1]), []).append(os.path.join(below, name))
     return out
@@ -149,10 +150,7 @@ def _differences(one: ml_collections.ConfigDict, other: ml_collections.ConfigDic
 
 def _tokenizer_bytes(folder: str) -> bytes:
     path = os.path.join(folder, "tokenizer.model")
-    if not os.path.exists(path):
-        return b""
-    with open(path, "rb") as file:
-        return file.read()
+    return files.read_bytes(path) if files.exists(path) else b""
 
 
 def newest_params(recordings: Sequence[Recording], policy: DecoderConfig, mesh: Mesh) -> tuple[Params, Position]:

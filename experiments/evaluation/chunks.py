@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from agentr1_jax import files
 from agentr1_jax.agents.base import Agent
 from agentr1_jax.agents.session import Identity
 from agentr1_jax.envs.base import Row, Task
@@ -51,7 +52,7 @@ class Chunk:
     @property
     def done(self) -> bool:
         """Whether its file is there; it is renamed into place."""
-        return os.path.exists(self.path)
+        return files.exists(self.path)
 
 
 def chunks_of(out: str, mode: str, counts: Mapping[str, int], size: int) -> list[Chunk]:
@@ -85,17 +86,15 @@ def claim(out: str, request: Mapping[str, Any]) -> dict[str, Any]:
     """
     path = os.path.join(out, "request.json")
     stored: dict[str, Any] = {}
-    if os.path.exists(path):
+    if files.exists(path):
         try:
-            with open(path, encoding="utf-8") as lines:
-                stored = json.load(lines)
+            stored = json.loads(files.read_bytes(path))
             _check_same(out, dict(configs.flatten(stored)), dict(configs.flatten(request)))
         except (ValueError, AttributeError) as error:
             raise UserError(f"{path}: not what an evaluation writes ({error}); choose another --out") from error
-    elif os.path.isdir(out) and os.listdir(out):
+    elif files.names(out):
         raise UserError(f"{out}: not empty, and no evaluation (it has no request.json); choose another --out")
     joined = {**request, **{key: dict(sorted({**stored.get(key, {}), **request[key]}.items())) for key in ADDED}}
-    os.makedirs(out, exist_ok=True)
     write_json(path, joined)
     return joined
 
@@ -116,10 +115,9 @@ def _check_same(out: str, stored: Mapping[str, Any], given: Mapping[str, Any]) -
 
 def write_json(path: str, value: Any) -> None:
     """Writes indented JSON, renamed into place."""
-    with open(f"{path}.partial", "w", encoding="utf-8") as out:
+    with files.published(path) as out:
         json.dump(value, out, indent=2, allow_nan=False)
         out.write("\n")
-    os.replace(f"{path}.partial", path)
 
 
 def roll_out(

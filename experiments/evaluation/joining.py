@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from agentr1_jax import files
 from agentr1_jax.report.evaluation import interval
 from agentr1_jax.report.statistics import Interval, paired_difference, two_stage_interval
 from agentr1_jax.report.tables import markdown_table
@@ -44,7 +45,7 @@ def read_rows(arguments: Sequence[str]) -> tuple[dict[str, list[list[Score]]], l
         for wanted in have if not name and not mode else [mode or "agent"]:
             if wanted not in have:
                 raise UserError(f"{folder}: has no mode {wanted!r}; it has {', '.join(have)}")
-            label = name or f"{os.path.normpath(folder)} {wanted}"
+            label = name or f"{files.path(folder)} {wanted}"
             rows[label].append([score for score in scores if score.mode == wanted])
         folders.append(folder)
     return dict(rows), folders
@@ -124,8 +125,7 @@ def remarks(folders: Sequence[str]) -> list[str]:
     """
     requests = []
     for folder in dict.fromkeys(folders):
-        with open(os.path.join(folder, "request.json"), encoding="utf-8") as lines:
-            requests.append(json.load(lines))
+        requests.append(json.loads(files.read_bytes(os.path.join(folder, "request.json"))))
     for key in ("samples", "temperature"):
         found = {request[key] for request in requests}
         if len(found) > 1:
@@ -166,8 +166,6 @@ def markdown(records: Sequence[Mapping[str, Any]], base: str = "", notes: Sequen
 
 def write(path: str, text: str, records: Sequence[Mapping[str, Any]]) -> None:
     """Writes the table, and its figures beside it, each renamed into place."""
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    with open(f"{path}.partial", "w", encoding="utf-8") as out:
+    with files.published(path) as out:
         out.write(text)
-    os.replace(f"{path}.partial", path)
     write_json(f"{os.path.splitext(path)[0]}.json", records)

@@ -14,6 +14,7 @@ import numpy as np
 from absl import logging
 from jax.sharding import Mesh
 
+from agentr1_jax import files
 from agentr1_jax.policy.config import DecoderConfig, Lora
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.runtime import config as configs
@@ -77,7 +78,7 @@ def checkpoint(config: ml_collections.ConfigDict, source: str) -> Source:
     """
     if is_run(source):
         return Source(f"{source}, checkpoint {newest(source)}", functools.partial(_of_run, source, config))
-    if os.path.isfile(os.path.join(source, "config.json")) and os.path.isfile(os.path.join(source, "metrics.jsonl")):
+    if all(files.is_file(os.path.join(source, name)) for name in ("config.json", "metrics.jsonl")):
         raise UserError(f"{source}: has no checkpoint yet; let the run come to its first one")
     return Source(source, functools.partial(_of_weights, source, config))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from agentr1_jax import __version__, report
+from agentr1_jax import __version__, files, report
 from agentr1_jax.report.evaluation import markdown, quality_rows
 from agentr1_jax.runtime import config as configs
 from experiments.evaluation.chunks import Chunk, chunks_of, read_chunks, write_json
@@ -49,10 +49,8 @@ def write(out: str, setting: Setting, record: Mapping[str, Any]) -> dict[str, An
     }
     write_scores(os.path.join(out, "scores.jsonl.gz"), scores)
     write_json(os.path.join(out, "evaluation.json"), evaluation)
-    path = os.path.join(out, "evaluation.md")
-    with open(f"{path}.partial", "w", encoding="utf-8") as page:
+    with files.published(os.path.join(out, "evaluation.md")) as page:
         page.write(markdown(evaluation))
-    os.replace(f"{path}.partial", path)
     report.write_report(
         os.path.join(out, "report.html"),
         gallery.shown,

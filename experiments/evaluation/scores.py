@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 
+from agentr1_jax import files
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.trajectory import CORRUPT, POLICIES, Trajectory
 
@@ -99,21 +100,19 @@ def verdict(trajectory: Trajectory) -> str:
 
 def write_scores(path: str, scores: Iterable[Score]) -> None:
     """Writes gzipped JSONL, renamed into place."""
-    partial = f"{path}.partial"
-    with open(partial, "wb") as raw, gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as out:
+    with files.published(path, "wb") as raw, gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as out:
         for each in scores:
             out.write(json.dumps(dataclasses.asdict(each)).encode() + b"\n")
-    os.replace(partial, path)
 
 
 def read_scores(folder: str) -> list[Score]:
     """The scores of a finished evaluation. Raises UserError if there are none, or they are damaged."""
     path = os.path.join(folder, "scores.jsonl.gz")
-    if not os.path.isfile(path):
+    if not files.is_file(path):
         raise UserError(f"{folder}: no finished evaluation (it has no scores.jsonl.gz); run experiments.evaluate first")
     out: list[Score] = []
     try:
-        with gzip.open(path, "rt", encoding="utf-8") as lines:
+        with files.opened(path) as raw, gzip.open(raw, "rt", encoding="utf-8") as lines:
             for line in lines:
                 out.append(Score(**json.loads(line)))
     except CORRUPT as error:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from agentr1_jax import files
 from agentr1_jax.rollout.lines import common_prefix
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.runtime.metrics import read_metrics
@@ -69,13 +70,13 @@ def read_run(folder: str, slots: int | None = None, parking: int | None = None) 
         prefill_width=c.prefill_width,
         prefill_rows=tuple(c.prefill_rows),
     )
-    files = _files(folder)
-    if not files:
+    found = _files(folder)
+    if not found:
         raise UserError(f"{folder}: has recorded no RL batch yet (trajectories/rl_*.jsonl.gz)")
     try:
         batches = {
             update: _groups([t for path in paths for t in read_jsonl(path)], shape.prefill_width)
-            for update, paths in sorted(files.items())
+            for update, paths in sorted(found.items())
         }
     except ValueError as error:
         raise UserError(str(error)) from error
@@ -83,16 +84,16 @@ def read_run(folder: str, slots: int | None = None, parking: int | None = None) 
         raise UserError(f"{folder}: its RL batches hold no trajectory with a response")
     path = os.path.join(folder, "metrics.jsonl")
     # A record counts updates from 1, a file of trajectories from 0.
-    records = [r for r in read_metrics(path) if r.get("phase") == "rl"] if os.path.exists(path) else []
+    records = [r for r in read_metrics(path) if r.get("phase") == "rl"] if files.exists(path) else []
     metrics = {r["update"] - 1: r for r in records if r["update"] - 1 in batches}
-    return Recording(folder, shape, max(map(len, files.values())), batches, metrics)
+    return Recording(folder, shape, max(map(len, found.values())), batches, metrics)
 
 
 def _files(folder: str) -> dict[int, list[str]]:
     """The files of each recorded batch; several processes write one each."""
     below = os.path.join(folder, "trajectories")
     out: dict[int, list[str]] = {}
-    for name in sorted(os.listdir(below)) if os.path.isdir(below) else ():
+    for name in files.names(below):
         if match := re.fullmatch(r"rl_(\d+)(\.p\d+)?\.jsonl\.gz", name):
             out.setdefault(int(match[1]), []).append(os.path.join(below, name))
     return out

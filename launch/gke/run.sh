@@ -7,7 +7,8 @@
 # node pool of that accelerator and topology (or Autopilot) with its quota, the JobSet controller
 # (kubectl apply --server-side -f https://github.com/kubernetes-sigs/jobset/releases/download/v0.12.0/manifests.yaml),
 # an image (launch/gke/Dockerfile), a PersistentVolumeClaim that all pods can write to (Filestore, or a bucket by Cloud
-# Storage FUSE), and FILE, a copy of launch/gke/values.env. Tested with a stand-in for kubectl only.
+# Storage FUSE; runs may lie on gs:// instead), and FILE, a copy of launch/gke/values.env. Tested with a stand-in for
+# kubectl only.
 # The cluster restarts the pods by itself; a JobSet that is deleted has its pods save and leave, and the same command
 # afterwards resumes the run. --dry_run prints the manifest and the command, runs nothing.
 # shellcheck source=launch/common.sh
