@@ -38,6 +38,7 @@ from agentr1_jax.runtime.metrics import MetricsWriter, read_metrics
 from agentr1_jax.runtime.profile import parse_updates, profiled
 from agentr1_jax.runtime.progress import progress
 from agentr1_jax.runtime.seeds import generator
+from agentr1_jax.runtime.shared import check_shared
 from agentr1_jax.tools.meter import Meter
 from agentr1_jax.trajectory import Trajectory, read_jsonl, write_jsonl
 from experiments import build, checks, circle, dry_run, inherited, learning, phases, tasks
@@ -65,6 +66,7 @@ def main(argv: Sequence[str]) -> None:
     processes.initialize(config.processes.start_seconds, config.processes.heartbeat_seconds)
     checks.check(config)
     with lock(config.run_dir) if processes.process_index() == 0 else contextlib.nullcontext():
+        check_shared(config.run_dir)
         train(config, started)
 
 

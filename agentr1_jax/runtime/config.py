@@ -39,7 +39,12 @@ RESUMABLE = (
 )
 """Keys and sections that a later start of the same run may change: where it runs, not what it is."""
 
-BEFORE_CONFIG = {lock.NAME, "tokenizer.model", "tokenizer.model.partial", "config.json.partial"}
+PROBE = ".shared"
+"""The file by which `runtime/shared.py` finds out whether all processes see one folder."""
+
+BEFORE_CONFIG = {lock.NAME, PROBE, "tokenizer.model"} | {
+    f"{name}.partial" for name in (PROBE, "tokenizer.model", "config.json")
+}
 """What a start that was killed before it wrote its config may have left in the folder."""
 
 
