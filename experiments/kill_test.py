@@ -98,7 +98,7 @@ AIMS = {
     "rolling out": Aim("trajectories/rl_*.gz", in_rollout),
     "updating": Aim("trajectories/rl_*.gz", lambda times, rng: rng.uniform(0, times.learn)),
     "writing a checkpoint": Aim("checkpoints/*tmp*", lambda _, rng: rng.uniform(0, 0.02)),
-    "writing trajectories": Aim("trajectories/*.partial", lambda _, rng: 0.0),
+    "writing trajectories": Aim("trajectories/rl_*", lambda _, rng: 0.0),  # Its .partial, where it is seen in time.
     "any moment": Aim("", lambda times, rng: rng.uniform(0, times.all)),
     "rolling out, asked to stop": Aim("trajectories/rl_*.gz", in_rollout, signal.SIGTERM),
 }
@@ -106,7 +106,7 @@ AIMS = {
 
 def main(argv: Sequence[str]) -> None:
     """One run that is left alone, then others that are killed until there were enough kills."""
-    out, rng, console = Path(OUT.value), np.random.default_rng(SEED.value), Console()
+    out, rng, console = Path(OUT.value), np.random.default_rng(SEED.value), Console(soft_wrap=True)
     if out.exists():
         raise UserError(f"{out} exists; remove it or choose another --out")
     command = [sys.executable, "-m", "experiments.train", *arguments(argv[1:])]
@@ -115,12 +115,13 @@ def main(argv: Sequence[str]) -> None:
     times = left_alone(command, straight)
     console.print(f"left alone: {times.all:.0f} s; a rollout {times.rollout:.2f} s, an update {times.learn:.2f} s")
     kills: collections.Counter[str] = collections.Counter()
+    tries: collections.Counter[str] = collections.Counter()  # A run may end before the moment comes.
     faults: list[str] = []
     for number in range(MOST_RUNS_PER_KILL * KILLS.value):
         if kills.total() == KILLS.value:
             break
         run = out / f"killed_{number}"
-        finished = killed_and_resumed(command, run, times, rng, kills)
+        finished = killed_and_resumed(command, run, times, rng, kills, tries)
         found = faults_of(run, straight, finished)
         console.print(f"{run}: {kills.total()} kills so far; {found or 'as if it had never been killed'}")
         faults += found
@@ -163,7 +164,12 @@ def left_alone(command: Sequence[str], run: Path) -> Times:
 
 
 def killed_and_resumed(
-    command: Sequence[str], run: Path, times: Times, rng: np.random.Generator, kills: collections.Counter[str]
+    command: Sequence[str],
+    run: Path,
+    times: Times,
+    rng: np.random.Generator,
+    kills: collections.Counter[str],
+    tries: collections.Counter[str],
 ) -> list[Trajectory]:
     """Starts a run until it has come to its end, and kills it before while there are kills left.
 
@@ -172,7 +178,8 @@ def killed_and_resumed(
     """
     finished: list[Trajectory] = []
     while kills.total() < KILLS.value:
-        name = min(AIMS, key=lambda aim: kills[aim])
+        name = min(AIMS, key=lambda aim: tries[aim])
+        tries[name] += 1
         if not was_killed(command, run, AIMS[name], times, rng):
             return finished
         kills[name] += 1
