@@ -140,12 +140,13 @@ def _fault(alias: Alias, settings: Mapping[str, Any]) -> str:
     missing = [k for k, p in parameters.items() if p.default is p.empty and k not in (*settings, "learning_rate")]
     if missing:
         return f"it needs {' and '.join(missing)}"
+    array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     params = {
         "decoder": {
-            "layers": {"query": {"kernel": jnp.zeros((2, 8, 2, 4))}, "attention_norm": {"scale": jnp.zeros((2, 8))}},
-            "embed": jnp.zeros((8, 4)),
+            "layers": {"query": {"kernel": array((2, 8, 2, 4))}, "attention_norm": {"scale": array((2, 8))}},
+            "embed": array((8, 4)),
         },
-        "value": {"bias": jnp.zeros(())},
+        "value": {"bias": array(())},
     }
 
     def second_step(rate: Any, params: Params) -> tuple[Params, Any]:
