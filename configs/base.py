@@ -19,7 +19,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.checkpoint_every = 10  # RL batches between checkpoints (100 updates in the warm start)
     c.checkpoints_kept = 2  # newest checkpoints kept
     c.profile_updates = ""  # "a:b" writes a jax.profiler trace of RL batches a to b-1 to the run's folder
-    c.compilation_cache = "~/.cache/agentr1_jax"  # persistent cache of compiled programs; "" for none
+    c.compilation_cache = "{runs}/.programs"  # keeps compiled programs; {runs}: folder run_dir lies in; "" for none
 
     c.task = ConfigDict()
     c.task.name = ""  # hopworld | multihop | keydoor | frozenlake

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from agentr1_jax import files
+from agentr1_jax import files, kept
 from agentr1_jax.agents.context import context_rule
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity
@@ -59,11 +59,12 @@ from experiments import inherited, tasks
 
 
 def keep_programs(config: ml_collections.ConfigDict) -> None:
-    """Keeps compiled programs from one start to the next in `config.compilation_cache`, where that is set."""
-    if config.compilation_cache:
-        folder = files.path(os.path.expanduser(config.compilation_cache))
-        jax.config.update("jax_compilation_cache_dir", os.fspath(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    """Keeps compiled programs from one start to the next in `config.compilation_cache`, where that is set.
+
+    JAX's own variable `JAX_COMPILATION_CACHE_DIR` goes before it.
+    """
+    if folder := os.environ.get("JAX_COMPILATION_CACHE_DIR") or config.compilation_cache:
+        kept.keep_in(kept.folder_of(folder, config.run_dir))
 
 
 def learner_mesh(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -307,7 +308,7 @@ def published(source: str, policy: DecoderConfig, mesh: Mesh, prefix: str = "") 
 def _made(make: Callable[[jax.Array], Params], config: ml_collections.ConfigDict, mesh: Mesh) -> Params:
     layout = shardings(jax.eval_shape(make, jax.random.key(0)), mesh)
     seed = np.uint32(seed_of(config.seed, "parameters") % 2**32)
-    return jax.jit(lambda seed: make(jax.random.key(seed)), out_shardings=layout)(seed)
+    return kept.jit(lambda seed: make(jax.random.key(seed)), mesh, out_shardings=layout)(seed)
 
 
 def optimizer_of(config: ml_collections.ConfigDict) -> optax.GradientTransformation:
@@ -352,14 +353,15 @@ def reference(
         return None
     cast = functools.partial(cast_for_compute, policy)
     layout = shardings(jax.eval_shape(cast, params["decoder"]), mesh)
-    with contextlib.closing(checkpoint.Checkpoints(config.run_dir, keep=1, name="reference")) as kept:
-        restored = kept.restore(checkpoint.abstract(jax.eval_shape(cast, params["decoder"]), layout))
+    with contextlib.closing(checkpoint.Checkpoints(config.run_dir, keep=1, name="reference")) as saved:
+        restored = saved.restore(checkpoint.abstract(jax.eval_shape(cast, params["decoder"]), layout))
         if restored is not None:
             return restored[0]
         if not fresh:
             raise UserError(f"{config.run_dir}/reference is gone, to which the KL of this run is measured; restore it")
-        made = jax.jit(lambda decoder: jax.tree.map(jnp.copy, cast(decoder)), out_shardings=layout)(params["decoder"])
-        kept.save(0, made, {})
+        copy = kept.jit(lambda decoder: jax.tree.map(jnp.copy, cast(decoder)), mesh, out_shardings=layout)
+        made = copy(params["decoder"])
+        saved.save(0, made, {})
     return made
 
 
@@ -380,7 +382,7 @@ def learner_state(config: ml_collections.ConfigDict, policy: DecoderConfig, mesh
     shapes = jax.eval_shape(lambda key: init_state(trained(key), optimizer), jax.random.key(0))
     layout = shardings(shapes, mesh)
 
-    @functools.partial(jax.jit, out_shardings=layout)
+    @functools.partial(kept.jit, mesh=mesh, out_shardings=layout)
     def start(begun: Params) -> LearnerState:
         return init_state(with_critic(policy, begun, config.critic), optimizer)
 
@@ -392,7 +394,7 @@ def learner_state(config: ml_collections.ConfigDict, policy: DecoderConfig, mesh
             return start(_made(lambda key: adapters(init_decoder(policy, key)), config, mesh))
         return start(decoder(config, policy, mesh))
 
-    restart = jax.jit(lambda params: init_state(params, optimizer), out_shardings=layout)
+    restart = kept.jit(lambda params: init_state(params, optimizer), mesh, out_shardings=layout)
     return fresh, restart, (optimizer, checkpoint.abstract(shapes, layout), layout)
 
 

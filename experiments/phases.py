@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import ml_collections
 
+from agentr1_jax import kept
 from agentr1_jax.credit import Credit, CreditBatch, get_scheme
 from agentr1_jax.credit.shaping import Shaping
 from agentr1_jax.learner.ratios import MINIBATCH_RATIOS
@@ -96,7 +97,7 @@ def reinforced(run: Run, optimizer: Any, layout: Any, reference: Params | None) 
         log_ratio=make_log_ratio(run.policy, loss, run.learner_mesh) if needs_pass else None,
         reference=reference,
         critic=critic,
-        credit=jax.jit(assign),
+        credit=kept.jit(assign, None),
         greedy=scheme.needs_greedy,
         gamma=build.discount(config),
         shaping=build.shaping(config),

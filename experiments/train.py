@@ -77,7 +77,7 @@ def train(config: ml_collections.ConfigDict, started: float) -> None:
       config: of the run.
       started: `time.perf_counter()` when it was.
     """
-    first = processes.process_index() == 0
+    first, compiles = processes.process_index() == 0, CompileCounter()
     run = set_up(config)
     fresh, restart, (optimizer, like, layout) = build.learner_state(config, run.policy, run.learner_mesh)
 
@@ -90,10 +90,11 @@ def train(config: ml_collections.ConfigDict, started: float) -> None:
     started -= position.seconds
 
     with MetricsWriter(config.run_dir, position.metrics_index, first) as metrics, processes.StopRequest() as stop:
-        unused, compiles = Unused(config.run_dir), CompileCounter()
+        unused = Unused(config.run_dir)
         journal = Journal(position, metrics, checkpoints, unused, stop, compiles, started)
         try:
             run.engine.compile(run.view(state.params, run.frozen))
+            logging.info("programs of the set-up: %s", compiles)
             if position.phase == "pretraining":
                 state = restart(pretrain(run, journal, phases.pretraining(run, optimizer, layout), state).params)
                 position.enter("warm_start")
@@ -124,6 +125,7 @@ def train(config: ml_collections.ConfigDict, started: float) -> None:
             return
         finally:
             checkpoints.close()
+            logging.info("programs of this start: %s", compiles)
     if first:
         finish(run, position)
 

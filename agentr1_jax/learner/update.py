@@ -19,6 +19,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float
 
+from agentr1_jax import kept
 from agentr1_jax.learner.batch import Batch, Reads
 from agentr1_jax.learner.kl import kl_estimate
 from agentr1_jax.learner.logprobs import token_logprobs
@@ -176,7 +177,12 @@ def make_score(
     The reference is what is trained of the policy's decoder, of another time; None where nothing asks for it.
     """
 
-    @jax.jit
+    return kept.jit(_score(policy, loss, mesh), mesh)
+
+
+def _score(policy: DecoderConfig, loss: LossConfig, mesh: Mesh | None) -> Callable[..., Scores]:
+    """The forward pass of `make_score`."""
+
     def score(trained_params: Params, frozen: Params, reference: Params | None, batch: Batch, count: Array) -> Scores:
         params = join(trained_params, frozen)
 
@@ -204,9 +210,9 @@ def make_log_ratio(
     policy: DecoderConfig, loss: LossConfig, mesh: Mesh | None = None
 ) -> Callable[[Params, Params, Batch, Array], Array]:
     """The jitted pass over a minibatch that gives `Reads.log_ratio`, for the ratios that need it."""
-    score = make_score(policy, loss, mesh)
+    score = _score(policy, loss, mesh)
 
-    @jax.jit
+    @functools.partial(kept.jit, mesh=mesh)
     def log_ratio(trained_params: Params, frozen: Params, batch: Batch, count: Array) -> Array:
         logprob = score(trained_params, frozen, None, batch, count).logprob
         reads = dataclasses.replace(batch.reads, is_action=_trained(batch.reads))
@@ -258,9 +264,10 @@ def make_update(
     it stays as it is bit for bit, its state too, and its gradient counts nowhere. If loss or gradient is not finite,
     everything stays as it is and the update is counted as skipped.
     """
-    gradient = batch_gradient(policy, loss, jax.tree.leaves(layout)[0].mesh)
+    mesh = jax.tree.leaves(layout)[0].mesh
+    gradient = batch_gradient(policy, loss, mesh)
 
-    @functools.partial(jax.jit, donate_argnums=0, out_shardings=(layout, None))
+    @functools.partial(kept.jit, mesh=mesh, donate_argnums=0, out_shardings=(layout, None))
     def update(
         state: LearnerState, frozen: Params, batch: Batch, count: Array, rates: dict[str, Array]
     ) -> tuple[LearnerState, dict[str, Array]]:

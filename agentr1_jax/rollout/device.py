@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from agentr1_jax import kept
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.rollout.cache import KVCache, cache_sharding, empty_cache
@@ -77,8 +78,9 @@ class Device:
             block=config.attention_block,
             together=config.together(self.shards),
         )
-        self.new_cache = jax.jit(
+        self.new_cache = kept.jit(
             functools.partial(empty_cache, policy, config.lines(self.shards), config.length, mesh.shape["tensor"]),
+            mesh,
             out_shardings=cache_sharding(policy, mesh),
         )
         self._config = config

@@ -25,6 +25,7 @@ from absl import logging
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from agentr1_jax import kept
 from agentr1_jax.runtime.dispatch import enqueue
 from agentr1_jax.runtime.errors import PassingError, UserError
 
@@ -138,7 +139,7 @@ def _exchange() -> tuple[Mesh, Callable[[jax.Array], jax.Array]]:
     """A mesh with one row of devices for each process, and the program that gives every device all rows of an array."""
     devices = sorted(_devices or jax.devices(), key=lambda device: (device.process_index, device.id))
     mesh = Mesh(np.array(devices).reshape(jax.process_count(), -1), ("process", "device"))
-    return mesh, jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
+    return mesh, kept.jit(lambda x: x, mesh, out_shardings=NamedSharding(mesh, P()))
 
 
 def _gather(x: np.ndarray) -> np.ndarray:
