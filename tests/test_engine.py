@@ -65,7 +65,8 @@ def check_accounts(trajectories, engine):
     assert counters.decode_tokens == sum(len(s.response_ids) for t in trajectories for s in t.steps)
     assert counters.decode_slot_steps >= counters.decode_tokens
     run = engine.device.programs
-    assert sum(p._cache_size() for p in (run.prefill, run.decode, run.copy)) == PROGRAMS
+    # Fewer where JAX's caches were emptied since the engine was compiled (see conftest.py).
+    assert sum(p._cache_size() for p in (run.prefill, run.decode, run.copy)) <= PROGRAMS
 
 
 def test_appending_computes_prompts_and_observations_once_and_one_token_a_step():
