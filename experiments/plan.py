@@ -241,7 +241,7 @@ def programs(plan: Plan) -> Iterator[Program]:
 
 def _engine_programs(plan: Plan) -> Iterator[Program]:
     c, shards = plan.engine.config, plan.rollout_mesh.shape["data"]
-    run: Any = plan.engine.device.programs
+    run: Any = plan.engine.device.executor.programs
     slots = idle_slots(c)
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     yield Program("empty cache", f"{c.lines(shards)} lines x {c.length} tokens: {c.slots} slots, {c.parking} parked")

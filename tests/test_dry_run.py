@@ -62,7 +62,7 @@ def test_what_it_says_is_what_a_run_holds(tmp_path, changes):
     assert shapes(plan.state) == shapes(like) == shapes(state)
     view = build.rollout_view(policy, mesh, plan.rollout_mesh)(state.params, frozen)
     assert device_bytes(plan.view) == held(view)
-    cache = plan.engine.device.new_cache()
+    cache = plan.engine.device.executor.new_cache()
     assert device_bytes(plan.cache) == held(cache) > 0
     assert total_bytes(plan.cache) == sum(x.nbytes for x in jax.tree.leaves(cache))
 
