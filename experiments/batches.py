@@ -163,7 +163,8 @@ class InTurn:
 
     def __init__(self, run: Run, finished: Sequence[Trajectory] = ()) -> None:
         c = run.config.rollout
-        mine = {*build.dealt(c.groups), *(c.groups + i for i in build.dealt(c.refills))}
+        together = run.team.size
+        mine = {*build.dealt(c.groups, together), *(c.groups + i for i in build.dealt(c.refills, together))}
         groups = whole_groups(finished, c.samples, lambda t: t.group)
         self._complete = [groups[place] for place in sorted(mine & groups.keys())]
         self._run = run

@@ -194,7 +194,7 @@ def engines() -> Iterator[tuple[str, Engine]]:
     programs = None
     for name in MODES.value:
         engine = Engine(POLICY, configs[name], mesh)
-        engine.device.programs = programs = programs or engine.device.programs
+        engine.device.executor.programs = programs = programs or engine.device.executor.programs
         yield name, engine
 
 

@@ -74,9 +74,9 @@ def learner_mesh(config: ml_collections.ConfigDict, devices: Sequence[jax.Device
 
 
 def rollout_mesh(config: ml_collections.ConfigDict) -> Mesh:
-    """The engine's mesh in this process."""
+    """The mesh of this process's engine."""
     _, rolling = meshes.divided(jax.devices(), config.mesh.rollout_devices)
-    return meshes.rollout_mesh(rolling, config.rollout.tensor)
+    return meshes.rollout_mesh(rolling, config.rollout.tensor, config.mesh.rollout_processes)
 
 
 def tokenizer(config: ml_collections.ConfigDict, task: Task, *, resumes: bool) -> Tokenizer:
@@ -181,19 +181,19 @@ def rollout_params(policy: DecoderConfig, trained: Params, frozen: Params) -> Pa
 
 
 def rollout_view(
-    policy: DecoderConfig, learner: Mesh, rollout: Mesh, *, copied: bool = False
+    policy: DecoderConfig, learner: Mesh, rollout: Mesh, *, together: int = 1, copied: bool = False
 ) -> Callable[[Params, Params], Params]:
     """(trained, frozen parameters) -> the policy's on the rollout mesh, in its compute dtype.
 
-    Where dtype and layout allow they are the learner's own arrays, unless they are to be `copied`, so that they outlive
-    an update.
+    So many processes share an engine `together`. Where dtype and layout allow they are the learner's own arrays, unless
+    they are to be `copied`, so that they outlive an update.
     """
 
     def prepare(trained: Params, frozen: Params) -> Params:
         params = rollout_params(policy, trained, frozen)
         return jax.tree.map(jnp.copy, params) if copied else params
 
-    return meshes.make_rollout_view(learner, rollout, shardings, prepare)
+    return meshes.make_rollout_view(learner, rollout, shardings, prepare, together)
 
 
 def engine_config(config: ml_collections.ConfigDict) -> EngineConfig:
@@ -226,10 +226,12 @@ def limits(config: ml_collections.ConfigDict) -> Limits:
     return Limits(config.rollout.attempts, None if seconds is None else 2 * seconds)
 
 
-def engine(config: ml_collections.ConfigDict, policy: DecoderConfig, mesh: Mesh) -> Engine:
-    """The rollout engine on this process's devices."""
+def engine(
+    config: ml_collections.ConfigDict, policy: DecoderConfig, mesh: Mesh, tell: Callable[[Any], None] | None = None
+) -> Engine:
+    """The rollout engine; where its mesh is that of several processes it tells the others what they are to do."""
     try:
-        return Engine(policy, engine_config(config), mesh)
+        return Engine(policy, engine_config(config), mesh, tell)
     except ValueError as error:
         raise UserError(str(error)) from error
 
@@ -428,6 +430,7 @@ def identities(
     ]
 
 
-def dealt(count: int) -> list[int]:
-    """Which of `count` things are this process's."""
-    return list(range(processes.process_index(), count, processes.process_count()))
+def dealt(count: int, together: int = 1) -> list[int]:
+    """Which of `count` things are this process's; the first of each so many processes `together` gets those of all."""
+    engine, place = divmod(processes.process_index(), together)
+    return [] if place else list(range(engine, count, processes.process_count() // together))

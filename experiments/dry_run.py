@@ -53,9 +53,11 @@ def run_table(plan: Plan) -> Table:
         f"{policy.head_dim}, vocabulary {policy.vocab_size:,}; parameters {policy.param_dtype}, "
         f"computes in {policy.dtype}, attention {policy.attention}, remat {policy.remat}",
     )
+    together = config.mesh.rollout_processes
+    whose = "each process on its own" if together == 1 else f"{together} processes in lockstep"
     for name, mesh, where in (
         ("learner mesh", plan.learner_mesh, "all devices"),
-        ("rollout mesh", plan.rollout_mesh, "each process on its own"),
+        ("rollout mesh", plan.rollout_mesh, whose),
     ):
         device = mesh.devices.flat[0].device_kind
         axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
@@ -74,13 +76,13 @@ def run_table(plan: Plan) -> Table:
 def bytes_table(plan: Plan) -> Table:
     """Who holds how much."""
     table = _table("Memory", "what", "in all", "per device", "when")
-    hosts = len({d.process_index for d in plan.learner_mesh.devices.flat})
+    engines = len({d.process_index for d in plan.learner_mesh.devices.flat}) // plan.config.mesh.rollout_processes
     parameters = (plan.state.params, plan.frozen)
     for name, tree, copies, when in (
         ("parameters", parameters, 1, "always"),
         ("optimizer state", plan.state.opt_state, 1, "always"),
-        ("rollout parameters", plan.view, hosts, "rolling out"),
-        ("KV cache", plan.cache, hosts, "rolling out"),
+        ("rollout parameters", plan.view, engines, "rolling out"),
+        ("KV cache", plan.cache, engines, "rolling out"),
         ("gradients, two (estimate)", (plan.state.params,) * 2, 1, "learning"),
     ):
         table.add_row(name, size(copies * total_bytes(tree)), size(device_bytes(tree)), when)

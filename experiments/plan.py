@@ -41,7 +41,7 @@ class Plan:
       config: of the run.
       policy: its decoder.
       learner_mesh: over all devices.
-      engine: that of one process; it has allocated nothing.
+      engine: that of one process, or of those that share it; it has allocated nothing.
       rollout_mesh: the engine's.
       optimizer, layout: of the update.
       state: the learner's.
@@ -84,8 +84,10 @@ def make_plan(config: ml_collections.ConfigDict, topology_name: str = "") -> Pla
     learner_mesh = build.learner_mesh(config, devices)
     checks.check_attention(config, policy, learner_mesh, call=False)
     if topology_name:
-        _, rolling = meshes.divided(topology.one_host(topology_name, devices), config.mesh.rollout_devices)
-        rollout_mesh = meshes.rollout_mesh(rolling, config.rollout.tensor)
+        together = config.mesh.rollout_processes
+        hosts = topology.first_hosts(topology_name, devices, together)
+        _, rolling = meshes.divided(hosts, config.mesh.rollout_devices)
+        rollout_mesh = meshes.rollout_mesh(rolling, config.rollout.tensor, together)
     else:
         rollout_mesh = build.rollout_mesh(config)
     _, _, (optimizer, state, layout) = build.learner_state(config, policy, learner_mesh)
@@ -241,7 +243,7 @@ def programs(plan: Plan) -> Iterator[Program]:
 
 def _engine_programs(plan: Plan) -> Iterator[Program]:
     c, shards = plan.engine.config, plan.rollout_mesh.shape["data"]
-    run: Any = plan.engine.device.programs
+    run: Any = plan.engine.device.executor.programs
     slots = idle_slots(c)
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     yield Program("empty cache", f"{c.lines(shards)} lines x {c.length} tokens: {c.slots} slots, {c.parking} parked")

@@ -39,6 +39,7 @@ from agentr1_jax.runtime.profile import parse_updates, profiled
 from agentr1_jax.runtime.progress import progress
 from agentr1_jax.runtime.seeds import generator
 from agentr1_jax.runtime.shared import check_shared
+from agentr1_jax.runtime.team import join
 from agentr1_jax.tools.meter import Meter
 from agentr1_jax.trajectory import Trajectory, read_jsonl, write_jsonl
 from experiments import build, checks, circle, dry_run, inherited, learning, phases, tasks
@@ -93,7 +94,7 @@ def train(config: ml_collections.ConfigDict, started: float) -> None:
         unused = Unused(config.run_dir)
         journal = Journal(position, metrics, checkpoints, unused, stop, compiles, started)
         try:
-            run.engine.compile(run.view(state.params, run.frozen))
+            circle.compile_engine(run, state.params)
             logging.info("programs of the set-up: %s", compiles)
             if position.phase == "pretraining":
                 state = restart(pretrain(run, journal, phases.pretraining(run, optimizer, layout), state).params)
@@ -155,16 +156,19 @@ def set_up(config: ml_collections.ConfigDict) -> Run:
         checks.check_attention(config, policy, learner_mesh)
         rollout_mesh = build.rollout_mesh(config)
         frozen = build.frozen(config, policy, learner_mesh)
-        engine = build.engine(config, policy, rollout_mesh)
+        together = config.mesh.rollout_processes
+        team = join(together)
+        engine = build.engine(config, policy, rollout_mesh, team.teller)
         dispatch.to = engine.dispatch
-        view = build.rollout_view(policy, learner_mesh, rollout_mesh, copied=config.rollout.staleness > 0)
+        copied = config.rollout.staleness > 0
+        view = build.rollout_view(policy, learner_mesh, rollout_mesh, together=together, copied=copied)
     except BaseException:
         if owner:
             build.discard_tokenizer(config)  # The corrected command must find the folder as this one did.
         raise
     if owner:
         configs.write_config(config.run_dir, config)
-    return Run(config, task, tokenizer, agent, policy, frozen, engine, learner_mesh, view, tools)
+    return Run(config, task, tokenizer, agent, policy, frozen, engine, learner_mesh, view, tools, team)
 
 
 def pretrain(run: Run, journal: Journal, learner: Learner, state: LearnerState) -> LearnerState:
@@ -267,6 +271,7 @@ def reinforce(run: Run, journal: Journal, learner: Learner, state: LearnerState)
             rollout = circle.rollout_metrics(run)
             if learner.greedy:
                 trajectories = circle.with_greedy_rewards(run, state.params, trajectories, visits, version=update)
+            trajectories = circle.dealt(run, trajectories)
             rates, since = build.rates(config, update, state.params), time.perf_counter()
             kl_coef = config.kl.coef if position.kl_coef is None else position.kl_coef
             moments = Moments(*position.returns)

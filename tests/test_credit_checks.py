@@ -13,6 +13,7 @@ from builders import trajectory
 from agentr1_jax.credit import get_scheme, load_schemes
 from agentr1_jax.envs.base import Observation
 from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.runtime.team import Team
 from agentr1_jax.trajectory import Outcome
 from configs import keydoor, quickstart
 from experiments import build, checks, circle, tasks
@@ -124,6 +125,8 @@ def test_greedy_rollouts_are_of_the_rows_of_the_batch(monkeypatch):
     asked = []
 
     def run_groups(engine, params, agent, groups, *, sampling, policy_version, wanted, limits):
+        if not groups:
+            return
         asked.extend((g.row, [name.uid for name in g.identities]) for g in groups)
         assert sampling.temperature == 0 and policy_version == 7 and wanted == len(asked) and params == "view"
         for group, outcome in ((1, Outcome.ANSWERED), (5, Outcome.ENV_FAILURE)):
@@ -133,7 +136,13 @@ def test_greedy_rollouts_are_of_the_rows_of_the_batch(monkeypatch):
     monkeypatch.setattr(circle, "run_groups", run_groups)
     some = types.SimpleNamespace(name="t", row=lambda split, index: (split, index))
     run = types.SimpleNamespace(
-        config=quickstart.get_config(), task=some, engine=None, agent=None, frozen={}, view=lambda *_: "view"
+        config=quickstart.get_config(),
+        task=some,
+        engine=None,
+        agent=None,
+        frozen={},
+        view=lambda *_: "view",
+        team=Team(),
     )
     batch = [trajectory(np.random.default_rng(1), [1], group=group, sample=i) for group in (1, 5) for i in range(2)]
     out = circle.with_greedy_rewards(run, {}, batch, range(40, 44), version=7)

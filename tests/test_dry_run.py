@@ -62,7 +62,7 @@ def test_what_it_says_is_what_a_run_holds(tmp_path, changes):
     assert shapes(plan.state) == shapes(like) == shapes(state)
     view = build.rollout_view(policy, mesh, plan.rollout_mesh)(state.params, frozen)
     assert device_bytes(plan.view) == held(view)
-    cache = plan.engine.device.new_cache()
+    cache = plan.engine.device.executor.new_cache()
     assert device_bytes(plan.cache) == held(cache) > 0
     assert total_bytes(plan.cache) == sum(x.nbytes for x in jax.tree.leaves(cache))
 
@@ -198,6 +198,32 @@ def test_more_cache_needs_no_more_temporaries_on_a_tpu(program, tensor):
         assert memory.alias_size_in_bytes >= cache[-1]
     assert temporary[1] - temporary[0] < 0.1 * (cache[1] - cache[0])
     assert program == "prefill" or temporary[1] < 0.1 * cache[1] + 2 * 3.1e9 / tensor
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize(("hosts", "tensor"), [(4, 16), (4, 8), (2, 8)])
+def test_an_engine_over_several_hosts_compiles_for_a_tpu(hosts, tensor):
+    """Heads over hosts: each device holds its part of the parameters, and all see what was sampled."""
+    config = changed(scale_qwen2_5_3b.get_config(), mesh__rollout_processes=hosts, rollout__tensor=tensor)
+    plan = make_plan(config, "v5e:4x4")
+    assert dict(plan.rollout_mesh.shape) == {"data": 4 * hosts // tensor, "fsdp": 1, "tensor": tensor}
+    assert device_bytes(plan.view) < 2 * 3.09e9 / tensor + 1e8  # The two key heads are everywhere.
+    for name in ENGINE:
+        memory = compiled(plan, name)
+        assert memory.alias_size_in_bytes >= device_bytes(plan.cache)
+        # Weights may be in another layout; the cache is not copied.
+        temporary = memory.temp_size_in_bytes
+        assert name == "prefill" or temporary < 0.1 * device_bytes(plan.cache) + 2 * 3.1e9 / tensor
+    decode = next(p for p in programs(plan) if p.name == "decode")
+    *_, sampled = decode.lower().out_info
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(sampled))
+
+
+@needs_libtpu
+def test_hosts_that_are_no_slice_of_their_own_are_refused():
+    with pytest.raises(UserError, match="the first hosts of v5e:4x4 are no slice of their own"):
+        topology.first_hosts("v5e:4x4", topology.devices("v5e:4x4"), 3)
 
 
 @needs_libtpu

@@ -64,7 +64,7 @@ def check_accounts(trajectories, engine):
     assert counters.prefill_tokens_padded >= counters.prefill_tokens
     assert counters.decode_tokens == sum(len(s.response_ids) for t in trajectories for s in t.steps)
     assert counters.decode_slot_steps >= counters.decode_tokens
-    run = engine.device.programs
+    run = engine.device.executor.programs
     # Fewer where JAX's caches were emptied since the engine was compiled (see conftest.py).
     assert sum(p._cache_size() for p in (run.prefill, run.decode, run.copy)) <= PROGRAMS
 
@@ -215,17 +215,17 @@ def test_the_donated_cache_is_written_in_place(program):
     policy = dataclasses.replace(POLICY, layers=32)
     config = dataclasses.replace(CONFIG, slots=4, length=2048, attention_block=512, prefill_rows=(1,))
     engine = Engine(policy, config, tiny.mesh())
-    cache, params = engine.device.new_cache(), tiny.decoder_params(policy)
+    cache, params = engine.device.executor.new_cache(), tiny.decoder_params(policy)
     if program == "decode":
         slots = idle_slots(config)
         words = to_words(slots, np.zeros(config.slots, bool))
-        lowered = engine.device.programs.decode.lower(params, cache, slots, words, np.zeros(1, np.int32))
+        lowered = engine.device.executor.programs.decode.lower(params, cache, slots, words, np.zeros(1, np.int32))
     elif program == "prefill":
         new = np.zeros((1, config.prefill_width), np.int32)
-        lowered = engine.device.programs.prefill.lower(params, cache, new, new[:, 0], new[:, 0])
+        lowered = engine.device.executor.programs.prefill.lower(params, cache, new, new[:, 0], new[:, 0])
     else:
         moves = np.zeros(16, np.int32)
-        lowered = engine.device.programs.copy.lower(cache, moves, moves, np.zeros(1, np.int32))
+        lowered = engine.device.executor.programs.copy.lower(cache, moves, moves, np.zeros(1, np.int32))
     memory = lowered.compile().memory_analysis()
     size = cache.keys.nbytes + cache.values.nbytes
     assert memory.alias_size_in_bytes >= size

@@ -1,28 +1,27 @@
-"""The device side of the engine: numpy in, compiled programs in order, numpy out. Called by one thread."""
+"""The device side of the engine: numpy in, calls of programs in order, numpy out. Called by one thread."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
-from agentr1_jax import kept
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
-from agentr1_jax.rollout.cache import KVCache, cache_sharding, empty_cache
 from agentr1_jax.rollout.config import EngineConfig
 from agentr1_jax.rollout.counters import Counters, DeviceClock
+from agentr1_jax.rollout.executor import Executor
 from agentr1_jax.rollout.lines import Move, NewTokens
-from agentr1_jax.rollout.programs import Sampled, build_programs
+from agentr1_jax.rollout.lockstep import Leading
+from agentr1_jax.rollout.programs import Sampled
 from agentr1_jax.rollout.sampling import NO_TOKEN, Sampling
-from agentr1_jax.rollout.slots import Slots, idle_slots, to_words
+from agentr1_jax.rollout.slots import idle_slots, to_words
 
 MOVES = 16
 """Copies in one call of the copy program, per data shard."""
@@ -55,57 +54,43 @@ class Response:
 
 
 class Device:
-    """Cache and slots on a mesh, and the programs that work on them.
+    """What the next calls of the programs are to say, and what those under way have brought.
 
     Args:
       policy: the decoder.
       config: shapes.
-      mesh: local devices with axes `(data, fsdp, tensor)`; lines are sharded over `data`.
+      mesh: devices with axes `(data, fsdp, tensor)`; lines are sharded over `data`.
+      tell: hands a message to the other processes of the mesh, where there are any; see `lockstep`.
 
     Attributes:
+      executor: what lies on the devices.
       counters: what it did; may be replaced.
       under_way: decode calls that nobody has looked at yet.
     """
 
-    def __init__(self, policy: DecoderConfig, config: EngineConfig, mesh: Mesh) -> None:
+    def __init__(
+        self, policy: DecoderConfig, config: EngineConfig, mesh: Mesh, tell: Callable[[Any], None] | None = None
+    ) -> None:
         self.shards = mesh.shape["data"]
         config.check_shards(self.shards)
         self.counters = Counters()
-        self.programs = build_programs(
-            policy,
-            mesh,
-            chunk=config.decode_chunk,
-            block=config.attention_block,
-            together=config.together(self.shards),
-        )
-        self.new_cache = kept.jit(
-            functools.partial(empty_cache, policy, config.lines(self.shards), config.length, mesh.shape["tensor"]),
-            mesh,
-            out_shardings=cache_sharding(policy, mesh),
-        )
+        self.executor = Leading(policy, config, mesh, tell) if tell else Executor(policy, config, mesh)
         self._config = config
         self._per_shard = config.lines(self.shards) // self.shards
-        self._by_slot = NamedSharding(mesh, P("data"))
-        self._params: Params = None
-        self._cache: KVCache | None = None
-        self._slots: Slots | None = None
         self.close()
 
     def open(self, params: Params) -> None:
         """Allocates the cache."""
-        self._params, self._cache = params, self.new_cache()
-        self._slots = jax.device_put(idle_slots(self._config), self._by_slot)
+        self.executor.open(params)
         self._new, self._told = idle_slots(self._config), np.zeros(self._config.slots, bool)
-        self._nothing_new = jax.device_put(to_words(self._new, self._told), self._by_slot)
-        self._leave_after = jax.device_put(np.full(self.shards, self._config.leave_after, np.int32), self._by_slot)
 
     def use(self, params: Params) -> None:
         """Other parameters from now on; what the cache holds was computed with the old ones."""
-        self._params = params
+        self.executor.use(params)
 
     def close(self) -> None:
         """Frees everything on the device."""
-        self._params = self._cache = self._slots = None
+        self.executor.close()
         self.under_way: collections.deque[tuple[Sampled, float]] = collections.deque()
         self._clock = DeviceClock()
 
@@ -122,7 +107,7 @@ class Device:
 
     def wait(self) -> None:
         """Until all calls so far are done."""
-        jax.block_until_ready((self._cache, self._slots))
+        self.executor.wait()
 
     def start(self, slot: int, response: Response) -> None:
         """Tells the next decode call of a response."""
@@ -156,7 +141,8 @@ class Device:
                 table[:, shard, i] = m.source % self._per_shard, m.target % self._per_shard
         count = np.asarray([len(moves) for moves in shards], np.int32)
         self._clock.started()
-        self._cache = self.programs.copy(self._cache, *table.reshape(2, -1), count)
+        source, target = table.reshape(2, -1)
+        self.executor.copy(source, target, count)
         self.counters.copy_calls += 1
 
     def prefill(self, new: Sequence[NewTokens], spare: Sequence[int]) -> None:
@@ -192,23 +178,18 @@ class Device:
                 ids = row.ids[row.start :]
                 tokens[shard, i, : len(ids)] = ids
                 line[shard, i], start[shard, i] = row.line % self._per_shard, row.start
-        flat = tokens.reshape(-1, tokens.shape[-1]), line.ravel(), start.ravel()
         self._clock.started()
-        self._cache = self.programs.prefill(self._params, self._cache, *flat)
+        self.executor.prefill(tokens.reshape(-1, tokens.shape[-1]), line.ravel(), start.ravel())
         self.counters.prefill_tokens_padded += tokens.size
         self.counters.prefill_calls += 1
 
     def decode(self) -> None:
         """Starts a chunk for all responses that are open."""
-        words = self._nothing_new
-        if self._told.any():
-            words = jax.device_put(to_words(self._new, self._told), self._by_slot)
-            self._told[:] = False
+        words = to_words(self._new, self._told) if self._told.any() else None
+        self._told[:] = False
         started = time.perf_counter()
         self._clock.started()
-        call = self._params, self._cache, self._slots, words, self._leave_after
-        self._cache, self._slots, out = self.programs.decode(*call)
-        self.under_way.append((out, started))
+        self.under_way.append((self.executor.decode(words), started))
         self.counters.decode_calls += 1
 
     def look(self) -> Sampled:

@@ -1,7 +1,7 @@
 """The two meshes of a run and what moves between them.
 
-Learning is one global program over all processes; rolling out is one program per process on its own devices. The
-parameters have one view for each: sharded on the learner's mesh, and on the devices of each process for its engine.
+Learning is one global program over all processes; rolling out is one program per process on its own devices, or per
+team of a few. The parameters have one view for each: sharded on the learner's mesh, and on the devices of each engine.
 """
 
 from __future__ import annotations
@@ -98,55 +98,69 @@ def divided(devices: Sequence[jax.Device], apart: int) -> tuple[list[jax.Device]
     return [d for own in everywhere for d in own[:-apart]], [d for own in everywhere for d in own[-apart:]]
 
 
-def rollout_mesh(devices: Mesh | Sequence[jax.Device], tensor: int = 1) -> Mesh:
-    """This process's devices among those of a mesh or list; slots are dealt over `data`, heads over `tensor`.
+def rollout_mesh(devices: Mesh | Sequence[jax.Device], tensor: int = 1, together: int = 1) -> Mesh:
+    """The devices of this process's engine among those of a mesh or list; slots are dealt over `data`, heads over
+    `tensor`.
+
+    Args:
+      devices: of all processes.
+      tensor: size of the axis.
+      together: processes that share an engine, consecutive ones.
 
     Raises:
-      UserError: `tensor` does not divide the devices of a process.
+      UserError: `tensor` does not divide the devices of an engine.
     """
     every = list(devices.devices.flat) if isinstance(devices, Mesh) else devices
-    return _local_mesh(every, tensor, processes.process_index())
+    return _engine_mesh(every, tensor, together, processes.process_index() // together)
 
 
-def rollout_shards(devices: int, tensor: int) -> int:
-    """The data axis of a rollout mesh over so many devices of a process.
+def rollout_shards(devices: int, tensor: int, together: int = 1) -> int:
+    """The data axis of a rollout mesh over so many devices of the processes that share an engine.
 
     Raises:
       UserError: `tensor` does not divide them.
     """
     if tensor < 1 or devices % tensor:
-        raise UserError(f"rollout.tensor is {tensor}; it must divide the {devices} devices of a process")
+        whose = "a process" if together == 1 else f"{together} processes"
+        raise UserError(f"rollout.tensor is {tensor}; it must divide the {devices} devices of {whose}")
     return devices // tensor
 
 
-def _local_mesh(devices: Sequence[jax.Device], tensor: int, process: int) -> Mesh:
-    local = _by_process(devices)[process]
-    shape = rollout_shards(len(local), tensor), 1, tensor
-    return Mesh(np.array(local).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+def _engine_mesh(devices: Sequence[jax.Device], tensor: int, together: int, engine: int) -> Mesh:
+    own = [d for process, part in _by_process(devices).items() if process // together == engine for d in part]
+    shape = rollout_shards(len(own), tensor, together), 1, tensor
+    return Mesh(np.array(own).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def make_rollout_view(
-    learner: Mesh, rollout: Mesh, shardings: Callable[[Any, Mesh], Any], prepare: Callable[..., Any]
+    learner: Mesh,
+    rollout: Mesh,
+    shardings: Callable[[Any, Mesh], Any],
+    prepare: Callable[..., Any],
+    together: int = 1,
 ) -> Callable[..., Any]:
     """A function from parameters on the learner's mesh to what this process's engine wants, moved on the devices alone.
 
-    They are resharded over the learner's devices with one more axis for the processes, along which they are whole; then
-    each process looks at its own shards as arrays of its own. To rollout devices apart from the learner's they are
-    copied from there.
+    They are resharded over the learner's devices with one more axis for the engines, along which they are whole; then
+    each process looks at its own shards as its part of arrays of its engine. To rollout devices apart from the
+    learner's they are copied from there.
 
     Args:
       learner: the learner's mesh.
-      rollout: this process's mesh.
+      rollout: the mesh of this process's engine.
       shardings: (tree, mesh) -> shardings of its leaves.
       prepare: what the engine wants of the parameters, e.g. their compute dtype; its arguments are the function's.
+      together: processes that share an engine.
     """
-    devices, here = list(learner.devices.flat), processes.process_index()
-    indices = list(_by_process(devices))
-    tensor = math.gcd(rollout.shape["tensor"], len(devices) // len(indices))
-    hosts = [_local_mesh(devices, tensor, process).devices for process in indices]
-    own_mesh = _local_mesh(devices, tensor, here)
+    devices, here = list(learner.devices.flat), processes.process_index() // together
+    engines = sorted({process // together for process in _by_process(devices)})
+    tensor = math.gcd(rollout.shape["tensor"], len(devices) // len(engines))
+    every = [_engine_mesh(devices, tensor, together, engine) for engine in engines]
+    own_mesh = every[engines.index(here)]
     apart = set(own_mesh.devices.flat) != set(rollout.devices.flat)
-    everywhere = Mesh(np.stack(hosts), ("process", *AXES), axis_types=(AxisType.Auto,) * (len(AXES) + 1))
+    everywhere = Mesh(
+        np.stack([mesh.devices for mesh in every]), ("engine", *AXES), axis_types=(AxisType.Auto,) * (len(AXES) + 1)
+    )
 
     def reshard(*args: Any) -> Any:
         # By a constraint inside the program the compiler does not abide: some results come out whole on every device.
