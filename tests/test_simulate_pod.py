@@ -325,7 +325,16 @@ def test_another_unit_of_time_scales_all_times(batches, shape, way, staleness):
     one, four = figures(once, 3, staleness, updates), figures(later, 3, staleness, updates)
     assert (one.occupancy, one.utilisation, one.stale) == (four.occupancy, four.utilisation, four.stale)
     assert one.trajectories_per_s == 4 * four.trajectories_per_s
-    assert 0 < one.utilisation <= 1 and 0 < one.occupancy <= 1
+    assert 0 < one.utilisation <= 1 and 0 <= one.occupancy <= 1
+
+
+def test_a_cycle_may_pass_in_which_nothing_is_decoded():
+    """All of a short batch was sampled ahead, before the cycle before ended."""
+    short = [[job((1, 0.0), tokens=1)] for _ in range(3)]
+    found = cycles("lockstep", [short] * 3, 1, Shape(2, 0, 1, 0, 4, (2,)), DYADIC)
+    told = figures(found, 3, 1, 1)
+    assert found[1].counters.slot_steps == found[0].counters.slot_steps
+    assert told.occupancy == told.stale == 0 and told.utilisation > 0
 
 
 @settings(max_examples=50)

@@ -187,7 +187,7 @@ def figures(cycles: Sequence[Cycle], hosts: int, staleness: int, updates: int) -
     """Means over `updates` cycles.
 
     With staleness 1 the first one is left out, since no batch before it had stragglers, and the last one, since no
-    batch after it begins.
+    batch after it begins. Shares of nothing are 0: in a short time it may be that nothing is decoded.
     """
     begin, end = (cycles[0], cycles[updates]) if staleness else (START, cycles[updates - 1])
     seconds = end.end - begin.end
@@ -198,9 +198,9 @@ def figures(cycles: Sequence[Cycle], hosts: int, staleness: int, updates: int) -
         cycle_seconds=seconds / updates,
         trajectories_per_s=(end.trajectories - begin.trajectories) / seconds,
         decode_tokens_per_s=(end.tokens - begin.tokens) / seconds / hosts,
-        occupancy=did["tokens"] / did["slot_steps"],
+        occupancy=did["tokens"] / max(did["slot_steps"], 1),
         utilisation=did["useful_seconds"] / hosts / seconds + (end.learned - begin.learned) / seconds,
-        stale=did["stale_tokens"] / did["tokens"],
+        stale=did["stale_tokens"] / max(did["tokens"], 1),
     )
 
 
