@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 from absl import logging
+from etils import epath
 from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
@@ -39,7 +40,7 @@ _folder: list[str] = []
 
 def folder_of(setting: str, run_dir: str) -> str:
     """The folder that a setting names; `{runs}` in it is the folder that the run's folder lies in."""
-    return os.path.expanduser(setting.replace("{runs}", str(files.path(run_dir).parent)))
+    return os.path.expanduser(setting.replace("{runs}", str(epath.Path(run_dir).parent)))
 
 
 def keep_in(folder: str) -> None:

@@ -66,6 +66,7 @@ def main(argv: Sequence[str]) -> None:
         return dry_run.show(config, TOPOLOGY.value)
     processes.initialize(config.processes.start_seconds, config.processes.heartbeat_seconds)
     checks.check(config)
+    build.keep_programs(config)
     with lock(config.run_dir) if processes.process_index() == 0 else contextlib.nullcontext():
         check_shared(config.run_dir)
         train(config, started)
@@ -140,7 +141,6 @@ def set_up(config: ml_collections.ConfigDict) -> Run:
     resumes = configs.check_same_config(config.run_dir, config)
     if config.warm_start.run and not resumes:
         inherited.check(config)
-    build.keep_programs(config)
     tools, dispatch = Meter(), LateDispatch()
     task = tasks.make_task(config, tools, dispatch)
     checks.check_task(config, task)
