@@ -9,7 +9,7 @@ import sys
 
 import jax
 import tiny
-from schedules import CONFIG, MANY, POLICY, Planned, planned
+from schedules import CONFIG, POLICY, Planned, planned
 
 from agentr1_jax.agents.session import Identity
 from agentr1_jax.policy.sharding import shardings
@@ -24,13 +24,18 @@ from agentr1_jax.trajectory import to_json
 
 PROGRAM = "import lockstep_child; lockstep_child.run()"
 ENGINE = dataclasses.replace(CONFIG, slots=4, parking=4, deterministic=True)
+ROWS = [
+    planned([*range(i, 12 + 2 * i)], {"max_tokens": 3 + i}, {"delay": 0.002 * (i % 3)}, {"rule": "window"})
+    for i in range(9)
+]
 ENDLESS = [planned([5, 7], {"max_tokens": 8}, {"max_tokens": 8})] * 100_000
 TOGETHER = 2
 
 
-def sampled(engine, params, places, rows=MANY):
-    """Groups of one trajectory for some of the rows, in order."""
-    groups = [Group(rows[i], [Identity(f"t/{i}", i, 0, "planned", 1000 + i)]) for i in places]
+def sampled(engine, params, places, rows=ROWS):
+    """Groups of three, of which one copies the prompt of another, for some of the rows, in order."""
+    names = {i: [Identity(f"t/{i}/{k}", i, k, "planned", 1000 + 3 * i + k) for k in range(3)] for i in places}
+    groups = [Group(rows[i], names[i]) for i in places]
     out = run_groups(engine, params, Planned(), groups, sampling=Sampling(1.0), policy_version=0)
     return sorted(out, key=lambda group: group[0].group)
 
@@ -57,13 +62,13 @@ def shared_engine(team: Team, host, tensor: int):
 
 
 def sample(team: Team, host, tensor: int) -> None:
-    """Samples `MANY`, dealt over the engines; process 0 prints what each process got of it."""
+    """Samples `ROWS`, dealt over the engines; process 0 prints what each process got of it."""
     here, engines = processes.process_index(), processes.process_count() // TOGETHER
     (engine, view), groups = shared_engine(team, host, tensor), []
     if team.leads:
         with team.leading():
             assert engine.compile(view) == 4
-            groups = sampled(engine, view, range(here // TOGETHER, len(MANY), engines))
+            groups = sampled(engine, view, range(here // TOGETHER, len(ROWS), engines))
     else:
         with team.following() as messages:
             follow(engine.device.executor, view, messages)

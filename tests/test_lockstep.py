@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 import tiny
-from lockstep_child import ENGINE, PROGRAM, sampled, saved
+from lockstep_child import ENGINE, PROGRAM, ROWS, sampled, saved
 from pair import run, run_two, start_two
-from schedules import MANY, POLICY, assert_exact
+from schedules import POLICY, assert_exact
 
 from agentr1_jax.policy.sharding import shardings
 from agentr1_jax.rollout.engine import Engine
@@ -41,6 +41,11 @@ def same(theirs, ours):
             np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
 
 
+def in_order(shares):
+    """The trajectories of several processes, or groups, by group and sample."""
+    return sorted([t for share in shares for t in share], key=lambda t: (t.group, t.sample))
+
+
 def shares_of(line):
     """Of each process, the trajectories that it was dealt."""
     return [[from_json(t) for group in share for t in group] for share in json.loads(line)]
@@ -53,9 +58,9 @@ def test_two_processes_sample_what_one_does(tmp_path):
     lines = [line for line in out.splitlines() if line.startswith("[[")]
     for line, tensor in zip(lines, (4, 2), strict=True):
         shares = shares_of(line)
-        assert [[t.group for t in share] for share in shares] == [[0, 2, 4, 6, 8], [1, 3, 5, 7]]
-        together = sorted([t for share in shares for t in share], key=lambda t: t.group)
-        same(together, [t for group in on_one_process(4 // tensor, tensor, range(len(MANY))) for t in group])
+        assert [[t.group for t in share[::3]] for share in shares] == [[0, 2, 4, 6, 8], [1, 3, 5, 7]]
+        together = in_order(shares)
+        same(together, in_order(on_one_process(4 // tensor, tensor, range(len(ROWS)))))
         assert_exact(together)
 
 
@@ -63,10 +68,9 @@ def test_two_processes_sample_what_one_does(tmp_path):
 def test_two_engines_of_two_processes_each_go_their_own_way(tmp_path):
     out, *_ = run(4, 1, PROGRAM, saved(tmp_path / "p"), "2")
     shares = shares_of(next(line for line in out.splitlines() if line.startswith("[[")))
-    assert [[t.group for t in share] for share in shares] == [[0, 4, 8], [2, 6], [1, 5], [3, 7]]
+    assert [[t.group for t in share[::3]] for share in shares] == [[0, 4, 8], [2, 6], [1, 5], [3, 7]]
     for engine in range(2):
-        own = sorted([t for share in shares[2 * engine :][:2] for t in share], key=lambda t: t.group)
-        same(own, [t for group in on_one_process(1, 2, range(engine, len(MANY), 2)) for t in group])
+        same(in_order(shares[2 * engine :][:2]), in_order(on_one_process(1, 2, range(engine, len(ROWS), 2))))
 
 
 def test_who_follows_computes_what_the_leader_does():
@@ -77,13 +81,12 @@ def test_who_follows_computes_what_the_leader_does():
     leader = Engine(POLICY, ENGINE, here, messages.append)
     look = leader.device.look
     leader.device.look = lambda: looks.append(look()) or looks[-1]
-    sampled(leader, jax.device_put(params, shardings(params, here)), range(len(MANY)))
+    sampled(leader, jax.device_put(params, shardings(params, here)), range(len(ROWS)))
     calls = [name for message in messages for name, _ in message]
     counters = leader.counters
     assert (calls[0], calls[-1], calls.count("decode")) == ("open", "close", len(messages) - 2)
-    assert [calls.count(name) for name in ("copy", "prefill", "decode")] == [
-        *(counters.copy_calls, counters.prefill_calls, counters.decode_calls)
-    ]
+    counted = [counters.copy_calls, counters.prefill_calls, counters.decode_calls]
+    assert [calls.count(name) for name in ("copy", "prefill", "decode")] == counted and min(counted) > 0
 
     follower = Executor(POLICY, ENGINE, there)
     decode = follower.decode
