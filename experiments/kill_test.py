@@ -37,7 +37,8 @@ from rich.console import Console
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.runtime.metrics import read_metrics
-from agentr1_jax.trajectory import Trajectory, read_jsonl
+from agentr1_jax.trajectory import Trajectory
+from experiments import recordings
 from experiments.journal import Unused
 
 KILLS = flags.DEFINE_integer("kills", 20, "by SIGKILL in all", lower_bound=0)
@@ -268,9 +269,9 @@ def state_of(run: Path) -> dict[str, bytes]:
 def batch_faults(run: Path, config: Mapping[str, Any], finished: Sequence[Trajectory]) -> list[str]:
     """What is wrong with the batches of a run that samples ahead."""
     c, faults = config["rollout"], []
-    trained: dict[str, Trajectory] = {}
+    trained, written = dict[str, Trajectory](), recordings.batches(str(run))
     for update in range(config["updates"]):
-        batch = [t for path in sorted(run.glob(f"trajectories/rl_{update:06d}*.gz")) for t in read_jsonl(path)]
+        batch = recordings.read(written.get(update, ()))
         visits = range(update * c["groups"], (update + 1) * c["groups"])
         expected = sorted(f"rl/{visit:06d}/{sample}" for visit in visits for sample in range(c["samples"]))
         if sorted(t.uid for t in batch) != expected:

@@ -8,19 +8,13 @@ A run owns its folder (`config.run_dir`); the same command again resumes it. SIG
 from __future__ import annotations
 
 import contextlib
-import fnmatch
-import json
 import math
-import os
 import time
 from collections.abc import Sequence
 
 import ml_collections
-import numpy as np
 from absl import flags, logging
-from rich.console import Console
 
-from agentr1_jax import files, report
 from agentr1_jax.credit.shaping import Moments
 from agentr1_jax.learner.kl import adapted_kl_coef
 from agentr1_jax.learner.schedules import rate_by_progress
@@ -34,15 +28,15 @@ from agentr1_jax.runtime.compiles import CompileCounter
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.runtime.lock import lock
 from agentr1_jax.runtime.memory import use_huge_pages
-from agentr1_jax.runtime.metrics import MetricsWriter, read_metrics
+from agentr1_jax.runtime.metrics import MetricsWriter
 from agentr1_jax.runtime.profile import parse_updates, profiled
 from agentr1_jax.runtime.progress import progress
 from agentr1_jax.runtime.seeds import generator
 from agentr1_jax.runtime.shared import check_shared
 from agentr1_jax.runtime.team import join
 from agentr1_jax.tools.meter import Meter
-from agentr1_jax.trajectory import Trajectory, read_jsonl, write_jsonl
-from experiments import build, checks, circle, dry_run, inherited, learning, phases, tasks
+from agentr1_jax.trajectory import Trajectory
+from experiments import build, checks, circle, closing, dry_run, inherited, learning, phases, recordings, tasks
 from experiments.batches import ages, sampler
 from experiments.circle import Run
 from experiments.journal import Journal, Position, Stopped, Unused, add_totals, count_recompiles
@@ -54,7 +48,6 @@ CONFIG = configs.define_config_flag()
 DRY_RUN = flags.DEFINE_bool("dry_run", False, "print sizes and programs of the run, and leave")
 TOPOLOGY = flags.DEFINE_string("topology", "", "with --dry_run: compile for a TPU slice that is not here, e.g. v5e:4x4")
 SKIPPED_IN_A_ROW = 3
-REPORTED_PER_FILE = 24
 
 
 def main(argv: Sequence[str]) -> None:
@@ -129,7 +122,7 @@ def train(config: ml_collections.ConfigDict, started: float) -> None:
             checkpoints.close()
             logging.info("programs of this start: %s", compiles)
     if first:
-        finish(run, position)
+        closing.finish(run, position)
 
 
 def set_up(config: ml_collections.ConfigDict) -> Run:
@@ -186,7 +179,7 @@ def warm_start(run: Run, journal: Journal, learner: Learner, state: LearnerState
         return state
     expert = circle.demonstrations(run)
     if journal.position.update == 0:
-        write_trajectories(run, "demonstrations", expert[:REPORTED_PER_FILE])
+        recordings.write(config.run_dir, "demonstrations", expert[: closing.SHOWN_PER_FILE])
         logging.info("%d demonstrations, em %.3f", len(expert), circle.means(expert)["em"])
     state = supervise(run, journal, learner, state, expert, config.warm_start)
     journal.save(state)
@@ -267,7 +260,7 @@ def reinforce(run: Run, journal: Journal, learner: Learner, state: LearnerState)
             trajectories, dull = batch
             refilled = max(processes.all_gather_json(refills_used(trajectories + dull, c.groups)))
             position.visits = visits.stop + refilled
-            draw_timeline(run)
+            closing.draw_timeline(run)
             rollout = circle.rollout_metrics(run)
             if learner.greedy:
                 trajectories = circle.with_greedy_rewards(run, state.params, trajectories, visits, version=update)
@@ -279,7 +272,7 @@ def reinforce(run: Run, journal: Journal, learner: Learner, state: LearnerState)
             position.update, position.returns = update + 1, pending.moments
             batches.learnt(state.params, update + 1)
             trajectories += dull
-            write_trajectories(run, f"rl_{update:06d}", trajectories)  # While the device learns.
+            recordings.write(config.run_dir, recordings.batch_name(update), trajectories)  # While the device learns.
             sampled = circle.means(trajectories)
             record = pending.result() | {"time/learn": time.perf_counter() - since}
             if config.kl.target is not None:
@@ -314,19 +307,6 @@ def reinforce(run: Run, journal: Journal, learner: Learner, state: LearnerState)
             journal.save_if_due(state, config.checkpoint_every, unused=batches.unused)
     journal.save(state)
     return state
-
-
-def draw_timeline(run: Run) -> None:
-    """Leaves a picture of the slots in the last rollout, where one was recorded."""
-    if run.engine.timeline is None:
-        return
-    run.engine.record_timeline = False
-    slots = run.config.rollout.slots
-    report.plot_timeline(timeline_path(run), run.engine.timeline.records(), slots=slots, title="last RL batch")
-
-
-def timeline_path(run: Run) -> str:
-    return os.path.join(run.config.run_dir, "timeline.png")
 
 
 def refills_used(trajectories: Sequence[Trajectory], groups: int) -> int:
@@ -379,78 +359,9 @@ def evaluate(
     measured = circle.means(shown)
     kind = "eval_sampled" if temperature else "eval"
     journal.metrics.write({"phase": kind, "update": update, **{f"eval/{key}": x for key, x in measured.items()}})
-    write_trajectories(run, name, shown)
+    recordings.write(run.config.run_dir, name, shown)
     logging.info("%s: em %.3f over %d questions", name, measured.get("em", math.nan), count)
     return measured
-
-
-def write_trajectories(run: Run, name: str, trajectories: Sequence[Trajectory]) -> None:
-    """Writes this process's trajectories of one batch; the first removes what another number of processes wrote."""
-    folder, count = os.path.join(run.config.run_dir, "trajectories"), processes.process_count()
-    written = [f"{name}.p{process}.jsonl.gz" for process in range(count)] if count > 1 else [f"{name}.jsonl.gz"]
-    write_jsonl(os.path.join(folder, written[processes.process_index()]), trajectories)
-    if processes.process_index() == 0:
-        for old in fnmatch.filter(files.names(folder), f"{name}.*"):
-            if old not in written and not old.endswith(".partial"):
-                files.remove(os.path.join(folder, old))
-
-
-def finish(run: Run, position: Position) -> None:
-    """Writes summary, learning curve and report; prints a short table and where to look."""
-    config, totals = run.config, position.totals
-    summary = {
-        **position.results,
-        "questions": config.eval.questions,
-        "seconds": round(position.seconds, 1),
-        "warm_start_seconds": round(position.warm_start_seconds, 1),
-        "updates": 0 if config.control else config.updates,
-        "decode_tokens_per_s": round(totals.get("time/decode_tokens", 0) / max(totals.get("time/rollout", 0), 1e-9), 1),
-        "learner_tokens_per_s": round(totals.get("time/learner_tokens", 0) / max(totals.get("time/learn", 0), 1e-9), 1),
-        "recompiles_after_warmup": int(totals.get("recompiles", 0)),
-    }
-    folder = config.run_dir
-    with files.published(os.path.join(folder, "summary.json")) as out:
-        json.dump(summary, out, indent=2)
-        out.write("\n")
-    curve = os.path.join(folder, "learning_curve.png")
-    report.plot_learning_curve(curve, read_metrics(os.path.join(folder, "metrics.jsonl")), title=folder)
-    chosen = list(reported(folder))
-    report.write_report(
-        os.path.join(folder, "report.html"),
-        chosen,
-        decode=run.tokenizer.decode,
-        title=folder,
-        summary=summary,
-        curve_png=curve,
-        timeline_png=timeline_path(run) if files.exists(timeline_path(run)) else None,
-        advantages={t.uid: step_advantages(t) for t in chosen if "advantages" in t.info},
-        config=configs.resolve(config),
-        template_ids=run.tokenizer.added.values(),
-    )
-    console = Console()
-    console.print(report.summary_table(summary, title=folder))
-    console.print(f"Look at {folder}/report.html and {folder}/learning_curve.png; figures are in {folder}/summary.json")
-
-
-def reported(folder: str) -> list[Trajectory]:
-    """Some trajectories of the demonstrations, the first and last RL batches and every evaluation."""
-    recorded = files.names(os.path.join(folder, "trajectories"))
-    rl = [f for f in recorded if f.startswith("rl_")]
-    middle = rl[len(rl) // 2 : len(rl) // 2 + 1]
-    chosen = [f for f in recorded if not f.startswith("rl_")] + sorted({*rl[:1], *middle, *rl[-1:]})
-    out = []
-    for name in chosen:
-        if name.endswith(".jsonl.gz"):
-            try:
-                out += list(read_jsonl(os.path.join(folder, "trajectories", name)))[:REPORTED_PER_FILE]
-            except ValueError as error:
-                raise UserError(str(error)) from error
-    return out
-
-
-def step_advantages(trajectory: Trajectory) -> list[np.ndarray]:
-    """The advantages that training left in a trajectory's `info`."""
-    return [np.asarray(a, np.float32) for a in trajectory.info["advantages"]]
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.runtime.team import Team
 from agentr1_jax.tools.meter import Meter
 from configs import quickstart
-from experiments import checks, circle
+from experiments import checks, circle, recordings
 from experiments.batches import Ahead, InTurn, ages
 from experiments.journal import Position, Stopped, Unused
 
@@ -287,7 +287,7 @@ def test_files_of_processes_that_there_are_no_more_go_with_the_next_ones(tmp_pat
         monkeypatch.setattr(processes, "process_count", lambda: count)
         for index in range(count):
             monkeypatch.setattr(processes, "process_index", lambda index=index: index)
-            train_script.write_trajectories(run, "rl_000001", batch[index::count])
+            recordings.write(str(tmp_path), "rl_000001", batch[index::count])
             unused.write(count, batch[index::count])
             unused.forget([count])
         return sorted(str(path.relative_to(tmp_path)).split(".", 1)[1] for path in tmp_path.glob("*/*"))

@@ -30,7 +30,7 @@ from agentr1_jax.runtime.compiles import CompileCounter
         ("{runs}/.programs", "/shared/runs/mine/", "/shared/runs/.programs"),
         ("{runs}/.programs", "mine", "./.programs"),
         ("{runs}/.programs", "gs://bucket/runs/mine", "gs://bucket/runs/.programs"),
-        ("/tmp/programs", "runs/mine", "/tmp/programs"),
+        ("/scratch/programs", "runs/mine", "/scratch/programs"),
     ],
 )
 def test_the_folder_lies_beside_the_runs(setting: str, run_dir: str, folder: str) -> None:

@@ -110,7 +110,7 @@ def test_fault_13_rl_goes_on_with_the_next_rows_and_seeds(learned, monkeypatch, 
 
     batches = types.SimpleNamespace(take=take, learnt=lambda *_: None, background=None, unused=lambda: ())
     monkeypatch.setattr(train_script, "sampler", lambda *_: contextlib.nullcontext(batches))
-    monkeypatch.setattr(train_script, "write_trajectories", lambda *_: None)
+    monkeypatch.setattr("experiments.recordings.write", lambda *_: None)
     monkeypatch.setattr(circle, "rollout_metrics", lambda run: {})
     monkeypatch.setattr("experiments.build.rates", lambda *_: {"decoder": 0.0})
     rollout = types.SimpleNamespace(groups=GROUPS, samples=SAMPLES, staleness=0)

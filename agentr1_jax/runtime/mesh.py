@@ -6,6 +6,7 @@ team of a few. The parameters have one view for each: sharded on the learner's m
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -162,16 +163,18 @@ def make_rollout_view(
         np.stack([mesh.devices for mesh in every]), ("engine", *AXES), axis_types=(AxisType.Auto,) * (len(AXES) + 1)
     )
 
-    def reshard(*args: Any) -> Any:
+    @functools.cache
+    def reshard(structure: Any, avals: Sequence[Any]) -> Callable[..., Any]:
         # By a constraint inside the program the compiler does not abide: some results come out whole on every device.
-        layout = shardings(jax.eval_shape(prepare, *args), everywhere)
-        return jax.jit(prepare, out_shardings=layout)(*args)
+        result = jax.eval_shape(prepare, *jax.tree.unflatten(structure, avals))
+        return jax.jit(prepare, out_shardings=shardings(result, everywhere))
 
     def view(*args: Any) -> Any:
         def own(x: jax.Array, sharding: NamedSharding) -> jax.Array:
             return jax.make_array_from_single_device_arrays(x.shape, sharding, [s.data for s in x.addressable_shards])
 
-        resharded = reshard(*args)
+        leaves, structure = jax.tree.flatten(args)
+        resharded = reshard(structure, tuple(map(jax.typeof, leaves)))(*args)
         local = jax.tree.map(own, resharded, shardings(resharded, own_mesh))
         return jax.device_put(local, shardings(local, rollout)) if apart else local
 

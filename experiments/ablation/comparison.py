@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import os
 from collections.abc import Sequence
 
@@ -16,7 +15,7 @@ from agentr1_jax.report.statistics import Interval
 from agentr1_jax.report.tables import format_value
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.runtime.metrics import read_metrics
-from agentr1_jax.trajectory import read_jsonl
+from experiments import recordings
 from experiments.ablation.fleet import title as title_of
 from experiments.ablation.grid import Cell, summary
 
@@ -90,16 +89,11 @@ def scores(folder: str, name: str, metric: str) -> dict[str, float]:
     Raises:
       UserError: there is no such evaluation, or none of its trajectories has the metric.
     """
-    base = os.path.join(glob.escape(folder), "trajectories", name)
     out, known = dict[str, float](), set[str]()
-    for path in sorted(glob.glob(f"{base}.jsonl.gz") + glob.glob(f"{base}.p*.jsonl.gz")):
-        try:
-            for trajectory in read_jsonl(path):
-                known |= trajectory.metrics.keys()
-                if metric in trajectory.metrics:
-                    out[str(trajectory.info.get("id", trajectory.uid))] = float(trajectory.metrics[metric])
-        except ValueError as error:
-            raise UserError(str(error)) from error
+    for trajectory in recordings.read(recordings.paths_by_name(folder).get(name, ())):
+        known |= trajectory.metrics.keys()
+        if metric in trajectory.metrics:
+            out[str(trajectory.info.get("id", trajectory.uid))] = float(trajectory.metrics[metric])
     if not out:
         has = f"it has {', '.join(sorted(known))}" if known else "the evaluation is missing or empty"
         raise UserError(f"{folder}/trajectories/{name}: no metric {metric!r}; {has}")

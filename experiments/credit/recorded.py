@@ -22,8 +22,8 @@ from agentr1_jax.policy.decoder import Params
 from agentr1_jax.rollout.runner import signal
 from agentr1_jax.runtime.config import flatten
 from agentr1_jax.runtime.errors import UserError
-from agentr1_jax.trajectory import Trajectory, read_jsonl
-from experiments import build, inherited, learning
+from agentr1_jax.trajectory import Trajectory
+from experiments import build, inherited, learning, recordings
 from experiments.circle import Run
 from experiments.journal import Position
 from experiments.sources import stored_config
@@ -59,9 +59,7 @@ def recording(folder: str, updates: str) -> Recording:
     Raises:
       UserError: no run, no recorded batch of that number, a file that cannot be read.
     """
-    config, found = stored_config(folder), _files(folder)
-    if not found:
-        raise UserError(f"{folder}: has recorded no RL batch yet (trajectories/rl_*.jsonl.gz)")
+    config, found = stored_config(folder), recordings.batches(folder)
     if updates != "last" and not re.fullmatch(r"\d+(,\d+)*", updates):
         raise UserError(f"--update={updates}: write `last`, or the number of an update, e.g. --update={max(found)}")
     wanted = [max(found)] if updates == "last" else sorted({int(update) for update in updates.split(",")})
@@ -69,23 +67,10 @@ def recording(folder: str, updates: str) -> Recording:
         if update not in found:
             raise UserError(f"{folder}: has no RL batch {update}; those from {min(found)} to {max(found)} are recorded")
     trajectories: list[Trajectory] = []
-    try:
-        for update in wanted:
-            batch = [t for path in sorted(found[update]) for t in read_jsonl(path)]
-            trajectories += _numbered(_trained(config, batch), 1 + max((t.group for t in trajectories), default=-1))
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    for update in wanted:
+        batch = _trained(config, recordings.read(found[update]))
+        trajectories += _numbered(batch, 1 + max((t.group for t in trajectories), default=-1))
     return Recording(folder, config, wanted, trajectories)
-
-
-def _files(folder: str) -> dict[int, list[str]]:
-    """The files of each recorded batch; several processes write one each."""
-    below = os.path.join(folder, "trajectories")
-    out: dict[int, list[str]] = {}
-    for name in files.names(below):
-        if match := re.fullmatch(r"rl_(\d+)(\.p\d+)?\.jsonl\.gz", name):
-            out.setdefault(int(match[1]), []).append(os.path.join(below, name))
-    return out
 
 
 def _trained(config: ml_collections.ConfigDict, batch: Sequence[Trajectory]) -> list[Trajectory]:

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,8 @@ from agentr1_jax import files
 from agentr1_jax.rollout.lines import common_prefix
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.runtime.metrics import read_metrics
-from agentr1_jax.trajectory import Trajectory, read_jsonl
+from agentr1_jax.trajectory import Trajectory
+from experiments import recordings
 from experiments.pod.engine import Engine
 from experiments.pod.model import Latency, Shape, Speeds, Work, draw_batch, lognormal_of
 from experiments.sources import stored_config
@@ -70,16 +70,8 @@ def read_run(folder: str, slots: int | None = None, parking: int | None = None) 
         prefill_width=c.prefill_width,
         prefill_rows=tuple(c.prefill_rows),
     )
-    found = _files(folder)
-    if not found:
-        raise UserError(f"{folder}: has recorded no RL batch yet (trajectories/rl_*.jsonl.gz)")
-    try:
-        batches = {
-            update: _groups([t for path in paths for t in read_jsonl(path)], shape.prefill_width)
-            for update, paths in sorted(found.items())
-        }
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    found = recordings.batches(folder)
+    batches = {update: _groups(recordings.read(paths), shape.prefill_width) for update, paths in found.items()}
     if not any(batches.values()):
         raise UserError(f"{folder}: its RL batches hold no trajectory with a response")
     path = os.path.join(folder, "metrics.jsonl")
@@ -87,16 +79,6 @@ def read_run(folder: str, slots: int | None = None, parking: int | None = None) 
     records = [r for r in read_metrics(path) if r.get("phase") == "rl"] if files.exists(path) else []
     metrics = {r["update"] - 1: r for r in records if r["update"] - 1 in batches}
     return Recording(folder, shape, max(map(len, found.values())), batches, metrics)
-
-
-def _files(folder: str) -> dict[int, list[str]]:
-    """The files of each recorded batch; several processes write one each."""
-    below = os.path.join(folder, "trajectories")
-    out: dict[int, list[str]] = {}
-    for name in files.names(below):
-        if match := re.fullmatch(r"rl_(\d+)(\.p\d+)?\.jsonl\.gz", name):
-            out.setdefault(int(match[1]), []).append(os.path.join(below, name))
-    return out
 
 
 def _groups(batch: Sequence[Trajectory], width: int) -> list[list[Work]]:
