@@ -137,12 +137,13 @@ class Step:
       logprobs: float32 [R], log-probabilities (nats) under the very distribution that was sampled from.
       reward: the step's reward; None while unknown (never silently 0).
       reward_parts: named parts of the reward, for logs.
-      observation: what the environment answered, as text.
+      observation: what the policy was told next, as text: what the environment answered, or where a summary follows
+        the request for it, whose step then has the answer.
       tool_calls: one record per parsed call: `name, arguments, ok, error, result`.
       state_key: anchor of the state the prompt ends with, given by the environment.
       context_rule: the rule that built `prompt_ids`.
       policy_version: number of updates the sampling parameters had seen.
-      info: anything else worth keeping; must be JSON.
+      info: anything else worth keeping; must be JSON. A step that says `"trained": False` is left out of the loss.
 
     Raises:
       ValueError: there is not one log-probability for each response id.

@@ -10,6 +10,26 @@ from ml_collections.config_dict import placeholder
 def get_config() -> ml_collections.ConfigDict:
     """The base config; not runnable by itself, since it names no task."""
     c = ConfigDict()
+    for section in (
+        _run,
+        _task,
+        _question_tasks,
+        _games,
+        _agent,
+        _policy,
+        _rollout,
+        _credit,
+        _loss,
+        _learner,
+        _phases,
+        _places,
+    ):
+        section(c)
+    return c.lock()
+
+
+def _run(c: ConfigDict) -> None:
+    """The run itself."""
     c.seed = 0  # keys every random choice
     c.run_dir = "runs/base"  # the run's folder, also gs://BUCKET/FOLDER; starting again resumes it
     c.updates = 100  # RL batches; 0 for a warm start alone
@@ -21,60 +41,87 @@ def get_config() -> ml_collections.ConfigDict:
     c.profile_updates = ""  # "a:b" writes a jax.profiler trace of RL batches a to b-1 to the run's folder
     c.compilation_cache = "{runs}/.programs"  # keeps compiled programs; {runs}: folder run_dir lies in; "" for none
 
+
+def _task(c: ConfigDict) -> None:
+    """What is practised."""
     c.task = ConfigDict()
-    c.task.name = ""  # hopworld | multihop | keydoor | frozenlake
-    c.task.top_k = 3  # passages a search returns
-    c.task.retriever = ConfigDict()  # multihop: what finds passages; see docs/search.md
-    c.task.retriever.kind = "bm25"  # bm25 | dense | http
-    c.task.retriever.index = ""  # bm25, dense: folder that keeps the index between runs; "" makes it at each start
-    c.task.retriever.encoder = ""  # dense: folder or hub id of a BERT, RoBERTa or XLM-RoBERTa checkpoint
-    c.task.retriever.pooling = "mean"  # dense: mean | cls: what of a text's hidden states is its vector
-    c.task.retriever.normalised = True  # dense: vectors have length 1 (E5, BGE); False for Contriever
-    c.task.retriever.query_prefix = ""  # dense: stands before a query; "query: " for E5
-    c.task.retriever.passage_prefix = ""  # dense: stands before a passage; "passage: " for E5
-    c.task.retriever.tokens = 512  # dense: of a text; what exceeds them is cut
-    c.task.retriever.dtype = "float32"  # dense: float32 | bfloat16, of activations and of vectors on the devices
-    c.task.retriever.url = ""  # http: of the server's search, e.g. http://localhost:8000/retrieve
-    c.task.retriever.seconds = 10.0  # http: time limit of a request
-    c.task.retriever.attempts = 1  # http: requests for one search; tools.attempts makes failed calls again, too
-    c.task.retriever.cache = 10_000  # http: answers kept in memory; 0 for none
-    c.task.rewards = ConfigDict()  # weights of the reward parts
+    c.task.name = ""  # a section below, mixture, or a task of task.file
+    c.task.file = ""  # a Python file of one's own that registers tasks; "" for none
+    c.task.args = ConfigDict()  # arguments of a task of task.file
+    c.task.data_dir = ""  # folder of real data; "" reads AGENTR1_DATA, then ../shared/data
+    c.task.mixture = ()  # mixture: its tasks and their weights, e.g. ("gsm8k=2", "countdown=1")
+    c.task.curriculum = ()  # steps allowed from an RL batch on, e.g. ("0:3", "40:6"); () for budget.max_steps always
+    c.task.top_k = 3  # hopworld, multihop: passages a search returns
+    c.task.rewards = ConfigDict()  # weights of the reward parts; a task reads those that it has
     c.task.rewards.answer = 1.0  # exact match of the final answer
     c.task.rewards.f1 = 0.0  # F1 of the final answer
     c.task.rewards.format = 0.1  # raw part is -1 for an ill-formed step
     c.task.rewards.gold_passage = 0.1  # for each gold passage first retrieved
     c.task.rewards.repeated_query = -0.1  # for each call made before
-    c.task.rewards.goal = 1.0  # keydoor, frozenlake: what the end pays; the parts above are of the question tasks
-    c.task.rewards.side = 1.0  # keydoor, frozenlake: what is paid on the way
-    c.task.reward = "weighted"  # multihop: weighted (task.rewards) | agentr1_v1 (fixed); see docs/data.md
-    c.task.reward_functions = ()  # multihop: functions of one's own that are paid too, e.g. ("my_rewards:brevity=0.2",)
-    c.task.questions_per_world = 16  # hopworld: questions asked of one world
-    c.task.flaws = ConfigDict()  # hopworld: rates of the expert's flawed decisions
-    c.task.flaws.bridge_answer = 0.52  # answers with what is at hand instead of one more lookup
-    c.task.flaws.skip_hop = 0.06  # asks the present subject for what only the next one can tell
-    c.task.flaws.repeat_query = 0.06  # sends a query again
-    c.task.flaws.malformed_call = 0.06  # forgets a brace of the call
-    c.task.data_dir = ""  # multihop: folder of the data; "" reads AGENTR1_DATA, then ../shared/data
-    c.task.datasets = ("hotpotqa", "2wikimultihopqa")  # multihop: whose questions and passages
-    c.task.eval_datasets = ()  # multihop: whose questions evaluate; () for those of task.datasets
-    c.task.corpus = "full"  # multihop: full | mini
-    c.task.files = ConfigDict()  # multihop: read in place of the data folder's; see docs/data.md
-    c.task.files.train = ()  # paths; ~ and {data} are replaced
-    c.task.files.eval = ()
-    c.task.files.corpus = ()  # further passages to search
-    c.task.mixture = ()  # multihop: weights of the data sets in training, e.g. ("hotpotqa=1", ...); () for by size
-    c.task.held_out = 0  # multihop: training questions of each data set below that are the split held_out instead
-    c.task.held_out_datasets = ()  # multihop: () for all training data sets
-    c.task.instruction = ""  # multihop: what follows the question in the prompt; "" for the task's own
-    c.task.passage_characters = 0  # multihop: longest text of a passage in a search result; 0 for no limit
-    c.task.mistakes = 0.7  # keydoor, frozenlake: probability that the expert errs, at each step
-    c.task.rooms = 5  # keydoor: between the key and the door; an episode has two steps more
-    c.task.key_count = 3  # keydoor: in the first room, one of which fits
-    c.task.noise = 0.3  # keydoor: a thing pays its mean plus or minus this
-    c.task.size = 4  # frozenlake: cells of a side
-    c.task.holes = 0.2  # frozenlake: share of the cells
-    c.task.slip = 0.0  # frozenlake: probability that a step slides to a side; 2/3 is Gymnasium's slippery lake
+    c.task.rewards.goal = 1.0  # games: what the end pays
+    c.task.rewards.side = 1.0  # games: what is paid on the way
 
+
+def _question_tasks(c: ConfigDict) -> None:
+    """Tasks that are answered."""
+    c.task.hopworld = ConfigDict()  # multi-hop questions about procedural worlds
+    c.task.hopworld.questions_per_world = 16  # questions asked of one world
+    c.task.hopworld.flaws = ConfigDict()  # rates of the expert's flawed decisions
+    c.task.hopworld.flaws.bridge_answer = 0.52  # answers with what is at hand instead of one more lookup
+    c.task.hopworld.flaws.skip_hop = 0.06  # asks the present subject for what only the next one can tell
+    c.task.hopworld.flaws.repeat_query = 0.06  # sends a query again
+    c.task.hopworld.flaws.malformed_call = 0.06  # forgets a brace of the call
+
+    c.task.multihop = ConfigDict()  # real multi-hop questions
+    c.task.multihop.datasets = ("hotpotqa", "2wikimultihopqa")  # whose questions and passages
+    c.task.multihop.eval_datasets = ()  # whose questions evaluate; () for those of task.multihop.datasets
+    c.task.multihop.corpus = "full"  # full | mini
+    c.task.multihop.files = ConfigDict()  # read in place of the data folder's; see docs/data.md
+    c.task.multihop.files.train = ()  # paths; ~ and {data} are replaced
+    c.task.multihop.files.eval = ()
+    c.task.multihop.files.corpus = ()  # further passages to search
+    c.task.multihop.mixture = ()  # weights of the data sets in training, e.g. ("hotpotqa=1", ...); () for by size
+    c.task.multihop.held_out = 0  # training questions of each data set below that are the split held_out instead
+    c.task.multihop.held_out_datasets = ()  # () for all training data sets
+    c.task.multihop.instruction = ""  # what follows the question in the prompt; "" for the task's own
+    c.task.multihop.passage_characters = 0  # longest text of a passage in a search result; 0 for no limit
+    c.task.multihop.reward = "weighted"  # weighted (task.rewards) | agentr1_v1 (fixed); see docs/data.md
+    c.task.multihop.reward_functions = ()  # of one's own that are paid too, e.g. ("my_rewards:brevity=0.2",)
+    c.task.multihop.retriever = ConfigDict()  # what finds passages; see docs/search.md
+    c.task.multihop.retriever.kind = "bm25"  # bm25 | dense | http
+    c.task.multihop.retriever.index = ""  # bm25, dense: folder that keeps the index between runs; "" for none
+    c.task.multihop.retriever.encoder = ""  # dense: folder or hub id of a BERT, RoBERTa or XLM-RoBERTa checkpoint
+    c.task.multihop.retriever.pooling = "mean"  # dense: mean | cls: what of a text's hidden states is its vector
+    c.task.multihop.retriever.normalised = True  # dense: vectors have length 1 (E5, BGE); False for Contriever
+    c.task.multihop.retriever.query_prefix = ""  # dense: stands before a query; "query: " for E5
+    c.task.multihop.retriever.passage_prefix = ""  # dense: stands before a passage; "passage: " for E5
+    c.task.multihop.retriever.tokens = 512  # dense: of a text; what exceeds them is cut
+    c.task.multihop.retriever.dtype = "float32"  # dense: float32 | bfloat16, of activations and of vectors on devices
+    c.task.multihop.retriever.url = ""  # http: of the server's search, e.g. http://localhost:8000/retrieve
+    c.task.multihop.retriever.seconds = 10.0  # http: time limit of a request
+    c.task.multihop.retriever.attempts = (
+        1  # http: requests for one search; tools.attempts makes failed calls again, too
+    )
+    c.task.multihop.retriever.cache = 10_000  # http: answers kept in memory; 0 for none
+
+
+def _games(c: ConfigDict) -> None:
+    """Tasks that are played."""
+    c.task.keydoor = ConfigDict()  # a key picked up at first, for a door at the end
+    c.task.keydoor.mistakes = 0.7  # probability that the expert errs, at each step
+    c.task.keydoor.rooms = 5  # between the key and the door; an episode has two steps more
+    c.task.keydoor.key_count = 3  # in the first room, one of which fits
+    c.task.keydoor.noise = 0.3  # a thing pays its mean plus or minus this
+
+    c.task.frozenlake = ConfigDict()  # over the ice, past the holes
+    c.task.frozenlake.mistakes = 0.7  # probability that the expert errs, at each step
+    c.task.frozenlake.size = 4  # cells of a side
+    c.task.frozenlake.holes = 0.2  # share of the cells
+    c.task.frozenlake.slip = 0.0  # probability that a step slides to a side; 2/3 is Gymnasium's slippery lake
+
+
+def _agent(c: ConfigDict) -> None:
+    """Tools, and how the policy speaks to them."""
     c.tools = ConfigDict()  # limits of every tool call; 0 for none
     c.tools.seconds = 30.0  # of a call
     c.tools.attempts = 3  # of a call that fails for no fault of the policy
@@ -91,6 +138,26 @@ def get_config() -> ml_collections.ConfigDict:
     c.agent.dialect = "auto"  # how calls are written: hermes | llama3 | code | react; auto: as the tokenizer's template
     c.agent.tell_tools = True  # describes the tools in the first prompt; a policy taught by demonstrations knows them
 
+    c.budget = ConfigDict()  # see Budget in agentr1_jax/trajectory.py
+    c.budget.max_steps = 5
+    c.budget.response_tokens = 64
+    c.budget.observation_tokens = 128
+    c.budget.context_tokens = 512
+    c.budget.trajectory_tokens = 4096
+    c.budget.on_response_cut = "end"  # end | continue
+    c.budget.final_answer_step = False
+    c.budget.step_seconds = placeholder(float)  # none unless set
+    c.budget.trajectory_seconds = placeholder(float)
+
+    c.context = ConfigDict()  # how the next prompt is built; see docs/context.md
+    c.context.rule = "append"  # append | window(k) | token_budget(n) | evidence | strip_thinking | summary(turns)
+    c.context.file = ""  # a Python file of one's own that registers rules; "" for none
+    c.context.summary_tokens = 64  # summary: most tokens of one
+    c.context.train_summary = True  # False leaves summaries out of the loss (to compare)
+
+
+def _policy(c: ConfigDict) -> None:
+    """Tokenizer and model."""
     c.tokenizer = ConfigDict()
     c.tokenizer.path = ""  # Hugging Face folder or hub id, or SentencePiece *.model; "" trains one; {data}: data folder
     c.tokenizer.vocab_size = 1024  # of the trained one
@@ -115,18 +182,9 @@ def get_config() -> ml_collections.ConfigDict:
     c.policy.lora.targets = ("query", "key", "value", "out", "gate", "up", "down")
     c.critic = "none"  # none | shared_trunk: a value head on the policy's trunk | separate: on a decoder of its own
 
-    c.budget = ConfigDict()  # see Budget in agentr1_jax/trajectory.py
-    c.budget.max_steps = 5
-    c.budget.response_tokens = 64
-    c.budget.observation_tokens = 128
-    c.budget.context_tokens = 512
-    c.budget.trajectory_tokens = 4096
-    c.budget.on_response_cut = "end"  # end | continue
-    c.budget.final_answer_step = False
-    c.budget.step_seconds = placeholder(float)  # none unless set
-    c.budget.trajectory_seconds = placeholder(float)
-    c.context = "append"  # append | window(k)
 
+def _rollout(c: ConfigDict) -> None:
+    """Sampling."""
     c.rollout = ConfigDict()
     c.rollout.groups = 16  # task rows per batch, over all processes
     c.rollout.samples = 8  # trajectories per row
@@ -150,6 +208,9 @@ def get_config() -> ml_collections.ConfigDict:
     c.rollout.staleness = 0  # RL batches by which rollouts may run ahead of the learner; see docs/rollout.md
     c.rollout.refills = 0  # most further groups sampled in a batch in place of those whose returns are all equal
 
+
+def _credit(c: ConfigDict) -> None:
+    """From rewards to advantages."""
     c.credit = ConfigDict()
     c.credit.name = "grpo"  # a scheme of agentr1_jax/credit, or of credit.file
     c.credit.file = ""  # a Python file of one's own whose functions carry @register; "" for none
@@ -177,6 +238,9 @@ def get_config() -> ml_collections.ConfigDict:
     c.shaping.overlong_unit = "step"  # step | trajectory: whose tokens
     c.shaping.scale_returns = False  # divides rewards by the running std of returns
 
+
+def _loss(c: ConfigDict) -> None:
+    """From advantages to gradients."""
     c.loss = ConfigDict()
     c.loss.ratio = "token"  # token | step | trajectory | capo (the last two take one more forward pass per update)
     c.loss.clip = "ppo"  # ppo | asymmetric | dual | cispo | sapo | none
@@ -206,6 +270,9 @@ def get_config() -> ml_collections.ConfigDict:
     c.correction.low = 0.5  # bounds of icepop and mask_sequence
     c.correction.high = 2.0
 
+
+def _learner(c: ConfigDict) -> None:
+    """Rows, and the optimizer."""
     c.learner = ConfigDict()
     c.learner.packing = "chains"  # chains | tree | steps | padded
     c.learner.row_tokens = 512  # length of a packed row
@@ -232,6 +299,9 @@ def get_config() -> ml_collections.ConfigDict:
     c.optimizer.weight_decay = 0.0
     c.optimizer.max_grad_norm = 1.0  # 0 for no clipping
 
+
+def _phases(c: ConfigDict) -> None:
+    """What comes before RL, and beside it."""
     c.pretrain = ConfigDict()  # on texts of the task, before the warm start
     c.pretrain.updates = 0  # 0 for none
     c.pretrain.texts = 100_000  # most texts of the task
@@ -254,6 +324,9 @@ def get_config() -> ml_collections.ConfigDict:
     c.eval.every = 10  # RL batches between evaluations
     c.eval.quick_questions = 64  # questions of those evaluations
 
+
+def _places(c: ConfigDict) -> None:
+    """Processes and devices."""
     c.processes = ConfigDict()  # where there are several; see docs/launching.md
     c.processes.start_seconds = 300  # in which all of them must have started
     c.processes.heartbeat_seconds = 30  # one that was silent for so long counts as lost, and the others end
@@ -264,4 +337,3 @@ def get_config() -> ml_collections.ConfigDict:
     c.mesh.tensor = 1
     c.mesh.rollout_devices = 0  # of each process, for rollouts alone; 0: learner and engine share all
     c.mesh.rollout_processes = 1  # consecutive processes that share one engine, in lockstep; for large models
-    return c.lock()

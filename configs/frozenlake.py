@@ -21,7 +21,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.updates = 80
     c.warm_start_updates = 200
     c.task.name = "frozenlake"
-    c.task.mistakes = 0.65
+    c.task.frozenlake.mistakes = 0.65
     c.tokenizer.vocab_size = 464  # every word is one piece
     c.policy.preset = "tiny"
     c.policy.width = 64

@@ -21,8 +21,8 @@ def get_config() -> ml_collections.ConfigDict:
     c.updates = 80
     c.warm_start_updates = 200
     c.task.name = "keydoor"
-    c.task.mistakes = 0.75
-    c.task.noise = 0.5
+    c.task.keydoor.mistakes = 0.75
+    c.task.keydoor.noise = 0.5
     c.tokenizer.vocab_size = 448  # every word is one piece
     c.policy.preset = "tiny"
     c.policy.width = 64

@@ -24,12 +24,12 @@ def get_config() -> ml_collections.ConfigDict:
     c.updates = 40
     c.warm_start_updates = 1200
     c.task.name = "multihop"
-    c.task.eval_datasets = ("hotpotqa", "2wikimultihopqa", "musique")
-    c.task.held_out = 400
-    c.task.held_out_datasets = ("2wikimultihopqa",)
-    c.task.instruction = "Search, then answer."
+    c.task.multihop.eval_datasets = ("hotpotqa", "2wikimultihopqa", "musique")
+    c.task.multihop.held_out = 400
+    c.task.multihop.held_out_datasets = ("2wikimultihopqa",)
+    c.task.multihop.instruction = "Search, then answer."
     c.task.top_k = 2
-    c.task.passage_characters = 192  # names are mostly told in the first sentence
+    c.task.multihop.passage_characters = 192  # names are mostly told in the first sentence
     c.task.rewards.answer = 0.1  # a policy of this size guesses: much of it is noise
     c.task.rewards.gold_passage = 0.25
     c.task.rewards.repeated_query = 0.0  # else trying once more costs before it pays

@@ -127,10 +127,18 @@ def agent(config: ml_collections.ConfigDict, task: Task, tokenizer: Tokenizer) -
             f"tokenizer.path: {tokenizer.name} has {len(tokenizer.stop_ids)} stop ids, the engine knows at most "
             f"{EngineConfig.stop_sequences}; shorten eos_token_id in its generation_config.json"
         )
-    rule = context_rule(config.context)
-    lenient = config.tools.lenient
-    tell = config.agent.tell_tools
-    return EnvLoop(task.env, tokenizer, chat, rule, config.context, budget(config), dialect, lenient, tell)
+    return EnvLoop(
+        task.env,
+        tokenizer,
+        chat,
+        context_rule(config.context.rule),
+        budget(config),
+        dialect,
+        lenient=config.tools.lenient,
+        tell_tools=config.agent.tell_tools,
+        summary_tokens=config.context.summary_tokens,
+        train_summaries=config.context.train_summary,
+    )
 
 
 def policy(config: ml_collections.ConfigDict, tokenizer: Tokenizer | None) -> DecoderConfig:
@@ -253,9 +261,21 @@ def credit_args(config: ml_collections.ConfigDict) -> dict[str, Any]:
 def credit_room(config: ml_collections.ConfigDict) -> dict[str, int]:
     """Capacities of a `CreditBatch`: the most trajectories, steps and tokens of a batch."""
     trajectories = config.rollout.groups * config.rollout.samples
-    steps = trajectories * (config.budget.max_steps + config.budget.final_answer_step)
-    of_step = config.budget.response_tokens if reads(config) == "sampled" else config.budget.context_tokens
+    steps = trajectories * most_steps(config)
+    of_step = most_sampled(config) if reads(config) == "sampled" else config.budget.context_tokens
     return {"trajectories": trajectories, "steps": steps, "tokens": steps * of_step}
+
+
+def most_steps(config: ml_collections.ConfigDict) -> int:
+    """The most steps of a trajectory, summaries among them; none of these follows the last step."""
+    steps = config.budget.max_steps + config.budget.final_answer_step
+    return steps if context_rule(config.context.rule).due is None else 2 * steps
+
+
+def most_sampled(config: ml_collections.ConfigDict) -> int:
+    """The most tokens that one step samples."""
+    sums_up = context_rule(config.context.rule).due is not None
+    return max(config.budget.response_tokens, config.context.summary_tokens if sums_up else 0)
 
 
 def learns_values(config: ml_collections.ConfigDict) -> bool:
@@ -403,10 +423,10 @@ def learner_state(config: ml_collections.ConfigDict, policy: DecoderConfig, mesh
 def microbatches(config: ml_collections.ConfigDict, trajectories: int) -> int:
     """Microbatches that the worst packing of so many trajectories fills; the update loops over those that hold data."""
     segments = 1
-    steps = config.budget.max_steps + config.budget.final_answer_step
-    branches = config.context != "append" or config.learner.packing in ("steps", "padded")
+    steps = most_steps(config)
+    branches = config.context.rule != "append" or config.learner.packing in ("steps", "padded")
     # Reads beyond a row cut a chain, too.
-    if branches or steps * config.budget.response_tokens >= config.learner.row_reads:
+    if branches or steps * most_sampled(config) >= config.learner.row_reads:
         segments = steps + 1
     return -(-trajectories * segments // config.learner.rows)
 

@@ -10,9 +10,9 @@ import ml_collections
 from jax.sharding import Mesh
 
 from agentr1_jax import files
-from agentr1_jax.agents.context import context_rule
+from agentr1_jax.agents.context import RULES, Rule, context_rule
 from agentr1_jax.agents.loop import EnvLoop
-from agentr1_jax.credit import Scheme, get_scheme, load_schemes
+from agentr1_jax.credit import SCHEMES, Scheme, get_scheme
 from agentr1_jax.envs.base import Observation, Row, Task
 from agentr1_jax.learner.correction import CORRECTIONS
 from agentr1_jax.learner.fill import AGGREGATES
@@ -56,9 +56,11 @@ def check(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | Non
     _check_places(config)
     try:
         build.budget(config)
-        context_rule(config.context)
+        if config.context.file:
+            RULES.load(config.context.file)
+        _check_context(config, context_rule(config.context.rule))
         if config.credit.file:
-            load_schemes(config.credit.file)
+            SCHEMES.load(config.credit.file)
         scheme, _ = get_scheme(config.credit.name, build.credit_args(config))
         build.shaping(config)
         build.loss_config(config)
@@ -104,6 +106,18 @@ def _check_places(config: ml_collections.ConfigDict) -> None:
                 "mount the bucket and give the path there"
             )
         files.path(value)
+
+
+def _check_context(config: ml_collections.ConfigDict, rule: Rule) -> None:
+    """Keys that only the rule `summary` reads are set with it alone."""
+    c = config.context
+    if rule.due is not None and not 1 <= c.summary_tokens < config.budget.context_tokens:
+        raise UserError(
+            f"context.summary_tokens is {c.summary_tokens}; a summary has at least 1 token, and fewer than "
+            f"budget.context_tokens ({config.budget.context_tokens})"
+        )
+    if rule.due is None and not c.train_summary:
+        raise UserError(f"context.train_summary is False, and context.rule {rule.name!r} has no summaries")
 
 
 def _check_credit(config: ml_collections.ConfigDict, scheme: Scheme) -> None:
@@ -246,10 +260,12 @@ def _check_lengths(config: ml_collections.ConfigDict) -> None:
             f"rollout.length ({config.rollout.length}) is less than budget.context_tokens "
             f"({config.budget.context_tokens}): a step would not fit the cache"
         )
-    if config.learner.row_reads <= config.budget.response_tokens:
+    sampled = build.most_sampled(config)
+    if config.learner.row_reads <= sampled:
+        key = "budget.response_tokens" if sampled == config.budget.response_tokens else "context.summary_tokens"
         raise UserError(
-            f"learner.row_reads is {config.learner.row_reads}; a step can have {config.budget.response_tokens} "
-            "(budget.response_tokens), and one more for the critic"
+            f"learner.row_reads is {config.learner.row_reads}; a step can have {sampled} ({key}), and one more for the "
+            "critic"
         )
 
 
@@ -305,10 +321,11 @@ def _check_lockstep(config: ml_collections.ConfigDict, processes: int) -> None:
             f"mesh.rollout_processes is {together} and mesh.rollout_devices is {config.mesh.rollout_devices}: an "
             "engine over several processes uses all their devices; set one of them only"
         )
-    if config.task.retriever.kind == "dense":
+    if config.task.multihop.retriever.kind == "dense":
         raise UserError(
-            f"mesh.rollout_processes is {together} and task.retriever.kind is 'dense': its searches would run on the "
-            "devices of the process that leads, and all others wait; serve it elsewhere (task.retriever.kind=http)"
+            f"mesh.rollout_processes is {together} and task.multihop.retriever.kind is 'dense': its searches would run "
+            "on the devices of the process that leads, and all others wait; serve it elsewhere "
+            "(task.multihop.retriever.kind=http)"
         )
 
 

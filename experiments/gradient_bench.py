@@ -21,7 +21,7 @@ from absl import flags
 from rich.console import Console
 from rich.table import Table
 
-from agentr1_jax.credit import SCHEMES, load_schemes
+from agentr1_jax.credit import SCHEMES
 from agentr1_jax.learner.fill import AGGREGATES
 from agentr1_jax.learner.ratios import RATIOS
 from agentr1_jax.report.gradients import plot_gradients
@@ -136,7 +136,7 @@ def write(folder: str, rows: Sequence[Row], notes: str) -> None:
 def own_schemes(path: str) -> None:
     """Registers the schemes of a user's file. Raises UserError if it cannot be read."""
     try:
-        load_schemes(path)
+        SCHEMES.load(path)
     except ValueError as error:
         raise UserError(str(error)) from error
 

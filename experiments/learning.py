@@ -139,7 +139,7 @@ def learn(
     advantages, targets, has_target = _credit(run, learner, streams, baseline)
     minibatch = np.repeat(np.arange(len(parts)), [len(p.token_read) for p in packs])
     minibatch = np.concatenate([g["m"] for g in processes.all_gather_arrays({"m": minibatch})])
-    trained = streams.trained[streams.token_trajectory]
+    trained = streams.trained[streams.token_step]
     spoken = trained & (streams.is_action | (not c.learner.loss_mask))
     per_token = {
         "advantage": advantages[mine],

@@ -33,7 +33,7 @@ KEYS = {
     ),
     "http": ("url", "seconds", "attempts", "cache"),
 }
-"""Keys of `task.retriever` that each kind reads."""
+"""Keys of `task.multihop.retriever` that each kind reads."""
 
 NEEDED = {"dense": "encoder", "http": "url"}
 
@@ -56,28 +56,30 @@ def check_retriever(config: ml_collections.ConfigDict) -> None:
     """Refuses what cannot work, before anything is read.
 
     Raises:
-      UserError: names the keys of `task.retriever` and what to do.
+      UserError: names the keys of `task.multihop.retriever` and what to do.
     """
-    c, default = config.task.retriever, base.get_config().task.retriever
+    c, default = config.task.multihop.retriever, base.get_config().task.multihop.retriever
     if c.kind not in KEYS:
-        raise UserError(f"task.retriever.kind is {c.kind!r}; choose one of {', '.join(KEYS)}")
+        raise UserError(f"task.multihop.retriever.kind is {c.kind!r}; choose one of {', '.join(KEYS)}")
     needed = NEEDED.get(c.kind)
     if needed and not c[needed]:
-        raise UserError(f"task.retriever.kind is {c.kind!r}, which needs task.retriever.{needed}; set it")
+        raise UserError(
+            f"task.multihop.retriever.kind is {c.kind!r}, which needs task.multihop.retriever.{needed}; set it"
+        )
     for key, value in c.items():
         if key != "kind" and key not in KEYS[c.kind] and value != default[key]:
             kinds = " or ".join(repr(kind) for kind, keys in KEYS.items() if key in keys)
             raise UserError(
-                f"task.retriever.{key} is {value!r}, which only kind {kinds} reads; task.retriever.kind is {c.kind!r}: "
-                "change one of them"
+                f"task.multihop.retriever.{key} is {value!r}, which only kind {kinds} reads; "
+                f"task.multihop.retriever.kind is {c.kind!r}: change one of them"
             )
     for key, known in (("pooling", POOLINGS), ("dtype", DTYPES)):
         if c[key] not in known:
-            raise UserError(f"task.retriever.{key} is {c[key]!r}; choose one of {', '.join(known)}")
+            raise UserError(f"task.multihop.retriever.{key} is {c[key]!r}; choose one of {', '.join(known)}")
 
 
 def make_retriever(config: ml_collections.ConfigDict, corpus: Corpus, dispatch: Dispatch = at_once) -> Retriever:
-    """The retriever that `config.task.retriever` names, over a corpus (`http` has its own, but takes its ids).
+    """The retriever that `config.task.multihop.retriever` names, over a corpus (`http` has its own, but takes its ids).
 
     A dense one computes the corpus's vectors here, unless its index has them, and compiles what searches need.
 
@@ -90,7 +92,7 @@ def make_retriever(config: ml_collections.ConfigDict, corpus: Corpus, dispatch: 
       UserError: the keys do not fit each other, or what they name cannot be used.
     """
     check_retriever(config)
-    c = config.task.retriever
+    c = config.task.multihop.retriever
     index = os.path.join(os.path.expanduser(c.index), c.kind) if c.index else ""
     try:
         if c.kind == "http":
@@ -99,11 +101,11 @@ def make_retriever(config: ml_collections.ConfigDict, corpus: Corpus, dispatch: 
             return build_or_load(corpus, index)
         return _dense(config, corpus, index, dispatch)
     except (ValueError, OSError) as error:
-        raise UserError(f"task.retriever: {error}") from error
+        raise UserError(f"task.multihop.retriever: {error}") from error
 
 
 def _dense(config: ml_collections.ConfigDict, corpus: Corpus, index: str, dispatch: Dispatch) -> Dense:
-    c = config.task.retriever
+    c = config.task.multihop.retriever
     embedder = Embedder(c.encoder, pooling=c.pooling, normalised=c.normalised, dtype=c.dtype, most_tokens=c.tokens)
     passages = functools.partial(embedder.embed, prefix=c.passage_prefix)
     vectors = corpus_vectors(corpus, passages, f"{embedder.identity} {c.passage_prefix!r}", index)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import ml_collections
 
@@ -13,8 +15,12 @@ from agentr1_jax.envs.base import Task
 from agentr1_jax.envs.frozenlake import frozenlake_task
 from agentr1_jax.envs.hopworld.task import HopWorldTask
 from agentr1_jax.envs.keydoor import keydoor_task
+from agentr1_jax.envs.mixture import MixtureTask
 from agentr1_jax.envs.multihop import Files, MultihopTask, data_folder
+from agentr1_jax.envs.registry import TASKS
+from agentr1_jax.envs.shares import parse_weights
 from agentr1_jax.envs.tabular_task import REWARD_PARTS
+from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import processes
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.tools.base import Tool
@@ -25,10 +31,39 @@ from agentr1_jax.tools.search.dense import Dispatch, at_once
 from configs import base
 from experiments import retrieval
 
-MULTIHOP_KEYS = (
-    *("retriever", "datasets", "eval_datasets", "corpus", "files", "mixture", "held_out", "held_out_datasets"),
-    *("instruction", "passage_characters", "reward", "reward_functions"),
-)
+MIXTURE = "mixture"
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What a task is made with.
+
+    Attributes:
+      config: of the run.
+      wrap: puts the run's limits around a tool.
+      dispatch: runs what a dense retriever does on the devices.
+      weights: of those reward parts that the task has.
+    """
+
+    config: ml_collections.ConfigDict
+    wrap: Callable[[Tool], Tool]
+    dispatch: Dispatch
+    weights: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A task of this house.
+
+    Attributes:
+      make: makes it.
+      parts: the reward parts that it can have.
+      keys: of `task`, that it reads besides its own section and `task.rewards`.
+    """
+
+    make: Callable[[Setting], Task]
+    parts: Collection[str]
+    keys: Sequence[str] = ()
 
 
 def make_task(config: ml_collections.ConfigDict, meter: Meter | None = None, dispatch: Dispatch = at_once) -> Task:
@@ -43,62 +78,82 @@ def make_task(config: ml_collections.ConfigDict, meter: Meter | None = None, dis
       UserError: keys that make no sense, alone or together, or data that are missing or damaged.
     """
     c = config.task
-    _check_keys(config)
     try:
+        if c.file:
+            TASKS.load(c.file)
+        names = list(parse_weights(c.mixture, "task.mixture")) if c.name == MIXTURE else [c.name]
+        _check_names(config, names)
+        _check_keys(config, names)
         limits = config.tools.to_dict()
         limits.pop("lenient")  # Of the agent: it reads calls.
         tape = _tape(limits.pop("record"), limits.pop("replay"))
         wrap = functools.partial(wrapped, limits=ToolLimits(**limits), meter=meter or Meter(), tape=tape)
-        if c.name == "hopworld":
-            return HopWorldTask(
-                top_k=c.top_k,
-                questions_per_world=c.questions_per_world,
-                flaws=c.flaws.to_dict(),
-                reward_weights=_reward_weights(config, qa.PARTS),
-                wrap=wrap,
-            )
-        if c.name == "multihop":
-            return _multihop(config, wrap, dispatch)
-        if c.name in ("keydoor", "frozenlake") and config.warm_start.practice:
-            raise UserError(f"{c.name} has no split 'practice'; set warm_start.practice=0")
-        if c.name == "keydoor":
-            steps = c.rooms + 2
-            if config.budget.max_steps < steps:
-                raise UserError(
-                    f"keydoor: its door is {steps} steps away (task.rooms + 2), beyond budget.max_steps "
-                    f"({config.budget.max_steps}); raise it, or lower task.rooms"
-                )
-            weights = _reward_weights(config, REWARD_PARTS)
-            return keydoor_task(
-                rooms=c.rooms, key_count=c.key_count, noise=c.noise, mistakes=c.mistakes, reward_weights=weights
-            )
-        if c.name == "frozenlake":
-            weights = _reward_weights(config, REWARD_PARTS)
-            return frozenlake_task(size=c.size, holes=c.holes, slip=c.slip, mistakes=c.mistakes, reward_weights=weights)
+        made = {name: _make(config, name, wrap, dispatch) for name in names}
+        task = MixtureTask(made, c.mixture, config.seed) if c.name == MIXTURE else made[c.name]
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from error
-    raise UserError(f"unknown task.name {c.name!r}; choose 'hopworld', 'multihop', 'keydoor' or 'frozenlake'")
+    _check_practice(config, task)
+    return task
 
 
-def _multihop(config: ml_collections.ConfigDict, wrap: Callable[[Tool], Tool], dispatch: Dispatch) -> MultihopTask:
+def _make(config: ml_collections.ConfigDict, name: str, wrap: Callable[[Tool], Tool], dispatch: Dispatch) -> Task:
+    if name in KINDS:
+        kind = KINDS[name]
+        weights = {part: weight for part, weight in config.task.rewards.items() if part in kind.parts}
+        return kind.make(Setting(config, wrap, dispatch, weights))
+    make, args = TASKS[name], config.task.args.to_dict()
+    try:
+        inspect.signature(make).bind(wrap=wrap, **args)
+    except TypeError as error:
+        raise UserError(
+            f"task {name!r} of task.file: {error}; what makes it is called with wrap= and the keys of task.args "
+            f"({', '.join(args) or 'none'})"
+        ) from error
+    return make(wrap=wrap, **args)
+
+
+def _hopworld(s: Setting) -> Task:
+    c = s.config.task
+    return HopWorldTask(
+        top_k=c.top_k,
+        questions_per_world=c.hopworld.questions_per_world,
+        flaws=c.hopworld.flaws.to_dict(),
+        reward_weights=s.weights,
+        wrap=s.wrap,
+    )
+
+
+def _keydoor(s: Setting) -> Task:
+    c, most = s.config.task.keydoor, s.config.budget.max_steps
+    if most < c.rooms + 2:
+        raise UserError(
+            f"keydoor: its door is {c.rooms + 2} steps away (task.keydoor.rooms + 2), beyond budget.max_steps "
+            f"({most}); raise it, or lower task.keydoor.rooms"
+        )
+    return keydoor_task(**c.to_dict(), reward_weights=s.weights)
+
+
+def _frozenlake(s: Setting) -> Task:
+    return frozenlake_task(**s.config.task.frozenlake.to_dict(), reward_weights=s.weights)
+
+
+def _multihop(s: Setting) -> MultihopTask:
     """The task of real questions. Raises UserError, or what `MultihopTask` raises."""
-    c, default = config.task, base.get_config().task
-    if config.warm_start_updates and not config.warm_start.run and config.warm_start.practice:
-        raise UserError("multihop has no split 'practice'; set warm_start.practice=0")
+    config = s.config
+    c, default = config.task.multihop, base.get_config().task
     for split, key in (("train", "datasets"), ("eval", "eval_datasets")):
-        if c.files[split] and c[key] != default[key]:
+        if c.files[split] and c[key] != default.multihop[key]:
             raise UserError(
-                f"task.files.{split} names the files that are read, whatever their data sets are, and task.{key} is "
-                f"{c[key]}; leave one of them out"
+                f"task.multihop.files.{split} names the files that are read, whatever their data sets are, and "
+                f"task.multihop.{key} is {c[key]}; leave one of them out"
             )
     retrieval.check_retriever(config)
-    weights = _reward_weights(config, qa.PARTS)
     if c.reward != "weighted":
-        changed = [name for name, weight in weights.items() if weight not in (0, default.rewards[name])]
+        changed = [name for name, weight in s.weights.items() if weight not in (0, default.rewards[name])]
         if changed:
-            raise UserError(f"task.reward {c.reward!r} has fixed weights; leave out task.rewards.{changed[0]}")
+            raise UserError(f"task.multihop.reward {c.reward!r} has fixed weights; leave out task.rewards.{changed[0]}")
     task = MultihopTask(
-        data_dir=c.data_dir,
+        data_dir=config.task.data_dir,
         datasets=c.datasets,
         eval_datasets=c.eval_datasets or None,
         corpus=c.corpus,
@@ -107,19 +162,19 @@ def _multihop(config: ml_collections.ConfigDict, wrap: Callable[[Tool], Tool], d
         held_out=c.held_out,
         held_out_datasets=c.held_out_datasets,
         instruction=c.instruction,
-        top_k=c.top_k,
+        top_k=config.task.top_k,
         passage_characters=c.passage_characters,
-        retriever_factory=functools.partial(retrieval.make_retriever, config, dispatch=dispatch),
-        reward_weights=weights if c.reward == "weighted" else None,
+        retriever_factory=functools.partial(retrieval.make_retriever, config, dispatch=s.dispatch),
+        reward_weights=s.weights if c.reward == "weighted" else None,
         reward=c.reward,
         reward_functions=c.reward_functions,
         seed=config.seed,
-        wrap=wrap,
+        wrap=s.wrap,
     )
     if not task.corpus and c.retriever.kind != "http":
         raise UserError(
-            f"the question files bring no passages, and task.retriever.kind {c.retriever.kind!r} has to search some; "
-            "name a corpus in task.files.corpus"
+            f"the question files bring no passages, and task.multihop.retriever.kind {c.retriever.kind!r} has to "
+            "search some; name a corpus in task.multihop.files.corpus"
         )
     return task
 
@@ -130,28 +185,59 @@ def _paths(config: ml_collections.ConfigDict, paths: Iterable[str]) -> Iterator[
         yield path.replace("{data}", os.fspath(data_folder(config.task.data_dir))) if "{data}" in path else path
 
 
-def _check_keys(config: ml_collections.ConfigDict) -> None:
-    """Refuses keys that only the task `multihop` reads, where another one is to run."""
+KINDS: Mapping[str, Kind] = {
+    "hopworld": Kind(_hopworld, qa.PARTS, ("top_k",)),
+    "multihop": Kind(_multihop, qa.PARTS, ("top_k",)),
+    "keydoor": Kind(_keydoor, REWARD_PARTS),
+    "frozenlake": Kind(_frozenlake, REWARD_PARTS),
+}
+
+
+def _check_names(config: ml_collections.ConfigDict, names: Sequence[str]) -> None:
+    c, known = config.task, [*KINDS, MIXTURE, *TASKS]
+    for name in names:
+        if name not in known or (c.name == MIXTURE and name == MIXTURE):
+            where = "task.mixture" if c.name == MIXTURE else "task.name"
+            raise UserError(f"unknown task {name!r} in {where}; choose among {', '.join(known)}, or set task.file")
+    if c.name == MIXTURE and not names:
+        raise UserError("task.name is mixture, and task.mixture is empty; write e.g. ('hopworld=2', 'keydoor=1')")
+    if c.name != MIXTURE and c.mixture:
+        raise UserError(f"task.mixture is {c.mixture!r}, which only task 'mixture' reads, and task.name is {c.name!r}")
+
+
+def _check_keys(config: ml_collections.ConfigDict, names: Sequence[str]) -> None:
+    """Refuses keys that none of the tasks that are to run reads."""
     c, default = config.task, base.get_config().task
-    for key in MULTIHOP_KEYS if c.name != "multihop" else ():
-        inner = [f"{key}.{name}" for name in c[key]] if isinstance(c[key], ml_collections.ConfigDict) else [key]
-        for name in inner:
-            if c[name] != default[name]:
-                raise UserError(
-                    f"task.{name} is {c[name]!r}, which only task 'multihop' reads, and task.name is {c.name!r}"
-                )
-
-
-def _reward_weights(config: ml_collections.ConfigDict, parts: Collection[str]) -> dict[str, float]:
-    """Weights of a task's reward parts. Raises UserError where a part is weighted that the task does not have."""
-    given, default = config.task.rewards.to_dict(), base.get_config().task.rewards.to_dict()
-    for name, weight in given.items():
-        if name not in parts and weight != default[name]:
+    kinds = [KINDS[name] for name in names if name in KINDS]
+    parts = list(dict.fromkeys(part for kind in kinds for part in kind.parts))
+    read = {key for kind in kinds for key in kind.keys}
+    here = f"task.name is {c.name!r}" if c.name != MIXTURE else f"the tasks are {', '.join(names)}"
+    for key, reader in (*((name, name) for name in KINDS), *((k, n) for n, kind in KINDS.items() for k in kind.keys)):
+        if key in read or key in names:
+            continue
+        mine, theirs = (dict(configs.flatten({key: of[key]})) for of in (c.to_dict(), default.to_dict()))
+        for name, value in mine.items():
+            if value != theirs[name]:
+                raise UserError(f"task.{name} is {value!r}, which only task {reader!r} reads, and {here}")
+    for name, weight in c.rewards.items():
+        if name not in parts and weight != default.rewards[name]:
             raise UserError(
-                f"task.rewards.{name} is {weight}, but task {config.task.name!r} has no such reward part; it has "
-                f"{', '.join(parts)}"
+                f"task.rewards.{name} is {weight}, but task {', '.join(map(repr, names))} has no such reward part; it "
+                f"has {', '.join(parts) or 'none that are weighted there'}"
             )
-    return {name: weight for name, weight in given.items() if name in parts}
+    if c.args and all(name in KINDS for name in names):
+        raise UserError(f"task.args has {', '.join(c.args)}, which only a task of task.file reads, and {here}")
+
+
+def _check_practice(config: ml_collections.ConfigDict, task: Task) -> None:
+    """Practice in the warm start needs a split of that name."""
+    c = config.warm_start
+    if not config.warm_start_updates or c.run or not c.practice:
+        return
+    try:
+        task.row("practice", 0)
+    except ValueError as error:
+        raise UserError(f"{task.name} has no split 'practice'; set warm_start.practice=0 ({error})") from error
 
 
 def _tape(record: str, replay: str) -> Recording | Replay | None:

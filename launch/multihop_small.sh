@@ -31,7 +31,7 @@ train "$out/warm_start" --config="configs/$config.py" --config.updates=0
 evaluate "$out/warm_start" --modes=agent,rag --baselines=checkpoint
 # Of RL alone: three questions of 2Wiki for one of HotpotQA; less noise of mistyped names in what is sampled; and, where
 # there is a KL, enough of it to keep the policy from drifting by noise.
-rl=(--config.task.mixture="('hotpotqa=1', '2wikimultihopqa=3')" --config.rollout.temperature=0.85 --config.kl.coef=0.01)
+rl=(--config.task.multihop.mixture="('hotpotqa=1', '2wikimultihopqa=3')" --config.rollout.temperature=0.85 --config.kl.coef=0.01)
 rows=("Naive RAG=$out/warm_start/evaluation:rag" "warm start=$out/warm_start/evaluation:agent")
 
 for name in grpo:GRPO ppo_token:PPO ppo_step:StepPO reinforce_pp:REINFORCE++ gigpo:GiGPO; do

@@ -28,6 +28,7 @@ MOST_MAPPINGS = 30_000
 
 # Tests assert no times: a busy machine must not fail them.
 hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile("fixed", hypothesis.settings.get_profile("untimed"), derandomize=True)
 hypothesis.settings.load_profile("untimed")
 
 
@@ -119,10 +120,10 @@ def bucket(_served: None) -> str:
 
 
 @pytest.fixture
-def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A copy of the registry of credit schemes, which the test may change."""
+def registry(monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Any]:
+    """The registry of credit schemes, which the test may change."""
     from agentr1_jax.credit import SCHEMES  # Not before the hook that checks annotations is in place.
 
-    schemes = dict(SCHEMES)
-    monkeypatch.setattr("agentr1_jax.credit.registry.SCHEMES", schemes)
-    return schemes
+    for attribute in ("_entries", "_files"):
+        monkeypatch.setattr(SCHEMES, attribute, dict(getattr(SCHEMES, attribute)))
+    return SCHEMES

@@ -86,7 +86,7 @@ class ScriptedEnv:
 
 def loop(make_env, rule: str = "append", **budget) -> EnvLoop:
     """The default agent on environments like this one."""
-    return EnvLoop(make_env, TOKENIZER, CHAT, context_rule(rule), rule, Budget(**BUDGET | budget))
+    return EnvLoop(make_env, TOKENIZER, CHAT, context_rule(rule), Budget(**BUDGET | budget))
 
 
 def play(texts: Sequence[str], env, rule: str = "append", row=ROW, **budget):

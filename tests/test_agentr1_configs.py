@@ -23,10 +23,10 @@ NAMES = ("ppo_token", "ppo_step", "grpo", "reinforce_pp", "rloo")
 SLICES = {"v5e-16": (16, 4, "v5e:4x4", 16), "v5p-8": (4, 1, "v5p:2x2x1", 95), "gpu8": (8, 1, "", 80)}
 """Devices, processes, topology and GiB of each device."""
 PROTOCOL = {
-    "task.datasets": ("hotpotqa", "2wikimultihopqa"),
-    "task.eval_datasets": ("hotpotqa", "2wikimultihopqa", "musique"),
+    "task.multihop.datasets": ("hotpotqa", "2wikimultihopqa"),
+    "task.multihop.eval_datasets": ("hotpotqa", "2wikimultihopqa", "musique"),
     "task.top_k": 5,
-    "task.reward": "weighted",
+    "task.multihop.reward": "weighted",
     "task.rewards.answer": 1.0,
     "task.rewards.f1": 0.0,
     "task.rewards.gold_passage": 0.0,
@@ -190,17 +190,19 @@ def test_every_command_of_the_page_can_start():
         values = {key: x if isinstance(was[key], str) else ast.literal_eval(x) for key, x in overrides.items()}
         checks.check(changed(config, **values), devices(hardware))
         seen |= overrides.keys()
-    assert {"learner.loss_mask", "learner.advantage_mask", "credit.name", "context", "task.reward"} <= seen
+    assert {"learner.loss_mask", "learner.advantage_mask", "credit.name", "context.rule", "task.multihop.reward"} <= seen
 
 
 @pytest.mark.parametrize("reward", ["weighted", "agentr1_v1"])
 def test_the_task_is_asked_as_the_protocol_says(reward, data_dir):
     task = tasks.make_task(
-        changed(load("grpo"), task__data_dir=str(data_dir), task__corpus="mini", task__reward=reward)
+        changed(
+            load("grpo"), task__data_dir=str(data_dir), task__multihop__corpus="mini", task__multihop__reward=reward
+        )
     )
     trained_on = {task.row("train", i)["dataset"] for i in range(40)}
     assert trained_on == {"hotpotqa", "2wikimultihopqa"} and task.search.top_k == 5
-    assert all(task.row(f"eval/{name}", 0)["dataset"] == name for name in load("grpo").task.eval_datasets)
+    assert all(task.row(f"eval/{name}", 0)["dataset"] == name for name in load("grpo").task.multihop.eval_datasets)
 
 
 @pytest.mark.slow

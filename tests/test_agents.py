@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from letters import BUDGET, ROW, TOKENIZER, ScriptedEnv, observed, play
 
 from agentr1_jax.agents.base import Completion
-from agentr1_jax.agents.context import Turn, append, context_rule, window
+from agentr1_jax.agents.context import History, Turn, context_rule
 from agentr1_jax.agents.loop import FINAL_REQUEST
 from agentr1_jax.agents.session import Identity, RecordedSession, ScriptedSession
 from agentr1_jax.envs.base import Observation
@@ -37,18 +37,31 @@ def test_rules_concatenate_ids_in_order(opening, turns, k):
             out += response + observation
         return out
 
-    assert append(start, ids).tolist() == slow(turns)
-    assert window(start, ids, k=k).tolist() == slow([turn for i, turn in enumerate(turns) if i >= len(turns) - k])
-    assert append(start, ids).dtype == window(start, ids, k=k).dtype == np.int32
-    assert context_rule("append")(start, ids).tolist() == slow(turns)
-    assert context_rule(f"window({k})")(start, ids).tolist() == window(start, ids, k=k).tolist()
+    append, window = (context_rule(spec).prompt(History(start, ids)) for spec in ("append", f"window({k})"))
+    assert append.tolist() == slow(turns)
+    assert window.tolist() == slow([turn for i, turn in enumerate(turns) if i >= len(turns) - k])
+    assert append.dtype == window.dtype == np.int32
 
 
 @pytest.mark.parametrize(
-    "spec", ["", "windows(2)", "window", "window()", "window(0)", "window(-1)", "window(2", "append(2)"]
+    ("spec", "message"),
+    [
+        ("", "cannot read ''"),
+        ("windows(2)", "unknown context rule 'windows'; choose one of append, evidence, .*, window"),
+        ("window", r"write window\(k\), with whole numbers"),
+        ("window()", r"write window\(k\)"),
+        ("window(0)", "a window without a turn"),
+        ("window(-1)", "'-1' is no whole number"),
+        ("window(2", r"cannot read 'window\(2'"),
+        ("window(k=1, l=2)", r"write window\(k\)"),
+        ("window(1, k=1)", r"write window\(k\)"),
+        ("append(2)", "write append, with"),
+        ("summary", r"needs a time: summary\(turns=3\)"),
+        ("summary(0)", "needs a time"),
+    ],
 )
-def test_an_unknown_rule_is_refused(spec):
-    with pytest.raises(ValueError, match=r"unknown context rule .*choose 'append' or 'window\(k\)' with k >= 1"):
+def test_an_unknown_rule_is_refused(spec, message):
+    with pytest.raises(ValueError, match=message):
         context_rule(spec)
 
 

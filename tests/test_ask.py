@@ -130,7 +130,7 @@ def test_a_wrong_index_is_told_before_anything_is_loaded(tmp_path, monkeypatch):
     """Inside the episode it would be a failure of the environment."""
 
     def broken():
-        raise UserError("task.retriever: the index is of another corpus")
+        raise UserError("task.multihop.retriever: the index is of another corpus")
 
     config = quickstart.get_config()
     config.run_dir = str(tmp_path)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from letters import BUDGET, ROW, ScriptedEnv
 
-from agentr1_jax.agents.context import append
+from agentr1_jax.agents.context import context_rule
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.text import chat
@@ -232,7 +232,7 @@ def test_every_prompt_extends_what_was_sampled_whatever_is_said_and_seen(load, s
     long = {"context_tokens": 10_000, "trajectory_tokens": 10_000}
     limits = Budget(**{**BUDGET, **long, "response_tokens": 60, "observation_tokens": 40})
     env, script = ScriptedEnv(seen, end=4), iter(said)
-    agent = EnvLoop(lambda: env, form.tokenizer, form, append, "append", limits)
+    agent = EnvLoop(lambda: env, form.tokenizer, form, context_rule("append"), limits)
     session = ScriptedSession(Identity("u", 0, 0, "letters", 0), lambda observation: next(script), form.tokenizer)
     asyncio.run(agent.run(session, ROW))
     steps = session.trajectory().steps

@@ -15,7 +15,7 @@ from credits import NAMES, TYPICAL, every_option, exact, options, own_numbers, p
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentr1_jax.credit import SCHEMES, Credit, get_scheme, load_schemes, register
+from agentr1_jax.credit import SCHEMES, Credit, get_scheme, register
 from agentr1_jax.credit.group import grpo
 from agentr1_jax.credit.primitives import backward_recurrence, classes, deviations, sample_std, whiten
 
@@ -114,9 +114,9 @@ def mine(batch, *, gamma=0.5, bonus=0.0):
 
 def test_a_scheme_of_ones_own_is_loaded_from_a_file(registry, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(MINE)
-    load_schemes(str(tmp_path / "mine.py"))
+    SCHEMES.load(str(tmp_path / "mine.py"))
     monkeypatch.chdir(tmp_path)
-    load_schemes("mine.py")  # The same file again is no second registration.
+    SCHEMES.load("mine.py")  # The same file again is no second registration.
     scheme, assign = get_scheme("mine", {"bonus": 2.0})
     batch = credit_batch([Rollout(0, [1.0], [[Token(0.0), Token(0.0, is_action=False)]])], **CAPACITIES)
     assert scheme.needs_state_key and not scheme.needs_critic
@@ -126,14 +126,15 @@ def test_a_scheme_of_ones_own_is_loaded_from_a_file(registry, tmp_path, monkeypa
     with pytest.raises(ValueError, match="has no hyper-parameter 'lam'"):
         get_scheme("mine", {"lam": 1.0})
     (tmp_path / "mine.py").write_text(MINE.replace('"mine"', '"renamed"'))
-    load_schemes("mine.py")
+    SCHEMES.load("mine.py")
     assert "renamed" in registry and "mine" not in registry
 
 
 def test_a_scheme_of_ones_own_may_carry_other_decorators(registry, tmp_path):
     (tmp_path / "mine.py").write_text("import jax\n" + MINE.replace("\ndef mine", "\n@jax.jit\ndef mine"))
-    load_schemes(str(tmp_path / "mine.py"))
-    assert get_scheme("mine", {"gamma": 0.25})[0].file == str(tmp_path / "mine.py")
+    SCHEMES.load(str(tmp_path / "mine.py"))
+    SCHEMES.load(str(tmp_path / "mine.py"))  # It is known whose it is.
+    assert get_scheme("mine", {"gamma": 0.25})[0].needs_state_key
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_a_scheme_of_ones_own_may_carry_other_decorators(registry, tmp_path):
         (None, r"mine\.py: no such file"),
         ("def mine(:", r"mine\.py: SyntaxError: .*line 1"),
         ("import nothing_of_this_name", r"mine\.py: ModuleNotFoundError: No module named 'nothing_of_this_name'"),
-        ("x = 1", r"mine\.py registers no scheme; decorate a function with @register"),
+        ("x = 1", r"mine\.py registers no credit scheme; decorate one with @register"),
         (MINE.replace('"mine"', '"grpo"'), r"mine\.py: ValueError: .*'grpo' is registered twice.*group\.py.*mine\.py"),
     ],
 )
@@ -151,8 +152,8 @@ def test_a_file_that_does_not_load_says_why(registry, tmp_path, source, message)
     if source is not None:
         (tmp_path / "mine.py").write_text(source)
     with pytest.raises(ValueError, match=message):
-        load_schemes(str(tmp_path / "mine.py"))
-    assert registry == before
+        SCHEMES.load(str(tmp_path / "mine.py"))
+    assert dict(registry) == before
 
 
 @pytest.mark.parametrize("name", NAMES)

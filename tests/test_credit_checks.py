@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from builders import trajectory
 
-from agentr1_jax.credit import get_scheme, load_schemes
+from agentr1_jax.credit import SCHEMES, get_scheme
 from agentr1_jax.envs.base import Observation
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.runtime.team import Team
@@ -164,7 +164,7 @@ def test_an_arm_without_a_mask_gets_rows_for_what_it_reads():
 
 
 def test_an_arm_cannot_be_asked_other_questions():
-    for change in ("task.noise=1.0", "task.name=frozenlake", "eval.questions=8"):
+    for change in ("task.keydoor.noise=1.0", "task.name=frozenlake", "eval.questions=8"):
         with pytest.raises(UserError, match="which is the same for all arms"):
             grid.make_grid(keydoor.get_config(), grid.parse_arms(f"grpo+{change}"), [0], "out")
     _, (cell,) = grid.make_grid(keydoor.get_config(), grid.parse_arms("grpo+task.rewards.side=0.0"), [0], "out")
@@ -183,12 +183,12 @@ def test_a_user_s_file_may_hold_dataclasses_and_register_what_it_imports(registr
         "register('mine', needs_samples=True)(dr_grpo)\n"
     )
     for _ in range(2):
-        load_schemes(str(path))
+        SCHEMES.load(str(path))
     scheme, _ = get_scheme("mine", {"unit": "step"})
     assert scheme.file == str(path) and scheme.needs_samples
     path.write_text("from agentr1_jax.credit import register\n")
-    with pytest.raises(ValueError, match="registers no scheme"):
-        load_schemes(str(path))
+    with pytest.raises(ValueError, match="registers no credit scheme"):
+        SCHEMES.load(str(path))
     assert "mine" not in registry
 
 

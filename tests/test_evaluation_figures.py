@@ -93,7 +93,7 @@ def agent(tool=SEARCH, budget=BUDGET):
     def env():
         return qa.search_env([tool], {"answer": 1.0}, "Search.")
 
-    return EnvLoop(env, TOKENIZER, chat_format(TOKENIZER), context_rule("append"), "append", budget)
+    return EnvLoop(env, TOKENIZER, chat_format(TOKENIZER), context_rule("append"), budget)
 
 
 def play(identity, row, texts, loop):

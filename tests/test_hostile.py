@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentr1_jax.agents.context import append
+from agentr1_jax.agents.context import context_rule
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.envs import qa
@@ -176,7 +176,12 @@ def episode(loaded, tool, question, limit=2000):
         trajectory_tokens=90_000,
     )
     agent = EnvLoop(
-        lambda: qa.search_env([tool], {"format": 0.1}, "Search."), tokenizer, form, append, "append", budget, dialect
+        lambda: qa.search_env([tool], {"format": 0.1}, "Search."),
+        tokenizer,
+        form,
+        context_rule("append"),
+        budget,
+        dialect,
     )
     script = iter(SAID)
     session = ScriptedSession(Identity("u", 0, 0, "t", 0), lambda observation: next(script), tokenizer, dialect)

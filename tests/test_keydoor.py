@@ -206,9 +206,9 @@ def test_rows_that_do_not_exist_are_told(split, index):
 def test_the_config_is_a_task_whose_door_can_be_reached():
     config = keydoor.get_config()
     assert tasks.make_task(config).name == "keydoor"
-    config.task.rooms = 6
-    with pytest.raises(UserError, match=r"8 steps away \(task\.rooms \+ 2\), beyond budget\.max_steps \(7\)"):
+    config.task.keydoor.rooms = 6
+    with pytest.raises(UserError, match=r"8 steps away \(task\.keydoor\.rooms \+ 2\), beyond budget\.max_steps \(7\)"):
         tasks.make_task(config)
-    config.task.rooms, config.warm_start.practice = 5, 0.25
+    config.task.keydoor.rooms, config.warm_start.practice = 5, 0.25
     with pytest.raises(UserError, match=r"keydoor has no split 'practice'; set warm_start\.practice=0"):
         tasks.make_task(config)

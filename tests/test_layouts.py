@@ -32,7 +32,7 @@ SMALL = {
     "policy.hidden": 64,
     "policy.head_dim": 8,
     "tokenizer.texts": 400,
-    "task.flaws.repeat_query": 0.3,
+    "task.hopworld.flaws.repeat_query": 0.3,
     "rollout.groups": 4,
     "rollout.samples": 4,
     "credit.args.gamma": 0.97,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from letters import BUDGET, ROW, ScriptedEnv
 
 from agentr1_jax.agents.base import Completion
-from agentr1_jax.agents.context import append
+from agentr1_jax.agents.context import context_rule
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity, RecordedSession, ScriptedSession
 from agentr1_jax.text.chat import chat_format
@@ -127,7 +127,7 @@ class Speaker(RecordedSession):
 def loop(tokenizer, env, dialect=None):
     limits = Budget(**{**BUDGET, "response_tokens": 100, "context_tokens": 1000, "trajectory_tokens": 1000})
     dialect = dialect or hermes.dialect()
-    return EnvLoop(lambda: env, tokenizer, chat_format(tokenizer, dialect), append, "append", limits, dialect)
+    return EnvLoop(lambda: env, tokenizer, chat_format(tokenizer, dialect), context_rule("append"), limits, dialect)
 
 
 def test_a_response_may_end_with_any_stop_id_and_keeps_it(llama):

@@ -146,7 +146,7 @@ class Device:
         (2, {"mesh.rollout_processes": 0}, "rollout_processes is 0"),
         (2, {"rollout.staleness": 1}, r"rollout\.staleness is 1: rollouts and updates that overlap"),
         (2, {"mesh.rollout_devices": 1}, r"mesh\.rollout_devices is 1: .* uses all their devices"),
-        (2, {"task.retriever.kind": "dense", "task.retriever.encoder": "x"}, r"'dense': .*kind=http"),
+        (2, {"task.multihop.retriever.kind": "dense", "task.multihop.retriever.encoder": "x"}, r"'dense': .*kind=http"),
     ],
 )
 def test_what_cannot_be_in_lockstep_is_refused(processes, changes, message):

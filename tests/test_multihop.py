@@ -15,7 +15,7 @@ import pytest
 from agentr1_jax.envs import multihop
 from agentr1_jax.envs.base import Action
 from agentr1_jax.envs.multihop import MultihopTask, sources
-from agentr1_jax.envs.multihop.mixture import draw
+from agentr1_jax.envs.shares import draw
 from agentr1_jax.tools.search import BM25
 from agentr1_jax.trajectory import Outcome
 
@@ -247,11 +247,13 @@ def test_held_out_questions_depend_on_their_ids_alone(folder):
 
 
 def test_wrong_held_outs_are_refused(folder):
-    with pytest.raises(ValueError, match=r"no row 'held_out' 0; .*\(held_out where task.held_out is set\)"):
+    with pytest.raises(ValueError, match=r"no row 'held_out' 0; .*\(held_out where task.multihop.held_out is set\)"):
         MultihopTask(folder).row("held_out", 0)
     with pytest.raises(ValueError, match="held_out is 5, and 'hotpotqa' has 5 training questions"):
         MultihopTask(folder, held_out=5)
-    with pytest.raises(ValueError, match="unknown data set of task.held_out_datasets 'musique'. Known are hotpotqa, 2"):
+    with pytest.raises(
+        ValueError, match="unknown data set of task.multihop.held_out_datasets 'musique'. Known are hotpotqa, 2"
+    ):
         MultihopTask(folder, held_out=1, held_out_datasets=("musique",))
     with pytest.raises(ValueError, match="held_out is -1"):
         MultihopTask(folder, held_out=-1)

@@ -21,7 +21,7 @@ WORDS = [*"title text number red green blue query".split(), ":", "0", "1", "2"]
 def config_of(**keys):
     config = base.get_config()
     config.task.top_k = 2
-    config.task.retriever.update(keys)
+    config.task.multihop.retriever.update(keys)
     return config
 
 
@@ -36,7 +36,7 @@ def encoder(tmp_path_factory):
 
 
 def test_every_key_belongs_to_a_kind():
-    assert set(base.get_config().task.retriever) == {"kind", *(key for keys in KEYS.values() for key in keys)}
+    assert set(base.get_config().task.multihop.retriever) == {"kind", *(key for keys in KEYS.values() for key in keys)}
 
 
 def test_bm25_is_the_default_and_keeps_its_index(tmp_path):
@@ -44,7 +44,7 @@ def test_bm25_is_the_default_and_keeps_its_index(tmp_path):
     config = config_of(index=str(tmp_path / "kept"))
     assert ids(make_retriever(config, CORPUS), "green") == ids(make_retriever(config, CORPUS), "green") == [["p1"]]
     assert (tmp_path / "kept" / "bm25").is_dir()
-    with pytest.raises(UserError, match="task.retriever: .*kept/bm25: this search index cannot be used"):
+    with pytest.raises(UserError, match="task.multihop.retriever: .*kept/bm25: this search index cannot be used"):
         make_retriever(config, CORPUS[:2])
 
 
@@ -53,7 +53,7 @@ def test_http(tmp_path):
     assert isinstance(retriever, RemoteRetriever)
     assert (retriever.url, retriever.seconds, retriever.attempts) == ("http://localhost:9/retrieve", 3.0, 1)
     assert set(retriever._ids.values()) == {"p0", "p1", "p2"}  # What it finds takes these ids.
-    with pytest.raises(UserError, match="task.retriever.url is 'localhost'; it must be like"):
+    with pytest.raises(UserError, match="task.multihop.retriever.url is 'localhost'; it must be like"):
         make_retriever(config_of(kind="http", url="localhost"), CORPUS)
 
 
@@ -80,12 +80,12 @@ def test_dense_keeps_its_vectors_and_compiles_before_the_first_search(encoder, t
     assert ids(first, "title 1 text green number 1", "red") == found and len(asked) == 1
 
     for changes, corpus in (({"passage_prefix": "text "}, CORPUS), ({"pooling": "cls"}, CORPUS), ({}, CORPUS[:2])):
-        config.task.retriever.update(changes)
+        config.task.multihop.retriever.update(changes)
         with pytest.raises(
-            UserError, match=r"task.retriever: .*dense: these vectors cannot be used: they were made with"
+            UserError, match=r"task.multihop.retriever: .*dense: these vectors cannot be used: they were made with"
         ):
             make_retriever(config, corpus)
-        config.task.retriever.update(passage_prefix="", pooling="mean")
+        config.task.multihop.retriever.update(passage_prefix="", pooling="mean")
 
 
 def test_prefixes_go_to_what_they_are_for(encoder, tmp_path):
@@ -105,11 +105,11 @@ def test_prefixes_go_to_what_they_are_for(encoder, tmp_path):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"kind": "sparse"}, "task.retriever.kind is 'sparse'; choose one of bm25, dense, http"),
-        ({"kind": "dense"}, "task.retriever.kind is 'dense', which needs task.retriever.encoder; set it"),
-        ({"kind": "http"}, "task.retriever.kind is 'http', which needs task.retriever.url; set it"),
-        ({"encoder": "x"}, "task.retriever.encoder is 'x', which only kind 'dense' reads; .*kind is 'bm25': change"),
-        ({"url": "http://x"}, "task.retriever.url is 'http://x', which only kind 'http' reads"),
+        ({"kind": "sparse"}, "task.multihop.retriever.kind is 'sparse'; choose one of bm25, dense, http"),
+        ({"kind": "dense"}, "which needs task.multihop.retriever.encoder; set it"),
+        ({"kind": "http"}, "task.multihop.retriever.kind is 'http', which needs task.multihop.retriever.url; set it"),
+        ({"encoder": "x"}, "retriever.encoder is 'x', which only kind 'dense' reads; .*kind is 'bm25': change"),
+        ({"url": "http://x"}, "task.multihop.retriever.url is 'http://x', which only kind 'http' reads"),
         ({"kind": "http", "url": "http://x", "index": "y"}, "index is 'y', which only kind 'bm25' or 'dense' reads"),
         ({"kind": "dense", "encoder": "x", "seconds": 1.0}, "seconds is 1.0, which only kind 'http' reads"),
         ({"kind": "dense", "encoder": "x", "pooling": "max"}, "pooling is 'max'; choose one of mean, cls"),
@@ -125,12 +125,12 @@ def test_an_encoder_that_is_not_there_or_broken_is_refused(encoder, tmp_path):
     def dense(path, **keys):
         return make_retriever(config_of(kind="dense", encoder=str(path), **keys), CORPUS)
 
-    with pytest.raises(UserError, match=r"task.retriever: .*nowhere: no such folder"):
+    with pytest.raises(UserError, match=r"task.multihop.retriever: .*nowhere: no such folder"):
         dense(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="task.retriever: tokens is 4; it must be at least 16"):
+    with pytest.raises(UserError, match="task.multihop.retriever: tokens is 4; it must be at least 16"):
         dense(encoder, tokens=4)
     checkpoint(tmp_path / "cut", words=WORDS)
     file = tmp_path / "cut" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(UserError, match=r"task.retriever: .*cut/model\.safetensors: truncated"):
+    with pytest.raises(UserError, match=r"task.multihop.retriever: .*cut/model\.safetensors: truncated"):
         dense(tmp_path / "cut")

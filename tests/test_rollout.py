@@ -198,7 +198,7 @@ def test_fault_1_in_hopworld_trained_ids_are_the_sampled_ids(tmp_path):
         trajectory_tokens=256,
         on_response_cut="continue",
     )
-    agent = EnvLoop(task.env, tokenizer, chat, context_rule("append"), "append", budget)
+    agent = EnvLoop(task.env, tokenizer, chat, context_rule("append"), budget)
     params = jax.device_put(tiny.decoder_params(policy), NamedSharding(tiny.mesh(), P()))
     groups = [
         Group(task.row("train", i), [Identity(f"t/{i}/{k}", i, k, "hopworld", 50 + 2 * i + k) for k in range(2)])

@@ -34,7 +34,7 @@ def files(tmp_path):
     train = [question(i, ("hotpotqa", "2wikimultihopqa")[i % 2]) for i in range(6)]
     for name, records in (("train", train), ("eval", [question(i) for i in range(6, 9)]), ("corpus", passages)):
         (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    return {f"task__files__{name}": (f"{{data}}/{name}.jsonl",) for name in ("train", "eval", "corpus")} | {
+    return {f"task__multihop__files__{name}": (f"{{data}}/{name}.jsonl",) for name in ("train", "eval", "corpus")} | {
         "task__data_dir": str(tmp_path)
     }
 
@@ -46,11 +46,11 @@ def make(files, **changes):
 def test_every_key_reaches_the_task(files):
     task = make(
         files,
-        task__mixture=("hotpotqa=1", "2wikimultihopqa=0"),
-        task__held_out=1,
-        task__held_out_datasets=("2wikimultihopqa",),
-        task__instruction="Be quick.",
-        task__passage_characters=9,
+        task__multihop__mixture=("hotpotqa=1", "2wikimultihopqa=0"),
+        task__multihop__held_out=1,
+        task__multihop__held_out_datasets=("2wikimultihopqa",),
+        task__multihop__instruction="Be quick.",
+        task__multihop__passage_characters=9,
         task__top_k=2,
         task__rewards__f1=0.5,
     )
@@ -60,12 +60,16 @@ def test_every_key_reaches_the_task(files):
     assert (task.search.top_k, task.search.passage_characters) == (2, 9)
     assert isinstance(task.retriever, BM25) and len(task.corpus) == 9
     assert set(task.reward_parts) == {"answer", "f1", "format", "gold_passage", "repeated_query"}
-    assert make(files, task__reward="agentr1_v1").reward_parts == ["v1_start", "v1_format", "v1_answer"]
+    assert make(files, task__multihop__reward="agentr1_v1").reward_parts == ["v1_start", "v1_format", "v1_answer"]
 
 
 def test_evaluation_may_have_data_sets_of_its_own(data_dir):
-    config = {"task__corpus": "mini", "task__data_dir": str(data_dir), "task__datasets": ("hotpotqa",)}
-    task = tasks.make_task(changed(multihop_tiny, **config, task__eval_datasets=("hotpotqa", "musique")))
+    config = {
+        "task__multihop__corpus": "mini",
+        "task__data_dir": str(data_dir),
+        "task__multihop__datasets": ("hotpotqa",),
+    }
+    task = tasks.make_task(changed(multihop_tiny, **config, task__multihop__eval_datasets=("hotpotqa", "musique")))
     assert {task.row("train", i)["dataset"] for i in range(60)} == {"hotpotqa"} and task.size("eval/musique") == 40
     checks.check_task(changed(multihop_tiny, eval__split="eval/musique"), task)
     with pytest.raises(UserError, match=r"eval\.split: multihop has no row 'held_out' 0; splits are train, eval"):
@@ -75,27 +79,36 @@ def test_evaluation_may_have_data_sets_of_its_own(data_dir):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"task__reward": "v1"}, "reward is 'v1'; choose 'weighted' or 'agentr1_v1'"),
+        ({"task__multihop__reward": "v1"}, "reward is 'v1'; choose 'weighted' or 'agentr1_v1'"),
         (
-            {"task__reward": "agentr1_v1", "task__rewards__answer": 2.0},
+            {"task__multihop__reward": "agentr1_v1", "task__rewards__answer": 2.0},
             r"weights; leave out task\.rewards\.answer",
         ),
         ({"task__rewards__goal": 2.0}, r"task\.rewards\.goal is 2\.0, but task 'multihop' has no such reward part"),
-        ({"task__reward_functions": ("nothing:f=1",)}, "reward_functions: 'nothing:f=1': cannot import 'nothing'"),
-        ({"task__reward_functions": ("f",)}, "'f' is not 'module:function=weight'"),
-        ({"task__mixture": ("hotpotqa=1",)}, "no weight of '2wikimultihopqa'"),
-        ({"task__held_out": 3}, r"held_out is 3, and 'hotpotqa' has 3 training questions"),
-        ({"task__held_out": 1, "task__held_out_datasets": ("nq",)}, "unknown data set of task.held_out_datasets 'nq'"),
+        (
+            {"task__multihop__reward_functions": ("nothing:f=1",)},
+            "reward_functions: 'nothing:f=1': cannot import 'nothing'",
+        ),
+        ({"task__multihop__reward_functions": ("f",)}, "'f' is not 'module:function=weight'"),
+        ({"task__multihop__mixture": ("hotpotqa=1",)}, "no weight of '2wikimultihopqa'"),
+        ({"task__multihop__held_out": 3}, r"held_out is 3, and 'hotpotqa' has 3 training questions"),
+        (
+            {"task__multihop__held_out": 1, "task__multihop__held_out_datasets": ("nq",)},
+            "unknown data set of task.multihop.held_out_datasets 'nq'",
+        ),
         ({"task__top_k": 0}, "top_k is 0"),
         ({"task__rewards__answer": float("nan")}, "the weight of reward part 'answer' is nan"),
-        ({"task__files__corpus": ("{data}",)}, "no such corpus"),
-        ({"task__files__train": ("{data}",)}, "no such question file"),
-        ({"task__passage_characters": 2}, "passage_characters is 2"),
-        ({"task__datasets": ("hotpotqa",)}, r"task\.files\.train names the files .* task\.datasets is \('hotpotqa',\)"),
-        ({"task__eval_datasets": ("hotpotqa",)}, r"task\.files\.eval names the files"),
-        ({"task__files__train": ("{data}/nowhere.json",)}, r"nowhere\.json: no such question file"),
-        ({"task__files__corpus": ()}, r"bring no passages, and task\.retriever\.kind 'bm25'"),
-        ({"task__retriever__kind": "bm52"}, "task.retriever.kind is 'bm52'"),
+        ({"task__multihop__files__corpus": ("{data}",)}, "no such corpus"),
+        ({"task__multihop__files__train": ("{data}",)}, "no such question file"),
+        ({"task__multihop__passage_characters": 2}, "passage_characters is 2"),
+        (
+            {"task__multihop__datasets": ("hotpotqa",)},
+            r"files\.train names the files .* task\.multihop\.datasets is \('hotpotqa',\)",
+        ),
+        ({"task__multihop__eval_datasets": ("hotpotqa",)}, r"task\.multihop\.files\.eval names the files"),
+        ({"task__multihop__files__train": ("{data}/nowhere.json",)}, r"nowhere\.json: no such question file"),
+        ({"task__multihop__files__corpus": ()}, r"bring no passages, and task\.multihop\.retriever\.kind 'bm25'"),
+        ({"task__multihop__retriever__kind": "bm52"}, "task.multihop.retriever.kind is 'bm52'"),
         ({"warm_start__practice": 0.1}, "multihop has no split 'practice'; set warm_start.practice=0"),
     ],
 )
@@ -106,20 +119,23 @@ def test_wrong_keys_are_refused(files, changes, message):
 
 def test_a_server_needs_no_passages_here_but_the_expert_does(files):
     task = make(
-        files, task__files__corpus=(), task__retriever__kind="http", task__retriever__url="http://localhost:1/x"
+        files,
+        task__multihop__files__corpus=(),
+        task__multihop__retriever__kind="http",
+        task__multihop__retriever__url="http://localhost:1/x",
     )
     # Its passages have ids of its own: nobody can say which are gold, and no figure of them is made up.
     row = task.row("train", 0)
     assert not task.corpus and row["gold_ids"] == [] and task.counts["train"]["gold_unknown"] == 6
     assert "gold_recall" not in qa.metrics(row, []) and qa.gold_passage_part(row, []) is None
-    with pytest.raises(ValueError, match="has to know the passages; name them in task.files.corpus"):
+    with pytest.raises(ValueError, match="has to know the passages; name them in task.multihop.files.corpus"):
         task.expert(task.row("train", 0), 0)
 
 
 def test_unknown_data_sets_are_refused(data_dir):
     for key in ("datasets", "eval_datasets"):
         with pytest.raises(UserError, match="unknown data set 'hotpot'; did you mean 'hotpotqa'"):
-            make({"task__data_dir": str(data_dir)}, **{f"task__{key}": ("hotpot",)})
+            make({"task__data_dir": str(data_dir)}, **{f"task__multihop__{key}": ("hotpot",)})
 
 
 @pytest.mark.parametrize(
@@ -137,5 +153,7 @@ def test_unknown_data_sets_are_refused(data_dir):
     ],
 )
 def test_keys_of_real_questions_are_refused_elsewhere(key, value):
-    with pytest.raises(UserError, match=rf"task\.{key.replace('__', '.')} is .*, which only task 'multihop' reads"):
-        tasks.make_task(changed(quickstart, **{f"task__{key}": value}))
+    with pytest.raises(
+        UserError, match=rf"task\.multihop\.{key.replace('__', '.')} is .*, which only task 'multihop' reads"
+    ):
+        tasks.make_task(changed(quickstart, **{f"task__multihop__{key}": value}))

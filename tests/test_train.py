@@ -73,7 +73,7 @@ def test_the_quickstart_budget_lets_the_right_way_through(tmp_path: Path) -> Non
     """A flawless expert answers everything within the limits on steps and tokens, and on practice rows too."""
     with quickstart.get_config().unlocked() as config:
         config.run_dir = str(tmp_path)
-        config.task.flaws = dict.fromkeys(config.task.flaws, 0.0)
+        config.task.hopworld.flaws = dict.fromkeys(config.task.hopworld.flaws, 0.0)
     task = tasks.make_task(config)
     tokenizer = build.tokenizer(config, task, resumes=False)
     agent = build.agent(config, task, tokenizer)
@@ -412,7 +412,13 @@ def test_two_processes_with_one_engine_train_as_with_two(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_real_questions(tmp_path: Path, data_dir: Path) -> None:
-    small = {"policy__head_dim": 8, "policy__width": 16, "tokenizer__texts": 1, "updates": 1, "task__corpus": "mini"}
+    small = {
+        "policy__head_dim": 8,
+        "policy__width": 16,
+        "tokenizer__texts": 1,
+        "updates": 1,
+        "task__multihop__corpus": "mini",
+    }
     done = train("multihop_tiny", tmp_path / "run", task__data_dir=data_dir, eval__questions=4, **small)
     assert done.returncode == 0, done.stderr[-3000:]
     page = (tmp_path / "run" / "report.html").read_text()

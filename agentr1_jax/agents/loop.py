@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
 import dataclasses
+import functools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from agentr1_jax.agents.base import Completion, Session
-from agentr1_jax.agents.context import ContextRule, Turn
+from agentr1_jax.agents.context import History, Rule, Turn, append
 from agentr1_jax.envs.base import Action, Env, Observation, Row
 from agentr1_jax.text.chat import ChatFormat
 from agentr1_jax.text.dialects import Dialect, hermes
@@ -19,6 +21,8 @@ from agentr1_jax.text.tokenizer import Tokenizer
 from agentr1_jax.trajectory import Budget, Outcome
 
 FINAL_REQUEST = "No more calls. Give the final answer now."
+SUMMARY_REQUEST = "Sum up what matters so far; nothing else of it will be kept."
+THOUGHT = "</think>"
 ROW_FACTS = ("id", "dataset", "question", "answers", "kind", "hops")
 
 
@@ -47,22 +51,25 @@ class EnvLoop:
       make_env: a fresh environment for each episode.
       tokenizer: decodes responses.
       chat: renders observations as ids.
-      rule: builds the next prompt; `rule_name` is what steps record of it.
-      budget: every length limit.
+      rule: builds the next prompt.
+      budget: every length limit. Summaries come beside `max_steps`, and within all others.
       dialect: how the policy writes calls and answers; environments read the house's format. `chat` is made for it.
       lenient: whether environments may mend calls that cannot be read.
       tell_tools: whether the first prompt describes the tools; a policy that knows them needs no such words.
+      summary_tokens: most tokens of a summary.
+      train_summaries: False leaves summaries out of the loss.
     """
 
     make_env: Callable[[], Env]
     tokenizer: Tokenizer
     chat: ChatFormat
-    rule: ContextRule
-    rule_name: str
+    rule: Rule
     budget: Budget
     dialect: Dialect = hermes.dialect()
     lenient: bool = False
     tell_tools: bool = True
+    summary_tokens: int = 64
+    train_summaries: bool = True
 
     async def run(self, session: Session, row: Row) -> None:
         """Runs one episode on `row`."""
@@ -78,34 +85,35 @@ class EnvLoop:
 
     async def _episode(self, session: Session, env: Env, row: Row, facts: Mapping[str, Any]) -> None:
         budget = self.budget
-        observation = await env.reset(row, session.seed)
-        opening = self.opening(observation)
-        stops = [(i,) for i in self.tokenizer.stop_ids]
-        turns: list[Turn] = []
-        at, spent = observation, 0
+        at = await env.reset(row, session.seed)
+        history = History(self.opening(at), retold=functools.partial(self._retold, at))
+        spent = 0
         fits: np.ndarray | None = None
-        steps = budget.max_steps + budget.final_answer_step
+        steps = min(budget.max_steps, row.get("max_steps", budget.max_steps)) + budget.final_answer_step
         for index in range(steps):
-            prompt = self.rule(opening, turns)
+            prompt = self.rule.prompt(history)
             room = min(budget.context_tokens - len(prompt), budget.trajectory_tokens - spent)
             if room < 1:
                 session.finish(Outcome.CONTEXT_OVERFLOW, fits, env.cut(), facts)
                 return
             async with within(budget.step_seconds, "budget.step_seconds"):
-                completion = await session.generate(prompt, min(budget.response_tokens, room), stop=stops)
+                completion = await session.generate(prompt, min(budget.response_tokens, room), stop=self._stops)
                 cut = completion.finish_reason == "length"
                 last = index + 1 == steps
-                text = self._text(completion, observation.tools)
+                text = self._text(completion, at.tools)
                 action = Action(completion.ids, text, truncated=cut, final=last, lenient=self.lenient)
                 transition = await env.step(action)
             after = transition.observation
+            ask_now = budget.final_answer_step and index + 2 == steps
+            turn = None if after is None else self._turn(completion, after, ask_now)
+            sums_up = turn is not None and self.rule.due is not None and self.rule.due(history.then(turn))
             session.record(
                 reward=transition.reward,
                 reward_parts=transition.reward_parts,
-                observation="" if after is None else after.content or "",
+                observation=SUMMARY_REQUEST if sums_up else _text_of(after),
                 tool_calls=transition.tool_calls,
                 state_key=at.state_key,
-                context_rule=self.rule_name,
+                context_rule=self.rule.name,
                 info={**transition.info, **_potentials(at, after), "finish_reason": completion.finish_reason},
             )
             fits = np.concatenate([prompt, completion.ids])
@@ -116,22 +124,82 @@ class EnvLoop:
             if cut and budget.on_response_cut == "end":
                 session.finish(Outcome.RESPONSE_TRUNCATED, fits, env.cut(), facts)
                 return
-            assert after is not None, "an environment that goes on must give an observation"
-            ask_now = budget.final_answer_step and index + 2 == steps
-            turns.append(Turn(completion.ids, self._observed(after, completion, ask_now)))
+            assert after is not None and turn is not None, "an environment that goes on must give an observation"
+            spent += len(turn.response_ids) + len(turn.observation_ids)
+            if sums_up:
+                asked = dataclasses.replace(turn, observation_ids=self._request(completion))
+                prompt = append(history.then(asked))
+                room = min(budget.context_tokens - len(prompt), budget.trajectory_tokens - spent)
+                if room < 1:
+                    session.finish(Outcome.CONTEXT_OVERFLOW, fits, env.cut(), facts)
+                    return
+                completion = await self._summary(session, env, prompt, room, after)
+                fits = np.concatenate([prompt, completion.ids])
+                spent += len(completion.ids)
+                history = dataclasses.replace(history, turns=[self._turn(completion, after, ask_now)], summarised=True)
+            else:
+                history = history.then(turn)
             at = after
-            spent += len(completion.ids) + len(turns[-1].observation_ids)
-        final = self.rule(opening, turns)
+        final = self.rule.prompt(history)
         session.finish(Outcome.MAX_STEPS, final if len(final) <= budget.context_tokens else fits, env.cut(), facts)
+
+    async def _summary(
+        self, session: Session, env: Env, prompt: np.ndarray, room: int, after: Observation
+    ) -> Completion:
+        """One step in which the policy sums up all but the observation that it has yet to see."""
+        async with within(self.budget.step_seconds, "budget.step_seconds"):
+            completion = await session.generate(prompt, min(self.summary_tokens, room), stop=self._stops)
+        judge = getattr(env, "summarised", None)
+        parts = {} if judge is None else dict(judge(self._text(completion, ())))
+        session.record(
+            reward=float(sum(parts.values())),
+            reward_parts=parts,
+            observation=_text_of(after),
+            state_key=None if after.state_key is None else f"{after.state_key}|summary",
+            context_rule=self.rule.name,
+            info={"summary": True, "trained": self.train_summaries, "finish_reason": completion.finish_reason},
+        )
+        return completion
 
     def opening(self, observation: Observation) -> np.ndarray:
         """Ids of the first prompt. Raises ValueError if the observation holds neither messages nor ids."""
         if observation.messages is not None:
-            tools = observation.tools if self.tell_tools else ()
-            return np.asarray(self.chat.render_opening(observation.messages, tools), np.int32)
+            return self._rendered(observation.messages, observation.tools)
         if observation.token_ids is not None:
             return np.asarray(observation.token_ids, np.int32)
         raise ValueError("the first observation of an environment must hold messages or token ids")
+
+    @functools.cached_property
+    def _stops(self) -> list[tuple[int, ...]]:
+        return [(i,) for i in self.tokenizer.stop_ids]
+
+    def _rendered(self, messages: Sequence[Mapping[str, str]], tools: Sequence[Mapping[str, Any]]) -> np.ndarray:
+        return np.asarray(self.chat.render_opening(messages, tools if self.tell_tools else ()), np.int32)
+
+    def _retold(self, first: Observation, evidence: str) -> np.ndarray:
+        """Ids of an opening that ends with evidence, which is data."""
+        if not first.messages:
+            raise ValueError("the context rule 'evidence' needs an environment that opens with messages")
+        *before, last = first.messages
+        told = {**last, "content": f"{last['content']}\n\n{self.chat.data(evidence)}"}
+        return self._rendered([*before, told], first.tools)
+
+    def _turn(self, completion: Completion, after: Observation, ask_now: bool) -> Turn:
+        return Turn(
+            completion.ids, self._observed(after, completion, ask_now), self._thought(completion), after.evidence
+        )
+
+    def _request(self, completion: Completion) -> np.ndarray:
+        """Ids of the turn that asks for a summary, in place of the observation that came back."""
+        stopped = completion.finish_reason == "stop"
+        return np.asarray(self.chat.render_observation(SUMMARY_REQUEST, "user", stopped), np.int32)
+
+    def _thought(self, completion: Completion) -> int:
+        """How many ids at the start of a response are thinking: as few as decode to all up to `</think>`."""
+        ids = completion.ids.tolist()
+        if THOUGHT not in self.tokenizer.decode(ids):
+            return 0
+        return bisect.bisect_left(range(len(ids) + 1), True, key=lambda n: THOUGHT in self.tokenizer.decode(ids[:n]))
 
     def _observed(self, observation: Observation, completion: Completion, ask_now: bool) -> np.ndarray:
         """Ids between a response and the next one: glue, the observation cut to its budget, glue."""
@@ -149,6 +217,10 @@ class EnvLoop:
     def _text(self, completion: Completion, tools: Sequence[Mapping[str, Any]]) -> str:
         ids = completion.ids[:-1] if completion.finish_reason == "stop" else completion.ids
         return self.dialect.to_house(self.tokenizer.decode(ids.tolist()), tools)
+
+
+def _text_of(observation: Observation | None) -> str:
+    return "" if observation is None else observation.content or ""
 
 
 def _potentials(before: Observation, after: Observation | None) -> dict[str, float]:

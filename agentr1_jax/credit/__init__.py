@@ -2,6 +2,6 @@
 
 from agentr1_jax.credit import group, state, temporal  # noqa: F401 - registers the schemes
 from agentr1_jax.credit.batch import Credit, CreditBatch
-from agentr1_jax.credit.registry import SCHEMES, Scheme, get_scheme, load_schemes, register
+from agentr1_jax.credit.registry import SCHEMES, Scheme, get_scheme, register
 
-__all__ = ["SCHEMES", "Credit", "CreditBatch", "Scheme", "get_scheme", "load_schemes", "register"]
+__all__ = ["SCHEMES", "Credit", "CreditBatch", "Scheme", "get_scheme", "register"]

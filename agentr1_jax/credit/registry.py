@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import inspect
-import os
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from agentr1_jax.credit.batch import Credit, CreditBatch
 from agentr1_jax.credit.primitives import UNITS, WHITENINGS
+from agentr1_jax.registry import Registry
 
 DISCOUNTS = ("gamma", "lam", "gamma_high")
 AT_LEAST_ZERO = ("step_weight", "outcome_weight", "history", "alpha")
@@ -38,7 +36,6 @@ class Scheme:
       needs_greedy: True if it reads `batch.greedy_reward`.
       needs_samples: True if it gives a lone sample of a row no advantage.
       token_time: True if its `gamma` discounts by token, and not by step.
-      file: where it was defined.
     """
 
     name: str
@@ -49,10 +46,9 @@ class Scheme:
     needs_greedy: bool = False
     needs_samples: bool = False
     token_time: bool = False
-    file: str | None = None
 
 
-SCHEMES: dict[str, Scheme] = {}
+SCHEMES: Registry[Scheme] = Registry("credit scheme", "credit.file")
 
 
 def register(
@@ -72,10 +68,7 @@ def register(
     """
 
     def add(assign: Callable[..., Credit]) -> Callable[..., Credit]:
-        file = inspect.getsourcefile(inspect.unwrap(assign))
-        if name in SCHEMES:
-            raise ValueError(f"credit scheme {name!r} is registered twice, in {SCHEMES[name].file} and in {file}")
-        SCHEMES[name] = Scheme(
+        scheme = Scheme(
             name,
             assign,
             needs_critic=needs_critic,
@@ -84,44 +77,11 @@ def register(
             needs_greedy=needs_greedy,
             needs_samples=needs_samples,
             token_time=token_time,
-            file=file,
         )
+        SCHEMES.add(name, scheme, assign)
         return assign
 
     return add
-
-
-def load_schemes(path: str) -> None:
-    """Imports a user's Python file, whose functions carry `@register(...)`; reading it again changes nothing.
-
-    Raises:
-      ValueError: there is no such file, it does not load, or it registers nothing.
-    """
-    path = os.path.abspath(os.path.expanduser(path))
-    if not os.path.isfile(path):
-        raise ValueError(f"credit.file: {path}: no such file")
-    spec = importlib.util.spec_from_file_location("agentr1_jax_user_schemes", path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"credit.file: {path}: not a Python file; name it *.py")
-    module = importlib.util.module_from_spec(spec)
-    before = {name: scheme for name, scheme in SCHEMES.items() if scheme.file != path}
-    _keep(before)
-    sys.modules[spec.name] = module  # Where dataclasses of the file look for themselves.
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        _keep(before)
-        raise ValueError(f"credit.file: {path}: {type(error).__name__}: {error}") from error
-    added = SCHEMES.keys() - before.keys()
-    SCHEMES.update({name: dataclasses.replace(SCHEMES[name], file=path) for name in added})
-    if not added:
-        raise ValueError(f"credit.file: {path} registers no scheme; decorate a function with @register('its_name')")
-
-
-def _keep(schemes: Mapping[str, Scheme]) -> None:
-    """Leaves just these in the registry."""
-    for name in SCHEMES.keys() - schemes.keys():
-        del SCHEMES[name]
 
 
 def get_scheme(name: str, hyperparameters: Mapping[str, Any]) -> tuple[Scheme, Callable[[CreditBatch], Credit]]:
@@ -135,9 +95,7 @@ def get_scheme(name: str, hyperparameters: Mapping[str, Any]) -> tuple[Scheme, C
       ValueError: unknown name or hyper-parameter, a discount outside [0, 1], an unknown unit; the message lists what
         exists.
     """
-    if name not in SCHEMES:
-        raise ValueError(f"unknown credit scheme {name!r}; choose one of {', '.join(sorted(SCHEMES))}")
-    scheme = SCHEMES[name]
+    scheme = SCHEMES.called(name)
     known = list(inspect.signature(scheme.assign).parameters)[1:]
     for key, value in hyperparameters.items():
         if key not in known:

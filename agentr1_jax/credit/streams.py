@@ -36,7 +36,8 @@ class Streams:
       greedy_reward: reward of the greedy rollout of each trajectory's row; NaN where none was made.
       group: group of each trajectory, any integers.
       cut: True for trajectories whose outcome is bootstrapped.
-      trained: False for trajectories whose tokens get no weight (their rewards still count in statistics).
+      trained: False for steps whose tokens get no weight (their rewards still count in statistics): those of
+        trajectories that are masked, and those that say so themselves.
       is_action: True for tokens the policy sampled.
       logprobs: behaviour log-probabilities; 0 for tokens that were not sampled.
       token_rewards: reward of each token beside its step's (KL in the reward).
@@ -55,7 +56,7 @@ class Streams:
     greedy_reward: Float[np.ndarray, "trajectories"]
     group: Int[np.ndarray, "trajectories"]
     cut: Bool[np.ndarray, "trajectories"]
-    trained: Bool[np.ndarray, "trajectories"]
+    trained: Bool[np.ndarray, "steps"]
     is_action: Bool[np.ndarray, "tokens"]
     logprobs: Float[np.ndarray, "tokens"]
     token_rewards: Float[np.ndarray, "tokens"]
@@ -127,7 +128,7 @@ def flatten(
         greedy_reward=of_info(trajectories, "greedy_reward"),
         group=np.array([t.group for t in trajectories], np.int64),
         cut=np.array([POLICIES[t.outcome].bootstrap for t in trajectories], bool),
-        trained=np.array([POLICIES[t.outcome].training == "train" for t in trajectories], bool),
+        trained=np.array([_is_trained(t, s) for t in trajectories for s in t.steps], bool),
         is_action=is_action,
         logprobs=logprobs,
         token_rewards=np.zeros(len(is_action), np.float32) if token_rewards is None else token_rewards,
@@ -192,6 +193,10 @@ def to_batch(
         state_value=jnp.full((steps,), baseline, jnp.float32),
         greedy_reward=pad(streams.greedy_reward, trajectories, 0),
     )
+
+
+def _is_trained(trajectory: Trajectory, step: Step) -> bool:
+    return POLICIES[trajectory.outcome].training == "train" and step.info.get("trained", True)
 
 
 def _hash(key: str | None) -> int:

@@ -27,6 +27,8 @@ class Observation:
       role: role of the turn that `text` or `texts` become, `tool` or `user`.
       tools: schemas of the tools on offer, for the opening messages.
       state_key: anchor of the state, for credit schemes that compare visits to equal states.
+      evidence: all that the environment has shown so far, from which alone the context rule `evidence` builds the next
+        prompt; None if it does not say.
       potential: Φ of the state, for potential-based shaping; None if the environment has none.
     """
 
@@ -38,6 +40,7 @@ class Observation:
     tools: Sequence[Mapping[str, Any]] = ()
     state_key: str | None = None
     potential: float | None = None
+    evidence: str | None = None
 
     def __post_init__(self) -> None:
         if sum(x is not None for x in (self.messages, self.text, self.texts, self.token_ids)) != 1:
@@ -98,7 +101,11 @@ class Transition:
 
 
 class Env(Protocol):
-    """One episode at a time on one task row."""
+    """One episode at a time on one task row.
+
+    An environment may also have `summarised(text) -> named, weighted parts of a reward`, which judges a summary that
+    the policy wrote under the context rule `summary`; without it a summary earns nothing of its own.
+    """
 
     async def reset(self, row: Row, seed: int) -> Observation:
         """Starts an episode."""

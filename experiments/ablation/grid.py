@@ -17,7 +17,7 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-from agentr1_jax.credit.registry import get_scheme, load_schemes
+from agentr1_jax.credit import SCHEMES, get_scheme
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.errors import UserError
 from experiments import build, inherited
@@ -145,7 +145,7 @@ def make_grid(
     shared = bool(config.warm_start_updates) and not config.warm_start.run
     try:
         if config.credit.file:
-            load_schemes(config.credit.file)
+            SCHEMES.load(config.credit.file)
     except ValueError as error:
         raise UserError(str(error)) from error
     warm_starts, cells = [], []

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import ml_collections
 
-from agentr1_jax.credit import SCHEMES, Scheme, get_scheme, load_schemes
+from agentr1_jax.credit import SCHEMES, Scheme, get_scheme
+from agentr1_jax.registry import parse_call
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.trajectory import Trajectory
 from experiments import build
@@ -39,7 +40,7 @@ def choose(text: str, config: ml_collections.ConfigDict, trajectories: Sequence[
     own = label(config.credit.name, own_args)
     try:
         if config.credit.file:
-            load_schemes(config.credit.file)
+            SCHEMES.load(config.credit.file)
         named = parsed(text) if text != "all" else [(n, own_args if n == config.credit.name else {}) for n in SCHEMES]
         for name, args in named:
             scheme, assign = get_scheme(name, args)
@@ -65,11 +66,13 @@ def parsed(text: str) -> list[tuple[str, dict[str, Any]]]:
     """`a,b(x=1,y=z)` as names with arguments. Raises UserError if it reads otherwise."""
     out = []
     for item in re.split(r",(?![^(]*\))", text):
-        match = re.fullmatch(r"\s*(\w+)\s*(?:\(([^()]*)\))?\s*", item)
-        pairs = [pair.partition("=") for pair in match[2].split(",")] if match and match[2] else []
-        if not match or any(not key.strip() or not value.strip() for key, _, value in pairs):
-            raise UserError(f"--schemes: cannot read {item!r}; write e.g. --schemes='grpo,step_gae(lam=0.9)'")
-        out.append((match[1], {key.strip(): number_or_text(value.strip()) for key, _, value in pairs}))
+        try:
+            name, values, named = parse_call(item, "--schemes")
+        except ValueError as error:
+            raise UserError(f"{error}, e.g. --schemes='grpo,step_gae(lam=0.9)'") from error
+        if values:
+            raise UserError(f"--schemes: cannot read {item!r}; write e.g. --schemes='{name}(lam=0.9)'")
+        out.append((name, {key: number_or_text(value) for key, value in named.items()}))
     return out
 
 

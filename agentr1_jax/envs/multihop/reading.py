@@ -148,7 +148,7 @@ def merged(*corpora: Corpus) -> list[Passage]:
         if first != passage:
             raise ValueError(
                 f"the id {passage.id!r} stands for two passages, {first.title!r} and {passage.title!r}; give the "
-                "corpora of task.files.corpus ids of their own"
+                "corpora of task.multihop.files.corpus ids of their own"
             )
     return list(found.values())
 

@@ -27,11 +27,11 @@ def divide(
       ValueError: a data set has too few questions, or no training questions at all.
     """
     if count < 0:
-        raise ValueError(f"task.held_out is {count}; it must be 0 or more")
+        raise ValueError(f"task.multihop.held_out is {count}; it must be 0 or more")
     new = apart(questions["train"], questions["eval"])
     have = by_dataset(q.row for q in new)
     for dataset in datasets:
-        known(dataset, have, "data set of task.held_out_datasets")
+        known(dataset, have, "data set of task.multihop.held_out_datasets")
     held = held_out(new, datasets or list(have), count)
     names = {q.row["id"] for q in held}
     train = apart([q for q in new if q.row["id"] not in names], held)
@@ -58,8 +58,8 @@ def held_out(questions: Sequence[Question], datasets: Sequence[str], count: int)
         own = sorted((q for q in questions if q.row["dataset"] == dataset), key=lambda q: place(q.row))
         if len(own) <= count:
             raise ValueError(
-                f"task.held_out is {count}, and {dataset!r} has {len(own)} training questions: none would be left; "
-                "lower task.held_out, or name other data sets in task.held_out_datasets"
+                f"task.multihop.held_out is {count}, and {dataset!r} has {len(own)} training questions: none would be "
+                "left; lower task.multihop.held_out, or name other data sets in task.multihop.held_out_datasets"
             )
         chosen += own[:count]
     return chosen
@@ -89,7 +89,7 @@ def check(questions: Mapping[str, Sequence[Question]], corpus: Corpus) -> None:
         if question.row["dataset"] == "musique" and question.is_test:
             raise ValueError(
                 f"{question.where}: a question of MuSiQue's dev or test set, which is for evaluation only; train on "
-                "musique_ans_v1.0_train.jsonl, or name another file in task.files.train"
+                "musique_ans_v1.0_train.jsonl, or name another file in task.multihop.files.train"
             )
     passages = {passage.id for passage in corpus}
     for split, of_split in questions.items():
@@ -103,7 +103,7 @@ def check(questions: Mapping[str, Sequence[Question]], corpus: Corpus) -> None:
                 if passages and gold not in passages:  # A remote retriever has its own.
                     raise ValueError(
                         f"{question.where}: the gold passage {gold!r} of question {name!r} is not in the corpus; name "
-                        "the corpus that has it in task.files.corpus"
+                        "the corpus that has it in task.multihop.files.corpus"
                     )
 
 

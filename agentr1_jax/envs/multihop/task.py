@@ -15,10 +15,10 @@ from agentr1_jax.envs import qa
 from agentr1_jax.envs.base import Expert, Row
 from agentr1_jax.envs.multihop import reading, splits
 from agentr1_jax.envs.multihop.expert import expert
-from agentr1_jax.envs.multihop.mixture import draw, shares_of
 from agentr1_jax.envs.multihop.reading import Files
 from agentr1_jax.envs.multihop.rows import DATASETS, known
 from agentr1_jax.envs.multihop.sources import data_folder
+from agentr1_jax.envs.shares import draw, offsets_of, parse_weights, shares_of
 from agentr1_jax.envs.tool_env import OnParseFailure, ToolEnv
 from agentr1_jax.tools.base import Tool
 from agentr1_jax.tools.search import BM25, Corpus, Passage, Retriever, SearchTool
@@ -31,6 +31,7 @@ INSTRUCTION = (
 )
 DEFAULT_WEIGHTS: Mapping[str, float] = {"answer": 1.0, "format": 0.1}
 NO_FILES = Files()
+MIXTURE = "task.multihop.mixture"
 
 
 class MultihopTask:
@@ -47,7 +48,7 @@ class MultihopTask:
       corpus: `full`, the merged passages of all data sets named; or `mini`, 160 questions over 1,890 passages.
       files: read in place of the data folder's questions (whatever their data sets are), and further passages.
       mixture: weights of the data sets among the training rows, e.g. `("hotpotqa=1", "2wikimultihopqa=2")`; empty for
-        weights by size. See `mixture.draw`.
+        weights by size. See `shares.draw`.
       held_out: questions of each data set in `held_out_datasets` that are the split `held_out`.
       held_out_datasets: empty for all training data sets.
       instruction: what follows the question in the prompt; "" for `INSTRUCTION`.
@@ -112,8 +113,8 @@ class MultihopTask:
         self.counts = {**found.counts, "train": {**found.counts["train"], splits.KEPT_OUT: kept_out}}
         self._documents = found.documents
         self._train = splits.by_dataset(self._splits["train"])
-        self._shares = shares_of(mixture, {name: len(rows) for name, rows in self._train.items()})
-        self._offsets = np.random.default_rng([seed, 3]).uniform(0.1, 0.9, len(self._shares)).tolist()
+        self._shares = shares_of(_weights(mixture, {name: len(rows) for name, rows in self._train.items()}), MIXTURE)
+        self._offsets = offsets_of(len(self._shares), seed)
         self._opening = functools.partial(opening, instruction=instruction or INSTRUCTION)
         self._retriever_factory = retriever_factory
         self._top_k, self._passage_characters = top_k, passage_characters
@@ -139,7 +140,7 @@ class MultihopTask:
         if split not in self._splits or index < 0:
             raise ValueError(
                 f"multihop has no row {split!r} {index}; splits are {', '.join(self._splits)} (held_out where "
-                "task.held_out is set), rows start at 0"
+                "task.multihop.held_out is set), rows start at 0"
             )
         if split != "train":
             return self._splits[split][index % len(self._splits[split])]
@@ -166,7 +167,7 @@ class MultihopTask:
     def expert(self, row: Row, seed: int) -> Expert:
         """The expert of `multihop.expert` on `row`; `seed` is not used. Raises ValueError where nobody has passages."""
         if not self.corpus:
-            raise ValueError("the expert of multihop has to know the passages; name them in task.files.corpus")
+            raise ValueError("the expert of multihop has to know the passages; name them in task.multihop.files.corpus")
         return expert(row, self._passages)
 
     def texts(self, count: int) -> list[str]:
@@ -210,6 +211,23 @@ class MultihopTask:
 def opening(row: Row, instruction: str = INSTRUCTION) -> list[dict[str, str]]:
     """The question, then the instructions. The tool's schema is added by the tokenizer's chat template."""
     return [{"role": "user", "content": f"Question: {row['question']}\n\n{instruction}"}]
+
+
+def _weights(mixture: Sequence[str], sizes: Mapping[str, int]) -> dict[str, float]:
+    """Weights of the data sets: as given, one for each; by size where none is.
+
+    Raises:
+      ValueError: a weight cannot be read, names no data set or is missing.
+    """
+    if not mixture:
+        return {name: float(size) for name, size in sizes.items()}
+    given = parse_weights(mixture, MIXTURE)
+    for name in given:
+        known(name, sizes, f"data set of {MIXTURE}")
+    for name in sizes:
+        if name not in given:
+            raise ValueError(f"{MIXTURE} has no weight of {name!r}; give one, 0 to leave the data set out")
+    return {name: given[name] for name in sizes}
 
 
 @functools.lru_cache(maxsize=16)

@@ -55,7 +55,7 @@ class RemoteRetriever:
       hits, misses: queries answered from the cache, and those that were not, since the start.
 
     Raises:
-      ValueError: a setting makes no sense; the message names it as `task.retriever.<field>`.
+      ValueError: a setting makes no sense; the message names it as `task.multihop.retriever.<field>`.
     """
 
     url: str
@@ -72,11 +72,13 @@ class RemoteRetriever:
 
     def __post_init__(self, corpus: Corpus) -> None:
         if not _is_http(self.url):
-            raise ValueError(f"task.retriever.url is {self.url!r}; it must be like http://localhost:8000/retrieve")
+            raise ValueError(
+                f"task.multihop.retriever.url is {self.url!r}; it must be like http://localhost:8000/retrieve"
+            )
         for name, least in (("seconds", 1e-3), ("attempts", 1), ("backoff", 0), ("cache", 0)):
             value = getattr(self, name)
             if not least <= value < math.inf:
-                raise ValueError(f"task.retriever.{name} is {value}; it must be finite and at least {least:g}")
+                raise ValueError(f"task.multihop.retriever.{name} is {value}; it must be finite and at least {least:g}")
         self._ids = ids_by_content(corpus)
         self._kept: collections.OrderedDict[tuple[str, int], list[Hit]] = collections.OrderedDict()
         self._lock = threading.Lock()
