@@ -190,7 +190,8 @@ def test_every_command_of_the_page_can_start():
         values = {key: x if isinstance(was[key], str) else ast.literal_eval(x) for key, x in overrides.items()}
         checks.check(changed(config, **values), devices(hardware))
         seen |= overrides.keys()
-    assert {"learner.loss_mask", "learner.advantage_mask", "credit.name", "context.rule", "task.multihop.reward"} <= seen
+    asked = {"learner.loss_mask", "learner.advantage_mask", "credit.name", "context.rule", "task.multihop.reward"}
+    assert asked <= seen
 
 
 @pytest.mark.parametrize("reward", ["weighted", "agentr1_v1"])

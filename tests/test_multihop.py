@@ -12,9 +12,9 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from agentr1_jax.envs import multihop
+from agentr1_jax.envs import data_folder, multihop
 from agentr1_jax.envs.base import Action
-from agentr1_jax.envs.multihop import MultihopTask, sources
+from agentr1_jax.envs.multihop import MultihopTask
 from agentr1_jax.envs.shares import draw
 from agentr1_jax.tools.search import BM25
 from agentr1_jax.trajectory import Outcome
@@ -210,7 +210,7 @@ def test_experts_on_real_passages(data_dir):
 def test_the_folder_beside_the_project_is_the_default(monkeypatch, tmp_path):
     monkeypatch.delenv("AGENTR1_DATA", raising=False)
     (tmp_path / "shared/data").mkdir(parents=True)
-    monkeypatch.setattr(sources, "__file__", str(tmp_path / "project/agentr1_jax/envs/multihop/sources.py"))
+    monkeypatch.setattr(data_folder, "__file__", str(tmp_path / "project/agentr1_jax/envs/data_folder.py"))
     assert multihop.data_folder() == tmp_path / "shared/data"
 
 

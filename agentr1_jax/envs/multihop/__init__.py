@@ -1,8 +1,9 @@
 """Real multi-hop questions: the files they come from, their splits, and the Task."""
 
+from agentr1_jax.envs.data_folder import data_folder
 from agentr1_jax.envs.multihop.reading import Files
 from agentr1_jax.envs.multihop.rows import DATASETS, Question, make_row
-from agentr1_jax.envs.multihop.sources import Source, data_folder, read_source
+from agentr1_jax.envs.multihop.sources import Source, read_source
 from agentr1_jax.envs.multihop.task import INSTRUCTION, MultihopTask, opening
 
 __all__ = [

@@ -66,22 +66,6 @@ def read_source(path: str | os.PathLike[str]) -> Source:
     return Source(list(questions.values()), counts)
 
 
-def data_folder(data_dir: str | os.PathLike[str] = "") -> Path:
-    """The folder of real data: `data_dir`, else AGENTR1_DATA, else `../shared/data` beside the project.
-
-    Raises:
-      FileNotFoundError: there is no such folder; the message says how to name one.
-    """
-    beside = Path(__file__).resolve().parents[4] / "shared" / "data"
-    folder = Path(data_dir or os.environ.get("AGENTR1_DATA") or beside)
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"{folder}: no such data folder; set the environment variable AGENTR1_DATA (or data_dir in the config) to "
-            "the folder that holds multihop/"
-        )
-    return folder
-
-
 def _question(record: Any, aliases: originals.Aliases) -> Question | str:
     """A record by the reader whose fields it has. A string says why it is left out."""
     if not isinstance(record, Mapping):

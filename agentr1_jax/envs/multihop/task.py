@@ -8,16 +8,16 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-import numpy as np
 from absl import logging
 
 from agentr1_jax.envs import qa
 from agentr1_jax.envs.base import Expert, Row
+from agentr1_jax.envs.data_folder import data_folder
 from agentr1_jax.envs.multihop import reading, splits
 from agentr1_jax.envs.multihop.expert import expert
 from agentr1_jax.envs.multihop.reading import Files
 from agentr1_jax.envs.multihop.rows import DATASETS, known
-from agentr1_jax.envs.multihop.sources import data_folder
+from agentr1_jax.envs.passes import in_passes
 from agentr1_jax.envs.shares import draw, offsets_of, parse_weights, shares_of
 from agentr1_jax.envs.tool_env import OnParseFailure, ToolEnv
 from agentr1_jax.tools.base import Tool
@@ -146,8 +146,7 @@ class MultihopTask:
             return self._splits[split][index % len(self._splits[split])]
         k, number = draw(list(self._shares.values()), self._offsets, index)
         rows = self._train[list(self._shares)[k]]
-        visit, nth = divmod(number, len(rows))
-        return rows[_shuffled(self._seed, k, visit, len(rows))[nth]]
+        return in_passes(rows, number, self._seed, 2, k)
 
     def size(self, split: str) -> int:
         """Number of questions of a split."""
@@ -228,9 +227,3 @@ def _weights(mixture: Sequence[str], sizes: Mapping[str, int]) -> dict[str, floa
         if name not in given:
             raise ValueError(f"{MIXTURE} has no weight of {name!r}; give one, 0 to leave the data set out")
     return {name: given[name] for name in sizes}
-
-
-@functools.lru_cache(maxsize=16)
-def _shuffled(seed: int, dataset: int, visit: int, size: int) -> np.ndarray:
-    """The order of a data set's rows in its pass number `visit`. int [size]"""
-    return np.random.default_rng([seed, 2, dataset, visit]).permutation(size)
