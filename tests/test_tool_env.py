@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from agentr1_jax.envs import qa
 from agentr1_jax.envs.base import Action
-from agentr1_jax.envs.tool_env import NO_ACTION
+from agentr1_jax.envs.rewards import Reward
+from agentr1_jax.envs.tool_env import NO_ACTION, ToolEnv
 from agentr1_jax.text.tool_calls import PARSE_MESSAGES, render_answer, render_call
 from agentr1_jax.tools.base import ToolResult, failed
 from agentr1_jax.tools.limits import ToolLimits, wrapped
@@ -200,6 +201,61 @@ def test_a_parse_failure_may_end_the_episode(text):
     (only,), _ = play(text, on_parse_failure="end")
     assert only.outcome is Outcome.PARSE_FAILURE and only.terminated and only.metrics["em"] == 0
     assert only.reward == pytest.approx(-0.1)
+
+
+class Counting:
+    """A tool that tells what it counted before and after it let others go first."""
+
+    name, description = "count", ""
+    parameters = {"type": "object"}
+
+    def __init__(self):
+        self.count = 0
+
+    async def execute(self, arguments):
+        before = self.count
+        await asyncio.sleep(0)
+        self.count += 1
+        return ToolResult(f"{before} {self.count}")
+
+
+def talk(*texts, on_parse_failure="observe", says=("And then?", "And now?")):
+    """The transitions of an episode with a user who says these things, one for each response without calls."""
+
+    def user(row, turns):
+        return dict(enumerate(says)).get(sum(not turn.calls for turn in turns) - 1)
+
+    async def run():
+        reward = Reward(qa.PARTS, {"format": 1.0})
+        opening = qa.question_messages("")
+        how = {"user": user, "in_order": True, "on_parse_failure": on_parse_failure}
+        env = ToolEnv([Counting()], opening, reward, qa.metrics, qa.state_key, **how)
+        await env.reset(ROW, 0)
+        return [await env.step(Action(np.zeros(0, np.int32), text)) for text in texts]
+
+    return asyncio.run(run())
+
+
+def test_calls_run_one_after_another_where_they_share_a_state():
+    (only,) = talk(render_call("count", {}) * 3)
+    assert only.observation.texts == ["0 1", "1 2", "2 3"]
+
+
+@pytest.mark.parametrize("on_parse_failure", ["observe", "end"])
+def test_a_user_speaks_after_each_response_without_calls_until_all_is_said(on_parse_failure):
+    texts = ["Well.", render_call("count", {}), render_answer("Ada"), ""]
+    first, second, third, last = talk(*texts, on_parse_failure=on_parse_failure)
+    assert [t.observation.text for t in (first, second, third)] == ["And then?", "0 1", "And now?"]
+    assert [t.observation.role for t in (first, second, third)] == ["user", "tool", "user"]
+    assert first.observation.state_key == "r||no_action" and first.info["errors"] == {}
+    assert last.outcome is Outcome.ANSWERED and last.terminated and last.observation is None
+
+
+def test_a_call_that_cannot_be_read_is_no_turn_of_the_policys():
+    (only,) = talk("<tool_call>{</tool_call>")
+    assert only.observation.text == PARSE_MESSAGES["bad_json"] and only.observation.role == "tool"
+    (only,) = talk("<tool_call>{</tool_call>", on_parse_failure="end")
+    assert only.outcome is Outcome.PARSE_FAILURE
 
 
 def test_a_fault_of_the_infrastructure_ends_the_episode():

@@ -33,7 +33,7 @@ class Turn:
 
     @property
     def answers(self) -> bool:
-        """True if the response ends the episode: an answer and no call."""
+        """True if the response is an answer and no call, which ends an episode without a user."""
         return self.answer is not None and not self.calls
 
 

@@ -16,18 +16,22 @@ from agentr1_jax.trajectory import Outcome
 
 OnParseFailure = Literal["observe", "end"]
 Tools = Sequence[Tool] | Callable[[Row], Sequence[Tool]]
+User = Callable[[Row, Sequence[Turn]], str | None]
+"""From row and turns, the last of which has no call, to what the user says next; None where that was all."""
 NO_ACTION = "Error: neither a tool call nor an answer."
 
 
 class ToolEnv:
     """An Env whose actions are tool calls and a final answer.
 
-    A response with calls runs all of them concurrently, and the next observation is their results, one after another
-    (`text` for one, `texts` for several).
-    A response with an answer and no call ends the episode. Everything that is the policy's fault (an unreadable call,
-    an unknown tool, arguments that break the schema, neither call nor answer) comes back to it as a short text; a
-    fault of the infrastructure ends the episode with `tool_failure`. Where the action is lenient, broken JSON is mended
-    if it can be; such calls are counted (`repaired` of info's errors, metric `repaired_calls`).
+    A response with calls runs all of them, concurrently unless they are to run in order, and the next observation is
+    their results, one after another (`text` for one, `texts` for several).
+    A response with an answer and no call ends the episode. Where there is a user, any response without a call ends the
+    policy's turn: the next observation is what the user says then, and the episode ends when that is nothing.
+    Everything that is the policy's fault (an unreadable call, an unknown tool, arguments that break the schema, neither
+    call nor answer) comes back to it as a short text; a fault of the infrastructure ends the episode with
+    `tool_failure`. Where the action is lenient, broken JSON is mended if it can be; such calls are counted (`repaired`
+    of info's errors, metric `repaired_calls`).
 
     Args:
       tools: the tools on offer, or a function from the row to them.
@@ -37,6 +41,8 @@ class ToolEnv:
       state_key: (row, turns) -> anchor of the state after these turns.
       on_parse_failure: what follows a response with neither a readable call nor an answer: `observe` (the policy is
         told and goes on) or `end` (the episode ends with `parse_failure`).
+      user: who speaks after a response without calls; None where nobody does.
+      in_order: whether the calls of one response run one after another, for tools that share a state.
     """
 
     def __init__(
@@ -47,6 +53,9 @@ class ToolEnv:
         metrics: Callable[[Row, Sequence[Turn]], Mapping[str, float]],
         state_key: Callable[[Row, Sequence[Turn]], str],
         on_parse_failure: OnParseFailure = "observe",
+        *,
+        user: User | None = None,
+        in_order: bool = False,
     ):
         if on_parse_failure not in ("observe", "end"):
             raise ValueError(f"on_parse_failure is {on_parse_failure!r}; choose 'observe' or 'end'")
@@ -56,6 +65,8 @@ class ToolEnv:
         self._metrics = metrics
         self._state_key = state_key
         self._on_parse_failure = on_parse_failure
+        self._user = user
+        self._in_order = in_order
         self._row: Row = {}
         self._tools: Mapping[str, Tool] = {}
         self._turns: list[Turn] = []
@@ -77,16 +88,17 @@ class ToolEnv:
         # The missing half of a response that was cut must not be guessed.
         self._lenient = action.lenient
         calls = parse_tool_calls(action.text, lenient=action.lenient and not action.truncated)
-        results = await asyncio.gather(*(self._run(call) for call in calls))
+        results = await self._run_all(calls)
         turn = Turn(action.text, calls, results, extract_answer(action.text))
         self._turns.append(turn)
 
-        outcome = self._outcome(turn)
+        said = self._user(self._row, self._turns) if self._user and not calls else None
+        outcome = self._outcome(turn, said)
         failed = outcome is Outcome.TOOL_FAILURE
         raw = {} if failed else self._reward.raw(self._row, self._turns)
         weighted = {} if failed else self._reward.weighted(raw)
         return Transition(
-            observation=None if outcome else self._observation(turn),
+            observation=None if outcome else self._observation(turn, said),
             reward=float(sum(weighted.values())),
             reward_parts=weighted,
             terminated=outcome is not None and not failed,
@@ -94,7 +106,7 @@ class ToolEnv:
             outcome=outcome,
             tool_calls=[_record(call, result) for call, result in zip(calls, results, strict=True)],
             metrics=self.cut() if outcome else {},
-            info={"raw_parts": raw, "errors": _errors(turn)},
+            info={"raw_parts": raw, "errors": self._errors(turn)},
         )
 
     def cut(self) -> Mapping[str, float]:
@@ -104,6 +116,11 @@ class ToolEnv:
             return metrics
         return {**metrics, "repaired_calls": float(sum(_repaired(turn) for turn in self._turns))}
 
+    async def _run_all(self, calls: Sequence[ToolCall | ParseError]) -> Sequence[ToolResult]:
+        if self._in_order:
+            return [await self._run(call) for call in calls]
+        return await asyncio.gather(*(self._run(call) for call in calls))
+
     async def _run(self, call: ToolCall | ParseError) -> ToolResult:
         if isinstance(call, ParseError):
             return base.failed(call.kind, call.message)
@@ -111,20 +128,32 @@ class ToolEnv:
             return base.failed("unknown_tool", f"Error: no such tool; tools are {', '.join(self._tools)}.")
         return await base.call(self._tools[call.name], call.arguments)
 
-    def _outcome(self, turn: Turn) -> Outcome | None:
+    def _outcome(self, turn: Turn, said: str | None) -> Outcome | None:
         if any(result.error is not None and result.error.fault == "infrastructure" for result in turn.results):
             return Outcome.TOOL_FAILURE
-        if turn.answers:
+        if turn.answers if self._user is None else not turn.calls and said is None:
             return Outcome.ANSWERED
-        readable = any(isinstance(call, ToolCall) for call in turn.calls)
-        return Outcome.PARSE_FAILURE if self._on_parse_failure == "end" and not readable else None
+        unreadable = turn.calls and not any(isinstance(call, ToolCall) for call in turn.calls)
+        end = self._on_parse_failure == "end" and (unreadable or self._no_action(turn))
+        return Outcome.PARSE_FAILURE if end else None
 
-    def _observation(self, turn: Turn) -> Observation:
+    def _no_action(self, turn: Turn) -> bool:
+        return not turn.calls and turn.answer is None and self._user is None
+
+    def _observation(self, turn: Turn, said: str | None) -> Observation:
         state_key = self._state_key(self._row, self._turns)
+        if said is not None:
+            return Observation(text=said, role="user", state_key=state_key)
         if len(turn.results) > 1:
             return Observation(texts=[result.content for result in turn.results], role="tool", state_key=state_key)
         text = turn.results[0].content if turn.results else NO_ACTION
         return Observation(text=text, role="tool", state_key=state_key)
+
+    def _errors(self, turn: Turn) -> dict[str, int]:
+        """How often each kind of error occurred in a turn, mended calls among them."""
+        kinds = [result.error.kind for result in turn.results if result.error is not None]
+        kinds += ["no_action"] * self._no_action(turn) + ["repaired"] * _repaired(turn)
+        return dict(collections.Counter(kinds))
 
 
 def _record(call: ToolCall | ParseError, result: ToolResult) -> dict[str, Any]:
@@ -140,12 +169,3 @@ def _record(call: ToolCall | ParseError, result: ToolResult) -> dict[str, Any]:
 
 def _repaired(turn: Turn) -> int:
     return sum(isinstance(call, ToolCall) and call.repaired for call in turn.calls)
-
-
-def _errors(turn: Turn) -> dict[str, int]:
-    """How often each kind of error occurred in a turn, mended calls among them."""
-    kinds = [result.error.kind for result in turn.results if result.error is not None]
-    if not turn.calls and turn.answer is None:
-        kinds.append("no_action")
-    kinds += ["repaired"] * _repaired(turn)
-    return dict(collections.Counter(kinds))
