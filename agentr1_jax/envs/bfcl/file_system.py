@@ -1,0 +1,254 @@
+"""The file functions, on a tree in memory."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self
+
+from agentr1_jax.envs.bfcl.base import CallFailed, check
+
+Folder = dict[str, Any]
+"""Its entries by name: a file is its text, a folder is a dict."""
+
+DISK, ENTRY = 4_000_000, 100
+"""Characters of all files, and what an entry counts beside them: copies of copies grow exponentially."""
+MOST_DEPTH = 32
+"""Folders within each other; what compares and stores a tree goes down by recursion."""
+UNITS = ("bytes", "KB", "MB", "GB")
+
+_NAMES = {"pattern": r"^(?!\.{1,2}$)[^/]+$"}
+CONFIG: Mapping[str, Any] = {
+    "type": "object",
+    "required": ["root"],
+    "properties": {"root": {"type": "object", "minProperties": 1, "$ref": "#/$defs/folders"}},
+    "additionalProperties": False,
+    "$defs": {
+        "folders": {"propertyNames": _NAMES, "additionalProperties": {"$ref": "#/$defs/folder"}},
+        "folder": {
+            "type": "object",
+            "required": ["type", "contents"],
+            "properties": {
+                "type": {"const": "directory"},
+                "contents": {
+                    "type": "object",
+                    "propertyNames": _NAMES,
+                    "additionalProperties": {"oneOf": [{"$ref": "#/$defs/folder"}, {"$ref": "#/$defs/file"}]},
+                },
+            },
+            "additionalProperties": False,
+        },
+        "file": {
+            "type": "object",
+            "required": ["type", "content"],
+            "properties": {"type": {"const": "file"}, "content": {"type": "string"}},
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@dataclasses.dataclass
+class FileSystem:
+    """A tree of files.
+
+    Attributes:
+      tree: the root; the folders of the config lie in it.
+      cwd: names from the root to the working directory, which cannot be removed: only what lies in it can.
+    """
+
+    tree: Folder
+    cwd: list[str]
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """The tree of `root`; its first folder is the working directory."""
+        check(config, CONFIG, "GorillaFileSystem")
+        tree = {name: _tree(folder) for name, folder in config["root"].items()}
+        return cls(tree, [next(iter(tree))])
+
+    def pwd(self) -> dict[str, Any]:
+        return {"current_working_directory": "/" + "/".join(self.cwd)}
+
+    def ls(self, a: bool = False) -> dict[str, Any]:
+        return {"current_directory_content": [name for name in self._here() if a or not name.startswith(".")]}
+
+    def cd(self, folder: str) -> dict[str, Any]:
+        if folder == "..":
+            if not self.cwd:
+                raise CallFailed("no_such_file", "the root has no parent directory")
+            self.cwd = self.cwd[:-1]
+        elif folder != ".":
+            self._folder(folder)
+            self.cwd = [*self.cwd, folder]
+        return self.pwd()
+
+    def mkdir(self, dir_name: str) -> dict[str, Any]:
+        self._put(self.cwd, dir_name, {})
+        return {}
+
+    def touch(self, file_name: str) -> dict[str, Any]:
+        self._put(self.cwd, file_name, "")
+        return {}
+
+    def echo(self, content: str, file_name: str | None = None) -> dict[str, Any]:
+        if file_name is None:
+            return {"terminal_output": content}
+        self._file(file_name)
+        self._here()[file_name] = content
+        return {"terminal_output": None}
+
+    def cat(self, file_name: str) -> dict[str, Any]:
+        return {"file_content": self._file(file_name)}
+
+    def tail(self, file_name: str, lines: int = 10) -> dict[str, Any]:
+        if lines < 0:
+            raise CallFailed("bad_value", f"lines is {lines}; it must not be negative")
+        all_lines = self._file(file_name).splitlines()
+        return {"last_lines": "\n".join(all_lines[max(len(all_lines) - lines, 0) :])}
+
+    def sort(self, file_name: str) -> dict[str, Any]:
+        return {"sorted_content": "\n".join(sorted(self._file(file_name).splitlines()))}
+
+    def grep(self, file_name: str, pattern: str) -> dict[str, Any]:
+        return {"matching_lines": [line for line in self._file(file_name).splitlines() if pattern in line]}
+
+    def wc(self, file_name: str, mode: str = "l") -> dict[str, Any]:
+        text = self._file(file_name)
+        counts = {"l": ("lines", text.splitlines()), "w": ("words", text.split()), "c": ("characters", text)}
+        if mode not in counts:
+            raise CallFailed("bad_value", f"mode is {mode!r}; choose among {', '.join(counts)}")
+        unit, counted = counts[mode]
+        return {"count": len(counted), "type": unit}
+
+    def diff(self, file_name1: str, file_name2: str) -> dict[str, Any]:
+        texts = [self._file(name).splitlines() for name in (file_name1, file_name2)]
+        lines = []
+        for one, other in itertools.zip_longest(*texts):
+            if one != other:
+                lines += [f"{mark} {line}" for mark, line in (("-", one), ("+", other)) if line is not None]
+        return {"diff_lines": "\n".join(lines)}
+
+    def du(self, human_readable: bool = False) -> dict[str, Any]:
+        size = sum(len(node.encode()) for _, node in _walk(self._here()) if isinstance(node, str))
+        shown, unit = float(size), 0
+        while human_readable and shown >= 1024 and unit + 1 < len(UNITS):
+            shown, unit = shown / 1024, unit + 1
+        return {"disk_usage": f"{shown:.1f} {UNITS[unit]}" if unit else f"{size} {UNITS[0]}"}
+
+    def find(self, path: str = ".", name: str | None = None) -> dict[str, Any]:
+        found = [at for at, _ in _walk(self._at(self._resolved(path)))]
+        return {"matches": [at for at in found if name is None or name in at.rpartition("/")[2]]}
+
+    def rm(self, file_name: str) -> dict[str, Any]:
+        self._node(file_name)
+        del self._here()[file_name]
+        return {"result": f"{file_name} is removed"}
+
+    def rmdir(self, dir_name: str) -> dict[str, Any]:
+        if self._folder(dir_name):
+            raise CallFailed("not_empty", f"{dir_name!r} is not empty")
+        return self.rm(dir_name)
+
+    def mv(self, source: str, destination: str) -> dict[str, Any]:
+        node = self._node(source)
+        path, name = self._target(source, destination)
+        self._put(path, name, node)
+        del self._here()[source]
+        return {"result": f"{source} is now {'/'.join([*path[len(self.cwd) :], name])}"}
+
+    def cp(self, source: str, destination: str) -> dict[str, Any]:
+        node = self._node(source)
+        path, name = self._target(source, destination)
+        self._put(path, name, copy.deepcopy(node))
+        return {"result": f"{source} is copied to {'/'.join([*path[len(self.cwd) :], name])}"}
+
+    def _here(self) -> Folder:
+        return self._at(self.cwd)
+
+    def _at(self, path: Sequence[str]) -> Folder:
+        """The folder of a path that is known to be one."""
+        folder = self.tree
+        for name in path:
+            folder = folder[name]
+        return folder
+
+    def _node(self, name: str) -> str | Folder:
+        """What has this name in the working directory."""
+        _check_name(name)
+        if name not in self._here():
+            raise CallFailed("no_such_file", f"there is no {name!r} in {self.pwd()['current_working_directory']}")
+        return self._here()[name]
+
+    def _file(self, name: str) -> str:
+        node = self._node(name)
+        if not isinstance(node, str):
+            raise CallFailed("is_a_directory", f"{name!r} is a directory")
+        return node
+
+    def _folder(self, name: str) -> Folder:
+        node = self._node(name)
+        if isinstance(node, str):
+            raise CallFailed("not_a_directory", f"{name!r} is not a directory")
+        return node
+
+    def _resolved(self, path: str) -> list[str]:
+        """Names from the root on to the folder of a path, which is from the root if it begins with a slash."""
+        at = [] if path.startswith("/") else list(self.cwd)
+        for part in path.split("/"):
+            if part == "..":
+                at = at[:-1]
+            elif part not in ("", "."):
+                if not isinstance(self._at(at).get(part), dict):
+                    raise CallFailed("no_such_file", f"there is no directory {path!r}")
+                at.append(part)
+        return at
+
+    def _target(self, source: str, destination: str) -> tuple[list[str], str]:
+        """Folder and name for what is moved or copied to `destination`."""
+        if destination == source:
+            raise CallFailed("same_file", f"{source!r} is the source and the destination")
+        if isinstance(self._here().get(destination), dict):
+            return [*self.cwd, destination], source
+        return self.cwd, destination
+
+    def _put(self, path: Sequence[str], name: str, node: str | Folder) -> None:
+        """Puts something new into a folder."""
+        _check_name(name)
+        folder = self._at(path)
+        if name in folder:
+            raise CallFailed("file_exists", f"{'/'.join([*path[len(self.cwd) :], name])!r} exists")
+        if len(path) + 1 + _depth(node) > MOST_DEPTH:
+            raise CallFailed("no_space", f"directories may stand {MOST_DEPTH} within each other")
+        if _size(self.tree) + _size({name: node}) > DISK:
+            raise CallFailed("no_space", "there is no space left on the disk")
+        folder[name] = node
+
+
+def _check_name(name: str) -> None:
+    if "/" in name or name in ("", ".", ".."):
+        raise CallFailed("bad_name", f"{name!r} is not a name in the current directory; no path is allowed")
+
+
+def _tree(folder: Mapping[str, Any]) -> Folder:
+    """A folder of the config."""
+    nodes = folder["contents"].items()
+    return {name: node["content"] if node["type"] == "file" else _tree(node) for name, node in nodes}
+
+
+def _walk(folder: Folder, before: str = "") -> Iterator[tuple[str, str | Folder]]:
+    """All that lies in a folder, and in folders in it, with its path from there."""
+    for name, node in folder.items():
+        yield before + name, node
+        if isinstance(node, dict):
+            yield from _walk(node, f"{before}{name}/")
+
+
+def _size(folder: Folder) -> int:
+    return sum(ENTRY + (len(node) if isinstance(node, str) else 0) for _, node in _walk(folder))
+
+
+def _depth(node: str | Folder) -> int:
+    return max((path.count("/") + 1 for path, _ in _walk(node)), default=0) if isinstance(node, dict) else 0

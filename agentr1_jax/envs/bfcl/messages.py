@@ -1,0 +1,131 @@
+"""The message functions: users of a workspace, and what was sent to whom."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Self
+
+from agentr1_jax.envs.bfcl.base import CallFailed, check, free_number
+
+USERS = {"Alice": "USR001", "Bob": "USR002", "Catherine": "USR003", "Daniel": "USR004"}
+"""Who is there where the config does not say: the ground truth knows them by id."""
+
+CONFIG: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {
+        "user_map": {"type": "object", "additionalProperties": {"type": "string"}},
+        "user_count": {"type": "integer", "minimum": 0},
+        "inbox": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "additionalProperties": {"type": ["string", "array"], "items": {"type": "string"}},
+            },
+        },
+        "message_count": {"type": "integer", "minimum": 0},
+        "current_user": {"type": ["string", "null"]},
+    },
+    "additionalProperties": False,
+}
+
+
+@dataclasses.dataclass
+class Messages:
+    """Who may be written to, and what was written.
+
+    The data name no senders: whoever is logged in sees all messages as sent by them.
+
+    Attributes:
+      users: ids by name.
+      user_count: number below that of a new user's id.
+      inbox: `{"receiver_id", "message"}` each, the oldest first.
+      message_count: messages so far, deleted ones too; the latest one's id.
+      current_user: id of who is logged in.
+    """
+
+    users: dict[str, str]
+    user_count: int
+    inbox: list[dict[str, str]]
+    message_count: int
+    current_user: str | None
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """What the config says, else four users and no messages."""
+        check(config, CONFIG, "MessageAPI")
+        users = dict(config.get("user_map", USERS))
+        sent = [pair for entry in config.get("inbox", ()) for pair in entry.items()]
+        inbox = [
+            {"receiver_id": receiver, "message": text}
+            for receiver, texts in sent
+            for text in ([texts] if isinstance(texts, str) else texts)
+        ]
+        user = config.get("current_user")
+        if user is not None and user not in users.values():
+            raise ValueError(f"MessageAPI.current_user: {user!r} is no user; there are {', '.join(users.values())}")
+        counts = config.get("user_count", len(users)), config.get("message_count", len(inbox))
+        return cls(users, counts[0], inbox, counts[1], user)
+
+    def list_users(self) -> dict[str, Any]:
+        return {"user_list": list(self.users)}
+
+    def get_user_id(self, user: str) -> dict[str, Any]:
+        if user not in self.users:
+            raise CallFailed("no_such_user", f"there is no user {user!r}")
+        return {"user_id": self.users[user]}
+
+    def message_login(self, user_id: str) -> dict[str, Any]:
+        if user_id not in self.users.values():
+            return {"login_status": False, "message": f"There is no user {user_id}."}
+        self.current_user = user_id
+        return {"login_status": True, "message": f"{user_id} is logged in."}
+
+    def message_get_login_status(self) -> dict[str, Any]:
+        return {"login_status": self.current_user is not None}
+
+    def add_contact(self, user_name: str) -> dict[str, Any]:
+        if user_name in self.users:
+            known = self.users[user_name]
+            return {"added_status": False, "user_id": known, "message": f"{user_name} is a contact already."}
+        taken = [int(i.removeprefix("USR")) for i in self.users.values() if i.removeprefix("USR").isdecimal()]
+        self.users[user_name] = f"USR{free_number(self.user_count + 1, taken):03d}"
+        return {"added_status": True, "user_id": self.users[user_name], "message": f"{user_name} is now a contact."}
+
+    def send_message(self, receiver_id: str, message: str) -> dict[str, Any]:
+        self._check_login()
+        if receiver_id not in self.users.values():
+            raise CallFailed("no_such_user", f"there is no user {receiver_id!r}")
+        self.message_count += 1
+        self.inbox.append({"receiver_id": receiver_id, "message": message})
+        told = f"The message to {receiver_id} is sent."
+        return {"sent_status": True, "message_id": self.message_count, "message": told}
+
+    def delete_message(self, receiver_id: str) -> dict[str, Any]:
+        self._check_login()
+        sent = [i for i, message in enumerate(self.inbox) if message["receiver_id"] == receiver_id]
+        if sent:
+            del self.inbox[sent[-1]]
+        told = f"The latest message to {receiver_id} is deleted." if sent else f"There is no message to {receiver_id}."
+        return {"deleted_status": bool(sent), "receiver_id": receiver_id, "message": told}
+
+    def view_messages_sent(self) -> dict[str, Any]:
+        self._check_login()
+        messages: dict[str, list[str]] = {}
+        for message in self.inbox:
+            messages.setdefault(message["receiver_id"], []).append(message["message"])
+        return {"messages": messages}
+
+    def search_messages(self, keyword: str) -> dict[str, Any]:
+        self._check_login()
+        return {"results": [message for message in self.inbox if keyword.lower() in message["message"].lower()]}
+
+    def get_message_stats(self) -> dict[str, Any]:
+        self._check_login()
+        receivers = [message["receiver_id"] for message in self.inbox]
+        contacts = len(set(receivers) - {self.current_user})
+        return {"stats": {"received_count": receivers.count(str(self.current_user)), "total_contacts": contacts}}
+
+    def _check_login(self) -> None:
+        if self.current_user is None:
+            raise CallFailed("not_logged_in", "nobody is logged in; use message_login")
