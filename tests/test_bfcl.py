@@ -98,7 +98,7 @@ def test_the_expert_reaches_every_end_state_through_the_loop(task, tasks, data_d
     budget = Budget(
         max_steps=24, response_tokens=200, observation_tokens=400, context_tokens=12_000, trajectory_tokens=8_000
     )
-    loop = EnvLoop(task.env, tokenizer, chat_format(tokenizer), context_rule("append"), "append", budget)
+    loop = EnvLoop(task.env, tokenizer, chat_format(tokenizer), context_rule("append"), budget)
     for row in tasks.rows:
         session = ScriptedSession(Identity("u", 0, 0, task.name, 0), task.expert(row, 0), tokenizer)
         asyncio.run(loop.run(session, row))
