@@ -1,0 +1,36 @@
+"""The calculator as a Tool."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from agentr1_jax.tools.base import ToolResult, failed
+from agentr1_jax.tools.calculator.arithmetic import CONSTANTS, FUNCTIONS, CalculationError, shown
+from agentr1_jax.tools.calculator.parser import evaluate
+
+
+class CalculatorTool:
+    """Tool `calculator(expression)`: its value. What has none fails with `syntax`, `division_by_zero`, `too_large` or
+    `domain`, all faults of the model.
+    """
+
+    name = "calculator"
+    description = (
+        "Computes an arithmetic expression with + - * / // % ** and brackets; "
+        f"knows {', '.join(FUNCTIONS)}, {', '.join(CONSTANTS)}."
+    )
+    parameters: Mapping[str, Any] = {
+        "type": "object",
+        "properties": {"expression": {"type": "string", "minLength": 1, "description": "e.g. (12.5 + 7) * 3"}},
+        "required": ["expression"],
+        "additionalProperties": False,
+    }
+    blocking = False
+
+    def execute(self, arguments: Mapping[str, Any]) -> ToolResult:
+        """Computes one expression; see the class."""
+        try:
+            return ToolResult(shown(evaluate(arguments["expression"])))
+        except CalculationError as error:
+            return failed(error.kind, f"Error: {error.message}.")

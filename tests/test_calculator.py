@@ -1,0 +1,218 @@
+"""The calculator against Python's own grammar and exact fractions, on hostile expressions, and what it prints."""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+import time
+from fractions import Fraction
+
+import pytest
+from doing import run
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from agentr1_jax.tools.base import Tool, ToolError
+from agentr1_jax.tools.calculator import CalculationError, CalculatorTool, evaluate, shown
+from agentr1_jax.tools.calculator.arithmetic import FUNCTIONS, MOST_BITS
+from agentr1_jax.tools.calculator.parser import MOST_CHARACTERS, MOST_DEPTH
+
+KINDS = {"syntax", "division_by_zero", "too_large", "domain"}
+MOST_SECONDS = 5.0  # The slowest takes milliseconds; an endless one takes for ever.
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    {
+        "0.1 + 0.2": "0.3",
+        "12 / 2": "6",
+        "1 / 4": "0.25",
+        "1/3": "0.333333333333",
+        "2/3*3": "2",
+        "-2**2": "-4",
+        "2**-1": "0.5",
+        "2**3**2": "512",
+        "2^10": "1024",
+        "7 // 2 + 7 % 4": "6",
+        "-7 // 2": "-4",
+        "6 ÷ 3 × 2 − 1": "3",
+        "1,234,567.5 * 2": "2469135",
+        "max(1,234)": "234",
+        "max((1,234), 5)": "1234",
+        "1_000 + .5 + 5.": "1005.5",
+        "15%": "0.15",
+        "200 * (15%)": "30",
+        "50% * 2": "1",
+        "17 % 5": "2",
+        "17 % (-5)": "-3",
+        "sqrt(16) + sqrt(2.25)": "5.5",
+        "sqrt(2)": "1.41421356237",
+        "Min(3, 1, 2) + ABS(-4)": "5",
+        "round(2.675, 2)": "2.68",
+        "round(2.5)": "2",
+        "round(1234, -2)": "1200",
+        "floor(-0.5) + ceil(0.5) + trunc(-1.5)": "-1",
+        "log(8, 2)": "3",
+        "log10(10**400)": "400",
+        "ln(e)": "1",
+        "exp(0)": "1",
+        "sin(pi)": "0",
+        "cos(pi)": "-1",
+        "sin(1e-20)": "1e-20",
+        "factorial(20)": "2432902008176640000",
+        "gcd(12, 18) + lcm(4, 6)": "18",
+        "123456789012.25 + 0": "123456789012.25",
+        "1e30": "1" + "0" * 30,
+        "1e30 / 7": "1.42857142857e+29",
+        "1/1024/1024/1024": "9.31322574615e-10",
+        "1.0001**100000": "22015.4560485",
+        "(-1)**1e999": "1",
+        "0**0": "1",
+        "-0.0 * pi": "0",
+    }.items(),
+)
+def test_what_it_computes_and_prints(expression, value):
+    assert run(CalculatorTool(), {"expression": expression}).content == value
+
+
+@pytest.mark.parametrize(
+    ("expression", "kind", "says"),
+    [
+        ("1 / 0", "division_by_zero", "division by zero (at character 3)"),
+        ("5 % (2 - 2)", "division_by_zero", "at character 3"),
+        ("0 ** -1", "division_by_zero", "at character 3"),
+        ("log(5, 1)", "division_by_zero", "at character 1"),
+        ("9**9**9", "too_large", "too large"),
+        ("9**9**-9**9**9", "too_large", "too large"),
+        ("2**-99999", "too_large", "too close to 0 (at character 2)"),
+        ("1e999999999", "too_large", "an exponent beyond"),
+        ("exp(1e10)", "too_large", "at character 1"),
+        ("factorial(999999999)", "too_large", "at character 1"),
+        ("factorial(factorial(20))", "too_large", "at character 1"),
+        ("(" * (MOST_DEPTH + 1), "too_large", "nested deeper"),
+        ("-" * (MOST_DEPTH + 1) + "1", "too_large", "nested deeper"),
+        ("2" + "**1" * (MOST_DEPTH + 1), "too_large", "nested deeper"),
+        ("1+" * MOST_CHARACTERS + "1", "too_large", "longer than"),
+        ("(-8) ** 0.5", "domain", "at character 6"),
+        ("2 * sqrt(-1)", "domain", "not defined for this value (at character 5)"),
+        ("log(0)", "domain", "above 0"),
+        ("asin(2)", "domain", "not defined"),
+        ("tan(pi / 2)", "domain", "not defined"),
+        ("factorial(2.5)", "domain", "whole number"),
+        ("round(1, 1e9)", "domain", "places"),
+        ("1 +", "syntax", "a number is expected, not the end (at character 4)"),
+        ("(1 + 2", "syntax", "the bracket is not closed (at character 1)"),
+        ("1 2", "syntax", "an operator is expected, not '2' (at character 3)"),
+        ("2(3)", "syntax", "an operator is expected, not '('"),
+        ("1..2", "syntax", "not '.2' (at character 3)"),
+        ("12,34", "syntax", "not ',' (at character 3)"),
+        ("1,2345", "syntax", "not ','"),
+        ("max()", "syntax", "a number is expected, not ')'"),
+        ("sqrt(1, 2)", "syntax", "sqrt takes 1 values, not 2"),
+        ("sqrt 2", "syntax", "( after sqrt is expected"),
+        ("foo(1)", "syntax", "unknown name 'foo'; known are sqrt"),
+        ("5% - 3", "syntax", "may be percent or a remainder"),
+        ("__import__('os')", "syntax", "unknown name '__import__'"),
+        ("1 if 1 else 2", "syntax", "not 'if'"),
+        ("$5", "syntax", "'$' is not understood (at character 1)"),
+        (" ", "syntax", "not the end"),
+    ],
+)
+def test_what_has_no_value_is_typed_and_placed(expression, kind, says):
+    result = run(CalculatorTool(), {"expression": expression})
+    assert result.error == ToolError(kind, "model"), result.content
+    assert result.content.startswith("Error: ") and says in result.content and len(result.content) < 400
+
+
+def test_it_is_a_tool_that_names_all_it_knows():
+    tool = CalculatorTool()
+    assert isinstance(tool, Tool) and not tool.blocking
+    assert all(name in tool.description for name in FUNCTIONS)
+    assert run(tool, {"expression": 3}).error.kind == "bad_arguments"
+
+
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
+
+
+def reference(text, node):
+    """The value of Python's own syntax tree, in fractions."""
+    if isinstance(node, ast.Constant):
+        return Fraction(ast.get_source_segment(text, node))
+    if isinstance(node, ast.UnaryOp):
+        return OPERATORS[type(node.op)](reference(text, node.operand))
+    return OPERATORS[type(node.op)](reference(text, node.left), reference(text, node.right))
+
+
+NUMBERS = st.integers(0, 10**6).map(str) | st.decimals(0, 999, places=3).map(str) | st.sampled_from(["1e3", ".5", "7."])
+EXPRESSIONS = st.recursive(
+    NUMBERS,
+    lambda inner: (
+        st.tuples(inner, st.sampled_from([" + ", "-", "*", "/", "//", " % "]), inner).map("".join)
+        | st.tuples(inner, st.sampled_from(["**2", "**-1", "**-2", "**3", "**0"])).map("".join)
+        | inner.map("({})".format)
+        | st.tuples(st.sampled_from("+-"), inner).map("".join)
+    ),
+    max_leaves=12,
+)
+
+
+@given(EXPRESSIONS)
+@example("2**-1**2")
+@example("-2**2 - -2**-2")
+@example("1 - 2 - 3 / 4 / 5 // 6 * 7")
+def test_values_are_those_of_pythons_grammar_in_fractions(expression):
+    try:
+        expected = reference(expression, ast.parse(expression.strip(), mode="eval").body)
+    except ZeroDivisionError:
+        with pytest.raises(CalculationError):
+            evaluate(expression)
+        return
+    except OverflowError:  # A power of a power.
+        return
+    try:
+        value = evaluate(expression)
+    except CalculationError as error:
+        ambiguous = error.kind == "syntax" and "% before a sign" in error.message
+        huge = error.kind == "too_large"
+        assert ambiguous or huge
+        assert not ambiguous or any(f"% {sign}" in expression for sign in "+-")
+        assert not huge or max(expected.numerator, expected.denominator).bit_length() > 1000 or len(expression) > 1000
+        return
+    if isinstance(value, Fraction):
+        assert value == expected
+    else:  # Some number on the way was too long to be kept exactly.
+        assert value == pytest.approx(float(expected), rel=1e-6) or "%" in expression or "//" in expression
+
+
+PIECES = [*"0123456789.,%()+-*/^ eE_\u0663", "**", "//", "9**9", "1e999", "sqrt(", "factorial(", "max(", "lcm(", "pi"]
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=400).map("".join) | st.text(max_size=1100))
+@example("factorial(4000)*" * 60 + "1")
+@example("lcm(" + ",".join(f"2**4000-{n}" for n in range(1, 80)) + ")")
+@example("*".join(["(10**1000)"] * 90))
+@example("+".join(f"1/{n}" for n in range(10**4 - 120, 10**4)))
+def test_whatever_is_asked_it_answers_soon_and_raises_nothing(expression):
+    start = time.process_time()
+    result = CalculatorTool().execute({"expression": expression})
+    assert time.process_time() - start < MOST_SECONDS
+    assert result.ok or (result.error.kind in KINDS and result.error.fault == "model")
+    assert result.content and len(result.content) < max(400, MOST_BITS)
+
+
+@given(st.fractions(max_denominator=10**12) | st.floats(allow_nan=False, allow_infinity=False))
+def test_a_number_is_printed_to_twelve_digits_and_can_be_read_again(value):
+    text = shown(value)
+    assert math.isclose(float(Fraction(text)), float(value), rel_tol=1e-11)
+    assert evaluate(text) == Fraction(text)
