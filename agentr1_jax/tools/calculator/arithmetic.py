@@ -70,7 +70,7 @@ def power(base: Number, exponent: Number) -> Number:
     if isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator == 1:
         bits = max(base.numerator.bit_length(), base.denominator.bit_length())
         if base in (-1, 0, 1) or bits * abs(exponent) <= MOST_BITS:
-            return base ** int(exponent)
+            return base**exponent.numerator
     if not base and exponent < 0:
         raise ZeroDivisionError
     result = math.pow(base, exponent)
@@ -91,7 +91,7 @@ def _round(value: Number, places: Number = Fraction(0)) -> Number:
     digits = _whole(places)
     if abs(digits) > MOST_PLACES:
         raise CalculationError("domain", f"round goes to at most {MOST_PLACES} places")
-    return round(value, digits)
+    return Fraction(round(value, digits)) if isinstance(value, Fraction) else round(value, digits)
 
 
 def _log(value: Number, base: Number = math.e) -> float:
@@ -106,10 +106,11 @@ def _periodic(function: Callable[[float], float]) -> Callable[[Number], float]:
     """Without the noise that a float near a multiple of π makes: sin(pi) is 0, and tan(pi/2) has no value."""
 
     def of(value: Number) -> float:
-        result = function(value)
+        angle = float(value)
+        result = function(angle)
         if abs(result) > 1e15:
             raise ValueError
-        return 0.0 if abs(result) < 1e-15 and abs(value) > 1 else result
+        return 0.0 if abs(result) < 1e-15 and abs(angle) > 1 else result
 
     return of
 

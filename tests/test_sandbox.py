@@ -1,0 +1,410 @@
+"""The python tool: what code may do, and each way in which it may not; the host must be as it was."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+
+import pytest
+from doing import run
+
+from agentr1_jax.tools import base
+from agentr1_jax.tools.base import Tool, ToolError
+from agentr1_jax.tools.limits import ToolLimits, wrapped
+from agentr1_jax.tools.meter import Meter
+from agentr1_jax.tools.sandbox import PythonTool, SandboxLimits, call, isolation, isolations, tool
+from agentr1_jax.tools.sandbox.isolation import Command
+
+SECONDS = 20.0
+LIMITS = SandboxLimits(seconds=SECONDS, memory_mib=512, processes=24, folder_mib=16, file_mib=8)
+SHORT = dataclasses.replace(LIMITS, seconds=1.0)
+"""For what would never end."""
+ROOM = 10.0
+"""Seconds beyond the limit in which a busy machine has to end a call."""
+SOON = 10.0
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module", params=list(isolations()))
+def python(request):
+    """The tool under one isolation; skipped where that does not work."""
+    try:
+        return PythonTool(LIMITS, isolation=request.param)
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def mark(monkeypatch):
+    """Stands in the environment of whatever a sandbox starts during the test; nothing that has it may be left."""
+    text = f"mark-{uuid.uuid4().hex}"
+    monkeypatch.setitem(isolation.ENVIRONMENT, "MARK", text)
+    yield text
+    assert none_is_left(text)
+
+
+def marked(text):
+    """The processes of this machine that have the mark."""
+    found = []
+    for folder in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if text.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
+def none_is_left(text):
+    """The kernel takes a moment to end the processes of a namespace."""
+    end = time.monotonic() + SOON
+    while marked(text) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not marked(text)
+
+
+def does(python, code):
+    return run(python, {"code": code})
+
+
+def resident():
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def test_it_shows_what_is_printed_and_the_value_of_a_last_expression(python, mark):
+    assert isinstance(python, Tool) and python.name == "python" and "20 seconds" in python.description
+    for code, shown in [
+        ("print('a')\n1 + 1", "a\n2"),
+        ("x = [1]\nx", "[1]"),
+        ("None", "No output."),
+        ("x = 1", "No output."),
+        ("print('é')\nimport sys\nprint('err', file=sys.stderr)\nprint(3)", "é\nerr\n3"),
+        ("print('\\ud800')", "\\ud800"),
+        ("import sys\nsys.stdout.buffer.write(b'\\xff\\n')\nsys.exit()", "\ufffd"),
+        ("print(__name__)\nif __name__ == '__main__': print('main')", "__main__\nmain"),
+        ("import json, math, re, random, datetime, decimal, subprocess\nmath.comb(5, 2)", "10"),
+        ("open('a', 'w').write('x')\nprint(open('/tmp/a').read())", "x"),
+        ("import sys\nsys.stdin.read()", "''"),
+        ("import multiprocessing as m\nwith m.Pool(2) as p: print(p.map(abs, [-1, -2]))", "[1, 2]"),
+        ("import os\nsorted({*os.environ} - {'PWD'})", str(sorted(isolation.ENVIRONMENT))),
+        (f"x = '{'y' * 90_000}'\nlen(x)", "90000"),
+    ]:
+        result = does(python, code)
+        assert result.ok, result.content
+        assert result.content == shown
+
+
+def test_nothing_outlasts_a_call(python, mark):
+    assert does(python, "open('/tmp/kept', 'w').write('x')\nx = 3").ok
+    assert does(python, "import os\nos.listdir('/tmp'), 'x' in globals()").content == "([], False)"
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "last"),
+    [
+        ("def f():\n    return 1 / 0\nprint('so far')\nf()", "exception", "ZeroDivisionError: division by zero"),
+        ("1 +", "exception", "SyntaxError: invalid syntax"),
+        ("x = '\0'", "exception", "source code string cannot contain null bytes"),
+        ("'\ud800'", "exception", "surrogates not allowed"),
+        ("(" * 5000, "exception", "too many nested parentheses"),
+        ("def f(): f()\nf()", "exception", "RecursionError: maximum recursion depth exceeded"),
+        ("import sys\nsys.exit(3)", "exit", "Error: exit status 3."),
+        ("import os\nos.abort()", "killed", "Error: killed by SIGABRT."),
+        ("import threading\nthreading.Thread(target=input).start()\n[][1]", "exception", "list index out of range"),
+    ],
+)
+def test_what_is_wrong_with_the_code_comes_back_to_the_policy(python, mark, code, kind, last):
+    result = does(python, code)
+    assert result.error == ToolError(kind, "model")
+    assert last in result.content.splitlines()[-1]
+    assert "site-packages" not in result.content and "inside" not in result.content  # No frames of the tool's own.
+    if "so far" in code:
+        assert result.content.startswith("so far\nTraceback") and "return 1 / 0" in result.content
+
+
+# Attacks: the kinds that they may end as, None for an attack that fails without ending the code.
+ATTACKS = {
+    "fork bomb": ("import os\nwhile True: os.fork()", {"processes"}),
+    "persistent fork bomb": (
+        "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+        {"timeout", "processes", "memory"},
+    ),
+    "threads": (
+        "import threading, time\nfor _ in range(99): threading.Thread(target=time.sleep, args=(9,)).start()",
+        {"processes"},
+    ),
+    "allocation": ("x = bytearray(10 * 2**30)", {"memory"}),
+    "slow allocation": ("x = []\nwhile True: x.append(bytes(2**20))", {"memory"}),
+    "allocation by children": (
+        "import os, time\nfor _ in range(8):\n    if not os.fork(): x = b'x' * (300 * 2**20); time.sleep(99)\n"
+        "time.sleep(99)",
+        {"memory"},
+    ),
+    "allocation that no limit counts": ("import os\nos.memfd_create('x')", {"exception"}),
+    "endless loop": ("while True: pass", {"timeout"}),
+    "endless loop that will not go": (
+        "import signal\nfor n in range(1, 32):\n    if n not in (9, 19): signal.signal(n, signal.SIG_IGN)\n"
+        "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
+        {"timeout"},
+    ),
+    "sleep": ("import time\ntime.sleep(99)", {"timeout"}),
+    "endless output": ("while True: print('x' * 99)", {"output_limit"}),
+    "endless line": ("import os\nwhile True: os.write(2, bytes(10**6))", {"output_limit"}),
+    "large file": ("with open('x', 'wb') as file:\n    for _ in range(1000): file.write(bytes(10**6))", {"files"}),
+    "large folder": (
+        "for n in range(1000):\n    with open(f'{n}', 'wb') as file: file.write(bytes(2**20))",
+        {"files"},
+    ),
+    "shared memory": (
+        "for n in range(1000):\n    with open(f'/dev/shm/{n}', 'wb') as file: file.write(bytes(2**20))",
+        {"files"},
+    ),
+    "many files": ("for n in range(10**7): open(f'{n}', 'w').close()", {"files"}),
+    "zombies": (
+        "import os\nfor _ in range(16):\n    if not os.fork(): os._exit(0)\nprint('done')",
+        {None},
+    ),
+    "children that stay": (
+        "import subprocess\nfor _ in range(4): subprocess.Popen(['sleep', '9'], start_new_session=True)\nprint('done')",
+        {None},
+    ),
+    "daemon": (
+        "import os, time\nif not os.fork():\n    os.setsid()\n    if not os.fork(): time.sleep(1000)\n    os._exit(0)\n"
+        "print('done')",
+        {None},
+    ),
+    "killing": (
+        "import os, signal\nfor call in [lambda: os.kill(1, 9), lambda: os.kill(-1, 9), lambda: os.killpg(0, 0)]:\n"
+        "    try: call()\n    except OSError: pass\nprint('done')",
+        {None},
+    ),
+    "interrupting": ("import os\ntry: os.kill(1, 2)\nexcept OSError: pass\nprint('done')", {None}),
+    "becoming root": (
+        "import ctypes, os\nlibc = ctypes.CDLL(None)\n"
+        "assert libc.setuid(0) and libc.unshare(0x10000000) and libc.mount(b'x', b'/tmp', b'tmpfs', 0, None)\n"
+        "assert libc.chroot(b'/tmp')\nprint('done')",
+        {None},
+    ),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_attacks_are_contained(python, mark, attack):
+    code, kinds = ATTACKS[attack]
+    limits = SHORT if "timeout" in kinds else LIMITS
+    before, start = resident(), time.monotonic()
+    result = does(PythonTool(limits, isolation=python.isolation), code)
+    assert time.monotonic() - start < limits.seconds + ROOM
+    assert (result.error.kind if result.error else None) in kinds, result.content[-500:]
+    assert result.ok or result.error.fault == "model"
+    assert not result.ok or result.content == "done"
+    assert len(result.content) <= LIMITS.output_bytes + 200
+    assert resident() < before + 100 * MIB
+    assert does(python, "6 * 7").content == "42"  # The tool is unharmed, too.
+
+
+def test_a_fork_bomb_is_contained_where_the_kernel_does_not_count_processes(python, mark, monkeypatch):
+    """Root with no other id to give: its processes are only counted from outside."""
+    monkeypatch.setattr(isolation, "_spare_id", lambda: None)
+    result = does(python, ATTACKS["fork bomb"][0])
+    assert result.error.kind in ("processes", "memory") and result.error.fault == "model"
+
+
+def test_there_is_no_network(python, mark):
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        hidden = stack.enter_context(socket.socket(socket.AF_UNIX))
+        hidden.bind(f"\0{mark}")
+        hidden.listen()
+        goals = [(2, 1, ("127.0.0.1", server.getsockname()[1])), (1, 1, f"\0{mark}"), (2, 1, ("192.0.2.1", 80))]
+        code = (
+            f"import socket\nfor family, kind, goal in {goals!r}:\n"
+            "    try:\n        socket.socket(family, kind).connect(goal)\n        print('reached', goal)\n"
+            "    except OSError as error: print('refused')\n"
+            "try: socket.getaddrinfo('example.com', 80)\nexcept OSError: print('refused')"
+        )
+        assert does(python, code).content.split() == ["refused"] * 4
+        for family, kind, goal in goals[:2]:
+            with socket.socket(family, kind) as control:
+                control.connect(goal)
+
+
+def test_no_file_of_the_host_can_be_read_or_written(python, mark, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text(mark)
+    tmp_path.chmod(0o777)
+    secret.chmod(0o666)
+    files = [secret, pathlib.Path(__file__), pathlib.Path("/etc/passwd"), pathlib.Path(base.__file__)]
+    assert all(file.read_text() for file in files)
+    code = f"""
+import os
+roots = ["", "..", "../../../..", "/proc/1/root", "/proc/self/root", "/proc/1/cwd/..", "/proc/self/cwd/.."]
+roots += [f"/proc/1/fd/{{n}}" for n in range(20)] + [f"/proc/self/fd/{{n}}" for n in range(20)]
+for file in {[str(file) for file in files]}:
+    for root in roots:
+        for way in ("r", "a"):
+            try:
+                with open(root + file, way) as opened: print("opened", root + file)
+            except OSError: pass
+for path in ["/", "/usr/lib", "/proc/sys/kernel/hostname", {os.path.dirname(sys.base_prefix)!r}, {sys.base_prefix!r}]:
+    try:
+        with open(path if path.startswith("/proc") else path + "/{mark}", "w") as opened: print("wrote", path)
+    except OSError: pass
+for path in ["/home", "/work", "/var", "/mnt", "/sys", "/run", "/root/.ssh", "/boot", "/opt"]:
+    if os.path.exists(path) and path not in {sys.base_prefix!r}: print("seen", path)
+open("/tmp/{mark}", "w").close()
+print(len(os.listdir("/tmp")))
+"""
+    assert does(python, code).content == "1"
+    assert secret.read_text() == mark and not pathlib.Path(f"/tmp/{mark}").exists()
+
+
+def test_what_is_made_visible_can_be_read_and_not_written(python, mark, tmp_path):
+    (tmp_path / "data").write_text("some text")
+    tmp_path.chmod(0o755)  # Where this process is root, the code is another user.
+    shows = PythonTool(LIMITS, visible=[str(tmp_path)], isolation=python.isolation)
+    assert does(shows, f"open({str(tmp_path / 'data')!r}).read()").content == "'some text'"
+    result = does(shows, f"open({str(tmp_path / 'data')!r}, 'w')")
+    assert result.error.kind == "exception" and (tmp_path / "data").read_text() == "some text"
+
+
+def test_another_interpreter_brings_its_packages(python, mark):
+    """That of this environment: the default is the one beneath it, which lacks them."""
+    if sys.prefix == sys.base_prefix:
+        pytest.skip("no virtual environment")
+    code = "import jsonschema\njsonschema.__name__"
+    # A symbolic link within `bin` may lead by other folders, which are not visible.
+    own = PythonTool(LIMITS, python=sys.executable, isolation=python.isolation)
+    assert does(own, code).content == "'jsonschema'"
+    assert does(python, "import sys\nsys.prefix").content == repr(sys.base_prefix)
+
+
+def test_sixteen_calls_at_once_are_apart(python, mark):
+    code = "import time\nopen('/tmp/x', 'a').write('{n} ')\ntime.sleep(.2)\nopen('/tmp/x').read()"
+
+    async def main():
+        return await asyncio.gather(*(base.call(python, {"code": code.format(n=n)}) for n in range(16)))
+
+    assert [result.content for result in asyncio.run(main())] == [f"'{n} '" for n in range(16)]
+
+
+def test_a_cancelled_call_ends_with_its_children(python, mark):
+    async def main():
+        task = asyncio.create_task(base.call(python, {"code": "import os\nos.fork()\nwhile True: pass"}))
+        while len(marked(mark)) < 3:  # The program, the code and its copy.
+            await asyncio.sleep(0.02)
+        task.cancel()
+        await asyncio.wait([task])
+        return task.cancelled()
+
+    assert asyncio.run(main()) and none_is_left(mark)
+    limited = wrapped(python, ToolLimits(seconds=1, attempts=1), Meter())
+    assert does(limited, "while True: pass").error == ToolError("timeout", "infrastructure")
+
+
+def test_a_call_cancelled_at_any_moment_leaves_nothing(python, mark):
+    async def main(pause, waits):
+        task = asyncio.create_task(base.call(python, {"code": "while True: pass"}))
+        await asyncio.sleep(pause)
+        task.cancel()
+        if waits:  # Else the end of the loop cancels it once more.
+            await asyncio.wait([task])
+        else:
+            await asyncio.sleep(0)
+
+    for pause in (0, 0.001, 0.005, 0.02, 0.05):
+        for waits in (True, False):
+            asyncio.run(main(pause, waits))
+    assert none_is_left(mark)
+
+
+HOST = """
+import asyncio, sys
+from agentr1_jax.tools.sandbox import PythonTool, isolation
+isolation.ENVIRONMENT["MARK"] = sys.argv[2]
+tool = PythonTool(isolation=sys.argv[1])
+asyncio.run(tool.execute({"code": "import os\\nos.fork()\\nos.setsid\\nwhile True: pass"}))
+"""
+
+
+def test_a_sandbox_does_not_outlive_its_host(python, mark):
+    folder = pathlib.Path(__file__).parents[1]
+    host = subprocess.Popen([sys.executable, "-c", HOST, python.isolation, mark], cwd=folder)
+    try:
+        end = time.monotonic() + 60
+        while len(marked(mark)) < 3 and time.monotonic() < end:
+            time.sleep(0.02)
+        assert len(marked(mark)) >= 3
+    finally:
+        host.send_signal(signal.SIGKILL)
+        host.wait()
+    assert none_is_left(mark)
+
+
+def fails(argv):
+    return lambda *given: Command(argv, None)
+
+
+def test_where_nothing_works_it_refuses_to_start_and_says_why(monkeypatch):
+    says = [sys.executable, "-c", "import sys; sys.exit('no such namespace')"]
+    monkeypatch.setattr(tool, "isolations", lambda: {"one": fails(["/no/such/program"]), "two": fails(says)})
+    tool._problem.cache_clear()
+    with pytest.raises(
+        ValueError, match="one: /no/such/program: No such file or directory; two: no such namespace"
+    ) as e:
+        PythonTool()
+    assert "install bubblewrap" in str(e.value) and "unsafe=True" in str(e.value)
+    tool._problem.cache_clear()
+
+
+def test_without_isolation_it_warns_once_and_keeps_what_limits_it_can(monkeypatch, caplog):
+    """Only harmless programs here: nothing but limits of each process and of time holds them."""
+    monkeypatch.setattr(tool, "isolations", dict)
+    bare = PythonTool(SHORT, unsafe=True)
+    assert PythonTool(SHORT, unsafe=True).isolation == bare.isolation == "none"
+    assert "without isolation" in caplog.text and caplog.text.count("WARNING") == 1
+    assert does(bare, "print('a')\n6 * 7").content == "a\n42"
+    folder = does(bare, "import os\nopen('x', 'w').close()\nassert os.listdir() == ['x']\nprint(os.getcwd())").content
+    assert "python-tool-" in folder and not pathlib.Path(folder).exists()
+    start = time.monotonic()
+    for code, kind in [
+        ("import os, time\nos.fork()\ntime.sleep(99)", "timeout"),
+        ("x = bytearray(10 * 2**30)", "memory"),
+        ("while True: print('x' * 99)", "output_limit"),
+        (ATTACKS["large file"][0], "files"),
+    ]:
+        assert does(bare, code).error == ToolError(kind, "model")
+    assert time.monotonic() - start < 4 * (SHORT.seconds + ROOM)
+    assert does(bare, "import os, time\nif not os.fork(): time.sleep(99)\nprint('done')").content == "done"
+
+
+def test_a_sandbox_that_does_not_start_is_the_infrastructures_fault(monkeypatch, python):
+    for argv, says in [
+        (["/no/such/program"], "No such file"),
+        ([sys.executable, "-c", "import sys; sys.exit('out of order')"], "out of order"),
+        ([sys.executable, "-c", ""], "it said nothing"),
+    ]:
+        monkeypatch.setattr(python, "_command", fails(argv))
+        result = does(python, "1")
+        assert result.error == ToolError("sandbox", "infrastructure") and says in result.content
+    monkeypatch.setattr(call, "START_SECONDS", 0.2)
+    monkeypatch.setattr(python, "_command", fails([sys.executable, "-c", "import time; time.sleep(99)"]))
+    assert "not ready within 0.2 s" in does(python, "1").content
+
+
+@pytest.mark.parametrize("field", ["seconds", "memory_mib", "processes", "output_bytes", "folder_mib", "file_mib"])
+def test_settings_that_make_no_sense_are_refused(field):
+    for value in (0, -1, True, None, float("inf") if field == "seconds" else 1.5):
+        with pytest.raises(ValueError, match=f"{field} is "):
+            SandboxLimits(**{field: value})
+    with pytest.raises(ValueError, match="isolation is 'chroot'; choose among bwrap, unshare"):
+        PythonTool(isolation="chroot")
+    with pytest.raises(ValueError, match="interpreter /no/python does not run"):
+        PythonTool(python="/no/python")
