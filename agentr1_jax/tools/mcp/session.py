@@ -1,0 +1,203 @@
+"""A session with an MCP server: a thread with an event loop of its own, to which all calls are submitted."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import threading
+import time
+from collections.abc import Coroutine, Mapping
+from typing import Any, TypeVar
+
+from agentr1_jax.tools.base import Fault
+from agentr1_jax.tools.mcp.server import Connection, Place
+
+T = TypeVar("T")
+
+CLOSING_SECONDS = 15.0
+MOST_PAGES = 100
+"""Of a list of tools."""
+_SHOWN = 500  # characters of an error that a message quotes
+
+
+class CallError(Exception):
+    """Why a call has no result: kind, fault and message of the ToolResult that stands for it."""
+
+    def __init__(self, kind: str, message: str, fault: Fault = "infrastructure") -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.fault: Fault = fault
+
+
+class Session:
+    """Connects at the start, and again with the first call after a connection was lost.
+
+    Each rollout has its own event loop, while a connection belongs to one: it lives here, in a thread that all share.
+
+    Args:
+      place: of the server.
+      start_seconds: for starting or reaching the server, greeting it, and its list of tools.
+      seconds: for a call.
+
+    Attributes:
+      tools: those that the server offers, as the library has them.
+
+    Raises:
+      ValueError: the library is missing, or no server answers properly; the message names it and says why.
+    """
+
+    def __init__(self, place: Place, start_seconds: float, seconds: float) -> None:
+        try:
+            import mcp  # noqa: F401
+        except ImportError as error:
+            raise ValueError("MCP servers need the library mcp: pip install 'agentr1_jax[mcp]'") from error
+        self._place, self._start_seconds, self._seconds = place, start_seconds, seconds
+        self._connection: Connection | None = None
+        self._attempt: asyncio.Task[Connection] | None = None
+        self._dropped: set[asyncio.Task[None]] = set()
+        self._last_answer = 0.0
+        self._closed = False
+        self._lock = threading.Lock()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="mcp")
+        self._thread.start()
+        atexit.register(self.close)
+        try:
+            self.tools = self._submit(self._listed()).result()
+        except CallError as error:
+            self.close()
+            raise ValueError(f"MCP server {place}: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> Any:
+        """What the server answers to a call, as the library has it. May be used from any event loop.
+
+        Raises:
+          CallError: it does not.
+        """
+        return await asyncio.wrap_future(self._submit(self._called(tool, arguments)))
+
+    def close(self) -> None:
+        """Ends the connection, and a server that it started. What is still asked fails; may be called twice."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        atexit.unregister(self.close)
+        ending = asyncio.run_coroutine_threadsafe(self._ended(), self._loop)
+        try:
+            ending.result(CLOSING_SECONDS)
+        except concurrent.futures.TimeoutError:
+            ending.cancel()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSING_SECONDS)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        with self._lock:
+            if not self._closed:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        raise CallError("closed", "the session was closed")
+
+    async def _listed(self) -> list[Any]:
+        connection = await self._connected()
+        tools: list[Any] = []
+        cursor = None
+        try:
+            async with asyncio.timeout(self._start_seconds):
+                for _ in range(MOST_PAGES):
+                    page = await connection.client.list_tools(cursor=cursor)
+                    tools += page.tools
+                    cursor = page.next_cursor
+                    if not cursor:
+                        break
+        except Exception as error:
+            raise self._failure(connection, error, "listing its tools") from error
+        return tools
+
+    async def _called(self, tool: str, arguments: Mapping[str, Any]) -> Any:
+        connection = await self._connected()
+        start = time.monotonic()
+        try:
+            # The library's own limit is for each round of a call.
+            async with asyncio.timeout(self._seconds):
+                result = await connection.client.call_tool(tool, dict(arguments))
+        except Exception as error:
+            failure = self._failure(connection, error, "a call")
+            silent = failure.kind == "timeout" and self._last_answer < start
+            if failure.kind == "connection_lost" or silent:  # One that answers nobody hangs.
+                self._drop(connection)
+            raise failure from error
+        self._last_answer = time.monotonic()
+        return result
+
+    async def _connected(self) -> Connection:
+        """The open connection; calls that find none wait for one and the same attempt to open it."""
+        if self._connection is not None:
+            return self._connection
+        if self._attempt is None:
+            self._attempt = asyncio.create_task(self._connect())
+            self._attempt.add_done_callback(lambda task: task.cancelled() or task.exception())  # Nobody may wait.
+        return await asyncio.shield(self._attempt)
+
+    async def _connect(self) -> Connection:
+        connection = Connection(self._place)
+        try:
+            await connection.open(self._start_seconds)
+        except Exception as error:
+            self._drop(connection)
+            raise self._failure(connection, error, "the start") from error
+        finally:
+            self._attempt = None
+        self._connection = connection
+        return connection
+
+    def _drop(self, connection: Connection) -> None:
+        if self._connection is connection:
+            self._connection = None
+        connection.drop()
+        closing = asyncio.create_task(connection.closed())
+        self._dropped.add(closing)
+        closing.add_done_callback(self._dropped.discard)
+
+    async def _ended(self) -> None:
+        if self._attempt is not None:
+            self._attempt.cancel()
+            await asyncio.wait([self._attempt])
+        if self._connection is not None:
+            self._drop(self._connection)
+        if self._dropped:
+            await asyncio.wait(self._dropped)
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    def _failure(self, connection: Connection, error: Exception, doing: str) -> CallError:
+        """The typed failure that stands for what the library raised."""
+        import mcp_types
+        import pydantic
+        from mcp import MCPError
+
+        words = f"; it wrote: {connection.words.strip()[-_SHOWN:]!r}" if connection.words.strip() else ""
+        said = f"{type(error).__name__}: {error}"[:_SHOWN]
+        if isinstance(error, TimeoutError):
+            seconds = self._seconds if doing == "a call" else self._start_seconds
+            return CallError("timeout", f"{doing} took more than {seconds:g} s{words}")
+        if isinstance(error, FileNotFoundError) and not self._place.url:
+            return CallError("connection_lost", f"no such program or folder ({error}); install it, or name its path")
+        if isinstance(error, pydantic.ValidationError | RuntimeError):
+            return CallError("bad_answer", f"{doing}: it answers what no MCP server does ({said}){words}")
+        if isinstance(error, MCPError):
+            if error.code in (mcp_types.INVALID_PARAMS, mcp_types.METHOD_NOT_FOUND):
+                return CallError("bad_arguments", error.message[:_SHOWN], "model")
+            if error.code == mcp_types.INTERNAL_ERROR:
+                return CallError("server_error", f"{doing} failed: {error.message[:_SHOWN]}{words}")
+            if error.code == mcp_types.PARSE_ERROR:
+                return CallError("bad_answer", f"{doing}: {error.message[:_SHOWN]}{words}")
+        return CallError("connection_lost", f"the connection ended in {doing} ({said}){words}")
