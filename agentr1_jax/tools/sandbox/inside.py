@@ -13,7 +13,6 @@ import json
 import linecache
 import math
 import os
-import platform
 import resource
 import select
 import signal
@@ -145,7 +144,7 @@ def confine(job: dict[str, Any], new_session: bool) -> None:
 
 def refuse_calls() -> None:
     """Refuses some system calls to this process and all that it will start; on machines that are not known, none."""
-    machine = platform.machine()
+    machine = os.uname().machine
     if machine not in REFUSED:
         return
     architecture, numbers = REFUSED[machine]
