@@ -3,7 +3,8 @@
     python mcp_server.py FILE [how]
 
 It appends its process id to FILE at each start. `how` it starts: `well`, `twice` (two tools of one name), `schema` (one
-that is none), `empty` (no tools), `late` (answers a list of tools never).
+that is none), `empty` (no tools), `late` (answers a list of tools never),
+`stays` (goes on when its stdin ends).
 """
 
 import json
@@ -25,9 +26,8 @@ def tools(how):
     }
     does = {"name": "does", "description": "does as told", "inputSchema": schema}
     bad = {"name": "bad", "inputSchema": {"type": "object", "properties": {"a": {"type": 7}}}}
-    return {"well": [does, {"name": "other", "inputSchema": schema}], "twice": [does, does], "schema": [does, bad]}.get(
-        how, []
-    )
+    other = {"name": "other", "inputSchema": schema}
+    return {"empty": [], "twice": [does, does], "schema": [does, bad]}.get(how, [does, other])
 
 
 def result(arguments):
@@ -83,6 +83,8 @@ def main(file, how="well"):
         answer = answered(request, how) if "id" in request else None
         if answer is not None:
             write(json.dumps({"jsonrpc": "2.0", "id": request["id"], **answer}))
+    if how == "stays":
+        time.sleep(60)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,6 @@ def test_a_reference_server_is_used_by_an_agent():
             TOKENIZER,
             chat_format(TOKENIZER),
             context_rule("append"),
-            "append",
             budget,
         )
         session = ScriptedSession(Identity("u", 0, 0, "t", 0), lambda observation: next(says), TOKENIZER)
@@ -174,7 +173,8 @@ def test_a_call_that_hangs_takes_no_other_with_it(pids):
         return hanging.result()
 
     with McpTools(command(pids), seconds=0.5) as tools:
-        assert kind(asyncio.run(main(tools[0]))) == ("timeout", "infrastructure") and starts(pids) == 1
+        assert kind(asyncio.run(main(tools[0]))) == ("timeout", "infrastructure")
+        assert does(tools[0], "say").ok and starts(pids) == 1
 
 
 def test_calls_come_from_many_loops_at_once_and_can_be_cancelled(pids):
@@ -274,12 +274,12 @@ def test_a_closed_session_fails_calls_and_leaves_no_thread(pids):
 
 
 def test_a_program_that_ends_takes_its_server_with_it(pids):
-    """Also one that is killed: the server's stdin ends."""
-    code = (
-        "import sys\nfrom agentr1_jax.tools.mcp import McpTools\n"
-        f"tools = McpTools({command(pids)!r})\nprint(len(tools), flush=True)\nsys.stdin.read()\n"
-    )
-    for kill in (False, True):
+    """Also one that is killed, if the server heeds the end of its stdin."""
+    for kill, how in [(False, "stays"), (True, "well")]:
+        code = (
+            "import sys\nfrom agentr1_jax.tools.mcp import McpTools\n"
+            f"tools = McpTools({command(pids, how)!r})\nprint(len(tools), flush=True)\nsys.stdin.read()\n"
+        )
         host = subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=FOLDER.parent
         )

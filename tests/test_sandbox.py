@@ -94,6 +94,7 @@ def test_it_shows_what_is_printed_and_the_value_of_a_last_expression(python, mar
         ("import sys\nsys.stdin.read()", "''"),
         ("import multiprocessing as m\nwith m.Pool(2) as p: print(p.map(abs, [-1, -2]))", "[1, 2]"),
         ("import os\nsorted({*os.environ} - {'PWD'})", str(sorted(isolation.ENVIRONMENT))),
+        ("import os\nsorted(os.listdir('/proc/self/fd'))[:-1]", "['0', '1', '2']"),  # The last is its own.
         (f"x = '{'y' * 90_000}'\nlen(x)", "90000"),
     ]:
         result = does(python, code)
@@ -364,7 +365,7 @@ def test_where_nothing_works_it_refuses_to_start_and_says_why(monkeypatch):
     tool._problem.cache_clear()
 
 
-def test_without_isolation_it_warns_once_and_keeps_what_limits_it_can(monkeypatch, caplog):
+def test_without_isolation_it_warns_once_and_keeps_what_limits_it_can(monkeypatch, caplog, mark):
     """Only harmless programs here: nothing but limits of each process and of time holds them."""
     monkeypatch.setattr(tool, "isolations", dict)
     bare = PythonTool(SHORT, unsafe=True)

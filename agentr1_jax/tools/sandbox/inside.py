@@ -119,7 +119,8 @@ def confine(job: dict[str, Any], new_session: bool) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
     if new_session:
         os.setsid()  # Else it could signal its process group, which reaches out of the namespace.
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
     if job["user"] is not None:
         os.setgroups([])
         os.setresgid(*[job["user"]] * 3)
