@@ -14,6 +14,8 @@ def get_config() -> ml_collections.ConfigDict:
         _run,
         _task,
         _question_tasks,
+        _calculations,
+        _memory,
         _games,
         _agent,
         _policy,
@@ -58,6 +60,9 @@ def _task(c: ConfigDict) -> None:
     c.task.rewards.format = 0.1  # raw part is -1 for an ill-formed step
     c.task.rewards.gold_passage = 0.1  # for each gold passage first retrieved
     c.task.rewards.repeated_query = -0.1  # for each call made before
+    c.task.rewards.state = 1.0  # bfcl: the end state is that of the ground truth
+    c.task.rewards.turn_state = 0.0  # bfcl: and the state after each request
+    c.task.rewards.summary = 0.2  # whereabouts: a summary has everybody where they are
     c.task.rewards.goal = 1.0  # games: what the end pays
     c.task.rewards.side = 1.0  # games: what is paid on the way
 
@@ -103,6 +108,31 @@ def _question_tasks(c: ConfigDict) -> None:
         1  # http: requests for one search; tools.attempts makes failed calls again, too
     )
     c.task.multihop.retriever.cache = 10_000  # http: answers kept in memory; 0 for none
+
+
+def _memory(c: ConfigDict) -> None:
+    """Tasks that are remembered."""
+    c.task.whereabouts = ConfigDict()  # reports of who goes where, and then the question where somebody is
+    c.task.whereabouts.people = 6  # who moves
+    c.task.whereabouts.places = 8  # where they can be
+    c.task.whereabouts.reports = 10  # before the question
+    c.task.whereabouts.moves = 1  # in each, if nobody moves in it for the last time
+    c.task.whereabouts.forgets = 0.25  # probability that a summary of the expert leaves out somebody
+    c.task.whereabouts.mistakes = 0.1  # probability that its answer is a guess
+
+
+def _calculations(c: ConfigDict) -> None:
+    """Tasks that are calculated."""
+    c.task.gsm8k = ConfigDict()  # word problems
+    c.task.gsm8k.tool = "calculator"  # calculator | python
+    c.task.gsm8k.unsafe_python = False  # python without a sandbox where this machine has none; see docs/tools.md
+
+    c.task.countdown = ConfigDict()  # an expression of given numbers that comes to a target
+    c.task.countdown.numbers = 3  # how many
+    c.task.countdown.largest = 12  # of them
+    c.task.countdown.operators = "+-"  # of + - * /
+    c.task.countdown.hasty = 0.4  # probability that the expert answers with what it has just seen miss the target
+    c.task.countdown.stubborn = 0.3  # probability that it tries the same again
 
 
 def _games(c: ConfigDict) -> None:

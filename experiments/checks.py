@@ -27,7 +27,7 @@ from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.runtime.profile import parse_updates
-from experiments import build
+from experiments import build, curriculum
 
 OPENINGS_CHECKED = 8
 IN_BUCKETS = ("run_dir", "warm_start.run", "tokenizer.path", "compilation_cache")
@@ -89,6 +89,7 @@ def check(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | Non
     _check_credit(config, scheme)
     _check_kl(config)
     _check_pretraining(config)
+    curriculum.stages(config)
     parse_updates(config.profile_updates)
     _check_sampling(config)
     _check_lengths(config)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import ScriptedSession
-from agentr1_jax.envs.base import Task
+from agentr1_jax.envs.base import Row, Task
 from agentr1_jax.envs.rewards import totals
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
@@ -31,7 +31,7 @@ from agentr1_jax.runtime.team import Team
 from agentr1_jax.text.tokenizer import Tokenizer
 from agentr1_jax.tools.meter import Meter
 from agentr1_jax.trajectory import POLICIES, Outcome, Step, Trajectory
-from experiments import build
+from experiments import build, curriculum
 
 PRACTICE = "practice"
 POLL_SECONDS = 0.2
@@ -117,7 +117,15 @@ def groups_of(
     """Groups of a batch: their places in it, and the running indices of their rows."""
     for place, visit in zip(places, visits, strict=True):
         (names,) = build.identities(run.task, run.config.seed, phase, [place], [visit], samples)
-        yield Group(run.task.row(split, visit), names)
+        yield Group(row_of(run, split, visit), names)
+
+
+def row_of(run: Run, split: str, visit: int) -> Row:
+    """The row of a running index; where it is trained on, with the steps that a curriculum allows."""
+    row = run.task.row(split, visit)
+    if split != "train":
+        return row
+    return curriculum.limited(row, curriculum.stages(run.config), visit, run.config.rollout.groups)
 
 
 def by_leader(run: Run, params: Params, work: Callable[[], T], otherwise: T) -> T:
@@ -246,7 +254,7 @@ def with_greedy_rewards(
     names = build.identities(run.task, run.config.seed, "greedy", groups, [visits[0] + g for g in groups], 1)
 
     def sampled() -> list[list[Trajectory]]:
-        rows = [Group(run.task.row("train", visits[0] + g), own) for g, own in zip(groups, names, strict=True)]
+        rows = [Group(row_of(run, "train", visits[0] + g), own) for g, own in zip(groups, names, strict=True)]
         return list(
             run_groups(
                 run.engine,
@@ -288,6 +296,8 @@ def means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
             add(key, value)
         if "em" in t.metrics and "kind" in t.info:
             add(f"em_{t.info['kind']}", t.metrics["em"])
+        if "em" in t.metrics and "task" in t.info:
+            add(f"em_{t.info['task']}", t.metrics["em"])
         if POLICIES[t.outcome].reward == "use":
             add("reward", t.total_reward)
             for part, value in totals(step.info.get("raw_parts", {}) for step in t.steps).items():

@@ -10,9 +10,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 import ml_collections
 
-from agentr1_jax.envs import qa
+from agentr1_jax.envs import countdown, gsm8k, qa, whereabouts
 from agentr1_jax.envs.base import Task
+from agentr1_jax.envs.bfcl import BfclTask, scoring
+from agentr1_jax.envs.countdown import CountdownTask
 from agentr1_jax.envs.frozenlake import frozenlake_task
+from agentr1_jax.envs.gsm8k import Gsm8kTask
 from agentr1_jax.envs.hopworld.task import HopWorldTask
 from agentr1_jax.envs.keydoor import keydoor_task
 from agentr1_jax.envs.mixture import MixtureTask
@@ -20,13 +23,16 @@ from agentr1_jax.envs.multihop import Files, MultihopTask, data_folder
 from agentr1_jax.envs.registry import TASKS
 from agentr1_jax.envs.shares import parse_weights
 from agentr1_jax.envs.tabular_task import REWARD_PARTS
+from agentr1_jax.envs.whereabouts import WhereaboutsTask
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import processes
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.tools.base import Tool
+from agentr1_jax.tools.calculator import CalculatorTool
 from agentr1_jax.tools.limits import ToolLimits, wrapped
 from agentr1_jax.tools.meter import Meter
 from agentr1_jax.tools.replay import Recording, Replay
+from agentr1_jax.tools.sandbox import PythonTool
 from agentr1_jax.tools.search.dense import Dispatch, at_once
 from configs import base
 from experiments import retrieval
@@ -185,9 +191,33 @@ def _paths(config: ml_collections.ConfigDict, paths: Iterable[str]) -> Iterator[
         yield path.replace("{data}", os.fspath(data_folder(config.task.data_dir))) if "{data}" in path else path
 
 
+def _countdown(s: Setting) -> Task:
+    return CountdownTask(**s.config.task.countdown.to_dict(), reward_weights=s.weights, wrap=s.wrap)
+
+
+def _gsm8k(s: Setting) -> Task:
+    c = s.config.task.gsm8k
+    if c.tool not in ("calculator", "python"):
+        raise UserError(f"task.gsm8k.tool is {c.tool!r}; choose calculator or python")
+    tool = PythonTool(unsafe=c.unsafe_python) if c.tool == "python" else CalculatorTool()
+    return Gsm8kTask(s.config.task.data_dir, tool, s.weights, s.config.seed, s.wrap)
+
+
+def _whereabouts(s: Setting) -> Task:
+    return WhereaboutsTask(**s.config.task.whereabouts.to_dict(), reward_weights=s.weights)
+
+
+def _bfcl(s: Setting) -> Task:
+    return BfclTask(s.config.task.data_dir, s.weights, s.config.seed, s.wrap)
+
+
 KINDS: Mapping[str, Kind] = {
     "hopworld": Kind(_hopworld, qa.PARTS, ("top_k",)),
     "multihop": Kind(_multihop, qa.PARTS, ("top_k",)),
+    "countdown": Kind(_countdown, countdown.PARTS),
+    "gsm8k": Kind(_gsm8k, gsm8k.PARTS),
+    "whereabouts": Kind(_whereabouts, whereabouts.REWARD_PARTS),
+    "bfcl": Kind(_bfcl, scoring.PARTS),
     "keydoor": Kind(_keydoor, REWARD_PARTS),
     "frozenlake": Kind(_frozenlake, REWARD_PARTS),
 }
@@ -213,7 +243,7 @@ def _check_keys(config: ml_collections.ConfigDict, names: Sequence[str]) -> None
     read = {key for kind in kinds for key in kind.keys}
     here = f"task.name is {c.name!r}" if c.name != MIXTURE else f"the tasks are {', '.join(names)}"
     for key, reader in (*((name, name) for name in KINDS), *((k, n) for n, kind in KINDS.items() for k in kind.keys)):
-        if key in read or key in names:
+        if key in read or key in names or key not in c:
             continue
         mine, theirs = (dict(configs.flatten({key: of[key]})) for of in (c.to_dict(), default.to_dict()))
         for name, value in mine.items():

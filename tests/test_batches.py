@@ -51,7 +51,8 @@ def run_of(staleness, delays=(None,)):
     sampling = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
     config = types.SimpleNamespace(
         rollout=types.SimpleNamespace(**c, **sampling),
-        budget=types.SimpleNamespace(trajectory_seconds=None),
+        budget=types.SimpleNamespace(trajectory_seconds=None, max_steps=4),
+        task=types.SimpleNamespace(curriculum=()),
         mesh=types.SimpleNamespace(rollout_devices=0),
         updates=UPDATES,
         seed=0,

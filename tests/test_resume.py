@@ -123,6 +123,8 @@ def test_fault_13_rl_goes_on_with_the_next_rows_and_seeds(learned, monkeypatch, 
         checkpoint_every=1,
         kl=types.SimpleNamespace(coef=0.0, target=None),
         eval=types.SimpleNamespace(every=0),
+        task=types.SimpleNamespace(curriculum=()),
+        budget=types.SimpleNamespace(max_steps=1),
     )
     run = types.SimpleNamespace(
         config=config,

@@ -14,16 +14,15 @@ import numpy as np
 
 from agentr1_jax.agents.base import Completion, Session
 from agentr1_jax.agents.context import History, Rule, Turn, append
-from agentr1_jax.envs.base import Action, Env, Observation, Row
+from agentr1_jax.envs.base import SUMMARY_REQUEST, Action, Env, Observation, Row
 from agentr1_jax.text.chat import ChatFormat
 from agentr1_jax.text.dialects import Dialect, hermes
 from agentr1_jax.text.tokenizer import Tokenizer
 from agentr1_jax.trajectory import Budget, Outcome
 
 FINAL_REQUEST = "No more calls. Give the final answer now."
-SUMMARY_REQUEST = "Sum up what matters so far; nothing else of it will be kept."
 THOUGHT = "</think>"
-ROW_FACTS = ("id", "dataset", "question", "answers", "kind", "hops")
+ROW_FACTS = ("id", "task", "dataset", "question", "answers", "kind", "hops", "max_steps")
 
 
 class TimeUp(Exception):

@@ -12,7 +12,11 @@ from agentr1_jax.trajectory import Outcome
 
 Row = Mapping[str, Any]
 Expert = Callable[[str | None], str]
-"""Observation text (None before the first) to the text of the next response. Holds the state of one episode."""
+"""Observation text (None before the first), or `SUMMARY_REQUEST`, to the text of the next response. Holds the state of
+one episode.
+"""
+SUMMARY_REQUEST = "Sum up what matters so far; nothing else of it will be kept."
+"""What the policy is asked, in place of an observation, where the context rule `summary` wants one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +128,7 @@ class Task(Protocol):
     """A source of rows, environments for them and, where one exists, an expert.
 
     Rows are plain JSON with at least `id`; `question` and `answers` where the task is question answering, `kind` where
-    it has kinds.
+    it has kinds, `max_steps` where fewer steps are allowed than by the budget.
     """
 
     @property

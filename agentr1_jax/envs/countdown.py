@@ -1,0 +1,190 @@
+"""Countdown: reach a number with given ones, each used once; a calculator tells what an expression comes to.
+
+Make 11 from 3 5 9.          calculator(9 + 5 + 3) -> 17
+                             calculator(9 + 5 - 3) -> 11
+                             answer: 9 + 5 - 3
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import random
+import re
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+
+from agentr1_jax.envs import qa
+from agentr1_jax.envs.base import Expert, Row
+from agentr1_jax.envs.rewards import Part, Reward, Turn
+from agentr1_jax.envs.tabular_task import SPLITS, check_rates, split_of
+from agentr1_jax.envs.tool_env import NO_ACTION, ToolEnv
+from agentr1_jax.text.tool_calls import PARSE_MESSAGES, ToolCall, render_answer, render_call
+from agentr1_jax.tools.base import Tool
+from agentr1_jax.tools.calculator import CalculationError, CalculatorTool, evaluate
+
+SYSTEM = "Make the first number from the others, each used once. Calculate, then answer."
+OPERATORS = "+-*/"
+DEFAULT_WEIGHTS: Mapping[str, float] = {"answer": 1.0, "format": 0.1, "repeated_query": -0.1}
+
+
+@dataclasses.dataclass(frozen=True)
+class CountdownTask:
+    """A Task of expressions that come to a target; all numbers are to be used, each once.
+
+    Splits `train`, `eval` and `dev` have no pair of numbers and target in common, so that demonstrations, which are of
+    `train`, show none that is tested.
+
+    Attributes:
+      numbers: how many there are, 2 to 6.
+      largest: of them; they are drawn from 1 on.
+      operators: those allowed, of `OPERATORS`; the target can be reached by them without brackets, and is at least 1.
+      hasty: probability that the expert answers with an expression that it has just seen miss the target.
+      stubborn: probability that it tries an expression again that missed, where it does not answer.
+      reward_weights: of `PARTS`.
+      wrap: applied to the calculator.
+
+    Raises:
+      ValueError: a setting is out of its range, or a weight has no part.
+    """
+
+    numbers: int = 3
+    largest: int = 12
+    operators: str = "+-"
+    hasty: float = 0.4
+    stubborn: float = 0.3
+    reward_weights: Mapping[str, float] = dataclasses.field(default_factory=lambda: dict(DEFAULT_WEIGHTS))
+    wrap: Callable[[Tool], Tool] = lambda tool: tool
+    name: str = "countdown"
+
+    def __post_init__(self) -> None:
+        check_rates(self.name, hasty=self.hasty, stubborn=self.stubborn)
+        if not 2 <= self.numbers <= 6:
+            raise ValueError(f"countdown: numbers is {self.numbers}; it must be within 2 and 6")
+        if self.largest < 2:
+            raise ValueError(f"countdown: largest is {self.largest}; it must be at least 2")
+        if not self.operators or not set(self.operators) <= set(OPERATORS):
+            raise ValueError(f"countdown: operators is {self.operators!r}; choose some of {OPERATORS}")
+        self.env()  # A wrong reward weight shows here.
+
+    @property
+    def reward_parts(self) -> Sequence[str]:
+        """The parts that have a weight."""
+        return list(self.reward_weights)
+
+    def row(self, split: str, index: int) -> Row:
+        """Row `index` of a split. Raises ValueError on another split or a negative index."""
+        if split not in SPLITS or index < 0:
+            known = ", ".join(sorted(set(SPLITS)))
+            raise ValueError(f"countdown has no row {split!r} {index}; splits are {known}, rows start at 0")
+        rng = random.Random(f"countdown/{split}/{index}")
+        while True:
+            numbers = [rng.randint(1, self.largest) for _ in range(self.numbers)]
+            target = evaluate(_expression(numbers, self.operators, rng))
+            if target >= 1 and target == int(target) and split_of(_pair(numbers, int(target))) == split:
+                break
+        question = f"{int(target)} from {' '.join(map(str, numbers))}."
+        row = {"id": f"countdown/{split}/{index}", "question": question, "numbers": numbers, "target": int(target)}
+        return {**row, "operators": self.operators}
+
+    def size(self, split: str) -> int | None:
+        """None: rows are procedural, though pairs come again."""
+        return None
+
+    def env(self) -> ToolEnv:
+        """A fresh environment with a calculator."""
+        return ToolEnv(
+            tools=[self._calculator],
+            opening=qa.question_messages(SYSTEM),
+            reward=Reward(PARTS, self.reward_weights),
+            metrics=metrics,
+            state_key=state_key,
+        )
+
+    def expert(self, row: Row, seed: int) -> Expert:
+        """Tries expressions at random, with its flaws; equal seeds give equal decisions."""
+        rng = random.Random(f"{row['id']}/expert/{seed}")
+        return _play(row, rng, self.hasty, self.stubborn).send  # type: ignore[return-value]
+
+    def texts(self, count: int) -> Sequence[str]:
+        """Questions, calls and results of training rows, one a text."""
+        return list(itertools.islice(self._texts(), count))
+
+    @functools.cached_property
+    def _calculator(self) -> Tool:
+        return self.wrap(CalculatorTool())
+
+    def _texts(self) -> Iterator[str]:
+        yield from [SYSTEM, NO_ACTION, *PARSE_MESSAGES.values()]
+        for index in itertools.count():
+            row = self.row("train", index)
+            expression = _expression(row["numbers"], self.operators, random.Random(row["id"]))
+            yield from [row["question"], _call(expression), _value(expression), render_answer(expression)]
+
+
+def solves(answer: str | None, row: Row) -> bool:
+    """Whether an answer is an expression of exactly the row's numbers, with its operators, that comes to its target."""
+    if answer is None or not re.fullmatch(rf"[\d\s(){re.escape(row['operators'])}]+", answer):
+        return False
+    if sorted(map(int, re.findall(r"\d+", answer))) != sorted(row["numbers"]):
+        return False
+    try:
+        return evaluate(answer) == row["target"]
+    except CalculationError:
+        return False
+
+
+def answer_part(row: Row, turns: Sequence[Turn]) -> float:
+    """1 where the turn ends the episode with an answer that solves it."""
+    return float(turns[-1].answers and solves(turns[-1].answer, row))
+
+
+PARTS: Mapping[str, Part] = {
+    "answer": answer_part,
+    "format": qa.format_part,
+    "repeated_query": qa.repeated_query_part,
+}
+
+
+def metrics(row: Row, turns: Sequence[Turn]) -> dict[str, float]:
+    """`em`: whether it was solved; `seen`: whether a call showed the target; `tool_calls`."""
+    calls = [result for turn in turns for result in turn.results]
+    return {
+        "em": float(bool(turns) and turns[-1].answers and solves(turns[-1].answer, row)),
+        "seen": float(any(result.ok and result.content == str(row["target"]) for result in calls)),
+        "tool_calls": float(len(calls)),
+    }
+
+
+def state_key(row: Row, turns: Sequence[Turn]) -> str:
+    """Row, expressions tried so far and what the last came to: equal states of a group have equal keys."""
+    tried = {str(c.arguments.get("expression")) for t in turns for c in t.calls if isinstance(c, ToolCall)}
+    last = ",".join(result.content for result in turns[-1].results) or "no action" if turns else "start"
+    return "|".join([row["id"], ";".join(sorted(tried)), last])
+
+
+def _play(row: Row, rng: random.Random, hasty: float, stubborn: float) -> Generator[str, str | None, None]:
+    expression = _expression(row["numbers"], row["operators"], rng)
+    while True:
+        shown = yield _call(expression)
+        if shown == str(row["target"]) or rng.random() < hasty:
+            yield render_answer(expression)
+        if rng.random() >= stubborn:
+            expression = _expression(row["numbers"], row["operators"], rng)
+
+
+def _expression(numbers: Sequence[int], operators: str, rng: random.Random) -> str:
+    first, *others = rng.sample(numbers, len(numbers))
+    return " ".join([str(first), *(f"{rng.choice(operators)} {number}" for number in others)])
+
+
+def _call(expression: str) -> str:
+    return render_call(CalculatorTool.name, {"expression": expression})
+
+
+def _value(expression: str) -> str:
+    return CalculatorTool().execute({"expression": expression}).content
+
+
+def _pair(numbers: Sequence[int], target: int) -> str:
+    return f"{' '.join(map(str, sorted(numbers)))} = {target}"

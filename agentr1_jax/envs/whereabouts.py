@@ -1,0 +1,223 @@
+"""Whereabouts: reports of who went where, one at a time, and at the end the question where somebody is.
+
+A context that keeps everything answers from it; one that drops old reports cannot; one that is summed up can, if the
+summaries keep who is where:
+
+    The wind turns. Ann to mill, Bob to barn.        go on
+    The old dog sleeps. Cid to lake, Ann to pond.    go on        (a summary: Bob barn, Cid lake, Ann pond)
+    ...
+    Where is Bob?                                    barn
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+import re
+from collections.abc import Generator, Iterator, Mapping, Sequence
+
+from agentr1_jax.envs.base import SUMMARY_REQUEST, Action, Expert, Observation, Row, Transition
+from agentr1_jax.envs.tabular_task import check_rates
+from agentr1_jax.trajectory import Outcome
+
+PEOPLE = ("Ann", "Bob", "Cid", "Dan", "Eve", "Fay", "Gus", "Hal", "Ida", "Jon", "Kim", "Leo")
+PLACES = ("mill", "barn", "lake", "pond", "hill", "farm", "camp", "cave", "dock", "fort", "well", "yard")
+REMARKS = (
+    "The wind turns and the old dog sleeps by the door.",
+    "It rains all night and the river is high again.",
+    "A cart of apples stands in the road till noon.",
+    "The bell rings twice but nobody knows the reason why.",
+    "Some geese fly over the roof and then it snows.",
+)
+"""What reports say besides; it matters to nobody."""
+RULES = "Reports follow of who goes where. At the end somebody will be asked for."
+GO_ON = "go on"
+LAST = "Where is {}?"
+REWARD_PARTS = ("answer", "summary")
+FACT = re.compile(r"([A-Z]\w*) (\w+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class WhereaboutsTask:
+    """A Task of remembering; its splits `train`, `eval` and `dev` are drawn apart.
+
+    Everybody moves for the last time in a report that is uniform over all, so that old ones count as much as new ones.
+
+    Attributes:
+      people: who moves, 2 to 12.
+      places: where they can be, 2 to 12.
+      reports: before the question.
+      moves: in each report, of people who move again later, if nobody moves in it for the last time.
+      forgets: probability that the expert's summary leaves out somebody whom it knows.
+      mistakes: probability that the expert answers with a place at random.
+      reward_weights: of `answer`, 1 for the right place, and of `summary`, what each summary earns: the share of those
+        who were reported that it has where they are, less that of those whom it has elsewhere.
+
+    Raises:
+      ValueError: a setting is out of its range, or a weight has no part.
+    """
+
+    people: int = 6
+    places: int = 8
+    reports: int = 10
+    moves: int = 1
+    forgets: float = 0.25
+    mistakes: float = 0.1
+    reward_weights: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"answer": 1.0, "summary": 0.2})
+    name: str = "whereabouts"
+
+    def __post_init__(self) -> None:
+        check_rates(self.name, forgets=self.forgets, mistakes=self.mistakes)
+        bounds = {"people": (2, len(PEOPLE)), "places": (2, len(PLACES)), "reports": (1, 64), "moves": (1, self.people)}
+        for field, (least, most) in bounds.items():
+            if not least <= getattr(self, field) <= most:
+                raise ValueError(
+                    f"whereabouts: {field} is {getattr(self, field)}; it must be within {least} and {most}"
+                )
+        if not set(self.reward_weights) <= set(REWARD_PARTS):
+            raise ValueError(
+                f"whereabouts: its reward parts are {', '.join(REWARD_PARTS)}; given are weights of "
+                f"{', '.join(self.reward_weights)}"
+            )
+
+    @property
+    def reward_parts(self) -> Sequence[str]:
+        """The parts that have a weight."""
+        return list(self.reward_weights)
+
+    def row(self, split: str, index: int) -> Row:
+        """Row `index` of a split. Raises ValueError on another split or a negative index."""
+        if split not in ("train", "eval", "dev") or index < 0:
+            raise ValueError(f"whereabouts has no row {split!r} {index}; splits are dev, eval, train, rows start at 0")
+        name = f"whereabouts/{split}/{index}"
+        rng = random.Random(name)
+        people, places = PEOPLE[: self.people], PLACES[: self.places]
+        last = {who: rng.randrange(self.reports) for who in people}
+        reports = []
+        for number in range(self.reports):
+            movers = [who for who in people if last[who] == number]
+            later = [who for who in people if last[who] > number]
+            movers = movers or rng.sample(later, min(self.moves, len(later)))
+            reports.append({who: rng.choice(places) for who in rng.sample(movers, len(movers))})
+        asked = rng.choice(people)
+        remarks = [rng.choice(REMARKS) for _ in reports]
+        row = {"id": name, "question": RULES, "reports": reports, "remarks": remarks, "asked": asked}
+        return {**row, "answers": [known(reports)[asked]], "age": self.reports - 1 - last[asked]}
+
+    def size(self, split: str) -> int | None:
+        """None: rows are procedural."""
+        return None
+
+    def env(self) -> WhereaboutsEnv:
+        """A fresh environment."""
+        return WhereaboutsEnv(self.reward_weights)
+
+    def expert(self, row: Row, seed: int) -> Expert:
+        """Goes on, sums up and answers, with its flaws; equal seeds give equal decisions."""
+        rng = random.Random(f"{row['id']}/expert/{seed}")
+        return _play(row, rng, self.forgets, self.mistakes, PLACES[: self.places]).send  # type: ignore[return-value]
+
+    def texts(self, count: int) -> Sequence[str]:
+        """Reports, facts and questions of training rows, one a text."""
+        return list(itertools.islice(self._texts(), count))
+
+    def _texts(self) -> Iterator[str]:
+        yield from [RULES, GO_ON, SUMMARY_REQUEST]
+        for index in itertools.count():
+            row = self.row("train", index)
+            yield from (told(row, number) for number in range(self.reports))
+            yield from [written(known(row["reports"])), LAST.format(row["asked"]), *row["answers"]]
+
+
+class WhereaboutsEnv:
+    """One episode: every response but the last is passed over, that one is the answer."""
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self._weights = weights
+        self._row: Row = {}
+        self._shown, self._summaries, self._right = 0, list[float](), 0.0
+
+    async def reset(self, row: Row, seed: int) -> Observation:
+        """Starts an episode; `seed` is not used."""
+        self._row, self._shown, self._summaries, self._right = row, 1, [], 0.0
+        opening = f"{row['question']}\n{told(row, 0)}"
+        return Observation(messages=[{"role": "user", "content": opening}], state_key=self._key())
+
+    async def step(self, action: Action) -> Transition:
+        """Shows the next report, then the question; what is said to that ends the episode."""
+        reports = self._row["reports"]
+        if self._shown > len(reports):
+            self._right = float(action.text.strip().strip(".").lower() == self._row["answers"][0])
+            parts = {"answer": self._weights.get("answer", 0.0) * self._right}
+            return Transition(
+                None,
+                sum(parts.values()),
+                parts,
+                terminated=True,
+                outcome=Outcome.ANSWERED,
+                metrics=self.cut(),
+                info={"raw_parts": {"answer": self._right}},
+            )
+        self._shown += 1
+        over = self._shown > len(reports)
+        text = LAST.format(self._row["asked"]) if over else told(self._row, self._shown - 1)
+        facts = written(known(reports[: self._shown]))
+        evidence = f"{facts}\n{text}" if over else facts
+        return Transition(Observation(text=text, role="user", state_key=self._key(), evidence=evidence), 0.0)
+
+    def summarised(self, text: str) -> Mapping[str, float]:
+        """What a summary of all but the newest report earns."""
+        facts = known(self._row["reports"][: self._shown - 1])
+        score = kept(text, facts)
+        self._summaries.append(score)
+        return {"summary": self._weights.get("summary", 0.0) * score}
+
+    def cut(self) -> Mapping[str, float]:
+        """`em`; `kept`, the mean score of the summaries, where some were written."""
+        found = {"kept": sum(self._summaries) / len(self._summaries)} if self._summaries else {}
+        return {"em": self._right, **found}
+
+    def _key(self) -> str:
+        return f"{self._row['id']}|{self._shown}"
+
+
+def known(reports: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Where everybody is after these reports; who moved last comes last."""
+    facts: dict[str, str] = {}
+    for report in reports:
+        for who, place in report.items():
+            facts.pop(who, None)
+            facts[who] = place
+    return facts
+
+
+def told(row: Row, number: int) -> str:
+    """A report in words."""
+    moves = ", ".join(f"{who} to {place}" for who, place in row["reports"][number].items())
+    return f"{row['remarks'][number]} {moves or 'Nobody moves'}."
+
+
+def written(facts: Mapping[str, str]) -> str:
+    """Facts as a summary has them."""
+    return ", ".join(f"{who} {place}" for who, place in facts.items())
+
+
+def kept(text: str, facts: Mapping[str, str]) -> float:
+    """(facts that a summary has − people whom it has elsewhere) / facts, where the last word on somebody counts."""
+    said = dict(FACT.findall(text))
+    right = sum(said.get(who) == place for who, place in facts.items())
+    return (right - (len(said) - right)) / max(len(facts), 1)
+
+
+def _play(
+    row: Row, rng: random.Random, forgets: float, mistakes: float, places: Sequence[str]
+) -> Generator[str, str | None, None]:
+    shown: str | None = None
+    for number in itertools.count():  # Of responses to reports.
+        if shown == SUMMARY_REQUEST:
+            facts = known(row["reports"][:number])
+            shown = yield written({who: place for who, place in facts.items() if rng.random() >= forgets}) or GO_ON
+        if number >= len(row["reports"]):
+            yield rng.choice(places) if rng.random() < mistakes else row["answers"][0]
+        shown = yield GO_ON

@@ -1,0 +1,207 @@
+"""Context rules beyond append and window: what each prompt holds, and the step in which a policy sums up."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from letters import BUDGET, CHAT, ROW, TOKENIZER, ScriptedEnv, loop, observed, play
+
+from agentr1_jax.agents.context import RULES, History, Turn, context_rule, register
+from agentr1_jax.agents.session import Identity, ScriptedSession
+from agentr1_jax.credit import streams
+from agentr1_jax.envs.base import SUMMARY_REQUEST, Observation
+from agentr1_jax.trajectory import Outcome
+
+STOP = TOKENIZER.stop_id
+OPENING = TOKENIZER.encode_template("<|im_start|>user\nwho?<|im_end|>\n<|im_start|>assistant\n")
+SEEN = ["a dog", "the cat", "a bird", "a fish"]
+WIDE = {"response_tokens": 80, "observation_tokens": 80, "context_tokens": 2000, "trajectory_tokens": 4000}
+id_lists = st.lists(st.integers(0, 63), max_size=5)
+turns_of_ids = st.lists(st.tuples(id_lists, id_lists), max_size=6)
+
+
+def ids(values):
+    return np.asarray(values, np.int32)
+
+
+def said(text):
+    return [*TOKENIZER.encode_template(text), STOP]
+
+
+@given(id_lists, turns_of_ids, st.integers(1, 60))
+def test_a_token_budget_keeps_the_most_turns_that_fit_and_the_newest_in_any_case(opening, turns, tokens):
+    history = History(ids(opening), [Turn(ids(r), ids(o)) for r, o in turns])
+    found = context_rule(f"token_budget({tokens})").prompt(history).tolist()
+    endings = [[*opening, *(i for r, o in turns[first:] for i in r + o)] for first in range(len(turns) + 1)]
+    fitting = [prompt for prompt in endings[: max(len(turns), 1)] if len(prompt) <= tokens]
+    assert found == (fitting[0] if fitting else endings[max(len(turns) - 1, 0)])
+
+
+@given(id_lists, turns_of_ids, st.integers(0, 3), st.data())
+def test_thinking_is_cut_from_the_front_of_all_but_the_last_responses(opening, turns, keep, data):
+    thought = [data.draw(st.integers(0, len(r))) for r, _ in turns]
+    history = History(ids(opening), [Turn(ids(r), ids(o), n) for (r, o), n in zip(turns, thought, strict=True)])
+    slow = list(opening)
+    for place, ((response, observation), n) in enumerate(zip(turns, thought, strict=True)):
+        slow += (response[n:] if len(turns) - place > keep else response) + observation
+    assert context_rule(f"strip_thinking({keep})").prompt(history).tolist() == slow
+    if not keep:
+        assert context_rule("strip_thinking").prompt(history).tolist() == slow
+
+
+THINKER = TOKENIZER.__class__
+
+
+class Thinking(THINKER):
+    """Letters with a closing tag of thoughts that is one of several pieces of its text."""
+
+    def decode(self, ids):
+        return super().decode(ids).replace("q", "</think>")
+
+
+def test_the_loop_finds_where_thinking_ends():
+    env = ScriptedEnv(SEEN, end=3)
+    agent = loop(lambda: env, "strip_thinking", **WIDE)
+    object.__setattr__(agent, "tokenizer", Thinking())
+    script = iter(["abzqcd", "qme", "ing"])
+    session = ScriptedSession(Identity("u", 0, 0, "letters", 7), lambda observation: next(script), TOKENIZER)
+    asyncio.run(agent.run(session, ROW))
+    first, second, third = session.trajectory().steps
+    assert first.response_ids.tolist() == said("abzqcd")
+    assert second.prompt_ids.tolist() == [*OPENING, *said("cd"), *observed("a dog")]
+    assert third.prompt_ids.tolist() == [*second.prompt_ids, *said("me"), *observed("the cat")]
+
+
+class Showing(ScriptedEnv):
+    """Says what it has shown; counts what it was asked to judge."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.judged = []
+
+    async def step(self, action):
+        transition = await super().step(action)
+        if transition.observation is None:
+            return transition
+        shown = ". ".join(self.observations[: len(self.actions)])
+        text, key = transition.observation.text, transition.observation.state_key
+        object.__setattr__(transition, "observation", Observation(text=text, state_key=key, evidence=shown))
+        return transition
+
+    def summarised(self, text):
+        self.judged.append(text)
+        return {"summary": 0.5, "length": -0.25}
+
+
+def test_evidence_is_told_in_an_opening_made_anew():
+    t = play(["ab", "cd", "ing"], Showing(SEEN, end=3), "evidence", **WIDE)
+    told = [CHAT.render_opening([{"role": "user", "content": c}]).tolist() for c in ("who?", "who?\n\na dog")]
+    assert [s.prompt_ids.tolist() for s in t.steps[:2]] == told
+    assert TOKENIZER.decode(t.steps[2].prompt_ids).startswith("<|im_start|>user\nwho?\n\na dog. the cat<|im_end|>")
+
+
+def test_evidence_is_data():
+    t = play(["ab", "cd"], Showing(["<|im_end|>", "so?"], end=2), "evidence", **WIDE)
+    assert t.steps[1].prompt_ids.tolist().count(STOP) == t.steps[0].prompt_ids.tolist().count(STOP)
+
+
+def test_evidence_needs_an_environment_that_gives_some():
+    with pytest.raises(ValueError, match="'evidence' needs an environment that says what it has shown"):
+        play(["ab", "cd"], ScriptedEnv(SEEN, end=3), "evidence", **WIDE)
+
+
+REQUEST = CHAT.render_observation(SUMMARY_REQUEST, "user").tolist()
+
+
+def test_a_summary_is_a_step_and_stands_in_place_of_what_came_before():
+    env = Showing(SEEN, end=4)
+    t = play(["ab", "cd", "a sum", "ing", "the"], env, "summary(2)", **WIDE)
+    assert t.outcome is Outcome.ENV_DONE and [TOKENIZER.decode(s.response_ids[:-1]) for s in t.steps] == [
+        *("ab", "cd", "a sum", "ing", "the")
+    ]
+    first, second, summed, third, fourth = (s.prompt_ids.tolist() for s in t.steps)
+    assert second == [*first, *said("ab"), *observed("a dog")]
+    assert summed == [*second, *said("cd"), *REQUEST]  # Not what came back: that the policy sees right after.
+    assert third == [*OPENING, *said("a sum"), *observed("the cat")]
+    assert fourth == [*third, *said("ing"), *observed("a bird")]
+    assert env.judged == ["a sum"] and len(env.actions) == 4
+    step = t.steps[2]
+    assert step.reward == 0.25 and step.reward_parts == {"summary": 0.5, "length": -0.25}
+    assert step.info["summary"] and step.info["trained"] and step.state_key == "s2|summary"
+    assert {s.context_rule for s in t.steps} == {"summary(2)"}
+    assert [s.observation for s in t.steps] == ["a dog", SUMMARY_REQUEST, "the cat", "a bird", ""]
+
+
+def test_summaries_sum_up_the_ones_before():
+    t = play(["ab", "x", "cd", "y", "ing", "z", "the"], ScriptedEnv(SEEN, end=4), "summary(1)", **WIDE)
+    prompts = [s.prompt_ids.tolist() for s in t.steps]
+    assert prompts[3] == [*OPENING, *said("x"), *observed("a dog"), *said("cd"), *REQUEST]
+    assert prompts[6] == [*OPENING, *said("z"), *observed("a bird")]
+    assert t.steps[1].reward == 0.0  # This environment does not judge.
+
+
+def test_a_summary_is_due_by_tokens():
+    """A prompt of so many tokens and no more is not summed up."""
+    length = len([*OPENING, *said("ab"), *observed("a dog")])
+    for tokens, place in ((length, 2), (length - 1, 1)):
+        t = play(["ab"] * 8, ScriptedEnv(SEEN, end=3), f"summary(tokens={tokens})", **WIDE)
+        assert [i for i, step in enumerate(t.steps) if step.info.get("summary")][0] == place
+
+
+def test_a_summary_that_is_cut_closes_its_turn_and_the_episode_goes_on():
+    agent = loop(lambda: ScriptedEnv(SEEN, end=2), "summary(1)", **WIDE)
+    object.__setattr__(agent, "summary_tokens", 2)
+    script = iter(["ab", "a long sum", "cd"])
+    session = ScriptedSession(Identity("u", 0, 0, "letters", 7), lambda observation: next(script), TOKENIZER)
+    asyncio.run(agent.run(session, ROW))
+    t = session.trajectory()
+    cut = TOKENIZER.encode_template("a long sum")[:2]
+    assert t.steps[1].response_ids.tolist() == cut and t.steps[1].info["finish_reason"] == "length"
+    assert t.steps[2].prompt_ids.tolist() == [*OPENING, *cut, *observed("a dog", stopped=False)]
+
+
+def test_where_a_summary_has_no_room_the_trajectory_is_cut():
+    room = len([*OPENING, *said("ab"), *observed("a dog"), *said("cd"), *REQUEST])
+    t = play(["ab", "cd", "x", "the"], ScriptedEnv(SEEN), "summary(2)", **WIDE | {"context_tokens": room})
+    assert t.outcome is Outcome.CONTEXT_OVERFLOW and len(t.steps) == 2
+    assert t.final_prompt_ids.tolist() == [*t.steps[1].prompt_ids, *t.steps[1].response_ids]
+    t = play(["ab", "cd", "x", "the"], ScriptedEnv(SEEN, end=3), "summary(2)", **WIDE | {"context_tokens": room + 2})
+    assert t.outcome is Outcome.ENV_DONE and len(t.steps[2].response_ids) == 2
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_summaries_can_be_left_out_of_the_loss_and_still_count(trains):
+    agent = loop(lambda: Showing(SEEN, end=2), "summary(1)", **WIDE)
+    object.__setattr__(agent, "train_summaries", trains)
+    script = iter(["ab", "sum", "cd"])
+    session = ScriptedSession(Identity("u", 0, 0, "letters", 7), lambda observation: next(script), TOKENIZER)
+    asyncio.run(agent.run(session, ROW))
+    flat = streams.flatten([session.trajectory()])
+    assert flat.trained.tolist() == [True, trains, True]
+    assert flat.rewards.tolist() == [1.0, 0.25, 2.0] and flat.outcome.tolist() == [3.25]
+
+
+def test_a_row_may_allow_fewer_steps():
+    t = play(["ab", "cd"], ScriptedEnv(SEEN), row={**ROW, "max_steps": 2})
+    assert t.outcome is Outcome.MAX_STEPS and len(t.steps) == 2 and t.info["max_steps"] == 2
+    assert len(play(["ab"] * 4, ScriptedEnv(SEEN), row={**ROW, "max_steps": 9}).steps) == BUDGET["max_steps"]
+
+
+def test_a_rule_of_ones_own_is_loaded_from_a_file(tmp_path, monkeypatch):
+    for attribute in ("_entries", "_files"):
+        monkeypatch.setattr(RULES, attribute, dict(getattr(RULES, attribute)))
+    (tmp_path / "mine.py").write_text(
+        "from agentr1_jax.agents.context import joined, register\n"
+        "@register('every_other')\n"
+        "def every_other(history, first=0):\n"
+        "    return joined(history.opening, history.turns[first::2])\n"
+    )
+    RULES.load(str(tmp_path / "mine.py"))
+    t = play(["ab", "cd", "ing"], ScriptedEnv(SEEN, end=3), "every_other(1)", **WIDE)
+    assert t.steps[2].prompt_ids.tolist() == [*OPENING, *said("cd"), *observed("the cat")]
+    with pytest.raises(ValueError, match="'append' is registered twice"):
+        register("append")(lambda history: history.opening)
