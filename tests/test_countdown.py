@@ -1,0 +1,162 @@
+"""Countdown: its rows, what counts as a solution, its expert, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentr1_jax.envs.base import Action, Task
+from agentr1_jax.envs.countdown import CountdownTask, solves
+from agentr1_jax.text.tool_calls import render_answer, render_call
+from agentr1_jax.trajectory import Outcome
+
+TASK = CountdownTask()
+ROW = {"id": "c", "question": "11 from 3 5 9.", "numbers": [3, 5, 9], "target": 11, "operators": "+-"}
+
+
+def play(task, row, texts):
+    async def run():
+        env = task.env()
+        await env.reset(row, 0)
+        return [await env.step(Action(np.zeros(0, np.int32), text)) for text in texts]
+
+    return asyncio.run(run())
+
+
+def expert_plays(task, row, steps=6, seed=0):
+    async def run():
+        env, expert, shown, out = task.env(), task.expert(row, seed), None, []
+        await env.reset(row, seed)
+        for _ in range(steps):
+            out.append(await env.step(Action(np.zeros(0, np.int32), expert(shown))))
+            if out[-1].terminated:
+                break
+            shown = out[-1].observation.text
+        return out
+
+    return asyncio.run(run())
+
+
+def call(expression):
+    return render_call("calculator", {"expression": expression})
+
+
+def test_rows_are_plain_json_can_be_solved_and_share_no_pair_between_splits():
+    task: Task = TASK
+    rows = {split: [task.row(split, i) for i in range(400)] for split in ("train", "eval", "dev")}
+    assert json.loads(json.dumps(rows["train"][5])) == rows["train"][5] == task.row("train", 5)
+    pairs = {split: {(*sorted(row["numbers"]), row["target"]) for row in rows[split]} for split in rows}
+    assert not pairs["train"] & pairs["eval"] and not pairs["train"] & pairs["dev"] and not pairs["eval"] & pairs["dev"]
+    for row in itertools.chain(*rows.values()):
+        assert len(row["numbers"]) == 3 and max(row["numbers"]) <= 12 and row["target"] >= 1
+        orders = itertools.product(itertools.permutations(row["numbers"]), "+-", "+-")
+        assert any(solves(f"{a} {s} {b} {t} {c}", row) for (a, b, c), s, t in orders)
+    assert task.size("train") is None and task.name == "countdown"
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        ("9 + 5 - 3", True),
+        ("5+9-3", True),
+        ("(9 - 3) + 5", True),
+        ("9 - (3 - 5)", True),
+        ("9 + 5 - 3 = 11", False),
+        ("9 + 5", False),
+        ("9 + 5 - 3 + 3 - 3", False),
+        ("11", False),
+        ("3 + 5 + 9", False),
+        ("9 + 5 - 3 * 1", False),
+        ("95 - 3", False),
+        ("9 + 5 -", False),
+        ("", False),
+        (None, False),
+        ("9 + 5 - 3.", False),
+        ("__import__('os')", False),
+    ],
+)
+def test_a_solution_uses_each_number_once_and_its_operators_alone(answer, right):
+    assert solves(answer, ROW) is right
+
+
+@given(st.text(alphabet="0123456789+-() .*e", max_size=20))
+def test_no_answer_raises(answer):
+    solves(answer, ROW)
+
+
+def test_an_episode_pays_a_solution_and_asks_for_new_calls():
+    missed, repeated, hit, answered = play(TASK, ROW, [call("3 + 5 + 9"), call("3 + 5 + 9"), call("9 + 5 - 3"),
+                                                       render_answer("9 + 5 - 3")])  # fmt: skip
+    assert [t.observation.text for t in (missed, repeated, hit)] == ["17", "17", "11"]
+    assert missed.reward == hit.reward == 0 and repeated.reward == -0.1 and answered.reward == 1
+    assert answered.outcome is Outcome.ANSWERED
+    assert answered.metrics == {"em": 1.0, "seen": 1.0, "tool_calls": 3.0}
+    keys = [t.observation.state_key for t in (missed, repeated, hit)]
+    assert keys[0] == keys[1] != keys[2]
+    (wrong,) = play(TASK, ROW, [render_answer("3 + 5 + 9")])
+    assert wrong.metrics == {"em": 0.0, "seen": 0.0, "tool_calls": 0.0} and wrong.reward == 0
+
+
+def test_what_is_no_expression_is_told():
+    (told,) = play(TASK, ROW, [call("3 +")])
+    assert told.observation.text.startswith("Error: ") and told.reward == pytest.approx(-0.1)
+
+
+def test_an_expert_without_flaws_answers_only_what_hits():
+    task = CountdownTask(hasty=0.0, stubborn=0.0)
+    ends = [expert_plays(task, task.row("train", i), steps=200)[-1] for i in range(60)]
+    assert all(end.metrics["em"] == 1 for end in ends)
+
+
+def test_the_expert_errs_at_the_rates_given():
+    def played(**flaws):
+        task = CountdownTask(**flaws)
+        return [expert_plays(task, task.row("train", i)) for i in range(400)]
+
+    hasty = played(hasty=1.0)
+    assert all(len(episode) == 2 for episode in hasty)
+    assert 0.1 < np.mean([episode[-1].metrics["em"] for episode in hasty]) < 0.4
+    stubborn = played(hasty=0.0, stubborn=1.0)
+    assert all(len({t.tool_calls[0]["arguments"]["expression"] for t in e if t.tool_calls}) == 1 for e in stubborn)
+    row = TASK.row("train", 0)
+    texts = [[t.tool_calls for t in expert_plays(TASK, row, seed=seed)] for seed in (0, 0, *range(1, 9))]
+    assert texts[0] == texts[1] and any(other != texts[0] for other in texts)
+
+
+def test_other_operators_reach_whole_targets():
+    task = CountdownTask(numbers=4, largest=20, operators="+-*/")
+    for i in range(50):
+        row = task.row("train", i)
+        assert isinstance(row["target"], int) and len(row["numbers"]) == 4
+
+
+def test_texts_hold_every_number():
+    words = set(" ".join(TASK.texts(4000)).split())
+    assert {str(n) for n in range(1, 13)} <= words and {str(n) for n in range(1, 30)} <= words
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"numbers": 1}, "numbers is 1"),
+        ({"largest": 1}, "largest is 1"),
+        ({"operators": "+^"}, r"operators is '\+\^'"),
+        ({"operators": ""}, "operators is ''"),
+        ({"hasty": 1.5}, "hasty is 1.5"),
+        ({"reward_weights": {"goal": 1.0}}, "unknown reward part 'goal'"),
+    ],
+)
+def test_wrong_settings_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        CountdownTask(**settings)
+
+
+def test_unknown_rows_are_refused():
+    with pytest.raises(ValueError, match="countdown has no row 'test' 0; splits are dev, eval, train"):
+        TASK.row("test", 0)

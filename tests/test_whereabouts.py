@@ -1,0 +1,168 @@
+"""Whereabouts: its rows, how summaries are judged, its expert under every context rule, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import json
+
+import numpy as np
+import pytest
+from letters import TOKENIZER
+
+from agentr1_jax.agents.context import context_rule
+from agentr1_jax.agents.loop import EnvLoop
+from agentr1_jax.agents.session import Identity, ScriptedSession
+from agentr1_jax.envs.base import Action, Task
+from agentr1_jax.envs.whereabouts import PLACES, WhereaboutsTask, kept, known, told, written
+from agentr1_jax.text.chat import chat_format
+from agentr1_jax.trajectory import Budget, Outcome
+
+TASK = WhereaboutsTask()
+PERFECT = WhereaboutsTask(forgets=0.0, mistakes=0.0)
+BUDGET = Budget(
+    max_steps=11, response_tokens=200, observation_tokens=400, context_tokens=9000, trajectory_tokens=90_000
+)
+REPORTS = [{"Ann": "mill", "Bob": "barn"}, {"Cid": "lake", "Ann": "pond"}]
+
+
+class Words:
+    """A tokenizer for which text is bytes: what a summary says must come back whole."""
+
+    name, added = "words", {"<|im_start|>": 256, "<|im_end|>": 257}
+    stop_id, stop_ids, pad_id, vocab_size = 257, (257,), 258, 259
+
+    def encode_data(self, text):
+        return list(text.encode())
+
+    def encode_template(self, text):
+        out, rest = [], text
+        while rest:
+            tag = next((tag for tag in self.added if rest.startswith(tag)), None)
+            out += [self.added[tag]] if tag else [*rest[0].encode()]
+            rest = rest[len(tag) if tag else 1 :]
+        return out
+
+    def decode(self, ids):
+        names = {i: tag for tag, i in self.added.items()}
+        return "".join(names.get(int(i)) or chr(int(i)) for i in ids if int(i) < 258)
+
+    render_chat = TOKENIZER.render_chat
+
+
+def played(task, row, rule):
+    words = Words()
+    agent = EnvLoop(
+        task.env, words, chat_format(words), context_rule(rule), Budget(max_steps=11, **LIMITS), summary_tokens=200
+    )
+    session = ScriptedSession(Identity("u", 0, 0, "whereabouts", 0), task.expert(row, 0), words)
+    asyncio.run(agent.run(session, row))
+    return session.trajectory()
+
+
+def test_rows_are_plain_json_and_the_answer_follows_from_the_reports():
+    task: Task = TASK
+    rows = [task.row("train", i) for i in range(300)]
+    assert json.loads(json.dumps(rows[5])) == rows[5] == task.row("train", 5)
+    assert task.row("eval", 5)["reports"] != rows[5]["reports"]
+    for row in rows:
+        moves = [(who, place) for report in row["reports"] for who, place in report.items()]
+        assert dict(moves)[row["asked"]] == row["answers"][0] in PLACES[:8]
+        last = max(number for number, report in enumerate(row["reports"]) if row["asked"] in report)
+        assert row["age"] == 9 - last and len(row["reports"]) == len(row["remarks"]) == 10
+    ages = collections.Counter(task.row("train", i)["age"] for i in range(3000))
+    assert set(ages) == set(range(10)) and max(ages.values()) < 1.4 * min(ages.values())
+
+
+def test_what_is_known_is_the_newest_of_each():
+    assert known(REPORTS) == {"Bob": "barn", "Cid": "lake", "Ann": "pond"}
+    assert written(known(REPORTS)) == "Bob barn, Cid lake, Ann pond" and written({}) == ""
+    row = {"reports": [*REPORTS, {}], "remarks": ["It rains."] * 3}
+    assert told(row, 1) == "It rains. Cid to lake, Ann to pond." and told(row, 2) == "It rains. Nobody moves."
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("Bob barn, Cid lake, Ann pond", 1.0),
+        ("Ann pond Cid lake Bob barn.", 1.0),
+        ("Bob barn, Cid lake", 2 / 3),
+        ("Bob barn, Cid lake, Ann mill", 1 / 3),
+        ("Bob barn, Cid lake, Ann mill, Ann pond", 1.0),
+        ("Bob barn, Dan hill", 0.0),
+        ("Bob mill, Cid mill, Ann mill", -1.0),
+        ("go on", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_a_summary_is_judged_by_who_is_where(text, score):
+    assert kept(text, known(REPORTS)) == pytest.approx(score)
+
+
+RULES = ("append", "window(2)", "token_budget(300)", "evidence", "strip_thinking", "summary(3)")
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_expert_answers_under_every_rule(rule):
+    for index in range(5):
+        t = played(PERFECT, PERFECT.row("train", index), rule)
+        summaries = [s for s in t.steps if s.info.get("summary")]
+        assert t.outcome is Outcome.ANSWERED and t.metrics["em"] == 1 and len(t.steps) - len(summaries) == 11
+        assert t.total_reward == pytest.approx(1 + 0.2 * len(summaries))
+        assert len(summaries) == (3 if rule == "summary(3)" else 0) and t.metrics.get("kept", 1) == 1
+
+
+def test_what_a_context_rule_keeps_of_what_is_asked_for():
+    """Whether the last prompt names where the one who is asked for went last."""
+    rows = [PERFECT.row("train", i) for i in range(60)]
+
+    def shows(rule, row):
+        words = Words()
+        prompt = words.decode(played(PERFECT, row, rule).steps[-1].prompt_ids)
+        return f"{row['asked']} to {row['answers'][0]}" in prompt or f"{row['asked']} {row['answers'][0]}" in prompt
+
+    rules = ("append", "window(3)", "evidence", "summary(3)")
+    share = {rule: np.mean([shows(rule, row) for row in rows]) for rule in rules}
+    assert share["append"] == share["evidence"] == share["summary(3)"] == 1 and 0.2 < share["window(3)"] < 0.7
+
+
+def test_the_expert_forgets_and_guesses_at_its_rates():
+    def mean(task, metric):
+        return np.mean([played(task, task.row("train", i), "summary(3)").metrics[metric] for i in range(40)])
+
+    assert mean(WhereaboutsTask(forgets=1.0, mistakes=0.0), "kept") == 0
+    assert 0.4 < mean(WhereaboutsTask(forgets=0.5), "kept") < 0.6
+    assert mean(WhereaboutsTask(mistakes=1.0), "em") < 0.5
+
+
+def test_answers_may_end_with_a_stop_and_nothing_else_counts():
+    async def answered(text):
+        env, row = TASK.env(), TASK.row("train", 0)
+        await env.reset(row, 0)
+        for _ in range(10):
+            transition = await env.step(Action(np.zeros(0, np.int32), "go on"))
+        assert transition.observation.text == f"Where is {row['asked']}?"
+        return (await env.step(Action(np.zeros(0, np.int32), text.format(row["answers"][0])))).metrics["em"]
+
+    assert [asyncio.run(answered(text)) for text in ("{}", " {}. ", "in the {}", "", "nowhere")] == [1, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"people": 1}, "people is 1; it must be within 2 and 12"),
+        ({"places": 99}, "places is 99; it must be within 2 and 12"),
+        ({"reports": 0}, "reports is 0; it must be"),
+        ({"moves": 7}, "moves is 7; it must be within 1 and 6"),
+        ({"forgets": 2.0}, "forgets is 2.0"),
+        ({"reward_weights": {"goal": 1.0}}, "its reward parts are answer, summary"),
+    ],
+)
+def test_wrong_settings_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        WhereaboutsTask(**settings)
+
+
+def test_unknown_rows_are_refused():
+    with pytest.raises(ValueError, match="whereabouts has no row 'test' 0"):
+        TASK.row("test", 0)
