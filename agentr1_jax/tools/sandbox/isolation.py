@@ -103,7 +103,8 @@ def _source(name: str) -> str:
 def _bwrap(python: Interpreter, visible: Sequence[str], limits: SandboxLimits) -> Command:
     user = _spare_id()
     argv = [shutil.which("bwrap") or "bwrap", "--unshare-pid", "--unshare-ipc", "--unshare-net", "--unshare-uts"]
-    argv += ["--unshare-cgroup-try", "--hostname", "sandbox", "--die-with-parent", "--as-pid-1"]
+    # Not --die-with-parent: a bwrap killed as it starts leaves its child waiting for ever. The end of stdin suffices.
+    argv += ["--unshare-cgroup-try", "--hostname", "sandbox", "--as-pid-1"]
     if user is None:
         argv += ["--unshare-user", "--uid", "1000", "--gid", "1000", "--disable-userns"]
     else:  # A namespace of bubblewrap's has one user, root outside, whose processes no limit counts.
