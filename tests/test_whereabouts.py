@@ -20,9 +20,7 @@ from agentr1_jax.trajectory import Budget, Outcome
 
 TASK = WhereaboutsTask()
 PERFECT = WhereaboutsTask(forgets=0.0, mistakes=0.0)
-BUDGET = Budget(
-    max_steps=11, response_tokens=200, observation_tokens=400, context_tokens=9000, trajectory_tokens=90_000
-)
+LIMITS = {"response_tokens": 200, "observation_tokens": 400, "context_tokens": 9000, "trajectory_tokens": 90_000}
 REPORTS = [{"Ann": "mill", "Bob": "barn"}, {"Cid": "lake", "Ann": "pond"}]
 
 
