@@ -8,8 +8,8 @@ import pathlib
 import shlex
 import types
 
-import ml_collections
 import pytest
+from changes import changed
 
 from agentr1_jax.policy import weights
 from agentr1_jax.runtime.config import flatten, load_config
@@ -69,12 +69,6 @@ def load(name, hardware="v5e-16"):
 
 def flat(config):
     return dict(flatten(config.to_dict()))
-
-
-def changed(config, **changes):
-    with ml_collections.ConfigDict(config).unlocked() as config:
-        config.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
-    return config
 
 
 def devices(hardware):

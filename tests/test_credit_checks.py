@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from builders import trajectory
+from changes import changed
 
 from agentr1_jax.credit import SCHEMES, get_scheme
 from agentr1_jax.envs.base import Observation
@@ -18,12 +19,6 @@ from agentr1_jax.trajectory import Outcome
 from configs import keydoor, quickstart
 from experiments import build, checks, circle, tasks
 from experiments.ablation import grid
-
-
-def changed(config, **changes):
-    config = config.get_config()
-    config.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
-    return config
 
 
 def task(*, state_key="s", potential=1.0, parts=("goal",)):
@@ -185,7 +180,7 @@ def test_a_user_s_file_may_hold_dataclasses_and_register_what_it_imports(registr
     for _ in range(2):
         SCHEMES.load(str(path))
     scheme, _ = get_scheme("mine", {"unit": "step"})
-    assert scheme.file == str(path) and scheme.needs_samples
+    assert scheme.needs_samples
     path.write_text("from agentr1_jax.credit import register\n")
     with pytest.raises(ValueError, match="registers no credit scheme"):
         SCHEMES.load(str(path))

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import jax
-import ml_collections
 import pytest
+from changes import changed
 from examples import example
 
 from agentr1_jax.learner.batch import CRITIC, batch_shapes
@@ -21,13 +21,6 @@ from experiments.plan import device_bytes, make_plan, programs, total_bytes
 
 ROOT = Path(__file__).parent.parent
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="no libtpu")
-
-
-def changed(config, **changes):
-    """A config with some keys (`__` for the dots) changed, as the command line does it."""
-    with ml_collections.ConfigDict(config).unlocked() as config:
-        config.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
-    return config
 
 
 def small(run_dir, **changes):

@@ -6,18 +6,13 @@ import asyncio
 import json
 
 import pytest
+from changes import changed
 
 from agentr1_jax.envs import qa
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.tools.search import BM25
 from configs import multihop_tiny, quickstart
 from experiments import checks, tasks
-
-
-def changed(config, **changes):
-    config = config.get_config()
-    config.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
-    return config
 
 
 def question(i, dataset="hotpotqa"):

@@ -30,7 +30,7 @@ INSTRUCTION = (
 DEFAULT_WEIGHTS: Mapping[str, float] = {"answer": 1.0, "format": 0.1}
 FILES = {"train": "train.jsonl.gz", "eval": "test.jsonl.gz"}
 CALCULATION = re.compile(r"<<([^<>=]+)=[^<>]*>>")
-NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)")
+NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)")
 
 
 class Gsm8kTask:

@@ -1,0 +1,173 @@
+"""Mixtures of tasks, curricula of steps, and tasks of a user's own file."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import types
+
+import numpy as np
+import pytest
+from changes import changed
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentr1_jax.envs.base import Action
+from agentr1_jax.envs.countdown import CountdownTask
+from agentr1_jax.envs.keydoor import keydoor_task
+from agentr1_jax.envs.mixture import MixtureTask
+from agentr1_jax.envs.registry import TASKS
+from agentr1_jax.runtime.errors import UserError
+from configs import countdown, keydoor
+from experiments import circle, curriculum, tasks
+
+PARTS = {"countdown": CountdownTask(), "keydoor": keydoor_task()}
+
+
+def test_rows_come_by_weight_and_each_task_has_its_own_order():
+    task = MixtureTask(PARTS, ("countdown=3", "keydoor=1"), seed=5)
+    rows = [task.row("train", i) for i in range(400)]
+    assert collections.Counter(row["task"] for row in rows) == {"countdown": 300, "keydoor": 100}
+    for start in range(0, 400, 8):
+        assert 5 <= sum(row["task"] == "countdown" for row in rows[start : start + 8]) <= 7
+    for name, part in PARTS.items():
+        own = [row for row in rows if row["task"] == name]
+        assert own == [{**part.row("train", i), "task": name} for i in range(len(own))]
+    assert task.row("eval/keydoor", 3) == {**PARTS["keydoor"].row("eval", 3), "task": "keydoor"}
+    assert task.size("train") is None and set(task.reward_parts) >= {"answer", "goal"}
+    assert MixtureTask(PARTS, ("countdown=1", "keydoor=0")).row("train", 9)["task"] == "countdown"
+
+
+def test_an_environment_is_of_the_task_of_its_row():
+    task = MixtureTask(PARTS, ("countdown=1", "keydoor=1"))
+    env = task.env()
+    for i in range(6):
+        row = task.row("train", i)
+        own, expert = PARTS[row["task"]].env(), task.expert(row, 3)
+        text = expert(None)
+        assert text == PARTS[row["task"]].expert(row, 3)(None)
+
+        async def first(env, row=row, text=text):
+            return await env.reset(row, 1), await env.step(Action(np.zeros(0, np.int32), text)), env.cut()
+
+        assert asyncio.run(first(env)) == asyncio.run(first(own))
+    texts = task.texts(500)
+    assert len(texts) == 500 and set(PARTS["keydoor"].texts(50)) <= set(texts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"task__mixture": ()}, "task.mixture is empty; write e.g."),
+        ({"task__mixture": ("countdown",)}, "'countdown' is not 'name=weight'"),
+        ({"task__mixture": ("countdown=1", "chess=1")}, "unknown task 'chess' in task.mixture; choose among hopworld"),
+        ({"task__mixture": ("mixture=1",)}, "unknown task 'mixture' in task.mixture"),
+        ({"task__mixture": ("countdown=0", "keydoor=0")}, "weights of task.mixture are all 0"),
+        ({"task__mixture": ("countdown=1", "countdown=2")}, "names 'countdown' twice"),
+        ({"task__name": "countdown"}, "which only task 'mixture' reads, and task.name is 'countdown'"),
+        ({"task__frozenlake__size": 5}, "task.frozenlake.size is 5, which only task 'frozenlake' reads, and the tasks"),
+        ({"task__rewards__f1": 0.5}, "task.rewards.f1 is 0.5, but task 'countdown', 'keydoor' has no such"),
+        ({"warm_start__practice": 0.5}, "mixture has no split 'practice'"),
+    ],
+)
+def test_wrong_mixtures_are_refused(changes, message):
+    config = {"task__name": "mixture", "task__mixture": ("countdown=1", "keydoor=1"), "budget__max_steps": 7}
+    with pytest.raises(UserError, match=message):
+        tasks.make_task(changed(countdown, **(config | changes)))
+
+
+def test_a_config_makes_a_mixture():
+    config = changed(
+        countdown,
+        task__name="mixture",
+        task__mixture=("countdown=1", "keydoor=1"),
+        task__keydoor__rooms=3,
+        task__rewards__goal=2.0,
+        budget__max_steps=7,
+    )
+    task = tasks.make_task(config)
+    assert {task.row("train", i)["task"] for i in range(4)} == {"countdown", "keydoor"}
+    assert len(task.row("train/keydoor", 0)["rooms"]) == 5 and task.name == "mixture"
+
+
+GUESS = """
+from agentr1_jax.envs.keydoor import keydoor_task
+from agentr1_jax.envs.registry import register
+
+@register("mine")
+def mine(wrap, rooms=2):
+    return keydoor_task(rooms=rooms)
+"""
+
+
+@pytest.fixture
+def own(monkeypatch, tmp_path):
+    """Writes a file of tasks; the registry is as before afterwards."""
+    for attribute in ("_entries", "_files"):
+        monkeypatch.setattr(TASKS, attribute, dict(getattr(TASKS, attribute)))
+
+    def write(text, **args):
+        (tmp_path / "mine.py").write_text(text)
+        config = changed(keydoor, task__file=str(tmp_path / "mine.py"), task__name="mine")
+        with config.unlocked():
+            config.task.args.update(args)
+        return config
+
+    return write
+
+
+def test_a_task_of_ones_own_comes_from_a_file(own):
+    config = own(GUESS, rooms=3)
+    with config.unlocked():
+        config.task.keydoor.update(tasks.base.get_config().task.keydoor)
+    assert len(tasks.make_task(config).row("train", 0)["rooms"]) == 5
+    with config.unlocked():
+        config.task.args.chairs = 4
+    with pytest.raises(UserError, match=r"task 'mine' of task\.file: .*'chairs'.*\(rooms, chairs\)"):
+        tasks.make_task(config)
+
+
+def test_a_file_of_tasks_that_registers_none_is_refused(own):
+    with pytest.raises(UserError, match=r"task\.file: .*mine\.py registers no task; decorate one with @register"):
+        tasks.make_task(own("x = 1"))
+
+
+def test_arguments_are_of_tasks_of_ones_own_alone():
+    config = changed(keydoor)
+    with config.unlocked():
+        config.task.args.rooms = 3
+    with pytest.raises(UserError, match="task.args has rooms, which only a task of task.file reads"):
+        tasks.make_task(config)
+
+
+@given(st.integers(0, 500), st.integers(1, 9))
+def test_a_curriculum_allows_steps_by_the_batch_of_a_row(visit, groups):
+    found = [(0, 2), (3, 4), (10, 7)]
+    batch = visit // groups
+    allowed = 2 if batch < 3 else 4 if batch < 10 else 7
+    assert curriculum.limited({"id": "r"}, found, visit, groups) == {"id": "r", "max_steps": allowed}
+    assert curriculum.limited({"id": "r"}, [], visit, groups) == {"id": "r"}
+
+
+def test_training_rows_alone_have_a_curriculum():
+    config = changed(keydoor, task__curriculum=("0:3", "2:7"), rollout__groups=8)
+    run = types.SimpleNamespace(config=config, task=PARTS["keydoor"])
+    assert [circle.row_of(run, "train", visit)["max_steps"] for visit in (0, 15, 16, 99)] == [3, 3, 7, 7]
+    assert circle.row_of(run, "eval", 0) == PARTS["keydoor"].row("eval", 0)
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (("3",), "'3' is not 'batch:steps'"),
+        (("0:-1",), "is not 'batch:steps'"),
+        (("5:3",), "the first stage begins at batch 0"),
+        (("0:3", "0:4"), "others after that before"),
+        (("0:3", "9:4", "5:5"), "'5:5'; the first stage"),
+        (("0:0",), "allows 0 steps"),
+        (("0:8",), "allows 8 steps; budget.max_steps is 7"),
+    ],
+)
+def test_wrong_curricula_are_refused(entries, message):
+    with pytest.raises(UserError, match=message):
+        curriculum.stages(changed(keydoor, task__curriculum=entries))
