@@ -123,7 +123,7 @@ def test_a_task_of_ones_own_comes_from_a_file(own):
     assert len(tasks.make_task(config).row("train", 0)["rooms"]) == 5
     with config.unlocked():
         config.task.args.chairs = 4
-    with pytest.raises(UserError, match=r"task 'mine' of task\.file: .*'chairs'.*\(rooms, chairs\)"):
+    with pytest.raises(UserError, match=r"task 'mine' of task\.file: .*'chairs'.*\(chairs, rooms\)"):
         tasks.make_task(config)
 
 

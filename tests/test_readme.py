@@ -4,27 +4,58 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from changes import changed
+from letters import TOKENIZER, ScriptedEnv, play
 
+from agentr1_jax.agents.context import RULES
 from agentr1_jax.credit import streams
-from agentr1_jax.envs.base import Action
+from agentr1_jax.envs import qa
+from agentr1_jax.envs.base import Action, Row
+from agentr1_jax.envs.registry import TASKS
+from agentr1_jax.text.tool_calls import render_answer, render_call
 from agentr1_jax.tools import base
 from agentr1_jax.trajectory import Outcome, Step, Trajectory
+from configs import base as base_config
+from configs import keydoor
+from experiments import tasks
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 
 
+def block(heading: str) -> str:
+    """The Python below a heading."""
+    found = re.search(rf"## {heading}\n.*?```python\n(.*?)```", README, re.DOTALL)
+    assert found and found[1].count("\n") < 40
+    return found[1]
+
+
 def code(heading: str) -> dict:
-    """Executes the Python block below a heading; its names."""
-    block = re.search(rf"## {heading}\n.*?```python\n(.*?)```", README, re.DOTALL)
-    assert block and block[1].count("\n") < 30
+    """Executes the Python below a heading; its names."""
     names: dict = {}
-    exec(block[1], names)
+    exec(block(heading), names)
     return names
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], str]:
+    """Pastes the Python below a heading into a file; what it registers is forgotten after the test."""
+    for registry in (RULES, TASKS):
+        for attribute in ("_entries", "_files"):
+            monkeypatch.setattr(registry, attribute, dict(getattr(registry, attribute)))
+
+    def paste(heading: str) -> str:
+        path = tmp_path / f"{heading.split()[-1]}.py"
+        path.write_text(block(heading), encoding="utf-8")
+        return str(path)
+
+    return paste
 
 
 def test_tool() -> None:
@@ -35,16 +66,47 @@ def test_tool() -> None:
     assert asyncio.run(base.call(tool, {})).error.kind == "bad_arguments"
 
 
-def test_environment() -> None:
-    env = code("Add an environment")["GuessEnv"]()
+def episode(env: Any, row: Row, texts: Sequence[str]) -> list:
+    """The transitions of these responses."""
 
-    async def episode() -> list:
-        await env.reset({"question": "?", "answers": ["7"]}, seed=0)
-        return [await env.step(Action(np.zeros(1, np.int32), text)) for text in ("5", "7")]
+    async def run() -> list:
+        await env.reset(row, seed=0)
+        return [await env.step(Action(np.zeros(1, np.int32), text)) for text in texts]
 
-    wrong, right = asyncio.run(episode())
+    return asyncio.run(run())
+
+
+def test_environment(own: Callable[[str], str]) -> None:
+    config = changed(keydoor, task__file=own("Add an environment"), task__name="guess", warm_start_updates=0)
+    with config.unlocked():
+        config.task.keydoor = base_config.get_config().task.keydoor
+        config.task.args.most = 7
+    task = tasks.make_task(config)
+    assert task.size("train") == task.size("eval") == 4 and task.row("eval", 3)["answers"] == ["7"]
+    wrong, right = episode(task.env(), task.row("eval", 3), ["5", "7"])
     assert wrong.observation.text == "Not that." and wrong.reward == -0.1
     assert right.outcome is Outcome.ANSWERED and right.reward == 1.0
+    with pytest.raises(ValueError, match="guess has no expert to learn from; set warm_start_updates=0"):
+        task.expert(task.row("train", 0), 0)
+
+
+def test_tool_in_an_environment() -> None:
+    """Beside the search tool, as the page of the tool says."""
+    tool = code("Add a tool")["WordCount"]()
+    env = qa.search_env([tool], {"answer": 1.0}, "Count.")
+    row = {"id": "r", "question": "How many words?", "answers": ["2"]}
+    counted, answered = episode(env, row, [render_call("count", {"text": "one two"}), render_answer("2")])
+    assert counted.observation.text == "2" and answered.reward == 1
+
+
+def test_context_rule(own: Callable[[str], str]) -> None:
+    RULES.load(own("Add a context rule"))
+    t = play(["ab", "cd", "ing", "the"], ScriptedEnv(["a dog", "the cat", "a bird"], end=4), "ends(1)")
+    seen = [TOKENIZER.decode(step.prompt_ids) for step in t.steps]
+    assert seen[0] == TOKENIZER.render_chat([{"role": "user", "content": "who?"}])
+    assert [["ab" in s, "cd" in s, "ing<" in s] for s in seen[1:]] == [
+        *([True, False, False], [True, True, False], [True, False, True])
+    ]
 
 
 @pytest.mark.usefixtures("registry")

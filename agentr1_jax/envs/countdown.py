@@ -119,7 +119,9 @@ class CountdownTask:
         for index in itertools.count():
             row = self.row("train", index)
             expression = _expression(row["numbers"], self.operators, random.Random(row["id"]))
-            yield from [row["question"], _call(expression), _value(expression), render_answer(expression)]
+            value = _value(expression)
+            yield from [row["question"], _call(expression), value, f"{value} is not {row['target']}."]
+            yield render_answer(expression)
 
 
 def solves(answer: str | None, row: Row) -> bool:
@@ -164,11 +166,13 @@ def state_key(row: Row, turns: Sequence[Turn]) -> str:
 
 
 def _play(row: Row, rng: random.Random, hasty: float, stubborn: float) -> Generator[str, str | None, None]:
-    expression = _expression(row["numbers"], row["operators"], rng)
+    expression, thought = _expression(row["numbers"], row["operators"], rng), ""
     while True:
-        shown = yield _call(expression)
-        if shown == str(row["target"]) or rng.random() < hasty:
-            yield render_answer(expression)
+        shown = yield f"{thought}{_call(expression)}"
+        hit = shown == str(row["target"])
+        thought = f"{shown} is {'' if hit else 'not '}{row['target']}. "
+        if hit or rng.random() < hasty:
+            yield f"{thought}{render_answer(expression)}"
         if rng.random() >= stubborn:
             expression = _expression(row["numbers"], row["operators"], rng)
 

@@ -16,7 +16,7 @@ from typing import Any
 from agentr1_jax.envs import qa
 from agentr1_jax.envs.base import Expert, Row
 from agentr1_jax.envs.data_folder import data_folder
-from agentr1_jax.envs.passes import in_passes
+from agentr1_jax.envs.passes import FiniteRows
 from agentr1_jax.envs.rewards import Part, Reward, Turn
 from agentr1_jax.envs.tool_env import ToolEnv
 from agentr1_jax.text.tool_calls import render_answer, render_call
@@ -62,9 +62,9 @@ class Gsm8kTask:
     ) -> None:
         self._reward = Reward(PARTS, DEFAULT_WEIGHTS if reward_weights is None else reward_weights)
         folder = data_folder(data_dir) / "gsm8k"
-        self._splits = {split: read_problems(folder / file, split) for split, file in FILES.items()}
+        problems = {split: read_problems(folder / file, split) for split, file in FILES.items()}
+        self._rows = FiniteRows(self.name, problems, seed)
         self._tool = wrap(CalculatorTool() if tool is None else tool)
-        self._seed = seed
 
     @property
     def reward_parts(self) -> Sequence[str]:
@@ -72,17 +72,12 @@ class Gsm8kTask:
         return list(self._reward.weights)
 
     def row(self, split: str, index: int) -> Row:
-        """Row `index` of a split: of `train` in passes, each shuffled anew; of `eval` in the file's order, again and
-        again. Raises ValueError where there is no such row.
-        """
-        if split not in self._splits or index < 0:
-            raise ValueError(f"gsm8k has no row {split!r} {index}; splits are {list(self._splits)}, rows start at 0")
-        rows = self._splits[split]
-        return in_passes(rows, index, self._seed) if split == "train" else rows[index % len(rows)]
+        """Row `index` of a split; see `FiniteRows`."""
+        return self._rows.row(split, index)
 
     def size(self, split: str) -> int:
         """Number of problems of a split."""
-        return len(self._splits[split])
+        return self._rows.size(split)
 
     def env(self) -> ToolEnv:
         """A fresh environment; all share the tool."""
@@ -94,7 +89,7 @@ class Gsm8kTask:
 
     def texts(self, count: int) -> list[str]:
         """Training problems and their solutions, at most `count`."""
-        both = ((row["question"], row["solution"]) for row in self._splits["train"])
+        both = ((row["question"], row["solution"]) for row in self._rows.splits["train"])
         return list(itertools.islice(itertools.chain.from_iterable(both), count))
 
 

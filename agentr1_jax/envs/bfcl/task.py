@@ -15,7 +15,7 @@ from agentr1_jax.envs.bfcl.rows import offer, read_tasks
 from agentr1_jax.envs.bfcl.state import World
 from agentr1_jax.envs.bfcl.tool import FunctionTool
 from agentr1_jax.envs.data_folder import data_folder
-from agentr1_jax.envs.passes import in_passes
+from agentr1_jax.envs.passes import FiniteRows
 from agentr1_jax.envs.rewards import Reward
 from agentr1_jax.envs.tool_env import ToolEnv
 from agentr1_jax.text.tool_calls import render_call
@@ -62,15 +62,13 @@ class BfclTask:
         self._reward = Reward(scoring.PARTS, DEFAULT_WEIGHTS if reward_weights is None else reward_weights)
         tasks = read_tasks(data_folder(data_dir) / "bfcl_v4")
         self._documents = tasks.documents
-        self._seed, self._wrap = seed, wrap
+        self._wrap = wrap
         self.counts = tasks.counts
-        self._splits: dict[str, list[Row]] = {"train": [], "eval": []}
+        splits: dict[str, list[Row]] = {"train": [], "eval": []}
         for row in sorted(tasks.rows, key=_place):
-            self._splits["train" if int(_place(row), 16) % EVALUATION_ONE_IN else "eval"].append(row)
-        for split, rows in self._splits.items():
-            if not rows:
-                raise ValueError(f"no {split} tasks of bfcl in {data_folder(data_dir) / 'bfcl_v4'}")
-        logging.info("bfcl: %s; left out: %s", {s: len(rows) for s, rows in self._splits.items()}, dict(self.counts))
+            splits["train" if int(_place(row), 16) % EVALUATION_ONE_IN else "eval"].append(row)
+        self._rows = FiniteRows(self.name, splits, seed)
+        logging.info("bfcl: %s; left out: %s", {s: len(rows) for s, rows in splits.items()}, dict(self.counts))
 
     @property
     def reward_parts(self) -> Sequence[str]:
@@ -78,19 +76,12 @@ class BfclTask:
         return list(self._reward.weights)
 
     def row(self, split: str, index: int) -> Row:
-        """Row `index` of a split: of `train` in passes, each shuffled anew; of `eval` in one order, again and again.
-
-        Raises:
-          ValueError: there is no such row; the message lists the splits.
-        """
-        if split not in self._splits or index < 0:
-            raise ValueError(f"bfcl has no row {split!r} {index}; splits are {list(self._splits)}, rows start at 0")
-        rows = self._splits[split]
-        return in_passes(rows, index, self._seed) if split == "train" else rows[index % len(rows)]
+        """Row `index` of a split; see `FiniteRows`."""
+        return self._rows.row(split, index)
 
     def size(self, split: str) -> int:
         """Number of tasks of a split."""
-        return len(self._splits[split])
+        return self._rows.size(split)
 
     def env(self) -> ToolEnv:
         """A fresh environment; each of its episodes has a state and tools of its own."""
@@ -110,7 +101,9 @@ class BfclTask:
 
     def texts(self, count: int) -> list[str]:
         """What the user says in training tasks, the expert's calls and their results, one a text."""
-        return list(itertools.islice((text for row in self._splits["train"] for text in self._episode(row)), count))
+        return list(
+            itertools.islice((text for row in self._rows.splits["train"] for text in self._episode(row)), count)
+        )
 
     def _episode(self, row: Row) -> Iterator[str]:
         yield from (message["content"] for message in self._opening(row))
