@@ -385,6 +385,12 @@ def _check_observation(config: ml_collections.ConfigDict, task: Task, observatio
             f"credit scheme {scheme.name!r} compares steps of equal state_key, and observations of task {task.name!r} "
             "have none; set Observation.state_key in the environment, or choose another credit.name"
         )
+    rule = context_rule(config.context.rule)
+    if rule.needs_evidence and observation.evidence is None:
+        raise UserError(
+            f"context.rule {rule.name!r} builds prompts from what the environment has shown, and observations of task "
+            f"{task.name!r} do not say it; set Observation.evidence in the environment, or choose another context.rule"
+        )
     if config.shaping.potential and observation.potential is None:
         raise UserError(
             f"shaping.potential is {config.shaping.potential}, and observations of task {task.name!r} have no "

@@ -21,11 +21,11 @@ from experiments import build, checks, circle, tasks
 from experiments.ablation import grid
 
 
-def task(*, state_key="s", potential=1.0, parts=("goal",)):
+def task(*, state_key="s", potential=1.0, evidence="", parts=("goal",)):
     """A task whose observations have just that."""
 
     async def reset(row, seed):
-        return Observation(text="", state_key=state_key, potential=potential)
+        return Observation(text="", state_key=state_key, potential=potential, evidence=evidence)
 
     return types.SimpleNamespace(
         name="some task",
@@ -76,6 +76,11 @@ def test_a_config_without_what_credit_needs_is_refused(changes, message):
     [
         ({"credit__name": "gigpo"}, {"state_key": None}, "'gigpo' compares steps of equal state_key, and .*have none"),
         ({"shaping__potential": 0.5}, {"potential": None}, "observations of task 'some task' have no potential"),
+        (
+            {"context__rule": "evidence"},
+            {"evidence": None},
+            "rule 'evidence' builds prompts from what .*'some task' do not",
+        ),
         (
             {"shaping__process_parts": ("side",), "shaping__process_norm": "group"},
             {},

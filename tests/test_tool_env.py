@@ -289,3 +289,13 @@ def test_no_response_breaks_an_episode(texts):
     for transition in transitions:
         assert transition.terminated == (transition.outcome is Outcome.ANSWERED) == (transition.observation is None)
         assert transition.reward == pytest.approx(sum(transition.reward_parts.values()))
+
+
+def test_evidence_is_what_succeeded_and_what_came_back_last():
+    """Of failures only the newest: the policy must see what went wrong, and need not see it for ever."""
+    texts = (search("glass"), "hm", search("glass"), search("pale") + search("glass"))
+    first, wrong, again, two = play(*texts)[0]
+    glass, pale = first.observation.content, two.observation.texts[0]
+    assert first.observation.evidence == again.observation.evidence == glass
+    assert wrong.observation.evidence == f"{glass}\n{NO_ACTION}"
+    assert two.observation.evidence == f"{pale}\n{glass}"

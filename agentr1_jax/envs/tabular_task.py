@@ -155,7 +155,8 @@ class TabularEnv:
 
     def _anchor(self) -> dict[str, Any]:
         key = f"{self._row['id']}|{json.dumps(self._state)}"
-        return {"state_key": key, "potential": self._game.potential(self._state)}
+        told = self._game.tell(self._state)
+        return {"state_key": key, "potential": self._game.potential(self._state), "evidence": told}
 
     def _draw(self, chances: Sequence[Chance]) -> Chance:
         visit = self._visits[self._state]

@@ -80,6 +80,7 @@ class ToolEnv:
         return Observation(
             messages=self._opening(row),
             tools=[base.schema(tool) for tool in self._tools.values()],
+            evidence="",
             state_key=self._state_key(row, self._turns),
         )
 
@@ -142,12 +143,16 @@ class ToolEnv:
 
     def _observation(self, turn: Turn, said: str | None) -> Observation:
         state_key = self._state_key(self._row, self._turns)
-        if said is not None:
-            return Observation(text=said, role="user", state_key=state_key)
-        if len(turn.results) > 1:
-            return Observation(texts=[result.content for result in turn.results], role="tool", state_key=state_key)
-        text = turn.results[0].content if turn.results else NO_ACTION
-        return Observation(text=text, role="tool", state_key=state_key)
+        told = [result.content for result in turn.results] or [NO_ACTION if said is None else said]
+        # What succeeded, each result once; what did not is of interest right after it alone.
+        shown = [r.content for turn in self._turns for r in turn.results if r.ok and r.content not in told]
+        return Observation(
+            text=told[0] if len(told) == 1 else None,
+            texts=told if len(told) > 1 else None,
+            role="tool" if said is None else "user",
+            state_key=state_key,
+            evidence="\n".join(dict.fromkeys([*shown, *told])),
+        )
 
     def _errors(self, turn: Turn) -> dict[str, int]:
         """How often each kind of error occurred in a turn, mended calls among them."""

@@ -142,7 +142,7 @@ class WhereaboutsEnv:
         """Starts an episode; `seed` is not used."""
         self._row, self._shown, self._summaries, self._right = row, 1, [], 0.0
         opening = f"{row['question']}\n{told(row, 0)}"
-        return Observation(messages=[{"role": "user", "content": opening}], state_key=self._key())
+        return Observation(messages=[{"role": "user", "content": opening}], state_key=self._key(), evidence="")
 
     async def step(self, action: Action) -> Transition:
         """Shows the next report, then the question; what is said to that ends the episode."""
