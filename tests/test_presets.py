@@ -17,6 +17,7 @@ from experiments import build, checks
 FOLDER = pathlib.Path(presets.__file__).parent
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
 TASKS = ("quickstart", "multihop_tiny", "multihop_small", "multihop_medium", "keydoor", "frozenlake")
+TASKS += ("countdown", "gsm8k_tiny", "whereabouts")
 SHARED = {"run_dir", "rollout.refills", "learner.minibatches"}
 
 
