@@ -12,6 +12,7 @@ def get_config() -> ml_collections.ConfigDict:
     c = ConfigDict()
     for section in (
         _run,
+        _sinks,
         _task,
         _question_tasks,
         _calculations,
@@ -42,6 +43,14 @@ def _run(c: ConfigDict) -> None:
     c.checkpoints_kept = 2  # newest checkpoints kept
     c.profile_updates = ""  # "a:b" writes a jax.profiler trace of RL batches a to b-1 to the run's folder
     c.compilation_cache = "{runs}/.programs"  # keeps compiled programs; {runs}: folder run_dir lies in; "" for none
+
+
+def _sinks(c: ConfigDict) -> None:
+    """Where metrics go beside metrics.jsonl; see docs/metrics.md."""
+    c.sinks = ConfigDict()
+    c.sinks.tensorboard = False  # event files in run_dir/tensorboard; needs the extra tensorboard
+    c.sinks.wandb_project = ""  # of Weights & Biases; "" for none; needs the extra wandb
+    c.sinks.wandb_mode = "online"  # online | offline: to be sent by `wandb sync`
 
 
 def _task(c: ConfigDict) -> None:

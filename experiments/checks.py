@@ -27,6 +27,7 @@ from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.runtime.profile import parse_updates
+from agentr1_jax.runtime.sinks import check_sinks
 from experiments import build, curriculum
 
 OPENINGS_CHECKED = 8
@@ -54,6 +55,7 @@ def check(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | Non
       UserError: with the keys at fault and what to do.
     """
     _check_places(config)
+    check_sinks(config.run_dir, **config.sinks.to_dict())
     try:
         build.budget(config)
         if config.context.file:

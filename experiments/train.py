@@ -33,6 +33,7 @@ from agentr1_jax.runtime.profile import parse_updates, profiled
 from agentr1_jax.runtime.progress import progress
 from agentr1_jax.runtime.seeds import generator
 from agentr1_jax.runtime.shared import check_shared
+from agentr1_jax.runtime.sinks import make_sinks
 from agentr1_jax.runtime.team import join
 from agentr1_jax.tools.meter import Meter
 from agentr1_jax.trajectory import Trajectory
@@ -84,7 +85,11 @@ def train(config: ml_collections.ConfigDict, started: float) -> None:
         state, position = restored[0], Position.of(restored[1], config.run_dir)
     started -= position.seconds
 
-    with MetricsWriter(config.run_dir, position.metrics_index, first) as metrics, processes.StopRequest() as stop:
+    sinks = make_sinks(config.run_dir, **config.sinks.to_dict(), config=configs.resolve(config))
+    with (
+        MetricsWriter(config.run_dir, position.metrics_index, first, sinks) as metrics,
+        processes.StopRequest() as stop,
+    ):
         unused = Unused(config.run_dir)
         journal = Journal(position, metrics, checkpoints, unused, stop, compiles, started)
         try:

@@ -36,6 +36,7 @@ RESUMABLE = (
     "checkpoints_kept",
     "compilation_cache",
     "profile_updates",
+    "sinks",
 )
 """Keys and sections that a later start of the same run may change: where it runs, not what it is."""
 

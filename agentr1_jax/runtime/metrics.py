@@ -1,5 +1,7 @@
 """One writer of metrics: a JSON object a line in `metrics.jsonl`, without a seam where a run was resumed.
 
+Sinks (`runtime/sinks.py`) are told what the file was told; the file is the truth.
+
 A local file is appended to. An object in a bucket cannot be: it is written anew with every checkpoint, and else at most
 every `REWRITE_SECONDS`. What a kill takes with it then lies behind the checkpoint, and is written again by the resumed
 run.
@@ -11,13 +13,14 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 import numpy as np
 
 from agentr1_jax import files
 from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.runtime.sinks import Guarded, Sink
 
 REWRITE_SECONDS = 30.0
 
@@ -32,38 +35,48 @@ class MetricsWriter:
       next_index: index of the next record; the same in every process, also where `enabled` is False.
     """
 
-    def __init__(self, run_dir: str | os.PathLike[str], next_index: int, enabled: bool = True) -> None:
-        """Opens the file.
+    def __init__(
+        self, run_dir: str | os.PathLike[str], next_index: int, enabled: bool = True, sinks: Sequence[Sink] = ()
+    ) -> None:
+        """Opens the file, and the sinks.
 
         Args:
           run_dir: folder of the run; made if need be.
           next_index: as stored by the checkpoint that the run goes on from; records from there on are dropped.
           enabled: whether this process writes; exactly one of several does.
+          sinks: what is told every record too; one that fails is left alone from then on.
 
         Raises:
           UserError: a line of an existing file is not a record.
         """
         self.next_index = next_index
         self._out: IO[str] | _Rewritten | None = None
+        self._sinks: list[Guarded] = []
         if enabled:
             path = os.path.join(run_dir, "metrics.jsonl")
-            truncate(path, next_index)
+            kept, written = truncate(path, next_index)
             if files.is_remote(path):
                 self._out = _Rewritten(path)
             else:
                 os.makedirs(run_dir, exist_ok=True)
                 self._out = open(path, "a", encoding="utf-8")
+            self._sinks = [Guarded(sink) for sink in sinks]
+            for sink in self._sinks:
+                sink.open(kept, written)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Appends a record of scalars, strings and nested dicts or lists of them, and flushes it.
 
         Non-finite numbers become the strings `nan`, `inf` and `-inf`, which `float` reads back.
         """
-        line = json.dumps(_plain({"index": self.next_index, **record}), ensure_ascii=False, allow_nan=False)
+        plain = _plain({"index": self.next_index, **record})
+        line = json.dumps(plain, ensure_ascii=False, allow_nan=False)
         self.next_index += 1
         if self._out is not None:
             self._out.write(line + "\n")
             self._out.flush()
+        for sink in self._sinks:
+            sink.write(plain)
 
     def save(self) -> None:
         """Sees that all records so far are where they will be looked for; call it before a checkpoint counts them."""
@@ -71,9 +84,11 @@ class MetricsWriter:
             self._out.rewrite()
 
     def close(self) -> None:
-        """Closes the file; writing afterwards is an error."""
+        """Closes the file and the sinks; writing afterwards is an error."""
         if self._out is not None:
             self._out.close()
+        for sink in self._sinks:
+            sink.close()
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -129,13 +144,19 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return records
 
 
-def truncate(path: str | os.PathLike[str], next_index: int) -> None:
-    """Keeps the records with `index < next_index`, by putting a shorter copy in place."""
+def truncate(path: str | os.PathLike[str], next_index: int) -> tuple[list[dict[str, Any]], int]:
+    """Keeps the records with `index < next_index`, by putting a shorter copy in place.
+
+    Returns:
+      those that are kept; one more than the last index there was before, 0 where there was none.
+    """
     if not files.exists(path):
-        return
-    kept = [record for record in read_metrics(path) if record["index"] < next_index]
+        return [], 0
+    found = read_metrics(path)
+    kept = [record for record in found if record["index"] < next_index]
     with files.published(path) as out:
         out.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in kept)
+    return kept, max((record["index"] + 1 for record in found), default=0)
 
 
 def _plain(value: Any) -> Any:
