@@ -158,6 +158,15 @@ def _games(c: ConfigDict) -> None:
     c.task.frozenlake.holes = 0.2  # share of the cells
     c.task.frozenlake.slip = 0.0  # probability that a step slides to a side; 2/3 is Gymnasium's slippery lake
 
+    c.task.sokoban = ConfigDict()  # boxes are pushed onto targets
+    c.task.sokoban.mistakes = 0.7  # probability that the expert errs, at each step
+    c.task.sokoban.size = 4  # cells of a side
+    c.task.sokoban.boxes = 1  # with size at most 2000 states: 6 and 1, or 4 and 2
+    c.task.sokoban.walls = 0.15  # share of the cells
+    c.task.sokoban.least_moves = 3  # of the shortest solution of a level
+    c.task.sokoban.most_moves = 10
+    c.task.sokoban.on_target = 0.1  # a box that is not the last pays this on a target, and costs it where it leaves one
+
 
 def _agent(c: ConfigDict) -> None:
     """Tools, and how the policy speaks to them."""

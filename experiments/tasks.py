@@ -22,6 +22,7 @@ from agentr1_jax.envs.mixture import MixtureTask
 from agentr1_jax.envs.multihop import Files, MultihopTask, data_folder
 from agentr1_jax.envs.registry import TASKS
 from agentr1_jax.envs.shares import parse_weights
+from agentr1_jax.envs.sokoban import sokoban_task
 from agentr1_jax.envs.tabular_task import REWARD_PARTS
 from agentr1_jax.envs.whereabouts import WhereaboutsTask
 from agentr1_jax.runtime import config as configs
@@ -143,6 +144,16 @@ def _frozenlake(s: Setting) -> Task:
     return frozenlake_task(**s.config.task.frozenlake.to_dict(), reward_weights=s.weights)
 
 
+def _sokoban(s: Setting) -> Task:
+    c, most = s.config.task.sokoban, s.config.budget.max_steps
+    if most < c.most_moves:
+        raise UserError(
+            f"sokoban: solutions have up to task.sokoban.most_moves ({c.most_moves}) moves, beyond budget.max_steps "
+            f"({most}); raise it, or lower task.sokoban.most_moves"
+        )
+    return sokoban_task(**c.to_dict(), reward_weights=s.weights)
+
+
 def _multihop(s: Setting) -> MultihopTask:
     """The task of real questions. Raises UserError, or what `MultihopTask` raises."""
     config = s.config
@@ -220,6 +231,7 @@ KINDS: Mapping[str, Kind] = {
     "bfcl": Kind(_bfcl, scoring.PARTS),
     "keydoor": Kind(_keydoor, REWARD_PARTS),
     "frozenlake": Kind(_frozenlake, REWARD_PARTS),
+    "sokoban": Kind(_sokoban, REWARD_PARTS),
 }
 
 
