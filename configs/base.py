@@ -18,6 +18,7 @@ def get_config() -> ml_collections.ConfigDict:
         _calculations,
         _memory,
         _games,
+        _adapters,
         _agent,
         _policy,
         _rollout,
@@ -166,6 +167,19 @@ def _games(c: ConfigDict) -> None:
     c.task.sokoban.least_moves = 3  # of the shortest solution of a level
     c.task.sokoban.most_moves = 10
     c.task.sokoban.on_target = 0.1  # a box that is not the last pays this on a target, and costs it where it leaves one
+
+
+def _adapters(c: ConfigDict) -> None:
+    """Environments of others; see docs/environments.md."""
+    c.task.gymnasium = ConfigDict()
+    c.task.gymnasium.id = ""  # of Gymnasium's registry, e.g. FrozenLake-v1; module:Name-v0 imports the module first
+    c.task.gymnasium.kwargs = ""  # of gymnasium.make: the text of a JSON object
+    c.task.gymnasium.actions = ()  # names of a Discrete space's actions, in their order; () for numbers
+    c.task.gymnasium.instruction = ""  # opens an episode
+    c.task.gymnasium.observation = "text"  # text (of its space) | ansi (what it draws)
+    c.task.gymnasium.digits = 3  # significant digits of a Box's numbers
+    c.task.gymnasium.most_numbers = 256  # of an observation
+    c.task.gymnasium.success_return = 1.0  # an episode that returns so much has em 1, unless it says so itself
 
 
 def _agent(c: ConfigDict) -> None:

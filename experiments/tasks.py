@@ -16,6 +16,7 @@ from agentr1_jax.envs.bfcl import BfclTask, scoring
 from agentr1_jax.envs.countdown import CountdownTask
 from agentr1_jax.envs.frozenlake import frozenlake_task
 from agentr1_jax.envs.gsm8k import Gsm8kTask
+from agentr1_jax.envs.gymnasium_env import GymnasiumTask
 from agentr1_jax.envs.hopworld.task import HopWorldTask
 from agentr1_jax.envs.keydoor import keydoor_task
 from agentr1_jax.envs.mixture import MixtureTask
@@ -154,6 +155,13 @@ def _sokoban(s: Setting) -> Task:
     return sokoban_task(**c.to_dict(), reward_weights=s.weights)
 
 
+def _gymnasium(s: Setting) -> Task:
+    c = s.config.task.gymnasium
+    if not c.id:
+        raise UserError("task.gymnasium.id is empty; name an environment of Gymnasium, e.g. FrozenLake-v1")
+    return GymnasiumTask(**c.to_dict(), reward_weights=s.weights)
+
+
 def _multihop(s: Setting) -> MultihopTask:
     """The task of real questions. Raises UserError, or what `MultihopTask` raises."""
     config = s.config
@@ -232,6 +240,7 @@ KINDS: Mapping[str, Kind] = {
     "keydoor": Kind(_keydoor, REWARD_PARTS),
     "frozenlake": Kind(_frozenlake, REWARD_PARTS),
     "sokoban": Kind(_sokoban, REWARD_PARTS),
+    "gymnasium": Kind(_gymnasium, REWARD_PARTS),
 }
 
 
