@@ -181,6 +181,12 @@ def _adapters(c: ConfigDict) -> None:
     c.task.gymnasium.most_numbers = 256  # of an observation
     c.task.gymnasium.success_return = 1.0  # an episode that returns so much has em 1, unless it says so itself
 
+    c.task.http = ConfigDict()  # a server of its own protocol, which weighs its rewards itself
+    c.task.http.url = ""  # e.g. http://localhost:8100
+    c.task.http.seconds = 30.0  # time limit of a request
+    c.task.http.attempts = 3  # requests for one call that does not come through
+    c.task.http.backoff = 0.5  # seconds before the second request; doubles
+
 
 def _agent(c: ConfigDict) -> None:
     """Tools, and how the policy speaks to them."""

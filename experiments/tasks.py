@@ -18,6 +18,7 @@ from agentr1_jax.envs.frozenlake import frozenlake_task
 from agentr1_jax.envs.gsm8k import Gsm8kTask
 from agentr1_jax.envs.gymnasium_env import GymnasiumTask
 from agentr1_jax.envs.hopworld.task import HopWorldTask
+from agentr1_jax.envs.http_env import HttpTask, Server
 from agentr1_jax.envs.keydoor import keydoor_task
 from agentr1_jax.envs.mixture import MixtureTask
 from agentr1_jax.envs.multihop import Files, MultihopTask, data_folder
@@ -162,6 +163,27 @@ def _gymnasium(s: Setting) -> Task:
     return GymnasiumTask(**c.to_dict(), reward_weights=s.weights)
 
 
+def _http(s: Setting) -> Task:
+    _check_no_demonstrations(s.config, "http")
+    return HttpTask(Server(**s.config.task.http.to_dict()))
+
+
+def _check_no_demonstrations(config: ml_collections.ConfigDict, name: str) -> None:
+    """Refuses what needs an expert or texts of a task that has neither."""
+    if config.warm_start.run:
+        return
+    if config.warm_start_updates or config.control:
+        raise UserError(
+            f"task {name!r} has no expert to imitate, and warm_start_updates is {config.warm_start_updates} (control: "
+            f"{config.control}); set warm_start_updates=0 control=False, or name a run in warm_start.run"
+        )
+    if not config.tokenizer.path or config.pretrain.updates:
+        raise UserError(
+            f"task {name!r} has no texts to train a tokenizer or to pretrain on; set tokenizer.path and "
+            "pretrain.updates=0, or name a run in warm_start.run"
+        )
+
+
 def _multihop(s: Setting) -> MultihopTask:
     """The task of real questions. Raises UserError, or what `MultihopTask` raises."""
     config = s.config
@@ -241,6 +263,7 @@ KINDS: Mapping[str, Kind] = {
     "frozenlake": Kind(_frozenlake, REWARD_PARTS),
     "sokoban": Kind(_sokoban, REWARD_PARTS),
     "gymnasium": Kind(_gymnasium, REWARD_PARTS),
+    "http": Kind(_http, ()),
 }
 
 

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentr1_jax.runtime import http as requests
 from agentr1_jax.tools import base
 from agentr1_jax.tools.limits import ToolLimits, wrapped
 from agentr1_jax.tools.meter import Meter
@@ -303,7 +304,7 @@ def test_no_answer_gets_anything_but_hits_or_an_error_out_of_the_parser(item, co
 
 
 def test_a_huge_answer_is_not_read(server, monkeypatch):
-    monkeypatch.setattr(remote, "MOST_BYTES", 1000)
+    monkeypatch.setattr(requests, "MOST_BYTES", 1000)
     server.plan = [says(b" " * 1001)]
     assert kind_of(RemoteRetriever(server.url)) == "huge_answer"
     assert RemoteRetriever(server.url).search(["a"], 1)
@@ -342,5 +343,5 @@ def test_a_server_that_stays_down_ends_as_a_typed_failure(server):
     + [("seconds", 0), ("seconds", float("nan")), ("attempts", 0), ("backoff", -1), ("cache", -1)],
 )
 def test_settings_that_make_no_sense_are_refused(field, value):
-    with pytest.raises(ValueError, match=rf"task\.retriever\.{field} is "):
+    with pytest.raises(ValueError, match=rf"task\.multihop\.retriever\.{field} is "):
         RemoteRetriever(**{"url": "http://localhost"} | {field: value})

@@ -8,29 +8,18 @@ title in quotes on its first line; `title` and `text` may stand beside it or in 
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import hashlib
-import http.client
 import json
 import math
-import random
-import socket
 import threading
 import time
-import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from agentr1_jax.runtime.http import PASSING, HttpError, is_http, pause, request, shown
 from agentr1_jax.tools.search.corpus import Corpus, Passage, content, ids_by_content
 from agentr1_jax.tools.search.retriever import Hit, RetrieverError
-
-MOST_BYTES = 32 << 20
-"""Longest answer that is read."""
-MOST_PAUSE = 30.0
-"""Longest pause before another attempt, in seconds."""
-_PASSING = ("timeout", "unreachable", "http_429", "http_5xx")
-_SHOWN = 200  # characters of an answer that an error quotes
 
 
 @dataclasses.dataclass
@@ -71,7 +60,7 @@ class RemoteRetriever:
     batches = True
 
     def __post_init__(self, corpus: Corpus) -> None:
-        if not _is_http(self.url):
+        if not is_http(self.url):
             raise ValueError(
                 f"task.multihop.retriever.url is {self.url!r}; it must be like http://localhost:8000/retrieve"
             )
@@ -125,61 +114,19 @@ class RemoteRetriever:
         retry = 1
         while True:
             try:
-                return _parsed(_post(self.url, body, self.seconds), len(queries), top_k, self.url)
+                return self._answers(body, len(queries), top_k)
             except RetrieverError as error:
-                if error.kind not in _PASSING or retry >= self.attempts:
+                if error.kind not in PASSING or retry >= self.attempts:
                     raise
-            time.sleep(random.uniform(0.5, 1) * min(self.backoff * 2.0 ** (retry - 1), MOST_PAUSE))
+            time.sleep(pause(self.backoff, retry))
             retry += 1
 
-
-def _is_http(url: str) -> bool:
-    try:
-        parts = urllib.parse.urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        return False
-
-
-def _post(url: str, body: bytes, seconds: float) -> bytes:
-    """What a server answers to a POST of JSON. Raises RetrieverError for anything but status 200 in time."""
-    parts = urllib.parse.urlsplit(url)
-    connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = connect(parts.hostname or "", parts.port, timeout=seconds)
-    target = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
-    expired = threading.Event()
-    timer = threading.Timer(seconds, _expire, [connection, expired])
-    timer.daemon = True
-    try:
-        connection.connect()
-        timer.start()  # The socket's own limit is for each packet: a server that trickles would never meet it.
-        connection.request("POST", target, body, {"Content-Type": "application/json", "Accept": "application/json"})
-        response = connection.getresponse()
-        answer = response.read(MOST_BYTES + 1)
-        if len(answer) <= MOST_BYTES and response.length:  # A limited read is silent about what is missing.
-            raise http.client.IncompleteRead(answer, response.length)
-    except Exception as error:
-        if expired.is_set() or isinstance(error, TimeoutError):
-            raise RetrieverError("timeout", f"{url} did not answer within {seconds:g} s") from error
-        raise RetrieverError("unreachable", f"{url}: {type(error).__name__}: {error}") from error
-    finally:
-        timer.cancel()
-        connection.close()
-    if expired.is_set():  # A connection that is shut down may read as a short answer.
-        raise RetrieverError("timeout", f"{url} did not answer within {seconds:g} s")
-    if response.status != 200:
-        status = response.status
-        kind = "http_429" if status == 429 else "http_5xx" if status >= 500 else "http_error"
-        raise RetrieverError(kind, f"{url} answered status {status}: {_shown(answer)}")
-    if len(answer) > MOST_BYTES:
-        raise RetrieverError("huge_answer", f"{url} answered more than {MOST_BYTES:,} bytes")
-    return answer
-
-
-def _expire(connection: http.client.HTTPConnection, expired: threading.Event) -> None:
-    expired.set()
-    with contextlib.suppress(AttributeError, OSError):  # It may be closed by now.
-        connection.sock.shutdown(socket.SHUT_RDWR)  # Wakes the thread that reads; `close` would not.
+    def _answers(self, body: bytes, count: int, top_k: int) -> list[list[Hit]]:
+        try:
+            answer = request("POST", self.url, body, self.seconds)
+        except HttpError as error:
+            raise RetrieverError(error.kind, str(error)) from error
+        return _parsed(answer, count, top_k, self.url)
 
 
 def _parsed(answer: bytes, count: int, top_k: int, url: str) -> list[list[Hit]]:
@@ -193,7 +140,7 @@ def _parsed(answer: bytes, count: int, top_k: int, url: str) -> list[list[Hit]]:
         return [[_hit(item) for item in found[:top_k]] for found in result]
     except Exception as error:  # It can be wrong in more ways than could be listed.
         why = f"{type(error).__name__}: {error}"
-        raise RetrieverError("bad_answer", f"{url}: not what a retriever answers ({why}): {_shown(answer)}") from error
+        raise RetrieverError("bad_answer", f"{url}: not what a retriever answers ({why}): {shown(answer)}") from error
 
 
 def _hit(item: Any) -> Hit:
@@ -228,7 +175,3 @@ def _unquoted(title: str) -> str:
 def _whole(text: str) -> str:
     """The text without half surrogate pairs, which JSON can hold and tokenizers cannot read."""
     return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def _shown(answer: bytes) -> str:
-    return repr(answer[:_SHOWN].decode("utf-8", "replace"))

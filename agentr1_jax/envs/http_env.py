@@ -1,0 +1,256 @@
+"""A Task behind HTTP, by the protocol of docs/environments.md: JSON in, JSON out, every request safe to repeat."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import threading
+import time
+import urllib.parse
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentr1_jax.envs.base import Action, Expert, Observation, Row, Transition
+from agentr1_jax.runtime.errors import PassingError
+from agentr1_jax.runtime.http import PASSING, HttpError, is_http, pause, request, shown
+from agentr1_jax.tools.threads import in_thread
+from agentr1_jax.trajectory import Outcome
+
+PROTOCOL = 1
+OBSERVED = ("messages", "text", "texts", "role", "tools", "state_key", "potential", "evidence")
+"""Fields of an Observation that the protocol has."""
+
+
+class HttpEnvError(Exception):
+    """The server failed an episode, by no answer, a refusal or an answer that is none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Server:
+    """The way to an environment server.
+
+    Attributes:
+      url: e.g. `http://localhost:8100`; paths of the protocol are added.
+      seconds: time limit of a request.
+      attempts: requests in all for one call, where it does not come through (no connection, no answer in time, status
+        429, 502, 503, 504). Status 500 is the environment's own failure, and stands.
+      backoff: see `runtime.http.pause`.
+
+    Raises:
+      ValueError: a setting makes no sense; the message names it as `task.http.<field>`.
+    """
+
+    url: str
+    seconds: float = 30.0
+    attempts: int = 3
+    backoff: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not is_http(self.url):
+            raise ValueError(f"task.http.url is {self.url!r}; it must be like http://localhost:8100")
+        for name, least in (("seconds", 1e-3), ("attempts", 1), ("backoff", 0)):
+            value = getattr(self, name)
+            if not least <= value < math.inf:
+                raise ValueError(f"task.http.{name} is {value}; it must be finite and at least {least:g}")
+
+    def get(self, path: str, **query: Any) -> Mapping[str, Any]:
+        """Asks for something. Raises HttpError, or HttpEnvError where the answer is no JSON object."""
+        return self._asked("GET", f"{path}?{urllib.parse.urlencode(query)}" if query else path, None)
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Sends something; see `get`."""
+        return self._asked("POST", path, json.dumps(body).encode())
+
+    def _asked(self, method: str, path: str, body: bytes | None) -> Mapping[str, Any]:
+        url = self.url.rstrip("/") + path
+        for retry in range(1, self.attempts + 1):
+            try:
+                answer = request(method, url, body, self.seconds)
+                break
+            except HttpError as error:
+                if error.kind not in PASSING or error.status == 500 or retry == self.attempts:
+                    raise
+            time.sleep(pause(self.backoff, retry))
+        try:
+            read = json.loads(answer)
+        except (ValueError, RecursionError) as error:
+            raise HttpEnvError(f"{url} answered no JSON ({error}): {shown(answer)}") from error
+        if not isinstance(read, dict):
+            raise HttpEnvError(f"{url} answered no JSON object: {shown(answer)}")
+        return read
+
+
+class HttpTask:
+    """The Task of an environment server. It weighs its rewards itself, and has neither expert nor texts.
+
+    Args:
+      server: the way to it; it is asked for what it has at once.
+
+    Raises:
+      ValueError: it cannot be reached, or does not speak the protocol; the message names the URL.
+    """
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        try:
+            info = server.get("/info")
+            if info.get("protocol") != PROTOCOL:
+                raise TypeError(f"its protocol is {info.get('protocol')!r}, and this is {PROTOCOL}")
+            self.name = _of(info, "name", str)
+            self.reward_parts: Sequence[str] = [str(part) for part in _of(info, "reward_parts", list)]
+            self._sizes = {str(split): size for split, size in _of(info, "splits", dict).items()}
+        except (HttpError, HttpEnvError, TypeError) as error:
+            raise ValueError(
+                f"task.http.url {server.url}: no environment answers there ({error}); start one, e.g. by python -m "
+                "experiments.serve_env --config=..., and see docs/environments.md for what it must answer"
+            ) from error
+
+    def row(self, split: str, index: int) -> Row:
+        """Row `index` of a split.
+
+        Raises:
+          ValueError: there is no such row.
+          PassingError: the server cannot be reached any more; the run can go on once it can.
+        """
+        try:
+            answer = self._server.get("/rows", split=split, index=index)
+            row = _of(answer, "row", dict)
+            _of(row, "id", str)
+        except HttpError as error:
+            if error.status == 404:
+                raise ValueError(
+                    f"{self.name} at {self._server.url} has no row {split!r} {index}; splits are "
+                    f"{', '.join(self._sizes)} ({shown(error.answer)})"
+                ) from error
+            raise PassingError(f"task.http: {error}; the same command goes on once the server is back") from error
+        except (HttpEnvError, TypeError) as error:
+            raise ValueError(f"{self._server.url}/rows: not a row ({error})") from error
+        return row
+
+    def size(self, split: str) -> int | None:
+        """Distinct rows of a split, as the server says."""
+        return self._sizes.get(split)
+
+    def env(self) -> HttpEnv:
+        """A fresh environment; each episode is a session of the server's."""
+        return HttpEnv(self._server)
+
+    def expert(self, row: Row, seed: int) -> Expert:
+        """Raises ValueError: the protocol has none."""
+        raise ValueError("task http has no expert; set warm_start_updates=0, or warm_start.run")
+
+    def texts(self, count: int) -> Sequence[str]:
+        """Raises ValueError: the protocol has none."""
+        raise ValueError("task http has no texts to train a tokenizer or to pretrain on; set tokenizer.path")
+
+
+class HttpEnv:
+    """One episode at a time, each in a session of the server's.
+
+    Requests run in threads of their own. What does not come through, and what the server answers else, is raised: the
+    runner counts it as `env_failure` and tries the trajectory again.
+    """
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._session, self._steps = "", 0
+        self._metrics: Mapping[str, float] = {}
+
+    async def reset(self, row: Row, seed: int) -> Observation:
+        """Starts an episode, in a new session."""
+        answer = await in_thread(self._server.post, "/reset", {"row": row, "seed": seed})
+        try:
+            self._session, self._steps = _of(answer, "session", str), 0
+            self._metrics = _numbers(answer, "metrics")
+            observation = _observation(_of(answer, "observation", dict))
+        except (TypeError, ValueError) as error:
+            raise HttpEnvError(f"{self._server.url}/reset: not a first observation ({error})") from error
+        # Whatever ends the episode: the server need not wait until the session has been idle for long.
+        weakref.finalize(self, _close_later, self._server, self._session).atexit = False
+        return observation
+
+    async def step(self, action: Action) -> Transition:
+        """Applies one response. It has a number, by which the server knows a request that it has seen before."""
+        said = {key: getattr(action, key) for key in ("text", "truncated", "final", "lenient")}
+        body = {"session": self._session, "step": self._steps, "action": said}
+        answer = await in_thread(self._server.post, "/step", body)
+        try:
+            transition = _transition(answer)
+            self._metrics = _numbers(answer, "metrics")
+        except (TypeError, ValueError) as error:
+            raise HttpEnvError(f"{self._server.url}/step: not a transition ({error})") from error
+        self._steps += 1
+        return transition
+
+    def cut(self) -> Mapping[str, float]:
+        """Metrics of the episode so far, as of the last answer."""
+        return self._metrics
+
+
+def _close_later(server: Server, session: str) -> None:
+    def close() -> None:
+        try:
+            dataclasses.replace(server, attempts=1).post("/close", {"session": session})
+        except (HttpError, HttpEnvError):
+            pass  # The server forgets idle sessions by itself.
+
+    threading.Thread(target=close, daemon=True, name="http_env:close").start()
+
+
+def _observation(fields: Mapping[str, Any]) -> Observation:
+    """Raises TypeError or ValueError where the fields are none of an Observation."""
+    unknown = [key for key in fields if key not in OBSERVED]
+    if unknown:
+        raise ValueError(f"an observation has no {unknown[0]!r}; it has {', '.join(OBSERVED)}")
+    for key, kind in (("text", str), ("texts", list), ("messages", list), ("state_key", str), ("evidence", str)):
+        if fields.get(key) is not None:
+            _of(fields, key, kind)
+    for message in fields.get("messages") or ():
+        for key in ("role", "content"):
+            _of(message, key, str)
+    if not all(isinstance(text, str) for text in fields.get("texts") or ()):
+        raise TypeError("its 'texts' are not all text")
+    potential = fields.get("potential")
+    return Observation(**{**fields, "potential": None if potential is None else _number(potential, "potential")})
+
+
+def _transition(answer: Mapping[str, Any]) -> Transition:
+    """Raises TypeError or ValueError where the answer is none."""
+    terminated, truncated = (_of(answer, key, bool) for key in ("terminated", "truncated"))
+    ended = Outcome.ENV_DONE if terminated else Outcome.MAX_STEPS if truncated else None
+    outcome = Outcome(answer["outcome"]) if answer.get("outcome") is not None else ended
+    if (ended is None) != (outcome is None):
+        raise ValueError(f"its outcome is {outcome}, and the episode goes on")
+    observed = answer.get("observation")
+    if observed is None and ended is None:
+        raise ValueError("it has no observation, and the episode goes on")
+    return Transition(
+        observation=None if observed is None else _observation(_of(answer, "observation", dict)),
+        reward=_number(answer.get("reward"), "reward"),
+        reward_parts=_numbers(answer, "reward_parts"),
+        terminated=terminated,
+        truncated=truncated and not terminated,
+        outcome=outcome,
+        tool_calls=answer.get("tool_calls") or (),
+        metrics=_numbers(answer, "metrics") if ended else {},
+        info=answer.get("info") or {},
+    )
+
+
+def _of(fields: Any, key: str, kind: type) -> Any:
+    if not isinstance(fields, Mapping) or not isinstance(fields.get(key), kind):
+        found = fields.get(key) if isinstance(fields, Mapping) else fields
+        raise TypeError(f"its {key!r} is no {kind.__name__}: {found!r:.80}")
+    return fields[key]
+
+
+def _numbers(answer: Mapping[str, Any], key: str) -> dict[str, float]:
+    return {str(name): _number(x, f"{key}.{name}") for name, x in (answer.get(key) or {}).items()}
+
+
+def _number(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise TypeError(f"its {name!r} is no finite number: {value!r:.80}")
+    return float(value)

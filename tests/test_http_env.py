@@ -1,0 +1,349 @@
+"""A Task behind HTTP: the same episodes as without, through losses, repeats and failures of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import http.server
+import json
+import threading
+import time
+
+import letters
+import numpy as np
+import pytest
+
+from agentr1_jax.agents.session import Identity, ScriptedSession
+from agentr1_jax.envs.base import Action, Observation, Task, Transition
+from agentr1_jax.envs.frozenlake import frozenlake_task
+from agentr1_jax.envs.hopworld.task import HopWorldTask
+from agentr1_jax.envs.http_env import HttpEnvError, HttpTask, Server
+from agentr1_jax.rollout import runner
+from agentr1_jax.runtime.errors import PassingError, UserError
+from agentr1_jax.runtime.http import HttpError
+from agentr1_jax.trajectory import Outcome
+from configs import frozenlake
+from experiments import serve_env, tasks
+
+LAKE = frozenlake_task(slip=0.2)
+
+
+@contextlib.contextmanager
+def running(server):
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextlib.contextmanager
+def served(task):
+    with running(serve_env.server(task, "127.0.0.1", 0)) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def answering(answers):
+    """A server that takes its next answer, (status, body) or None for a connection that breaks, from a path's list.
+
+    The last one stands. Yields the URL and all bodies that were posted.
+    """
+    asked = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            path = self.path.partition("?")[0]
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            asked.append((path, json.loads(body) if body else None))
+            left = answers[path]
+            answer = left.pop(0) if len(left) > 1 else left[0]
+            if answer is None:
+                self.connection.close()
+                return
+            status, body = answer
+            data = body if isinstance(body, bytes) else json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_POST = do_GET
+
+        def log_message(self, *args):
+            pass
+
+    with running(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as url:
+        yield url, asked
+
+
+INFO = {"protocol": 1, "name": "mine", "reward_parts": ["a"], "splits": {"train": 2, "eval": None}}
+BEGUN = {"session": "s", "observation": {"messages": [{"role": "user", "content": "go"}]}, "metrics": {"em": 0}}
+STEPPED = {
+    **{"observation": {"text": "on", "role": "user"}, "reward": 0.5, "reward_parts": {"a": 0.5}},
+    **{"terminated": False, "truncated": False, "metrics": {"em": 0.25}},
+}
+
+
+def client(url, **settings):
+    return Server(url, **{"seconds": 5.0, "backoff": 0.001} | settings)
+
+
+def episode(env, row, texts, seed=0):
+    async def run():
+        out = [await env.reset(row, seed)]
+        for text in texts:
+            out.append(await env.step(Action(np.zeros(0, np.int32), text)))
+            if out[-1].terminated or out[-1].truncated:
+                break
+        return [*out, env.cut()]
+
+    return asyncio.run(run())
+
+
+def test_episodes_over_http_are_those_of_the_task_itself():
+    texts = ["go east", "fly", "go south", "go south", "go east", "go south", "go east", "go east"]
+    with served(LAKE) as url:
+        task: Task = HttpTask(client(url))
+        assert (task.name, list(task.reward_parts), task.size("train")) == ("frozenlake", ["goal", "side"], None)
+        ends = set()
+        for index in range(8):
+            row = task.row("eval", index)
+            assert row == LAKE.row("eval", index)
+            there, here = (episode(t.env(), row, texts[: index + 1], seed=index) for t in (task, LAKE))
+            assert there == here
+            ends.add(there[-2].terminated)
+    assert ends == {True, False}
+
+
+def test_an_episode_with_tools_is_recorded_alike():
+    world = HopWorldTask(flaws={})
+
+    def recorded(task):
+        row = task.row("train", 0)
+        return letters.play(
+            ["the", "ab"],
+            task.env(),
+            row=row,
+            max_steps=2,
+            context_tokens=9000,
+            trajectory_tokens=9000,
+            observation_tokens=99,
+        )
+
+    with served(world) as url:
+        task = HttpTask(client(url))
+        there, here = recorded(task), recorded(world)
+    assert [s.prompt_ids.tolist() for s in there.steps] == [s.prompt_ids.tolist() for s in here.steps]
+    assert [s.info for s in there.steps] == [s.info for s in here.steps] and there.outcome == here.outcome
+    assert there.metrics == here.metrics and there.total_reward == here.total_reward
+
+
+class Counting:
+    """A task whose environment counts its steps."""
+
+    name, reward_parts = "counting", ("n",)
+
+    def __init__(self, slow=0.0, fails_at=None):
+        self.slow, self.fails_at, self.applied = slow, fails_at, []
+
+    def row(self, split, index):
+        if split not in ("train", "eval"):
+            raise ValueError("splits are train, eval")
+        return {"id": f"{split}/{index}"}
+
+    def size(self, split):
+        return 7
+
+    def env(self):
+        return self
+
+    async def reset(self, row, seed):
+        return Observation(messages=[{"role": "user", "content": row["id"]}])
+
+    async def step(self, action):
+        if action.text == self.fails_at:
+            raise ZeroDivisionError("of the environment")
+        await asyncio.sleep(self.slow)
+        self.applied.append(action.text)
+        return Transition(Observation(text=f"step {len(self.applied)}"), reward=float(len(self.applied)))
+
+    def cut(self):
+        return {"em": 0.0, "steps": float(len(self.applied))}
+
+
+def test_a_step_that_is_asked_for_again_is_not_applied_again():
+    task = Counting()
+    service = serve_env.Service(task)
+    name = service.reset({"id": "x"}, 0)["session"]
+    first = service.step(name, 0, {"text": "a"})
+    assert service.step(name, 0, {"text": "a"}) == first and task.applied == ["a"]
+    assert service.step(name, 1, {"text": "b"})["reward"] == 2 and task.applied == ["a", "b"]
+    for step in (0, 3):
+        with pytest.raises(serve_env.Refused, match="the session is at step 2") as refused:
+            service.step(name, step, {"text": "c"})
+        assert refused.value.status == 409
+    service.close(name)
+    with pytest.raises(serve_env.Refused, match="no session") as refused:
+        service.step(name, 2, {"text": "c"})
+    assert refused.value.status == 410 and task.applied == ["a", "b"]
+
+
+def test_a_request_whose_answer_was_lost_comes_again_and_waits_for_it():
+    """The client gives up before the server has answered, and asks again while the step is still being applied."""
+    task = Counting(slow=0.4)
+    with served(task) as url:
+        env = HttpTask(client(url, seconds=0.3, attempts=5)).env()
+        _, first, second, metrics = episode(env, {"id": "x"}, ["a", "b"])
+    assert task.applied == ["a", "b"] and (first.reward, second.reward) == (1, 2)
+    assert metrics == {"em": 0.0, "steps": 2.0}
+
+
+def test_what_does_not_come_through_is_tried_again():
+    broken = [None, (503, b"busy"), (429, b"slow down"), (200, STEPPED)]
+    with answering(
+        {"/info": [(200, INFO)], "/reset": [None, (200, BEGUN)], "/step": broken, "/close": [(200, {})]}
+    ) as (
+        url,
+        asked,
+    ):
+        env = HttpTask(client(url, attempts=4)).env()
+        _, done, metrics = episode(env, {"id": "x"}, ["a"])
+        assert done.reward == 0.5 and metrics == {"em": 0.25}
+        steps = [body for path, body in asked if path == "/step"]
+    said = {"text": "a", "truncated": False, "final": False, "lenient": False}
+    assert steps == [{"session": "s", "step": 0, "action": said}] * 4
+
+
+def test_a_failure_of_the_environment_is_not_tried_again_by_the_client():
+    task = Counting(fails_at="b")
+    with served(task) as url:
+        env = HttpTask(client(url)).env()
+
+        async def run():
+            await env.reset({"id": "x"}, 0)
+            await env.step(Action(np.zeros(0, np.int32), "a"))
+            for told in ("ZeroDivisionError: of the environment", "no session"):  # It is over then.
+                with pytest.raises(HttpError, match=told):
+                    await env.step(Action(np.zeros(0, np.int32), "b"))
+
+        asyncio.run(run())
+    assert task.applied == ["a"]
+
+
+def attempted(task, row):
+    session = ScriptedSession(Identity("u", 0, 0, "mine", 7), lambda observed: "a", letters.TOKENIZER)
+    return asyncio.run(runner._attempt(letters.loop(task.env), session, row, None))
+
+
+def test_a_server_that_is_gone_is_an_environments_failure():
+    task = Counting()
+    with served(task) as url:
+        remote = HttpTask(client(url, attempts=2))
+        row = remote.row("train", 0)
+        assert attempted(remote, row).outcome is Outcome.MAX_STEPS
+    ended = attempted(remote, row)
+    assert ended.outcome is Outcome.ENV_FAILURE and "unreachable" not in ended.info["error"]
+    assert f"HttpError: {url}/reset: ConnectionRefusedError" in ended.info["error"]
+    with pytest.raises(PassingError, match="goes on once the server is back"):
+        remote.row("train", 1)
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (b"nonsense", "answered no JSON"),
+        ([], "answered no JSON object: '\\[\\]'"),
+        ({}, "its 'terminated' is no bool: None"),
+        (STEPPED | {"reward": None}, "its 'reward' is no finite number: None"),
+        (STEPPED | {"reward": True}, "its 'reward' is no finite number: True"),
+        (json.dumps(STEPPED).replace("0.5", "NaN").encode(), "its 'reward' is no finite number: nan"),
+        (STEPPED | {"reward_parts": {"a": "x"}}, r"its 'reward_parts\.a' is no finite number: 'x'"),
+        (STEPPED | {"observation": None}, "no observation, and the episode goes on"),
+        (STEPPED | {"observation": {"text": 3}}, "its 'text' is no str: 3"),
+        (STEPPED | {"observation": {}}, "exactly one of messages, text, texts"),
+        (STEPPED | {"observation": {"text": "a", "reward": 1}}, "an observation has no 'reward'; it has messages"),
+        (STEPPED | {"observation": {"texts": ["a", 1]}}, "its 'texts' are not all text"),
+        (STEPPED | {"outcome": "won"}, "'won' is not a valid Outcome"),
+        (STEPPED | {"outcome": "answered"}, "its outcome is answered, and the episode goes on"),
+    ],
+)
+def test_an_answer_of_another_shape_is_told(answer, told):
+    answers = {"/info": [(200, INFO)], "/reset": [(200, BEGUN)], "/step": [(200, answer)], "/close": [(200, {})]}
+    with answering(answers) as (url, _):
+        task = HttpTask(client(url))
+        with pytest.raises(HttpEnvError, match=rf"{url}/step.*{told}"):
+            episode(task.env(), {"id": "x"}, ["a"])
+        assert attempted(task, {"id": "x"}).outcome is Outcome.ENV_FAILURE
+
+
+@pytest.mark.parametrize(
+    ("info", "told"),
+    [
+        ((404, {}), "answered status 404"),
+        ((200, b"<html>"), "answered no JSON"),
+        ((200, {"protocol": 2}), "its protocol is 2, and this is 1"),
+        ((200, INFO | {"splits": ["train"]}), "its 'splits' is no dict"),
+        ((500, b"oops"), "answered status 500: 'oops'"),
+    ],
+)
+def test_a_server_without_the_protocol_is_refused_at_start(info, told):
+    with answering({"/info": [info]}) as (url, _), pytest.raises(ValueError, match=rf"task\.http\.url {url}: .*{told}"):
+        HttpTask(client(url))
+
+
+def test_rows_that_are_not_there_and_rows_that_are_none():
+    with served(LAKE) as url:
+        task = HttpTask(client(url))
+        with pytest.raises(ValueError, match=r"has no row 'practice' 0; splits are train, eval, dev"):
+            task.row("practice", 0)
+    answers = {"/info": [(200, INFO)], "/rows": [(200, {"row": {"question": "?"}})]}
+    with answering(answers) as (url, _), pytest.raises(ValueError, match="/rows: not a row .*its 'id' is no str"):
+        HttpTask(client(url)).row("train", 0)
+
+
+def test_a_session_is_closed_once_its_environment_is_let_go():
+    task = Counting()
+    server = serve_env.server(task, "127.0.0.1", 0)
+    with answering({"/info": [(200, INFO)], "/reset": [(200, BEGUN)], "/close": [(200, {})]}) as (url, asked):
+        env = HttpTask(client(url)).env()
+        episode(env, {"id": "x"}, [])
+        del env
+        gc.collect()
+        for _ in range(500):
+            if ("/close", {"session": "s"}) in asked:
+                break
+            time.sleep(0.01)
+        assert ("/close", {"session": "s"}) in asked
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"task.http.url": ""}, r"task\.http\.url is ''; it must be like http://localhost:8100"),
+        ({"task.http.url": "http://127.0.0.1:9", "task.http.attempts": 0}, r"task\.http\.attempts is 0"),
+        ({"task.http.url": "http://127.0.0.1:9"}, r"task\.http\.url http://127\.0\.0\.1:9: no environment answers"),
+        ({"warm_start_updates": 3}, "task 'http' has no expert to imitate, and warm_start_updates is 3"),
+        ({"tokenizer.path": ""}, "task 'http' has no texts"),
+        ({"task.rewards.goal": 2.0}, r"task\.rewards\.goal is 2\.0, but task 'http' has no such reward part"),
+    ],
+)
+def test_a_config_that_cannot_work_is_refused(changes, told):
+    config = frozenlake.get_config()
+    defaults = {"task.name": "http", "task.frozenlake.mistakes": 0.7, "warm_start_updates": 0, "tokenizer.path": "t"}
+    config.update_from_flattened_dict(defaults | {"task.http.backoff": 0.001} | changes)
+    with pytest.raises(UserError, match=told):
+        tasks.make_task(config)
+
+
+def test_a_config_makes_it():
+    config = frozenlake.get_config()
+    with served(LAKE) as url:
+        changes = {"task.name": "http", "task.frozenlake.mistakes": 0.7, "warm_start_updates": 0, "tokenizer.path": "t"}
+        config.update_from_flattened_dict(changes | {"task.http.url": url})
+        assert tasks.make_task(config).row("train", 3) == LAKE.row("train", 3)
