@@ -122,9 +122,10 @@ class GymnasiumTask:
                 f"task.gymnasium.kwargs: {self.kwargs!r} is not the text of a JSON object ({error}); write e.g. "
                 '{"map_name": "8x8"}'
             ) from error
-        drawing = {"render_mode": "ansi"} if self.observation == "ansi" else {}
+        if self.observation == "ansi":
+            kwargs["render_mode"] = "ansi"
         try:
-            return gymnasium.make(self.id, disable_env_checker=True, **drawing, **kwargs)
+            return gymnasium.make(self.id, disable_env_checker=True, **kwargs)
         except Exception as error:  # Environments raise what they like.
             raise ValueError(
                 f"task.gymnasium.id {self.id!r} with kwargs {self.kwargs or '{}'} cannot be made "
@@ -172,6 +173,7 @@ class GymnasiumEnv:
     def __init__(self, task: GymnasiumTask) -> None:
         self._task = task
         self._env: Any = None
+        self._success: float | None = None
 
     async def reset(self, row: Row, seed: int) -> Observation:
         """Starts an episode with the row's seed; `seed` is not used."""

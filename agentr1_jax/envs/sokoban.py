@@ -153,7 +153,7 @@ def moved(room: Room, state: State, move: str) -> State:
 def moves_left(room: Room, boxes: int) -> Mapping[State, int]:
     """Moves of the shortest solution from every state that has one, found by playing backwards from the solved ones."""
     ends = [tuple(sorted(ends)) for ends in itertools.combinations(room.targets, boxes)]
-    inside = itertools.product(range(room.size), repeat=2)
+    inside = itertools.product(range(room.size), range(room.size))
     solved = [(cell, end) for cell in inside if room.free(cell) for end in ends if cell not in end]
     left: dict[State, int] = dict.fromkeys(solved, 0)
     ahead = list(solved)
@@ -191,7 +191,7 @@ def _outcomes(room: Room, on_target: float, state: Any, action: str | None) -> l
 
 
 def _draw(rng: random.Random, *, size: int, boxes: int, walls: float, least_moves: int, most_moves: int) -> Row | None:
-    cells = list(itertools.product(range(size), repeat=2))
+    cells = list(itertools.product(range(size), range(size)))
     wall = frozenset(cell for cell in cells if rng.random() < walls)
     floor = [cell for cell in cells if cell not in wall]
     if len(floor) < 2 * boxes + 1:

@@ -144,7 +144,10 @@ class WandB:
         import wandb
 
         path = os.path.join(self._run_dir, "wandb.json")
-        known = json.loads(files.read_bytes(path)) if files.exists(path) else {"id": uuid.uuid4().hex[:12], "next": 0}
+        began = files.exists(path)
+        known: dict[str, Any] = {"id": uuid.uuid4().hex[:12], "next": 0}
+        if began:
+            known = json.loads(files.read_bytes(path))
         remote = files.is_remote(self._run_dir)
         self._run = wandb.init(
             project=self._project,
@@ -157,7 +160,7 @@ class WandB:
             settings=wandb.Settings(console="off"),
         )
         # Records of starts before the sink was turned on are sent now; those of starts with it are there.
-        self._next = max(known["next"], written if files.exists(path) else 0, self._run.step)
+        self._next = max(known["next"], written if began else 0, self._run.step)
         with files.published(path) as out:
             json.dump({"id": known["id"], "next": self._next}, out)
         for record in kept:
