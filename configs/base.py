@@ -187,6 +187,10 @@ def _adapters(c: ConfigDict) -> None:
     c.task.http.attempts = 3  # requests for one call that does not come through
     c.task.http.backoff = 0.5  # seconds before the second request; doubles
 
+    c.task.verifiers = ConfigDict()  # a file in the form of the verifiers library, which weighs its rewards itself
+    c.task.verifiers.source = ""  # path of the Python file, or an installed module
+    c.task.verifiers.args = ""  # of its load_environment: the text of a JSON object
+
 
 def _agent(c: ConfigDict) -> None:
     """Tools, and how the policy speaks to them."""

@@ -26,6 +26,7 @@ from agentr1_jax.envs.registry import TASKS
 from agentr1_jax.envs.shares import parse_weights
 from agentr1_jax.envs.sokoban import sokoban_task
 from agentr1_jax.envs.tabular_task import REWARD_PARTS
+from agentr1_jax.envs.verifiers_env import verifiers_task
 from agentr1_jax.envs.whereabouts import WhereaboutsTask
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import processes
@@ -164,23 +165,30 @@ def _gymnasium(s: Setting) -> Task:
 
 
 def _http(s: Setting) -> Task:
-    _check_no_demonstrations(s.config, "http")
-    return HttpTask(Server(**s.config.task.http.to_dict()))
+    config = s.config
+    _check_no_expert(config, "http")
+    if not config.warm_start.run and (not config.tokenizer.path or config.pretrain.updates):
+        raise UserError(
+            "task 'http' has no texts to train a tokenizer or to pretrain on; set tokenizer.path and "
+            "pretrain.updates=0, or name a run in warm_start.run"
+        )
+    return HttpTask(Server(**config.task.http.to_dict()))
 
 
-def _check_no_demonstrations(config: ml_collections.ConfigDict, name: str) -> None:
-    """Refuses what needs an expert or texts of a task that has neither."""
-    if config.warm_start.run:
-        return
-    if config.warm_start_updates or config.control:
+def _verifiers(s: Setting) -> Task:
+    c = s.config.task.verifiers
+    _check_no_expert(s.config, "verifiers")
+    if not c.source:
+        raise UserError("task.verifiers.source is empty; name a Python file with load_environment, or a module")
+    return verifiers_task(c.source, c.args, s.config.seed)
+
+
+def _check_no_expert(config: ml_collections.ConfigDict, name: str) -> None:
+    """Refuses what needs demonstrations of a task that has none."""
+    if not config.warm_start.run and (config.warm_start_updates or config.control):
         raise UserError(
             f"task {name!r} has no expert to imitate, and warm_start_updates is {config.warm_start_updates} (control: "
             f"{config.control}); set warm_start_updates=0 control=False, or name a run in warm_start.run"
-        )
-    if not config.tokenizer.path or config.pretrain.updates:
-        raise UserError(
-            f"task {name!r} has no texts to train a tokenizer or to pretrain on; set tokenizer.path and "
-            "pretrain.updates=0, or name a run in warm_start.run"
         )
 
 
@@ -264,6 +272,7 @@ KINDS: Mapping[str, Kind] = {
     "sokoban": Kind(_sokoban, REWARD_PARTS),
     "gymnasium": Kind(_gymnasium, REWARD_PARTS),
     "http": Kind(_http, ()),
+    "verifiers": Kind(_verifiers, ()),
 }
 
 

@@ -1,0 +1,339 @@
+"""A single-file environment in the form of the `verifiers` library (its v0, releases 0.1) as a Task, by duck typing.
+
+The file has `load_environment(**kwargs)`, which returns an object with a dataset, a rubric, and for more than one turn
+`env_response(messages, state)` and `is_completed`. Of the library itself only what the file imports has to be there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import json
+import math
+import os
+import sys
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from agentr1_jax.envs.base import Action, Observation, Row, Transition
+from agentr1_jax.envs.rows_task import RowsTask
+from agentr1_jax.text.tool_calls import ParseError, ToolCall, parse_tool_calls
+from agentr1_jax.tools.threads import in_thread
+from agentr1_jax.trajectory import Outcome
+
+EVALUATION_ONE_IN = 8
+"""Rows that evaluate where an environment has none for that."""
+GROUP_PARAMETERS = {"states", "prompts", "completions", "answers", "tasks", "infos"}
+"""By which a reward function asks for all rollouts of a row."""
+JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+
+
+class Message(dict[str, Any]):
+    """A chat message that is read as a dict and by attributes; releases differ in what they hand to environments."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError as error:
+            raise AttributeError(name) from error
+
+
+def verifiers_task(source: str, args: str = "", seed: int = 0) -> RowsTask:
+    """The Task of such a file or module.
+
+    Args:
+      source: path of a Python file, or the name of an installed module.
+      args: of its `load_environment`: the text of a JSON object.
+      seed: of the order of training rows.
+
+    Raises:
+      ValueError: it does not load, lacks something, needs what is not supported, or a row has another shape.
+    """
+    env = _loaded(source, args)
+    name = os.path.splitext(os.path.basename(source))[0]
+    where = f"task.verifiers.source {source}"
+    _check_supported(env, where)
+    train = _rows(_dataset(env, "dataset"), env, f"{name}/train", where)
+    evaluating = _dataset(env, "eval_dataset")
+    if evaluating is not None:
+        splits = {"train": train, "eval": _rows(evaluating, env, f"{name}/eval", where)}
+    else:
+        splits = {"train": [row for i, row in enumerate(train) if (i + 1) % EVALUATION_ONE_IN]}
+        splits["eval"] = train[EVALUATION_ONE_IN - 1 :: EVALUATION_ONE_IN]
+        if not splits["eval"]:
+            raise ValueError(
+                f"{where}: no eval_dataset, and {len(train)} rows are too few to hold one in {EVALUATION_ONE_IN} out; "
+                "give it one"
+            )
+    parts = [function.__name__ for function, weight in reward_functions(env.rubric) if weight]
+    return RowsTask(name, splits, lambda: VerifiersEnv(env), parts, seed=seed)
+
+
+class VerifiersEnv:
+    """One episode at a time: responses become assistant messages, the environment's messages the observations.
+
+    The rubric pays where the episode ends, all at once: Σ weight · function. What a hook or a reward function raises is
+    the episode's failure, which the runner counts as `env_failure`.
+    """
+
+    def __init__(self, env: Any) -> None:
+        self._env = env
+        self._tools = tool_schemas(env)
+
+    async def reset(self, row: Row, seed: int) -> Observation:
+        """Starts an episode; `seed` is not used."""
+        prompt = [Message(message) for message in row["messages"]]
+        record = row["record"]
+        self._row, self._messages = row, list(prompt)
+        self._state: dict[str, Any] = {
+            **{"prompt": prompt, "completion": [], "answer": record.get("answer", ""), "info": _info(record)},
+            **{"task": record.get("task", "default"), "input": dict(record), "trajectory": [], "responses": []},
+            **{"turn": 0, "is_completed": False, "error": None, "final_env_response": None},
+        }
+        if hasattr(self._env, "setup_state"):
+            self._state = await _called(self._env.setup_state, self._state) or self._state
+        self._metrics: dict[str, float] = {"em": 0.0}
+        return Observation(messages=row["messages"], tools=self._tools, state_key=self._key())
+
+    async def step(self, action: Action) -> Transition:
+        """Applies one response."""
+        calls = parse_tool_calls(action.text, lenient=action.lenient and not action.truncated) if self._tools else []
+        unreadable = [call for call in calls if isinstance(call, ParseError)]
+        if unreadable:  # The library's clients never let such a message through to an environment.
+            told = Observation(text=unreadable[0].message, role="tool", state_key=self._key())
+            return Transition(told, 0.0, info={"errors": {unreadable[0].kind: 1}})
+        self._said(action.text, [call for call in calls if isinstance(call, ToolCall)])
+        answer = [] if await self._completed() else await self._answered()
+        self._messages += answer
+        self._state["completion"] = self._messages[len(self._state["prompt"]) :]
+        if not answer or self._state.get("final_env_response"):
+            return await self._scored()
+        texts = [_text(message) for message in answer]
+        role = "tool" if all(message["role"] == "tool" for message in answer) else "user"
+        one, several = (texts[0], None) if len(texts) == 1 else (None, texts)
+        after = Observation(text=one, texts=several, role=role, state_key=self._key())
+        return Transition(after, 0.0, info={"errors": {}})
+
+    def cut(self) -> Mapping[str, float]:
+        """Nothing was scored where the budget ended the episode: `em` is 0."""
+        return self._metrics
+
+    def _said(self, text: str, calls: Sequence[ToolCall]) -> None:
+        made = [_tool_call(call, f"call_{self._state['turn']}_{i}") for i, call in enumerate(calls)]
+        content = text.partition("<tool_call>")[0].strip() if calls else text
+        message = Message(role="assistant", content=content, tool_calls=made or None)
+        self._state["trajectory"].append({"prompt": list(self._messages), "completion": [message], "extras": {}})
+        self._messages.append(message)
+        self._state["turn"] += 1
+        self._state["completion"] = self._messages[len(self._state["prompt"]) :]
+
+    async def _completed(self) -> bool:
+        most = getattr(self._env, "max_turns", -1)
+        if 0 < most <= self._state["turn"]:
+            return True
+        check = self._env.is_completed
+        args = (self._messages, self._state) if "messages" in inspect.signature(check).parameters else (self._state,)
+        return bool(await _called(check, *args))
+
+    async def _answered(self) -> list[Message]:
+        answer = await _called(self._env.env_response, self._messages, self._state)
+        if isinstance(answer, tuple):  # Releases before 0.1.8 hand the state back.
+            answer, self._state = answer
+        messages = [{"role": "user", "content": answer}] if isinstance(answer, str) else answer
+        return [_message(message) for message in messages]
+
+    async def _scored(self) -> Transition:
+        state, rubric = self._state, self._env.rubric
+        given = {**self._row["record"], **state, **getattr(rubric, "class_objects", {}), "state": state}
+        given.setdefault("parser", getattr(rubric, "parser", None))
+        values, parts = {}, {}
+        for function, weight in reward_functions(rubric):
+            name, wanted = function.__name__, inspect.signature(function).parameters
+            takes_all = any(p.kind is p.VAR_KEYWORD for p in wanted.values())
+            chosen = {key: x for key, x in given.items() if takes_all or key in wanted}
+            values[name] = float(await _called(function, **chosen))
+            if not math.isfinite(values[name]):
+                raise ValueError(f"reward function {name} returned {values[name]}")
+            if weight:
+                parts[name] = weight * values[name]
+        full = sum(weight for _, weight in reward_functions(rubric) if weight > 0)
+        reward = sum(parts.values())
+        self._metrics = {**values, "em": float(reward >= full - 1e-9)}
+        return Transition(
+            *(None, reward, parts),
+            terminated=True,
+            outcome=Outcome.ENV_DONE,
+            metrics=self._metrics,
+            info={"errors": {}},
+        )
+
+    def _key(self) -> str:
+        said = [_text(message) for message in self._messages[len(self._state["prompt"]) :]]
+        return f"{self._row['id']}|{json.dumps(said)}"
+
+
+def reward_functions(rubric: Any) -> list[tuple[Callable[..., Any], float]]:
+    """The functions of a rubric with their weights, those of a group of rubrics one rubric after another."""
+    if getattr(rubric, "rubrics", None):
+        return [pair for inner in rubric.rubrics for pair in reward_functions(inner)]
+    functions = getattr(rubric, "funcs", getattr(rubric, "reward_funcs", None))
+    if callable(functions):
+        functions = functions()
+    weights = getattr(rubric, "weights", getattr(rubric, "reward_weights", None)) or [1.0] * len(functions or ())
+    return list(zip(functions or (), map(float, weights), strict=True))
+
+
+def tool_schemas(env: Any) -> list[dict[str, Any]]:
+    """The schemas of an environment's tools: those that it has made itself, else from signatures and docstrings."""
+    made = getattr(env, "tool_defs", None) or getattr(env, "oai_tools", None)
+    if made:
+        return [_schema(tool) for tool in made]
+    return [_schema_of(function) for function in getattr(env, "tools", None) or ()]
+
+
+def _schema(tool: Any) -> dict[str, Any]:
+    if isinstance(tool, Mapping) and "function" in tool:
+        return dict(tool)
+    fields = tool if isinstance(tool, Mapping) else vars(tool)
+    function = {key: fields[key] for key in ("name", "description", "parameters")}
+    return {"type": "function", "function": function}
+
+
+def _schema_of(function: Callable[..., Any]) -> dict[str, Any]:
+    hints = typing.get_type_hints(function)
+    properties, required = {}, []
+    for name, parameter in inspect.signature(function).parameters.items():
+        kind = typing.get_origin(hints.get(name)) or hints.get(name)
+        properties[name] = {"type": JSON_TYPES[kind]} if kind in JSON_TYPES else {}
+        if parameter.default is parameter.empty:
+            required.append(name)
+    parameters = {"type": "object", "properties": properties, "required": required}
+    about = {"name": function.__name__, "description": inspect.getdoc(function) or "", "parameters": parameters}
+    return {"type": "function", "function": about}
+
+
+def _loaded(source: str, args: str) -> Any:
+    where = f"task.verifiers.source {source!r}"
+    try:
+        kwargs = json.loads(args or "{}")
+        if not isinstance(kwargs, dict):
+            raise TypeError("it is no object")
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"task.verifiers.args: {args!r} is not the text of a JSON object ({error})") from error
+    try:
+        if source.endswith(".py"):
+            name = f"agentr1_jax_verifiers_{os.path.splitext(os.path.basename(source))[0]}"
+            spec = importlib.util.spec_from_file_location(name, os.path.expanduser(source))
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[name] = module  # Where dataclasses of the file look for themselves.
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(source)
+    except Exception as error:  # A user's file raises what it likes.
+        raise ValueError(f"{where} cannot be imported ({type(error).__name__}: {error})") from error
+    if not hasattr(module, "load_environment"):
+        raise ValueError(f"{where} has no load_environment; tasksets of verifiers' v1 are not supported")
+    try:
+        return module.load_environment(**kwargs)
+    except Exception as error:
+        raise ValueError(f"{where}: load_environment raised {type(error).__name__}: {error}") from error
+
+
+def _check_supported(env: Any, where: str) -> None:
+    kind = type(env).__name__
+    unsupported = {
+        "a group of environments": hasattr(env, "env_map") or hasattr(env, "envs"),
+        "a sandbox": hasattr(env, "sandbox_client"),
+        "tools of MCP servers (see docs/tools.md)": hasattr(env, "mcp_servers"),
+        "completions without chat": getattr(env, "message_type", "chat") == "completion",
+    }
+    for what, is_so in unsupported.items():
+        if is_so:
+            raise ValueError(f"{where}: {kind} needs {what}, which is not supported")
+    if getattr(env, "rubric", None) is None:
+        raise ValueError(f"{where}: {kind} has no rubric, so nothing is ever paid")
+    for hook in () if getattr(env, "max_turns", -1) == 1 else ("env_response", "is_completed"):
+        if not callable(getattr(env, hook, None)):
+            raise ValueError(f"{where}: {kind} has no {hook}, which more than one turn needs (max_turns is not 1)")
+    for rubric in getattr(env.rubric, "rubrics", None) or [env.rubric]:
+        if hasattr(rubric, "judge_client"):
+            raise ValueError(f"{where}: {type(rubric).__name__} asks a judge model, which is not supported")
+    for function, _ in reward_functions(env.rubric):
+        if GROUP_PARAMETERS & set(inspect.signature(function).parameters):
+            raise ValueError(
+                f"{where}: reward function {function.__name__} scores all rollouts of a row together, which is not "
+                "supported"
+            )
+
+
+def _dataset(env: Any, name: str) -> Any:
+    """A dataset, built where it is only when asked for; None where there is none."""
+    build = getattr(env, f"build_{name}", None)
+    return build() if callable(build) else getattr(env, name, None)
+
+
+def _rows(dataset: Any, env: Any, name: str, where: str) -> list[Row]:
+    if dataset is None:
+        raise ValueError(f"{where}: {type(env).__name__} has no dataset")
+    return [_row(record, env, f"{name}/{i}", where) for i, record in enumerate(dataset)]
+
+
+def _row(record: Any, env: Any, name: str, where: str) -> Row:
+    if not isinstance(record, Mapping) or not ("prompt" in record or "question" in record):
+        raise ValueError(f"{where}: row {name} has neither prompt nor question: {record!r:.100}")
+    prompt = record.get("prompt", record.get("question"))
+    system = getattr(env, "system_prompt", None)
+    if isinstance(prompt, str):
+        shots = getattr(env, "few_shot", None) or ()
+        prompt = [*shots, {"role": "user", "content": prompt}]
+    try:
+        messages = [{"role": message["role"], "content": _text(message)} for message in map(_message, prompt)]
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise ValueError(f"{where}: the prompt of row {name} is no list of text messages ({error!r})") from error
+    if not messages:
+        raise ValueError(f"{where}: the prompt of row {name} is empty")
+    if system and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    answers = [str(record["answer"])] if record.get("answer") not in (None, "") else []
+    return {"id": name, "question": messages[-1]["content"], "answers": answers, "messages": messages, "record": record}
+
+
+def _info(record: Mapping[str, Any]) -> Any:
+    info = record.get("info", {})
+    return json.loads(info) if isinstance(info, str) else info
+
+
+def _message(message: Any) -> Message:
+    fields = message if isinstance(message, Mapping) else message.model_dump(exclude_none=True)
+    return Message(fields)
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "".join(_parts(content))
+
+
+def _parts(content: Iterable[Any]) -> Iterator[str]:
+    for part in content:
+        if part.get("type") != "text":
+            raise ValueError(f"content of type {part.get('type')!r} is not supported, only text")
+        yield part["text"]
+
+
+def _tool_call(call: ToolCall, name: str) -> Message:
+    arguments = json.dumps(call.arguments)
+    function = Message(name=call.name, arguments=arguments)
+    return Message(id=name, type="function", function=function, name=call.name, arguments=arguments)
+
+
+async def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a sync or async function returns; a sync one may block, and has a thread of its own."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*args, **kwargs)
+    value = await in_thread(function, *args, **kwargs)
+    return await value if inspect.isawaitable(value) else value
