@@ -114,9 +114,7 @@ def _question_tasks(c: ConfigDict) -> None:
     c.task.multihop.retriever.dtype = "float32"  # dense: float32 | bfloat16, of activations and of vectors on devices
     c.task.multihop.retriever.url = ""  # http: of the server's search, e.g. http://localhost:8000/retrieve
     c.task.multihop.retriever.seconds = 10.0  # http: time limit of a request
-    c.task.multihop.retriever.attempts = (
-        1  # http: requests for one search; tools.attempts makes failed calls again, too
-    )
+    c.task.multihop.retriever.attempts = 1  # http: requests for one search; tools.attempts repeats failed calls, too
     c.task.multihop.retriever.cache = 10_000  # http: answers kept in memory; 0 for none
 
 

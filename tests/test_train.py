@@ -428,6 +428,37 @@ def test_real_questions(tmp_path: Path, data_dir: Path) -> None:
         assert len(text) > 20 and script_json(text) in page
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("trained", [True, False])
+def test_summaries_are_steps_of_a_run(tmp_path: Path, trained: bool) -> None:
+    small = {"policy__width": 16, "policy__head_dim": 8, "updates": 1, "rollout__groups": 2, "rollout__samples": 4}
+    small |= {"tokenizer__texts": 500, "warm_start__batch": 4, "warm_start__demonstrations": 8}
+    done = train("whereabouts", tmp_path / "run", context__train_summary=trained, **small)
+    assert done.returncode == 0, done.stderr[-3000:]
+    batch = list(read_jsonl(tmp_path / "run" / "trajectories" / "rl_000000.jsonl.gz"))
+    summaries = [(t, place) for t in batch for place, s in enumerate(t.steps) if s.info.get("summary")]
+    assert {s.context_rule for t in batch for s in t.steps} == {"summary(turns=2)"} and len(summaries) >= 16
+    assert {t.steps[place].info["trained"] for t, place in summaries} == {trained}
+    assert any(a for t, place in summaries for a in t.info["advantages"][place])
+    (record,) = (r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["phase"] == "rl")
+    assert record["learner/grad_norm"] > 0 and "rollout/kept" in record
+
+
+@pytest.mark.slow
+def test_a_mixture_under_a_curriculum(tmp_path: Path) -> None:
+    mixed = {"task__name": "mixture", "task__mixture": "('countdown=1', 'keydoor=1')", "budget__max_steps": 7}
+    small = {"policy__width": 16, "policy__head_dim": 8, "updates": 2, "rollout__groups": 4, "rollout__samples": 2}
+    small |= {"tokenizer__texts": 500, "warm_start__batch": 4, "warm_start__demonstrations": 8}
+    done = train("countdown", tmp_path / "run", task__curriculum="('0:2', '1:7')", **mixed, **small)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for update, most in ((0, 2), (1, 7)):
+        batch = list(read_jsonl(tmp_path / "run" / "trajectories" / f"rl_{update:06d}.jsonl.gz"))
+        assert {t.info["task"] for t in batch} == {"countdown", "keydoor"}
+        assert {t.info["max_steps"] for t in batch} == {most} and max(len(t.steps) for t in batch) <= most
+    evaluated = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["phase"] == "eval"]
+    assert all({"eval/em_countdown", "eval/em_keydoor"} <= r.keys() for r in evaluated)
+
+
 @pytest.mark.parametrize(
     ("config", "overrides", "message"),
     [
