@@ -12,44 +12,19 @@ from __future__ import annotations
 
 import ml_collections
 
-from configs import base
+from configs import multihop_tiny
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """Real problems, a decoder of 10M parameters that is nearly all embedding."""
-    c = base.get_config()
+    """Real problems, with the decoder and the batch of `multihop_tiny`."""
+    c = multihop_tiny.get_config()
     c.run_dir = "runs/gsm8k_tiny"
-    c.updates = 2
-    c.warm_start_updates = 4
     c.task.name = "gsm8k"
-    c.tokenizer.path = "{data}/tokenizers/qwen2.5"
-    c.policy.preset = "tiny"
-    c.policy.width = 64
-    c.policy.layers = 2
-    c.policy.head_dim = 16
-    c.policy.hidden = 128
-    c.critic = "shared_trunk"
-    c.credit.name = "step_gae"
     c.budget.max_steps = 6
     c.budget.response_tokens = 64
     c.budget.observation_tokens = 96
     c.budget.context_tokens = 1024
-    c.budget.on_response_cut = "continue"
-    c.rollout.groups = 4
-    c.rollout.samples = 4
-    c.rollout.slots = 16
-    c.rollout.parking = 4
-    c.rollout.prefill_width = 64
-    c.rollout.prefill_rows = (2, 8)
     c.rollout.length = 1024
-    c.rollout.attention_block = 128
     c.learner.row_tokens = 1024
     c.learner.row_reads = 448
-    c.learner.rows = 4
-    c.loss.chunk = 128
-    c.warm_start.demonstrations = 32
-    c.warm_start.practice = 0.0
-    c.warm_start.batch = 8
-    c.eval.questions = 16
-    c.eval.every = 0
     return c

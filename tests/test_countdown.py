@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 
@@ -10,37 +9,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plays import play, play_expert
 
-from agentr1_jax.envs.base import Action, Task
+from agentr1_jax.envs.base import Task
 from agentr1_jax.envs.countdown import CountdownTask, solves
 from agentr1_jax.text.tool_calls import render_answer, render_call
 from agentr1_jax.trajectory import Outcome
 
 TASK = CountdownTask()
 ROW = {"id": "c", "question": "11 from 3 5 9.", "numbers": [3, 5, 9], "target": 11, "operators": "+-"}
-
-
-def play(task, row, texts):
-    async def run():
-        env = task.env()
-        await env.reset(row, 0)
-        return [await env.step(Action(np.zeros(0, np.int32), text)) for text in texts]
-
-    return asyncio.run(run())
-
-
-def expert_plays(task, row, steps=6, seed=0):
-    async def run():
-        env, expert, shown, out = task.env(), task.expert(row, seed), None, []
-        await env.reset(row, seed)
-        for _ in range(steps):
-            out.append(await env.step(Action(np.zeros(0, np.int32), expert(shown))))
-            if out[-1].terminated:
-                break
-            shown = out[-1].observation.text
-        return out
-
-    return asyncio.run(run())
 
 
 def call(expression):
@@ -91,7 +68,7 @@ def test_no_answer_raises(answer):
 
 
 def test_an_episode_pays_a_solution_and_asks_for_new_calls():
-    missed, repeated, hit, answered = play(TASK, ROW, [call("3 + 5 + 9"), call("3 + 5 + 9"), call("9 + 5 - 3"),
+    _, missed, repeated, hit, answered = play(TASK, ROW, [call("3 + 5 + 9"), call("3 + 5 + 9"), call("9 + 5 - 3"),
                                                        render_answer("9 + 5 - 3")])  # fmt: skip
     assert [t.observation.text for t in (missed, repeated, hit)] == ["17", "17", "11"]
     assert missed.reward == hit.reward == 0 and repeated.reward == -0.1 and answered.reward == 1
@@ -99,25 +76,25 @@ def test_an_episode_pays_a_solution_and_asks_for_new_calls():
     assert answered.metrics == {"em": 1.0, "seen": 1.0, "tool_calls": 3.0}
     keys = [t.observation.state_key for t in (missed, repeated, hit)]
     assert keys[0] == keys[1] != keys[2]
-    (wrong,) = play(TASK, ROW, [render_answer("3 + 5 + 9")])
+    _, wrong = play(TASK, ROW, [render_answer("3 + 5 + 9")])
     assert wrong.metrics == {"em": 0.0, "seen": 0.0, "tool_calls": 0.0} and wrong.reward == 0
 
 
 def test_what_is_no_expression_is_told():
-    (told,) = play(TASK, ROW, [call("3 +")])
+    _, told = play(TASK, ROW, [call("3 +")])
     assert told.observation.text.startswith("Error: ") and told.reward == pytest.approx(-0.1)
 
 
 def test_an_expert_without_flaws_answers_only_what_hits():
     task = CountdownTask(hasty=0.0, stubborn=0.0)
-    ends = [expert_plays(task, task.row("train", i), steps=200)[-1] for i in range(60)]
+    ends = [play_expert(task, task.row("train", i), limit=200)[-1] for i in range(60)]
     assert all(end.metrics["em"] == 1 for end in ends)
 
 
 def test_the_expert_errs_at_the_rates_given():
     def played(**flaws):
         task = CountdownTask(**flaws)
-        return [expert_plays(task, task.row("train", i)) for i in range(400)]
+        return [play_expert(task, task.row("train", i)) for i in range(400)]
 
     hasty = played(hasty=1.0)
     assert all(len(episode) == 2 for episode in hasty)
@@ -125,7 +102,7 @@ def test_the_expert_errs_at_the_rates_given():
     stubborn = played(hasty=0.0, stubborn=1.0)
     assert all(len({t.tool_calls[0]["arguments"]["expression"] for t in e if t.tool_calls}) == 1 for e in stubborn)
     row = TASK.row("train", 0)
-    texts = [[t.tool_calls for t in expert_plays(TASK, row, seed=seed)] for seed in (0, 0, *range(1, 9))]
+    texts = [[t.tool_calls for t in play_expert(TASK, row, seed=seed)] for seed in (0, 0, *range(1, 9))]
     assert texts[0] == texts[1] and any(other != texts[0] for other in texts)
 
 

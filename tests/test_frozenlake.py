@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plays import play
 
 from agentr1_jax.envs.base import Action, Task
 from agentr1_jax.envs.frozenlake import distances, frozenlake_task, game
@@ -26,16 +27,6 @@ GYM = {"layout": "SFFF/FHFH/FFFH/HFFG"}
 """Gymnasium's 4x4 map."""
 ACTIONS = ("go west", "go south", "go east", "go north")
 """In the order of Gymnasium's action numbers 0 to 3."""
-
-
-def play(task, row, texts, seed=0):
-    """The first observation, then a transition for each text."""
-
-    async def run():
-        env = task.env()
-        return [await env.reset(row, seed), *[await env.step(Action(np.zeros(0, np.int32), text)) for text in texts]]
-
-    return asyncio.run(run())
 
 
 def gym_transitions(lake, cell, action):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plays import play_expert
 
 from agentr1_jax.envs.base import Action, Task
 from agentr1_jax.envs.gsm8k import Gsm8kTask, number
@@ -34,20 +35,6 @@ def task(data_dir):
     return Gsm8kTask(data_dir)
 
 
-def expert_plays(task, row):
-    async def run():
-        env, expert, shown, out = task.env(), task.expert(row, 0), None, []
-        await env.reset(row, 0)
-        for _ in range(40):
-            out.append(await env.step(Action(np.zeros(0, np.int32), expert(shown))))
-            if out[-1].terminated:
-                break
-            shown = out[-1].observation.content
-        return out
-
-    return asyncio.run(run())
-
-
 def test_rows_are_the_published_problems(task):
     it: Task = task
     assert (it.size("train"), it.size("eval")) == (7473, 1319)
@@ -67,7 +54,7 @@ def test_the_expert_calculates_as_the_solution_does_and_is_right(task):
     for split in ("train", "eval"):
         for i in range(400):
             row = task.row(split, i)
-            episode = expert_plays(task, row)
+            episode = play_expert(task, row, limit=40)
             assert episode[-1].metrics["em"] == 1 and episode[-1].outcome is Outcome.ANSWERED
             told += [1, len(row["calculations"]), sum(call["ok"] for t in episode for call in t.tool_calls)]
     # Some annotations are no expressions (`1/2cup`); they come back as errors that a policy can see.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 
@@ -10,8 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plays import play
 
-from agentr1_jax.envs.base import Action, Task
+from agentr1_jax.envs.base import Task
 from agentr1_jax.envs.keydoor import WORTH, game, keydoor_task
 from agentr1_jax.envs.tabular import policy_return
 from agentr1_jax.envs.tabular_task import NO_ACTION
@@ -23,16 +23,6 @@ from experiments import tasks
 TASK = keydoor_task()
 SMALL = keydoor_task(rooms=1, key_count=2, noise=0.5)
 SPLITS = ("train", "eval", "dev")
-
-
-def play(task, row, texts, seed=0):
-    """The first observation, then a transition for each text."""
-
-    async def run():
-        env = task.env()
-        return [await env.reset(row, seed), *[await env.step(Action(np.zeros(0, np.int32), text)) for text in texts]]
-
-    return asyncio.run(run())
 
 
 def expected_return(game_, actions):

@@ -11,6 +11,7 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from plays import play_expert
 
 from agentr1_jax.envs import data_folder, multihop
 from agentr1_jax.envs.base import Action
@@ -62,20 +63,6 @@ def play(task, row, texts):
         env = task.env()
         await env.reset(row, 0)
         return [await env.step(Action(np.zeros(0, np.int32), text)) for text in texts]
-
-    return asyncio.run(run())
-
-
-def play_expert(task, row, limit=6):
-    async def run():
-        env, expert, observation, transitions = task.env(), task.expert(row, 0), None, []
-        await env.reset(row, 0)
-        for _ in range(limit):
-            transitions.append(await env.step(Action(np.zeros(0, np.int32), expert(observation))))
-            if transitions[-1].terminated:
-                break
-            observation = transitions[-1].observation.text
-        return transitions
 
     return asyncio.run(run())
 

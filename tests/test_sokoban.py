@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plays import play
 
 from agentr1_jax.envs.base import Action, Task
 from agentr1_jax.envs.sokoban import MOVES, drawn, game, moved, moves_left, read_level, sokoban_task
@@ -22,16 +23,6 @@ from experiments import tasks
 TASK = sokoban_task()
 TWO = sokoban_task(size=3, boxes=2, walls=0.0, least_moves=2, most_moves=6)
 SPLITS = ("train", "eval", "dev")
-
-
-def play(task, row, texts, seed=0):
-    """The first observation, then a transition for each text."""
-
-    async def run():
-        env = task.env()
-        return [await env.reset(row, seed), *[await env.step(Action(np.zeros(0, np.int32), text)) for text in texts]]
-
-    return asyncio.run(run())
 
 
 def searched(layout):

@@ -7,11 +7,11 @@ import json
 import textwrap
 
 import letters
-import numpy as np
 import pytest
+from plays import play
 
 from agentr1_jax.agents.session import Identity, ScriptedSession
-from agentr1_jax.envs.base import Action, Task
+from agentr1_jax.envs.base import Task
 from agentr1_jax.envs.verifiers_env import Message, tool_schemas, verifiers_task
 from agentr1_jax.rollout import runner
 from agentr1_jax.runtime.errors import UserError
@@ -118,14 +118,6 @@ def file(tmp_path):
         return str(tmp_path / name)
 
     return write
-
-
-def play(task, row, texts):
-    async def run():
-        env = task.env()
-        return [await env.reset(row, 0), *[await env.step(Action(np.zeros(0, np.int32), text)) for text in texts]]
-
-    return asyncio.run(run())
 
 
 def test_one_turn_is_scored_by_the_rubric(file):
