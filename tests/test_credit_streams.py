@@ -92,7 +92,7 @@ def test_the_outcome_table_decides_on_reward_and_training(monkeypatch):
     streams = flatten(trajectories)
     np.testing.assert_array_equal(streams.rewards, [0, 0, 0, 1])
     np.testing.assert_array_equal(streams.outcome, [0, 1])
-    np.testing.assert_array_equal(streams.trained, [False, True])
+    np.testing.assert_array_equal(streams.trained, [False, False, True, True])
     np.testing.assert_array_equal(streams.cut, [True, False])
 
 

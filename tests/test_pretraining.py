@@ -93,7 +93,7 @@ def supervised(monkeypatch, config, stop_after=None, break_at=None):
         engine = types.SimpleNamespace(compile=lambda params: None, dispatch=None)
         patch.setattr(build, "engine", lambda *_: engine)
         patch.setattr(train, "evaluate", lambda *_, **__: {})
-        patch.setattr(train, "finish", lambda *_: None)
+        patch.setattr("experiments.closing.finish", lambda *_: None)
         patch.setattr(learning, "learn", counted)
         if break_at:
             patch.setattr(train, break_at, broken)
