@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from etils import epath
 
-from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.errors import UserError
 
 BUCKETS = "gs://"
 

@@ -70,6 +70,7 @@ def _task(c: ConfigDict) -> None:
     c.task.rewards.format = 0.1  # raw part is -1 for an ill-formed step
     c.task.rewards.gold_passage = 0.1  # for each gold passage first retrieved
     c.task.rewards.repeated_query = -0.1  # for each call made before
+    c.task.rewards.wasted_call = -0.2  # countdown: for each call with other numbers, or to a value seen before
     c.task.rewards.state = 1.0  # bfcl: the end state is that of the ground truth
     c.task.rewards.turn_state = 0.0  # bfcl: and the state after each request
     c.task.rewards.summary = 0.2  # whereabouts: a summary has everybody where they are
@@ -298,6 +299,7 @@ def _credit(c: ConfigDict) -> None:
     c.credit.args.alpha = placeholder(float)  # hgpo: the longer shared history counts (k + 1)^alpha times
 
     c.shaping = ConfigDict()  # what is done to rewards before credit; see agentr1_jax/credit/shaping.py
+    c.shaping.limits_end = False  # what the budget cut is over: limits are part of the task; else a critic values on
     c.shaping.terminal_only = False  # the sum of a trajectory's rewards is given on its last step
     c.shaping.process_parts = ()  # reward parts that are process rewards
     c.shaping.process_norm = "none"  # none | group | batch: over whose steps they are normalised

@@ -14,8 +14,8 @@ def get_config() -> ml_collections.ConfigDict:
     """Countdown, a decoder of 0.3M parameters, step-level credit."""
     c = base.get_config()
     c.run_dir = "runs/countdown"
-    c.updates = 80
-    c.warm_start_updates = 300
+    c.updates = 180
+    c.warm_start_updates = 500
     c.task.name = "countdown"
     c.tokenizer.vocab_size = 512  # every number is one piece
     c.policy.preset = "tiny"
@@ -36,9 +36,11 @@ def get_config() -> ml_collections.ConfigDict:
     c.loss.chunk = 512
     c.credit.name = "step_gae"
     c.credit.args.lam = 0.95
+    c.shaping.limits_end = True  # six steps are part of the task
     c.optimizer.name = "muon"
-    c.optimizer.lr = 5e-4
-    c.warm_start.demonstrations = 6000
+    c.optimizer.lr = 6e-4
+    c.optimizer.schedule = "linear"
+    c.warm_start.demonstrations = 12000
     c.warm_start.practice = 0.0
     c.warm_start.batch = 40
     return c

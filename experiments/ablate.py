@@ -13,7 +13,8 @@ The same command again resumes the grid, and where all runs are finished only dr
 `learner.advantage_mask`. A scheme that needs a critic gets `critic=shared_trunk` where the config has none, and an arm
 without a mask gets rows with room for what it reads more; the table says so. Every run is checked before any starts.
 
-All arms of a seed start RL from one warm start, which is made first, by the config without the changes of any arm.
+All arms of a seed start RL from one warm start, which is made first, by the config without the changes of any arm; arms
+with a context rule of their own from one under that rule.
 Folders: OUT/<arm>/seed<k>, OUT/warm_start/seed<k>; log and config of a run lie beside its folder. OUT gets
 ablation.png, ablation.md and ablation.csv. Ctrl-C and SIGTERM have all runs save and leave.
 """
@@ -27,8 +28,8 @@ from absl import flags
 from rich.console import Console
 
 from agentr1_jax import files, kept
+from agentr1_jax.errors import UserError
 from agentr1_jax.runtime import config as configs
-from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.runtime.processes import StopRequest
 from experiments.ablation import cost, fleet, grid
 from experiments.ablation.comparison import compare

@@ -146,7 +146,7 @@ class Worker:
         visits = range(self.update * c.groups, (self.update + 1) * c.groups)
         places = build.dealt(c.groups)
         with timed(out, "rollout"):
-            groups = list(circle.groups_of(run, "rl", "train", places, [visits[i] for i in places], c.samples))
+            groups = circle.groups_of(run, "rl", "train", places, [visits[i] for i in places], c.samples)
             work = run_groups(
                 run.engine,
                 view,

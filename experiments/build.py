@@ -24,6 +24,7 @@ from agentr1_jax.agents.session import Identity
 from agentr1_jax.credit import SCHEMES
 from agentr1_jax.credit.shaping import Shaping
 from agentr1_jax.envs.base import Task
+from agentr1_jax.errors import UserError
 from agentr1_jax.learner.losses import LossConfig
 from agentr1_jax.learner.optimizer import make_optimizer
 from agentr1_jax.learner.schedules import rate
@@ -48,7 +49,6 @@ from agentr1_jax.rollout.runner import Limits
 from agentr1_jax.rollout.sampling import Sampling
 from agentr1_jax.runtime import checkpoint, processes
 from agentr1_jax.runtime import mesh as meshes
-from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.runtime.seeds import seed_of
 from agentr1_jax.text.chat import chat_format
 from agentr1_jax.text.dialects import DIALECTS, make_dialect
@@ -269,7 +269,7 @@ def credit_room(config: ml_collections.ConfigDict) -> dict[str, int]:
 def most_steps(config: ml_collections.ConfigDict) -> int:
     """The most steps of a trajectory, summaries among them; none of these follows the last step."""
     steps = config.budget.max_steps + config.budget.final_answer_step
-    return steps if context_rule(config.context.rule).due is None else 2 * steps
+    return steps if context_rule(config.context.rule).due is None else 2 * steps - 1
 
 
 def most_sampled(config: ml_collections.ConfigDict) -> int:

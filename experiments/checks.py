@@ -13,7 +13,9 @@ from agentr1_jax import files
 from agentr1_jax.agents.context import RULES, Rule, context_rule
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.credit import SCHEMES, Scheme, get_scheme
-from agentr1_jax.envs.base import Observation, Row, Task
+from agentr1_jax.envs.base import Observation, Row, Task, sums_up
+from agentr1_jax.envs.mixture import MixtureTask
+from agentr1_jax.errors import UserError
 from agentr1_jax.learner.correction import CORRECTIONS
 from agentr1_jax.learner.fill import AGGREGATES
 from agentr1_jax.learner.kl import adapted_kl_coef
@@ -25,7 +27,6 @@ from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.params import CRITICS
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import mesh as meshes
-from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.runtime.profile import parse_updates
 from agentr1_jax.runtime.sinks import check_sinks
 from experiments import build, curriculum
@@ -344,8 +345,15 @@ def check_task(config: ml_collections.ConfigDict, task: Task) -> None:
                 f"shaping.process_parts: task {task.name!r} has no reward part {part!r}; it has "
                 f"{', '.join(task.reward_parts)}"
             )
-    for _, observation in _openings(config, task, rows=1):
-        _check_observation(config, task, observation)
+    rule = context_rule(config.context.rule)
+    imitates = bool(config.warm_start_updates or config.control) and not config.warm_start.run
+    if rule.due is not None and imitates and not sums_up(task):
+        raise UserError(
+            f"context.rule {rule.name!r} asks for summaries, and the expert of task {task.name!r} writes none to "
+            "imitate; choose another context.rule, set warm_start_updates=0, or name a run in warm_start.run"
+        )
+    for row, observation in _openings(config, task, rows=1):
+        _check_observation(config, row.get("task", task.name), observation)
 
 
 def check_openings(config: ml_collections.ConfigDict, task: Task, agent: EnvLoop) -> None:
@@ -366,12 +374,17 @@ def check_openings(config: ml_collections.ConfigDict, task: Task, agent: EnvLoop
 
 
 def _openings(config: ml_collections.ConfigDict, task: Task, rows: int) -> Iterator[tuple[Row, Observation]]:
-    """The first rows of each split that a run uses, and how their episodes begin."""
+    """The first rows of each split that a run uses, of each task of a mixture, and how their episodes begin."""
 
     async def first_observation(row: Row) -> Observation:
         return await task.env().reset(row, seed=0)
 
-    for split in ("train", config.eval.split):
+    splits = [
+        f"{split}/{name}" if name and "/" not in split else split
+        for split in ("train", config.eval.split)
+        for name in (task.names if isinstance(task, MixtureTask) else [""])
+    ]
+    for split in dict.fromkeys(splits):
         try:
             chosen = [task.row(split, index) for index in range(rows)]
         except ValueError as error:
@@ -380,22 +393,22 @@ def _openings(config: ml_collections.ConfigDict, task: Task, rows: int) -> Itera
             yield row, asyncio.run(first_observation(row))
 
 
-def _check_observation(config: ml_collections.ConfigDict, task: Task, observation: Observation) -> None:
+def _check_observation(config: ml_collections.ConfigDict, task: str, observation: Observation) -> None:
     scheme, _ = get_scheme(config.credit.name, build.credit_args(config))
     if scheme.needs_state_key and observation.state_key is None:
         raise UserError(
-            f"credit scheme {scheme.name!r} compares steps of equal state_key, and observations of task {task.name!r} "
+            f"credit scheme {scheme.name!r} compares steps of equal state_key, and observations of task {task!r} "
             "have none; set Observation.state_key in the environment, or choose another credit.name"
         )
     rule = context_rule(config.context.rule)
     if rule.needs_evidence and observation.evidence is None:
         raise UserError(
             f"context.rule {rule.name!r} builds prompts from what the environment has shown, and observations of task "
-            f"{task.name!r} do not say it; set Observation.evidence in the environment, or choose another context.rule"
+            f"{task!r} do not say it; set Observation.evidence in the environment, or choose another context.rule"
         )
     if config.shaping.potential and observation.potential is None:
         raise UserError(
-            f"shaping.potential is {config.shaping.potential}, and observations of task {task.name!r} have no "
+            f"shaping.potential is {config.shaping.potential}, and observations of task {task!r} have no "
             "potential; set Observation.potential in the environment, or shaping.potential=0"
         )
 

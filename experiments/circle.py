@@ -7,7 +7,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TypeVar
 
 import ml_collections
@@ -113,11 +113,13 @@ def documents(run: Run) -> list[Trajectory]:
 
 def groups_of(
     run: Run, phase: str, split: str, places: Sequence[int], visits: Sequence[int], samples: int
-) -> Iterator[Group]:
-    """Groups of a batch: their places in it, and the running indices of their rows."""
-    for place, visit in zip(places, visits, strict=True):
-        (names,) = build.identities(run.task, run.config.seed, phase, [place], [visit], samples)
-        yield Group(row_of(run, split, visit), names)
+) -> list[Group]:
+    """Groups of a batch: their places in it, and the running indices of their rows.
+
+    All at once: a row may come from a server, and nobody waits for one within the engine's loop.
+    """
+    identities = build.identities(run.task, run.config.seed, phase, places, visits, samples)
+    return [Group(row_of(run, split, visit), names) for visit, names in zip(visits, identities, strict=True)]
 
 
 def row_of(run: Run, split: str, visit: int) -> Row:

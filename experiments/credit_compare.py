@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentr1_jax import files
+from agentr1_jax.errors import UserError
 from agentr1_jax.learner import fill
 from agentr1_jax.report import credit as plots
 from agentr1_jax.report import credit_stats as stats
@@ -30,7 +31,6 @@ from agentr1_jax.report.credit_page import ShownStep, write_page
 from agentr1_jax.report.tables import format_value, markdown_table
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import mesh as meshes
-from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.text.tokenizer import Tokenizer
 from agentr1_jax.trajectory import POLICIES, Step, Trajectory
 from experiments import build, learning

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import ml_collections
 
 from agentr1_jax.envs.base import Row
-from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.errors import UserError
 
 
 def stages(config: ml_collections.ConfigDict) -> list[tuple[int, int]]:
@@ -49,4 +49,5 @@ def limited(row: Row, found: Sequence[tuple[int, int]], visit: int, groups: int)
     """
     if not found:
         return row
-    return {**row, "max_steps": found[bisect.bisect_right(found, visit // groups, key=lambda stage: stage[0]) - 1][1]}
+    allowed = found[bisect.bisect_right(found, visit // groups, key=lambda stage: stage[0]) - 1][1]
+    return {**row, "max_steps": min(allowed, row.get("max_steps", allowed))}

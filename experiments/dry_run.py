@@ -10,7 +10,7 @@ import ml_collections
 from rich.console import Console
 from rich.table import Table
 
-from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.errors import UserError
 from experiments import build, topology
 from experiments.plan import Plan, activation_bytes, device_bytes, make_plan, programs, total_bytes
 

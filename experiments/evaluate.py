@@ -31,8 +31,8 @@ from collections.abc import Sequence
 from absl import flags
 from rich.console import Console
 
+from agentr1_jax.errors import UserError
 from agentr1_jax.runtime import config as configs
-from agentr1_jax.runtime.errors import UserError
 from experiments.evaluation import modes
 from experiments.evaluation.run import evaluate
 from experiments.evaluation.setting import Request

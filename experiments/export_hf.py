@@ -21,11 +21,11 @@ from absl import flags
 from rich.console import Console
 
 from agentr1_jax import files
+from agentr1_jax.errors import UserError
 from agentr1_jax.policy import weights
 from agentr1_jax.policy.config import Lora
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import mesh as meshes
-from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.text.sentencepiece import SentencePieceTokenizer
 from agentr1_jax.text.tokenizer import Tokenizer
 from experiments import build

@@ -22,12 +22,12 @@ from rich.console import Console
 from rich.table import Table
 
 from agentr1_jax.credit import SCHEMES
+from agentr1_jax.errors import UserError
 from agentr1_jax.learner.fill import AGGREGATES
 from agentr1_jax.learner.ratios import RATIOS
 from agentr1_jax.report.gradients import plot_gradients
 from agentr1_jax.report.tables import markdown_table
 from agentr1_jax.runtime import config as configs
-from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.runtime.progress import progress
 from experiments.credit.bias import LOSSES, REFERENCE, Row, chosen, off_policy, on_policy, plain, variants
 from experiments.credit.estimates import LEVEL

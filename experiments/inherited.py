@@ -12,10 +12,10 @@ import ml_collections
 import orbax.checkpoint as ocp
 
 from agentr1_jax import files
+from agentr1_jax.errors import UserError
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.checkpoint import newest_intact
-from agentr1_jax.runtime.errors import UserError
 
 SAME = ("policy.", "tokenizer.")
 KEY = "warm_start.run: "

@@ -12,16 +12,16 @@ from typing import Any
 from absl import logging
 
 from agentr1_jax import files
+from agentr1_jax.errors import UserError
 from agentr1_jax.learner.update import LearnerState
 from agentr1_jax.runtime import processes
 from agentr1_jax.runtime.checkpoint import Checkpoints
 from agentr1_jax.runtime.compiles import CompileCounter
-from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.runtime.metrics import MetricsWriter
 from agentr1_jax.runtime.processes import StopRequest
 from agentr1_jax.trajectory import Trajectory, read_jsonl, write_jsonl
 
-FORMAT = 1
+FORMAT = 2
 """Of the checkpoints; grows where an earlier version could not go on with them."""
 
 
@@ -33,6 +33,8 @@ class Position:
       phase: `pretraining`, `warm_start`, `rl` or `done`: the phase that is under way or comes next.
       update: updates (batches) of that phase which are done.
       visits: running index of the next group of task rows.
+      evaluated: updates of RL after which the last evaluation on the way was made; those after this checkpoint are
+        made again by who goes on from it.
       first_checkpoint: number of the checkpoint at update 0 of that phase.
       metrics_index: index of the next record of metrics.jsonl.
       kl_coef: present coefficient of an adaptive KL; None for the config's.
@@ -47,6 +49,7 @@ class Position:
     phase: str = "pretraining"
     update: int = 0
     visits: int = 0
+    evaluated: int = 0
     first_checkpoint: int = 0
     metrics_index: int = 0
     kl_coef: float | None = None
@@ -60,11 +63,13 @@ class Position:
     @classmethod
     def of(cls, record: Mapping[str, Any], where: str) -> Position:
         """What a checkpoint's record says. Raises UserError if a newer version wrote it in the folder `where`."""
-        if record.get("format", FORMAT) > FORMAT:
+        if record.get("format", 1) > FORMAT:
             raise UserError(
                 f"{where}: its checkpoints have format {record['format']}, this version knows {FORMAT}; go on with the "
                 "newer version, or choose another --config.run_dir"
             )
+        if record.get("format", 1) < 2:  # They were saved after the evaluation.
+            record = {**record, "evaluated": record["update"], "format": FORMAT}
         return cls(**record)
 
     def enter(self, phase: str) -> None:
@@ -88,8 +93,8 @@ class Unused:
         path = os.path.join(self._folder, f"{number}.p{processes.process_index()}.jsonl.gz")
         if trajectories:
             write_jsonl(path, trajectories)
-        elif os.path.exists(path):
-            os.remove(path)
+        elif files.exists(path):
+            files.remove(path)
 
     def read(self, number: int) -> list[Trajectory]:
         """Those of all processes there were; the groups of a file that cannot be read are sampled again."""

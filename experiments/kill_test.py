@@ -2,12 +2,13 @@
 
     python -m experiments.kill_test [--kills=20] [--out=FOLDER] [train:--config=FILE train:--config.key=value ...]
 
-SIGKILL goes to the whole process group, in turn while it rolls out, updates, writes a checkpoint, writes trajectories,
-and at any moment at all; in between it is SIGTERM, which does not count. A run that ends before its next kill is
-followed by another one. Arguments that begin with `train:` come after those of the small config, or replace them where
-they name a config. Each run is compared with the one that was left alone:
+SIGKILL goes to the whole process group, in turn while it rolls out, updates, is about to evaluate, writes a checkpoint,
+writes trajectories, and at any moment at all; in between it is SIGTERM, which does not count. A run that ends before
+its next kill is followed by another one. Arguments that begin with `train:` come after those of the small config, or
+replace them where they name a config. Each run is compared with one that was left alone:
 
-- sampled in turn (`rollout.staleness=0`): parameters, metrics without `time/` and trajectories are bit-equal;
+- sampled in turn (`rollout.staleness=0`): parameters, metrics without `time/` and trajectories are bit-equal (for a
+  batch of which a start that was asked to stop had finished some groups, all but what engine and tools had to do);
 - sampled ahead: each group of each batch is there once, whole and no older than allowed, and none that a checkpoint
   called finished was sampled a second time.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import glob
 import json
 import os
@@ -24,7 +26,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,8 @@ import orbax.checkpoint as ocp
 from absl import flags
 from rich.console import Console
 
+from agentr1_jax.errors import UserError
 from agentr1_jax.runtime import config as configs
-from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.runtime.metrics import read_metrics
 from agentr1_jax.trajectory import Trajectory
 from experiments import recordings
@@ -61,10 +63,15 @@ SMALL = {
     "rollout.slots": 8,
     "rollout.deterministic": True,
     "eval.questions": 8,
-    "eval.every": 0,
+    "eval.every": 3,
+    "eval.quick_questions": 4,
     "checkpoint_every": 1,
 }
 """The small config: what differs from configs/quickstart.py."""
+WORK = ("rollout/moved_tokens", "rollout/occupancy", "rollout/prefill_", "tools/")
+"""Metrics of what engine and tools do for a batch."""
+BEFORE_EVALUATIONS = "trajectories/rl_*[258].jsonl.gz"
+"""What is written last before those of the small config: batches are counted from 0, and `eval.every` is 3."""
 MOST_RUNS_PER_KILL = 3
 POLL_SECONDS = 0.001
 LAST_WORDS = 3000
@@ -90,33 +97,36 @@ class Aim:
 
 
 def in_rollout(times: Times, rng: np.random.Generator) -> float:
-    """After a batch's trajectories were written: within the next rollout."""
+    """After a batch's trajectories were written: within the next rollout, or the evaluation before it."""
     return times.learn + rng.uniform(0, times.rollout)
 
 
 AIMS = {
     "rolling out": Aim("trajectories/rl_*.gz", in_rollout),
     "updating": Aim("trajectories/rl_*.gz", lambda times, rng: rng.uniform(0, times.learn)),
+    "about an evaluation": Aim(BEFORE_EVALUATIONS, in_rollout),
     "writing a checkpoint": Aim("checkpoints/*tmp*", lambda _, rng: rng.uniform(0, 0.02)),
     "writing trajectories": Aim("trajectories/rl_*", lambda _, rng: 0.0),  # Its .partial, where it is seen in time.
     "any moment": Aim("", lambda times, rng: rng.uniform(0, times.all)),
     "rolling out, asked to stop": Aim("trajectories/rl_*.gz", in_rollout, signal.SIGTERM),
+    "about an evaluation, asked to stop": Aim(BEFORE_EVALUATIONS, in_rollout, signal.SIGTERM),
 }
 
 
 def main(argv: Sequence[str]) -> None:
-    """One run that is left alone, then others that are killed until there were enough kills."""
+    """Two runs that are left alone, then others that are killed until there were enough kills."""
     out, rng, console = Path(OUT.value), np.random.default_rng(SEED.value), Console(soft_wrap=True)
     if out.exists():
         raise UserError(f"{out} exists; remove it or choose another --out")
     command = [sys.executable, "-m", "experiments.train", *arguments(argv[1:])]
 
-    straight = out / "straight"
-    times = left_alone(command, straight)
+    first, straight = out / "first", out / "straight"
+    left_alone(command, first)
+    times = left_alone(command, straight)  # Of a run that finds its programs, as those that are killed do.
     console.print(f"left alone: {times.all:.0f} s; a rollout {times.rollout:.2f} s, an update {times.learn:.2f} s")
     kills: collections.Counter[str] = collections.Counter()
     tries: collections.Counter[str] = collections.Counter()  # A run may end before the moment comes.
-    faults: list[str] = []
+    faults = faults_of(first, straight, [])
     for number in range(MOST_RUNS_PER_KILL * KILLS.value):
         if by_sigkill(kills) == KILLS.value:
             break
@@ -235,8 +245,9 @@ def faults_of(run: Path, straight: Path, finished: Sequence[Trajectory]) -> list
     config = json.loads((run / "config.json").read_text())
     if config["rollout"]["staleness"]:
         return batch_faults(run, config, finished)
+    resumed = {int(t.uid.split("/")[1]) // config["rollout"]["groups"] + 1 for t in finished}
     views: dict[str, Callable[[Path], Mapping[str, Any]]] = {
-        "record": records_of,
+        "record": functools.partial(records_of, resumed=resumed),
         "trajectories": files_of,
         "parameters": state_of,
     }
@@ -248,10 +259,17 @@ def differences(what: str, mine: Mapping[str, Any], expected: Mapping[str, Any])
     return [f"{what} {name} differs" for name in sorted({*mine, *expected}) if mine.get(name) != expected.get(name)]
 
 
-def records_of(run: Path) -> dict[str, dict[str, Any]]:
-    """Records of metrics by their index, without fields that tell a time."""
-    records = read_metrics(run / "metrics.jsonl")
-    return {str(r["index"]): {key: x for key, x in r.items() if not key.startswith("time/")} for r in records}
+def records_of(run: Path, resumed: Collection[int]) -> dict[str, dict[str, Any]]:
+    """Records of metrics by their index, without fields that tell a time.
+
+    Those of the updates `resumed`, some of whose groups an earlier start had finished, are without what engine and
+    tools did in the start that trained them: it had less to do.
+    """
+    records = {}
+    for r in read_metrics(run / "metrics.jsonl"):
+        left_out = ("time/", *WORK) if r["phase"] == "rl" and r["update"] in resumed else ("time/",)
+        records[str(r["index"])] = {key: x for key, x in r.items() if not key.startswith(left_out)}
+    return records
 
 
 def files_of(run: Path) -> dict[str, bytes]:

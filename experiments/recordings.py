@@ -13,8 +13,8 @@ import re
 from collections.abc import Sequence
 
 from agentr1_jax import files
+from agentr1_jax.errors import UserError
 from agentr1_jax.runtime import processes
-from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.trajectory import Trajectory, read_jsonl, write_jsonl
 
 _FILE = re.compile(r"(?P<name>[^.]+)(\.p\d+)?\.jsonl\.gz")

@@ -9,9 +9,9 @@ from typing import TypeVar
 
 import ml_collections
 
+from agentr1_jax.errors import UserError
 from agentr1_jax.policy.embedder import DTYPES, QUERY_TOKENS, Embedder
 from agentr1_jax.policy.encoder import POOLINGS
-from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.tools.search import Corpus, RemoteRetriever, Retriever, build_or_load
 from agentr1_jax.tools.search.dense import Dense, Dispatch, at_once
 from agentr1_jax.tools.search.vectors import corpus_vectors

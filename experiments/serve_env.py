@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import inspect
 import json
 import threading
 import time
 import urllib.parse
 import uuid
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -137,20 +138,18 @@ def server(task: Task, host: str, port: int) -> ThreadingHTTPServer:
 
         def do_GET(self) -> None:
             path, _, query = self.path.partition("?")
-            asked: dict[str, Any] = dict(urllib.parse.parse_qsl(query))
-            if "index" in asked:
-                asked["index"] = int(asked["index"])
-            self._answer(path, ("/info", "/rows"), asked)
+            self._answer(path, ("/info", "/rows"), lambda: _read_query(query))
 
         def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            self._answer(self.path, ("/reset", "/step", "/close"), asked)
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            self._answer(self.path, ("/reset", "/step", "/close"), lambda: json.loads(body))
 
-        def _answer(self, path: str, known: Sequence[str], asked: Mapping[str, Any]) -> None:
+        def _answer(self, path: str, known: Sequence[str], read: Callable[[], Mapping[str, Any]]) -> None:
             try:
                 if path not in known:
                     raise Refused(404, f"no {path}")
-                status, answer = 200, getattr(service, path[1:])(**asked)
+                method = getattr(service, path[1:])
+                status, answer = 200, method(**_arguments(method, read))
             except Refused as error:
                 status, answer = error.status, {"error": str(error)}
             except Exception as error:
@@ -167,6 +166,20 @@ def server(task: Task, host: str, port: int) -> ThreadingHTTPServer:
             logging.debug(format, *args)
 
     return ThreadingHTTPServer((host, port), Handler)
+
+
+def _read_query(query: str) -> Mapping[str, Any]:
+    asked: dict[str, Any] = dict(urllib.parse.parse_qsl(query))
+    return asked | {"index": int(asked["index"])} if "index" in asked else asked
+
+
+def _arguments(method: Callable[..., Any], read: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+    try:
+        asked = read()
+        inspect.signature(method).bind(**asked)
+    except (ValueError, TypeError) as error:
+        raise Refused(400, f"cannot be read: {error}") from error
+    return asked
 
 
 def main(argv: Sequence[str]) -> None:

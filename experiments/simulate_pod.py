@@ -27,9 +27,9 @@ from rich.console import Console
 from rich.table import Table
 
 from agentr1_jax import files
+from agentr1_jax.errors import UserError
 from agentr1_jax.report.tables import markdown_table
 from agentr1_jax.runtime import config as configs
-from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.runtime.progress import progress
 from experiments.pod import results as told
 from experiments.pod.measured import Recording, measured_latency, measured_speeds, read_run, replay

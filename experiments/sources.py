@@ -13,10 +13,10 @@ import ml_collections
 from jax.sharding import Mesh
 
 from agentr1_jax import files
+from agentr1_jax.errors import UserError
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.policy.params import join, merge_adapters
-from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.text.tokenizer import Tokenizer
 from configs import base
 from experiments import build, inherited

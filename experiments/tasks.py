@@ -28,9 +28,9 @@ from agentr1_jax.envs.sokoban import sokoban_task
 from agentr1_jax.envs.tabular_task import REWARD_PARTS
 from agentr1_jax.envs.verifiers_env import verifiers_task
 from agentr1_jax.envs.whereabouts import WhereaboutsTask
+from agentr1_jax.errors import UserError
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import processes
-from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.tools.base import Tool
 from agentr1_jax.tools.calculator import CalculatorTool
 from agentr1_jax.tools.limits import ToolLimits, wrapped
@@ -109,7 +109,7 @@ def make_task(config: ml_collections.ConfigDict, meter: Meter | None = None, dis
 def _make(config: ml_collections.ConfigDict, name: str, wrap: Callable[[Tool], Tool], dispatch: Dispatch) -> Task:
     if name in KINDS:
         kind = KINDS[name]
-        weights = {part: weight for part, weight in config.task.rewards.items() if part in kind.parts}
+        weights = {part: config.task.rewards[part] for part in kind.parts}
         return kind.make(Setting(config, wrap, dispatch, weights))
     make, args = TASKS[name], config.task.args.to_dict()
     try:
@@ -253,6 +253,12 @@ def _gsm8k(s: Setting) -> Task:
 
 
 def _whereabouts(s: Setting) -> Task:
+    c, most = s.config.task.whereabouts, s.config.budget.max_steps
+    if most < c.reports + 1:
+        raise UserError(
+            f"whereabouts: its question comes at step {c.reports + 1} (task.whereabouts.reports + 1), beyond "
+            f"budget.max_steps ({most}); raise it, or lower task.whereabouts.reports"
+        )
     return WhereaboutsTask(**s.config.task.whereabouts.to_dict(), reward_weights=s.weights)
 
 

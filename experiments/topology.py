@@ -12,7 +12,7 @@ import jax
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 
-from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.errors import UserError
 
 # libtpu asks for them while it loads; off a TPU it would wait for a metadata server that does not answer. It guards the
 # chips of a machine by a lock, which who only compiles does not need.

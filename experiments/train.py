@@ -16,6 +16,7 @@ import ml_collections
 from absl import flags, logging
 
 from agentr1_jax.credit.shaping import Moments
+from agentr1_jax.errors import UserError
 from agentr1_jax.learner.kl import adapted_kl_coef
 from agentr1_jax.learner.schedules import rate_by_progress
 from agentr1_jax.learner.update import LearnerState
@@ -25,7 +26,6 @@ from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import processes
 from agentr1_jax.runtime.checkpoint import Checkpoints
 from agentr1_jax.runtime.compiles import CompileCounter
-from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.runtime.lock import lock
 from agentr1_jax.runtime.memory import use_huge_pages
 from agentr1_jax.runtime.metrics import MetricsWriter
@@ -38,7 +38,7 @@ from agentr1_jax.runtime.team import join
 from agentr1_jax.tools.meter import Meter
 from agentr1_jax.trajectory import Trajectory
 from experiments import build, checks, circle, closing, dry_run, inherited, learning, phases, recordings, tasks
-from experiments.batches import ages, sampler
+from experiments.batches import Batches, ages, sampler
 from experiments.circle import Run
 from experiments.journal import Journal, Position, Stopped, Unused, add_totals, count_recompiles
 from experiments.learning import Pending
@@ -94,6 +94,8 @@ def train(config: ml_collections.ConfigDict, started: float) -> None:
         journal = Journal(position, metrics, checkpoints, unused, stop, compiles, started)
         try:
             circle.compile_engine(run, state.params)
+            if stop.agreed():
+                raise Stopped
             logging.info("programs of the set-up: %s", compiles)
             if position.phase == "pretraining":
                 state = restart(pretrain(run, journal, phases.pretraining(run, optimizer, layout), state).params)
@@ -253,6 +255,7 @@ def reinforce(run: Run, journal: Journal, learner: Learner, state: LearnerState)
     shown = progress("rl", position.update, config.updates, first)
     with sampler(run, journal, state.params) as batches, shown as show, traced as begin:
         for update in range(position.update, config.updates):
+            evaluate_if_due(run, journal, state, batches)
             begin(update)
             compiled = journal.compiles.count
             # A picture of one batch: of an engine that runs ahead there is none.
@@ -302,16 +305,30 @@ def reinforce(run: Run, journal: Journal, learner: Learner, state: LearnerState)
                     f"{SKIPPED_IN_A_ROW} updates in a row were not finite; the last good checkpoint is kept. "
                     "Lower optimizer.lr or look at learner/* in metrics.jsonl"
                 )
-            if config.eval.every and position.update % config.eval.every == 0 and position.update < config.updates:
-                name = f"eval_{position.update:06d}"
-                quick = config.eval.quick_questions
-                evaluate(run, journal, state, name, 0.0, quick, batches.background, breaks_off=False)
             if warmed_up:
                 count_recompiles(position, journal.compiles.count - compiled)
             warmed_up = warmed_up or bool(pending.updates)  # A batch without signal compiles no update.
             journal.save_if_due(state, config.checkpoint_every, unused=batches.unused)
     journal.save(state)
     return state
+
+
+def evaluate_if_due(run: Run, journal: Journal, state: LearnerState, batches: Batches) -> None:
+    """Evaluates on the way, after every `eval.every` updates. Raises Stopped where that is broken off; all is saved.
+
+    It comes after the checkpoint that is due with it and belongs to the next one: who goes on from the one before makes
+    it again.
+    """
+    c, position = run.config.eval, journal.position
+    if not c.every or position.update % c.every or position.evaluated == position.update:
+        return
+    name = f"eval_{position.update:06d}"
+    try:
+        evaluate(run, journal, state, name, 0.0, c.quick_questions, batches.background)
+    except Stopped:
+        journal.save(state, batches.unused())
+        raise
+    position.evaluated = position.update
 
 
 def refills_used(trajectories: Sequence[Trajectory], groups: int) -> int:
@@ -336,13 +353,11 @@ def evaluate(
     temperature: float,
     questions: int | None = None,
     within: Background | None = None,
-    breaks_off: bool = True,
 ) -> dict[str, float]:
     """Evaluates on unseen rows (`eval.questions` of them unless told); writes metrics and trajectories.
 
     Raises:
-      Stopped: the run is to stop, and the evaluation `breaks_off` for that. Nothing is saved: what was saved last comes
-        right before it.
+      Stopped: the run is to stop, and the evaluation is broken off. Nothing is saved.
     """
     count, update = questions or run.config.eval.questions, journal.position.update
     done = circle.roll_out(
@@ -354,10 +369,10 @@ def evaluate(
         samples=1,
         sampling=Sampling(temperature),
         version=update,
-        stop=lambda: breaks_off and journal.stop.requested,
+        stop=lambda: journal.stop.requested,
         within=within,
     )
-    stopped = breaks_off and journal.stop.agreed()  # Of all processes: also those that were not told to stop ask.
+    stopped = journal.stop.agreed()  # Of all processes: also those that were not told to stop ask.
     if stopped or done is None:
         raise Stopped
     shown, _ = done

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 from test_train import SMALL
 
+from agentr1_jax.errors import UserError
 from agentr1_jax.report import ablation
 from agentr1_jax.report.ablation import ArmResult, RunResult
 from agentr1_jax.report.statistics import area_under, mean_interval, paired_difference, two_stage_interval
 from agentr1_jax.runtime import config as configs
-from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.runtime.processes import StopRequest
 from agentr1_jax.trajectory import Outcome, Step, Trajectory, write_jsonl
 from configs import quickstart, resolved
@@ -79,6 +79,7 @@ def test_arms_are_schemes_with_settings_and_changes():
             r"(?s)needs? a warm start of its own:\n  policy\.width: None there, 16 here\nall arms",
         ),
         ("grpo+warm_start.lr=1.0", r"(?s)warm start of its own:\n  warm_start\.lr\n"),
+        ("grpo+pretrain.lr=1.0", r"(?s)warm start of its own:\n  pretrain\.lr\n"),
     ],
 )
 def test_nonsense_is_refused(config, text, message):
@@ -105,7 +106,7 @@ def test_every_run_starts_from_the_warm_start_of_its_seed(config):
     ]
     for start in starts:
         c = start.config
-        assert (c.updates, c.seed, c.critic, c.credit.name) == (0, start.seed, "none", "grpo")
+        assert (c.updates, c.seed, c.critic, c.credit.name) == (0, start.seed, "none", "reinforce")
         assert c.warm_start_updates == 900 and not c.warm_start.run
         checks.check(c, [FakeDevice()])
     for cell in cells:
@@ -121,6 +122,35 @@ def test_every_run_starts_from_the_warm_start_of_its_seed(config):
     assert not cells[0].note and "shared_trunk" in cells[1].note
     assert (grpo.loss.clip, step.loss.clip) == ("ppo", "dual")
     assert config.credit.args.lam == 0.95 and config.critic == "none"
+
+
+def test_what_an_algorithm_asks_for_is_not_asked_of_the_warm_start(config):
+    config.optimizer.critic_warmup, config.rollout.samples = 5, 1
+    starts, cells = cells_of(config, "token_gae,step_gae")
+    for cell in (*starts, *cells):
+        checks.check(cell.config, [FakeDevice()])
+
+
+def test_a_grid_costs_its_summaries_too(config):
+    config.context.summary_tokens, config.budget.trajectory_tokens = 7, 10**6
+    one, other = (cost.cost(cell.config) for cell in cells_of(config, "grpo,grpo+context.rule=summary(turns=1)")[1])
+    assert (other[2] - one[2]) == one[1] * 7 * (config.budget.max_steps + config.budget.final_answer_step - 1)
+
+
+def test_a_context_rule_has_a_warm_start_of_its_own(config):
+    present = config.context.rule
+    arms = f"grpo,grpo+context.rule=window(2),rloo+context.rule=window(2)+loss.clip=dual,rloo+context.rule={present}"
+    starts, (grpo, windowed, clipped, same) = cells_of(config, arms)
+    assert [(start.arm, start.folder, start.config.context.rule) for start in starts] == [
+        ("warm_start", "out/warm_start/seed0", present),
+        (
+            "warm_start+context.rule=window(2)",
+            "out/warm_start+context.rule=window_2/seed0",
+            "window(2)",
+        ),
+    ]
+    assert grpo.after == same.after == starts[0].folder and windowed.after == clipped.after == starts[1].folder
+    assert starts[1].config.loss.clip == "ppo" and windowed.config.context.rule == "window(2)"
 
 
 class FakeDevice:

@@ -11,9 +11,9 @@ import types
 import pytest
 from changes import changed
 
+from agentr1_jax.errors import UserError
 from agentr1_jax.policy import weights
 from agentr1_jax.runtime.config import flatten, load_config
-from agentr1_jax.runtime.errors import UserError
 from configs import agentr1, presets
 from experiments import build, checks, tasks, topology
 from experiments.plan import _preset_of, device_bytes, make_plan, programs, total_bytes

@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 from programs import program
 from schedules import POLICY, Planned, all_ids, assert_exact, engine_of, planned
 
+from agentr1_jax.errors import UserError
 from agentr1_jax.runtime import processes
-from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.runtime.team import Team
 from agentr1_jax.tools.meter import Meter
 from configs import quickstart
@@ -311,9 +311,35 @@ def test_all_processes_ask_whether_to_stop_also_who_was_told_to():
     assert asked == [True]
 
 
+@pytest.mark.parametrize("broken_off", [False, True])
+def test_an_evaluation_on_the_way_is_made_once_and_again_where_it_was_broken_off(monkeypatch, broken_off):
+    made, saved = [], []
+
+    def evaluate(run, journal, state, name, temperature, questions, within):
+        made.append((name, questions))
+        if broken_off:
+            raise Stopped
+
+    monkeypatch.setattr(train_script, "evaluate", evaluate)
+    run = types.SimpleNamespace(config=types.SimpleNamespace(eval=types.SimpleNamespace(every=2, quick_questions=7)))
+    position = Position(update=4)
+    journal = types.SimpleNamespace(position=position, save=lambda state, unused: saved.append(unused))
+    batches = types.SimpleNamespace(background=None, unused=lambda: ["kept"])
+    if broken_off:
+        with pytest.raises(Stopped):
+            train_script.evaluate_if_due(run, journal, None, batches)
+        assert saved == [["kept"]] and position.evaluated == 0
+        return
+    for position.update in (0, 4, 4, 5):
+        train_script.evaluate_if_due(run, journal, None, batches)
+    assert made == [("eval_000004", 7)] and not saved and position.evaluated == 4
+
+
 def test_a_checkpoint_of_a_newer_version_is_refused():
     record = dataclasses.asdict(Position(update=3))
     assert Position.of(record, "runs/x").update == 3
-    assert Position.of({k: v for k, v in record.items() if k != "format"}, "runs/x").update == 3
-    with pytest.raises(UserError, match=r"runs/x: its checkpoints have format 9, this version knows 1"):
+    for old in ({}, {"format": 1}):  # They were saved after the evaluation of their update.
+        first = {k: v for k, v in record.items() if k not in ("format", "evaluated")}
+        assert Position.of(first | old, "runs/x") == Position(update=3, evaluated=3)
+    with pytest.raises(UserError, match=r"runs/x: its checkpoints have format 9, this version knows 2"):
         Position.of(record | {"format": 9, "what": "is this"}, "runs/x")

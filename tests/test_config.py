@@ -1,5 +1,6 @@
 import errno
 import json
+import logging
 import os
 import pathlib
 import subprocess
@@ -10,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentr1_jax.errors import UserError
 from agentr1_jax.runtime import config as config_lib
-from agentr1_jax.runtime.errors import UserError
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 BASE = """
@@ -45,7 +46,7 @@ def get_config():
 MAIN = """
 import json, sys
 from agentr1_jax.runtime import config as config_lib
-from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.errors import UserError
 
 CONFIG = config_lib.define_config_flag()
 assert "jax" not in sys.modules
@@ -257,6 +258,7 @@ def test_a_full_disk_is_one_message(monkeypatch, capsys, code: str, said: str) -
 
     monkeypatch.delenv("AGENTR1_COORDINATOR", raising=False)
     monkeypatch.setattr(config_lib.app, "run", full)
+    monkeypatch.setattr(logging.root.manager, "disable", 0)  # It turns logging off, and this process goes on.
     with pytest.raises(SystemExit) as left:
         config_lib.run_main(lambda argv: None)
     told = capsys.readouterr().err

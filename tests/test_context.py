@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from letters import BUDGET, CHAT, ROW, TOKENIZER, ScriptedEnv, loop, observed, play
 
 from agentr1_jax.agents.context import RULES, History, Turn, context_rule, register
+from agentr1_jax.agents.loop import FINAL_REQUEST
 from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.credit import streams
 from agentr1_jax.envs.base import SUMMARY_REQUEST, Observation
@@ -169,8 +171,55 @@ def test_where_a_summary_has_no_room_the_trajectory_is_cut():
     t = play(["ab", "cd", "x", "the"], ScriptedEnv(SEEN), "summary(2)", **WIDE | {"context_tokens": room})
     assert t.outcome is Outcome.CONTEXT_OVERFLOW and len(t.steps) == 2
     assert t.final_prompt_ids.tolist() == [*t.steps[1].prompt_ids, *t.steps[1].response_ids]
+    assert t.steps[1].observation == "the cat"  # Nobody was asked to sum up.
     t = play(["ab", "cd", "x", "the"], ScriptedEnv(SEEN, end=3), "summary(2)", **WIDE | {"context_tokens": room + 2})
     assert t.outcome is Outcome.ENV_DONE and len(t.steps[2].response_ids) == 2
+
+
+def test_no_summary_follows_the_last_step():
+    t = play(["ab", "cd", "unheard"], Showing(SEEN), "summary(2)", **WIDE | {"max_steps": 2})
+    assert t.outcome is Outcome.MAX_STEPS and [s.observation for s in t.steps] == ["a dog", "the cat"]
+    assert t.final_prompt_ids.tolist() == [*t.steps[1].prompt_ids, *said("cd"), *observed("the cat")]
+    cut = {"response_tokens": 2, "on_response_cut": "end"}
+    t = play(["abcdabcd"], Showing(SEEN), "summary(1)", **WIDE | cut)
+    assert t.outcome is Outcome.RESPONSE_TRUNCATED and [s.observation for s in t.steps] == ["a dog"]
+
+
+class Ending(Showing):
+    """Cuts the first step, and shows what came of it."""
+
+    async def step(self, action):
+        return dataclasses.replace(await super().step(action), truncated=True)
+
+
+@pytest.mark.parametrize("rule", ["append", "window(1)", "summary(1)"])
+def test_what_the_environment_cuts_is_valued_where_it_was_left(rule):
+    t = play(["ab"], Ending(SEEN), rule, **WIDE)
+    assert t.final_prompt_ids.tolist() == [*OPENING, *said("ab"), *observed("a dog")]
+    assert [s.observation for s in t.steps] == ["a dog"]
+    narrow = {"context_tokens": len(OPENING) + len(said("ab")), "response_tokens": 4}
+    t = play(["ab"], Ending(SEEN), rule, **WIDE | narrow)
+    assert t.final_prompt_ids.tolist() == [*OPENING, *said("ab")]
+
+
+@pytest.mark.parametrize(
+    ("ends", "final"), [({"terminated": True}, None), ({"truncated": True}, [*OPENING, *said("ab")])]
+)
+def test_an_end_without_evidence_is_an_end(ends, final):
+    class Silent(Showing):
+        async def step(self, action):
+            transition = await super().step(action)
+            told = dataclasses.replace(transition.observation, evidence=None)
+            return dataclasses.replace(transition, observation=told, outcome=Outcome.ENV_DONE, **ends)
+
+    t = play(["ab"], Silent(SEEN), "evidence", **WIDE)
+    assert t.outcome is Outcome.ENV_DONE and [s.observation for s in t.steps] == ["a dog"]
+    assert (None if t.final_prompt_ids is None else t.final_prompt_ids.tolist()) == final
+
+
+def test_evidence_comes_with_the_request_for_an_answer():
+    t = play(["ab", "cd", "ing"], Showing(SEEN), "evidence", **WIDE | {"max_steps": 2, "final_answer_step": True})
+    assert [FINAL_REQUEST in TOKENIZER.decode(s.prompt_ids) for s in t.steps] == [False, False, True]
 
 
 @pytest.mark.parametrize("trains", [True, False])

@@ -62,6 +62,12 @@ def test_a_solution_uses_each_number_once_and_its_operators_alone(answer, right)
     assert solves(answer, ROW) is right
 
 
+def test_operators_of_two_characters_are_others():
+    row = {**ROW, "numbers": [2, 3, 5], "target": 13, "operators": "+-*/"}
+    assert solves("2 * 5 + 3", row) and not solves("2**3 + 5", row)
+    assert not solves("7 // 2", {**row, "numbers": [7, 2], "target": 3})
+
+
 @given(st.text(alphabet="0123456789+-() .*e", max_size=20))
 def test_no_answer_raises(answer):
     solves(answer, ROW)
@@ -71,7 +77,7 @@ def test_an_episode_pays_a_solution_and_asks_for_new_calls():
     _, missed, repeated, hit, answered = play(TASK, ROW, [call("3 + 5 + 9"), call("3 + 5 + 9"), call("9 + 5 - 3"),
                                                        render_answer("9 + 5 - 3")])  # fmt: skip
     assert [t.observation.text for t in (missed, repeated, hit)] == ["17", "17", "11"]
-    assert missed.reward == hit.reward == 0 and repeated.reward == -0.1 and answered.reward == 1
+    assert missed.reward == hit.reward == 0 and repeated.reward == -0.2 and answered.reward == 1
     assert answered.outcome is Outcome.ANSWERED
     assert answered.metrics == {"em": 1.0, "seen": 1.0, "tool_calls": 3.0}
     keys = [t.observation.state_key for t in (missed, repeated, hit)]
@@ -80,9 +86,26 @@ def test_an_episode_pays_a_solution_and_asks_for_new_calls():
     assert wrong.metrics == {"em": 0.0, "seen": 0.0, "tool_calls": 0.0} and wrong.reward == 0
 
 
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [call("9 + 5 + 3")],  # comes to what is seen already
+        [call("3 + 5")],
+        [call("9 + 5 + 12")],
+        [call("9 * 5 - 3")],
+        [call("9 + (5 -")],
+        [render_call("calculator", {"formula": "9 + 5 - 3"})],
+        ["<tool_call>{</tool_call>"],
+    ],
+)
+def test_a_call_that_brings_nothing_is_wasted(calls):
+    *_, last = play(TASK, ROW, [call("3 + 5 + 9"), *calls])
+    assert last.info["raw_parts"]["wasted_call"] == 1
+
+
 def test_what_is_no_expression_is_told():
     _, told = play(TASK, ROW, [call("3 +")])
-    assert told.observation.text.startswith("Error: ") and told.reward == pytest.approx(-0.1)
+    assert told.observation.text.startswith("Error: ") and told.reward == pytest.approx(-0.3)
 
 
 def test_an_expert_without_flaws_answers_only_what_hits():
@@ -125,6 +148,7 @@ def test_texts_hold_every_number():
         ({"largest": 1}, "largest is 1"),
         ({"operators": "+^"}, r"operators is '\+\^'"),
         ({"operators": ""}, "operators is ''"),
+        ({"numbers": 2, "largest": 2, "operators": "-"}, r"no numbers and target for split '\w+'; raise numbers \(2\)"),
         ({"hasty": 1.5}, "hasty is 1.5"),
         ({"reward_weights": {"goal": 1.0}}, "unknown reward part 'goal'"),
     ],

@@ -13,7 +13,7 @@ from changes import changed
 
 from agentr1_jax.credit import SCHEMES, get_scheme
 from agentr1_jax.envs.base import Observation
-from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.errors import UserError
 from agentr1_jax.runtime.team import Team
 from agentr1_jax.trajectory import Outcome
 from configs import keydoor, quickstart

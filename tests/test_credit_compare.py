@@ -25,6 +25,7 @@ from test_train import ROOT, train
 from agentr1_jax.credit import SCHEMES as REGISTRY
 from agentr1_jax.credit import get_scheme
 from agentr1_jax.credit.shaping import Moments
+from agentr1_jax.errors import UserError
 from agentr1_jax.learner.batch import to_microbatches
 from agentr1_jax.learner.fill import fill
 from agentr1_jax.learner.packing import pack
@@ -33,7 +34,6 @@ from agentr1_jax.report import credit as plots
 from agentr1_jax.report import credit_stats as stats
 from agentr1_jax.report.credit_page import ShownStep, write_page
 from agentr1_jax.runtime.config import write_config
-from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.trajectory import write_jsonl
 from configs import quickstart
 from experiments import build, learning

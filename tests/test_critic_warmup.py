@@ -17,13 +17,13 @@ import tiny
 from examples import CONFIG, POLICY, example
 from learners import check_equal, exact, make
 
+from agentr1_jax.errors import UserError
 from agentr1_jax.learner.optimizer import make_optimizer
 from agentr1_jax.learner.update import init_state, make_update
 from agentr1_jax.policy import params as parts
 from agentr1_jax.policy.config import Lora
 from agentr1_jax.policy.sharding import shardings
 from agentr1_jax.runtime.compiles import CompileCounter
-from agentr1_jax.runtime.errors import UserError
 from configs import base, quickstart
 from experiments import build, checks, learning
 

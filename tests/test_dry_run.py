@@ -13,8 +13,8 @@ import pytest
 from changes import changed
 from examples import example
 
+from agentr1_jax.errors import UserError
 from agentr1_jax.learner.batch import CRITIC, batch_shapes
-from agentr1_jax.runtime.errors import UserError
 from configs import multihop_tiny, quickstart, scale_qwen2_5_3b
 from experiments import build, checks, tasks, topology
 from experiments.plan import device_bytes, make_plan, programs, total_bytes
@@ -177,7 +177,7 @@ def test_the_tpu_compiler_takes_qwen2_5_3b_and_it_fits(name, chips, memory):
 
 @needs_libtpu
 @pytest.mark.slow
-@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("tensor", [1, 4])
 @pytest.mark.parametrize("program", ["prefill", "decode", "copy"])
 def test_more_cache_needs_no_more_temporaries_on_a_tpu(program, tensor):
     """Weights in another layout and scores of a prefill do not depend on the number of slots; a copied cache would."""
@@ -195,7 +195,7 @@ def test_more_cache_needs_no_more_temporaries_on_a_tpu(program, tensor):
 
 @needs_libtpu
 @pytest.mark.slow
-@pytest.mark.parametrize(("hosts", "tensor"), [(4, 16), (4, 8), (2, 8)])
+@pytest.mark.parametrize(("hosts", "tensor"), [(4, 16), (2, 8)])
 def test_an_engine_over_several_hosts_compiles_for_a_tpu(hosts, tensor):
     """Heads over hosts: each device holds its part of the parameters, and all see what was sampled."""
     config = changed(scale_qwen2_5_3b.get_config(), mesh__rollout_processes=hosts, rollout__tensor=tensor)
@@ -221,9 +221,9 @@ def test_hosts_that_are_no_slice_of_their_own_are_refused():
 
 @needs_libtpu
 @pytest.mark.slow
-@pytest.mark.parametrize(("preset", "head_dim"), [("qwen2.5-0.5b", 64), ("qwen2.5-1.5b", 128)])
-def test_splash_attention_and_its_gradient_compile_for_a_tpu(preset, head_dim):
-    config = changed(scale_qwen2_5_3b.get_config(), policy__preset=preset, mesh__fsdp=2, mesh__tensor=2)
+def test_splash_attention_and_its_gradient_compile_for_a_tpu_where_heads_are_half_a_lane():
+    """Those of a whole one, 128, are in the programs of Qwen2.5-3B above."""
+    config = changed(scale_qwen2_5_3b.get_config(), policy__preset="qwen2.5-0.5b", mesh__fsdp=2, mesh__tensor=2)
     plan = make_plan(config, "v5e:2x2")
-    assert plan.policy.head_dim == head_dim
+    assert plan.policy.head_dim == 64
     compiled(plan, "update (RL)")

@@ -22,8 +22,8 @@ from rich.console import Console
 from test_export_hf import run_folder
 from test_train import ROOT
 
+from agentr1_jax.errors import UserError
 from agentr1_jax.policy.params import join, merge_adapters
-from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.text.sentencepiece import train_sentencepiece
 from agentr1_jax.trajectory import Outcome, read_jsonl, write_jsonl
 from configs import keydoor, quickstart

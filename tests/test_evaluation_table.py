@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
+from agentr1_jax.errors import UserError
 from agentr1_jax.report.statistics import paired_difference, two_stage_interval
-from agentr1_jax.runtime.errors import UserError
 from experiments.evaluation import joining
 from experiments.evaluation.scores import Score, write_scores
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import tiny
 
+from agentr1_jax.errors import UserError
 from agentr1_jax.policy import weights
 from agentr1_jax.policy.params import join, merge_adapters
 from agentr1_jax.policy.sharding import shardings
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.checkpoint import Checkpoints
-from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.text.tokenizer import load_tokenizer
 from configs import quickstart
 from experiments import build, export_hf, sources, tasks

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from agentr1_jax import files
-from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.errors import UserError
 
 
 @pytest.fixture(params=["local", "bucket"])

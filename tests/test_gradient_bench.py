@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from agentr1_jax.credit import SCHEMES
+from agentr1_jax.errors import UserError
 from agentr1_jax.learner.fill import AGGREGATES, aggregate_weights
 from agentr1_jax.report.gradients import clusters, plot_gradients
-from agentr1_jax.runtime.errors import UserError
 from experiments.credit import bias as bench
 from experiments.credit import estimates
 from experiments.credit import processes as mdps

@@ -116,6 +116,13 @@ def test_a_damaged_line_is_named(tmp_path, line, message):
         Gsm8kTask(write(tmp_path, LINE, line))
 
 
+def test_a_damaged_file_is_named(tmp_path):
+    path = write(tmp_path, *[LINE] * 99) / "gsm8k" / "train.jsonl.gz"
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"train\.jsonl\.gz is damaged \(EOFError: .*\); restore it"):
+        Gsm8kTask(tmp_path)
+
+
 def test_missing_files_and_unknown_rows(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"train\.jsonl\.gz: no such file; task\.data_dir"):
         Gsm8kTask(tmp_path)

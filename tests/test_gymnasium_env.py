@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
+import warnings
 
 import letters
 import numpy as np
@@ -15,8 +16,8 @@ from agentr1_jax.envs.base import Action, Task
 from agentr1_jax.envs.gymnasium_env import GymnasiumTask
 from agentr1_jax.envs.spaces import actions_of, check_observation_space, observation_text
 from agentr1_jax.envs.tabular_task import NO_ACTION
+from agentr1_jax.errors import UserError
 from agentr1_jax.rollout import runner
-from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.trajectory import Outcome
 from configs import frozenlake
 from experiments import tasks
@@ -186,7 +187,7 @@ def odd():
     """Registers an Odd environment; returns its id."""
 
     def register(**settings):
-        gymnasium.register("Odd-v0", entry_point=lambda: Odd(**settings))
+        gymnasium.register("Odd-v0", entry_point=lambda render_mode=None: Odd(**settings))
         return "Odd-v0"
 
     yield register
@@ -213,6 +214,14 @@ def test_spaces_without_words_are_refused_at_start(odd, settings, told):
     name = odd(**settings)
     with pytest.raises(ValueError, match=rf"task\.gymnasium\.id 'Odd-v0': its {told}"):
         GymnasiumTask(name)
+
+
+@pytest.mark.parametrize(("modes", "has"), [({"render_modes": ["human", "rgb"]}, "human, rgb"), ({}, "none")])
+def test_what_draws_nothing_in_letters_is_refused_at_start(odd, monkeypatch, modes, has):
+    monkeypatch.setattr(Odd, "metadata", modes)
+    told = rf"task\.gymnasium\.id 'Odd-v0': it draws nothing in letters \(its render modes are {has}\)"
+    with warnings.catch_warnings(action="ignore"), pytest.raises(ValueError, match=told):
+        GymnasiumTask(odd(), observation="ansi")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import http.server
 import json
 import threading
 import time
+import types
 
 import letters
 import numpy as np
@@ -19,12 +20,12 @@ from agentr1_jax.envs.base import Action, Observation, Task, Transition
 from agentr1_jax.envs.frozenlake import frozenlake_task
 from agentr1_jax.envs.hopworld.task import HopWorldTask
 from agentr1_jax.envs.http_env import HttpEnvError, HttpTask, Server
+from agentr1_jax.errors import PassingError, UserError
+from agentr1_jax.http import HttpError, request
 from agentr1_jax.rollout import runner
-from agentr1_jax.runtime.errors import PassingError, UserError
-from agentr1_jax.runtime.http import HttpError
 from agentr1_jax.trajectory import Outcome
 from configs import frozenlake
-from experiments import serve_env, tasks
+from experiments import circle, serve_env, tasks
 
 LAKE = frozenlake_task(slip=0.2)
 
@@ -304,6 +305,33 @@ def test_rows_that_are_not_there_and_rows_that_are_none():
     answers = {"/info": [(200, INFO)], "/rows": [(200, {"row": {"question": "?"}})]}
     with answering(answers) as (url, _), pytest.raises(ValueError, match="/rows: not a row .*its 'id' is no str"):
         HttpTask(client(url)).row("train", 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/rows?split=train&index=one", None),
+        ("/rows?split=train", None),
+        ("/rows?split=train&index=0&more=1", None),
+        ("/reset", b"{"),
+        ("/reset", b"[1]"),
+        ("/step", b""),
+    ],
+)
+def test_what_the_server_cannot_read_is_answered_so(path, body):
+    with served(LAKE) as url, pytest.raises(HttpError, match="answered status 400: .*cannot be read") as refused:
+        request("POST" if body is not None else "GET", url + path, body, 5.0)
+    assert refused.value.status == 400
+
+
+def test_rows_are_asked_for_before_the_engine_waits(monkeypatch):
+    """A slow server would stall everything in flight."""
+    run = types.SimpleNamespace(task=LAKE, config=frozenlake.get_config())
+    asked = []
+    monkeypatch.setattr(circle, "row_of", lambda run, split, visit: asked.append(visit) or {"id": str(visit)})
+    groups = circle.groups_of(run, "rl", "train", [0, 2], [8, 10], 2)
+    assert asked == [8, 10] and [group.row["id"] for group in groups] == ["8", "10"]
+    assert [[name.uid for name in group.identities] for group in groups][1] == ["rl/000010/0", "rl/000010/1"]
 
 
 def test_a_session_is_closed_once_its_environment_is_let_go():

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from agentr1_jax import files
-from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.errors import UserError
 from agentr1_jax.runtime.lease import Lease
 from agentr1_jax.runtime.lock import NAME, lock
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.errors import UserError
 from agentr1_jax.runtime.lock import NAME, RunLock
 
 HOLDER = """

@@ -13,11 +13,11 @@ from lockstep_child import ENGINE, PROGRAM, ROWS, sampled, saved
 from pair import run, run_two, start_two
 from schedules import POLICY, assert_exact
 
+from agentr1_jax.errors import UserError
 from agentr1_jax.policy.sharding import shardings
 from agentr1_jax.rollout.engine import Engine
 from agentr1_jax.rollout.executor import Executor
 from agentr1_jax.rollout.lockstep import follow
-from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.runtime.mesh import AXES
 from agentr1_jax.trajectory import from_json
 from configs import quickstart

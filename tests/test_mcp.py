@@ -9,6 +9,7 @@ import gc
 import importlib.util
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -17,20 +18,24 @@ import time
 
 import pytest
 from doing import run
+from plays import play
 from test_evaluation_figures import TOKENIZER
 
 from agentr1_jax.agents.context import context_rule
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.envs import qa
+from agentr1_jax.envs.registry import TASKS
 from agentr1_jax.text.chat import chat_format
 from agentr1_jax.text.tool_calls import render_answer, render_call
-from agentr1_jax.tools import base
+from agentr1_jax.tools import base, mcp
 from agentr1_jax.tools.base import Tool, ToolError
 from agentr1_jax.tools.limits import ToolLimits, wrapped
-from agentr1_jax.tools.mcp import McpTools
+from agentr1_jax.tools.mcp import McpTools, session
 from agentr1_jax.tools.meter import Meter
 from agentr1_jax.trajectory import Budget, Outcome
+from configs import base as base_config
+from experiments.tasks import make_task
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("mcp") is None, reason="the extra mcp is not installed")
 
@@ -104,6 +109,30 @@ def test_a_reference_server_is_used_by_an_agent():
     assert bad["error"] == "bad_arguments" and "required" in bad["result"]
 
 
+def test_a_task_of_ones_own_has_the_tools_of_a_server(tmp_path, monkeypatch):
+    """As the page of the tools shows."""
+    for attribute in ("_entries", "_files"):
+        monkeypatch.setattr(TASKS, attribute, dict(getattr(TASKS, attribute)))
+    if importlib.util.find_spec("mcp_server_time") is None:
+        pytest.skip("mcp-server-time is not installed")
+    page = (FOLDER.parent / "docs/tools.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "my_tasks.py").write_text(code, encoding="utf-8")
+    config = base_config.get_config()
+    config.task.name, config.task.file = "clock", str(tmp_path / "my_tasks.py")
+    with config.unlocked():
+        config.task.args.python = sys.executable
+    opened = []
+    monkeypatch.setattr(mcp, "McpTools", lambda command: opened.append(McpTools(command)) or opened[0])
+    task = make_task(config)
+    row = task.row("eval", 0)
+    assert row["answers"] == ["20:00"]
+    arguments = {"source_timezone": "UTC", "time": "11:00", "target_timezone": "Asia/Tokyo"}
+    with opened[0]:
+        _, shown, answered = play(task, row, [render_call("convert_time", arguments), render_answer("20:00")])
+    assert "T20:00:00+09:00" in shown.observation.text and answered.reward == 1.0
+
+
 def test_what_a_server_answers(pids):
     with McpTools(command(pids)) as tools:
         tool = tools[0]
@@ -162,6 +191,17 @@ def test_a_server_that_hangs_or_answers_garbage_is_a_timeout_and_is_started_agai
             assert ("no json at all" in result.content) == (do == "garbage")
             assert starts(pids) == start
             assert does(tools[0], "say").content == "say"
+
+
+def test_a_server_that_hangs_is_started_again_by_whoever_has_less_patience(pids, monkeypatch):
+    """The run's own limit of a call is the shorter one."""
+    monkeypatch.setattr(session, "SILENT_SECONDS", 0.2)
+    with McpTools(command(pids)) as tools:
+        tool = wrapped(tools[0], ToolLimits(seconds=0.5, attempts=1), Meter())
+        assert kind(does(tool, "stall")) == ("timeout", "infrastructure") and starts(pids) == 1
+        # A call that begins before the session knows of it goes down with the old server, and is made again.
+        again = wrapped(tools[0], ToolLimits(seconds=SOON, attempts=2), Meter())
+        assert does(again, "say", "it").content == "say it" and starts(pids) == 2
 
 
 def test_a_call_that_hangs_takes_no_other_with_it(pids):

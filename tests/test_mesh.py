@@ -10,9 +10,9 @@ import tiny
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from agentr1_jax.errors import UserError
 from agentr1_jax.policy.sharding import shardings
 from agentr1_jax.runtime import mesh as meshes
-from agentr1_jax.runtime.errors import UserError
 
 
 def test_the_learner_mesh_spans_all_devices():

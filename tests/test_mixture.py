@@ -12,14 +12,15 @@ from changes import changed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentr1_jax.envs.base import Action
+from agentr1_jax.envs.base import Action, judged
 from agentr1_jax.envs.countdown import CountdownTask
 from agentr1_jax.envs.keydoor import keydoor_task
 from agentr1_jax.envs.mixture import MixtureTask
 from agentr1_jax.envs.registry import TASKS
-from agentr1_jax.runtime.errors import UserError
-from configs import countdown, keydoor
-from experiments import circle, curriculum, tasks
+from agentr1_jax.envs.whereabouts import WhereaboutsTask
+from agentr1_jax.errors import UserError
+from configs import countdown, keydoor, whereabouts
+from experiments import checks, circle, curriculum, tasks
 
 PARTS = {"countdown": CountdownTask(), "keydoor": keydoor_task()}
 
@@ -90,6 +91,51 @@ def test_a_config_makes_a_mixture():
     assert len(task.row("train/keydoor", 0)["rooms"]) == 5 and task.name == "mixture"
 
 
+@pytest.mark.parametrize("first", ["keydoor", "countdown"])
+def test_all_tasks_of_a_mixture_are_checked(first):
+    """Whichever the first row is of."""
+    mixed = {"task__name": "mixture", "task__mixture": ("countdown=1", "keydoor=1"), "budget__max_steps": 7}
+    for seed in range(9):
+        config = changed(countdown, seed=seed, shaping__potential=0.5, **mixed)
+        task = tasks.make_task(config)
+        if task.row("train", 0)["task"] == first:
+            break
+    with pytest.raises(UserError, match="observations of task 'countdown' have no potential"):
+        checks.check_task(config, task)
+
+
+def test_a_task_with_names_of_its_own_is_no_mixture():
+    config = changed(countdown)
+    task = tasks.make_task(config)
+    object.__setattr__(task, "names", ["Ann", "Bob"])
+    checks.check_task(config, task)
+
+
+def test_summaries_are_judged_by_the_task_of_their_row():
+    task = MixtureTask({"whereabouts": WhereaboutsTask(), "keydoor": keydoor_task()}, ("whereabouts=1", "keydoor=1"))
+
+    async def judge(split):
+        env, row = task.env(), task.row(split, 0)
+        await env.reset(row, 0)
+        facts = row["reports"][0] if "reports" in row else {}
+        await env.step(Action(np.zeros(0, np.int32), "go on"))
+        return judged(env, ", ".join(f"{who} {place}" for who, place in facts.items()))
+
+    assert asyncio.run(judge("train/whereabouts")) == {"summary": 0.2} and asyncio.run(judge("train/keydoor")) == {}
+
+
+def test_experts_that_cannot_sum_up_are_not_imitated_where_they_would_have_to():
+    mixed = {"task__name": "mixture", "task__mixture": ("countdown=1", "whereabouts=1"), "budget__max_steps": 11}
+    for changes in ({"budget__max_steps": 7}, mixed):
+        config = changed(countdown, **{"context__rule": "summary(turns=2)", **changes})
+        with pytest.raises(UserError, match=r"the expert of task '\w+' writes none to imitate; choose another context"):
+            checks.check_task(config, tasks.make_task(config))
+    config.warm_start_updates = 0
+    checks.check_task(config, tasks.make_task(config))
+    config = whereabouts.get_config()
+    checks.check_task(config, tasks.make_task(config))
+
+
 GUESS = """
 from agentr1_jax.envs.keydoor import keydoor_task
 from agentr1_jax.envs.registry import register
@@ -147,6 +193,7 @@ def test_a_curriculum_allows_steps_by_the_batch_of_a_row(visit, groups):
     allowed = 2 if batch < 3 else 4 if batch < 10 else 7
     assert curriculum.limited({"id": "r"}, found, visit, groups) == {"id": "r", "max_steps": allowed}
     assert curriculum.limited({"id": "r"}, [], visit, groups) == {"id": "r"}
+    assert curriculum.limited({"max_steps": 1}, found, visit, groups) == {"max_steps": 1}  # It allows no more itself.
 
 
 def test_training_rows_alone_have_a_curriculum():

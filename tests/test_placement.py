@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import tiny
 
+from agentr1_jax.errors import UserError
 from agentr1_jax.policy.sharding import shardings
 from agentr1_jax.runtime import mesh as meshes
-from agentr1_jax.runtime.errors import UserError
 from configs import quickstart
 from experiments import checks
 

@@ -8,16 +8,16 @@ import types
 import jax
 import pytest
 
+from agentr1_jax.errors import UserError
 from agentr1_jax.policy.params import init_decoder
 from agentr1_jax.runtime.config import flatten, load_config
-from agentr1_jax.runtime.errors import UserError
 from configs import presets
 from experiments import build, checks
 
 FOLDER = pathlib.Path(presets.__file__).parent
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
 TASKS = ("quickstart", "multihop_tiny", "multihop_small", "multihop_medium", "keydoor", "frozenlake")
-TASKS += ("countdown", "gsm8k_tiny", "whereabouts")
+TASKS += ("countdown", "gsm8k_tiny", "bfcl_tiny", "whereabouts")
 SHARED = {"run_dir", "rollout.refills", "learner.minibatches"}
 
 

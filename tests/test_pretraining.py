@@ -14,7 +14,7 @@ from learners import check_equal, make
 from programs import program
 from test_train import small_config
 
-from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.errors import UserError
 from agentr1_jax.runtime.metrics import read_metrics
 from agentr1_jax.trajectory import Outcome
 from configs import base, quickstart

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from pair import run_two, start_two
 
+from agentr1_jax.errors import UserError
 from agentr1_jax.runtime import processes
-from agentr1_jax.runtime.errors import UserError
 
 CHILD = """
 import os, signal

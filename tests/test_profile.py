@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from agentr1_jax.errors import UserError
 from agentr1_jax.runtime import profile
-from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.runtime.profile import parse_updates, profiled
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from encoders import checkpoint
 
+from agentr1_jax.errors import UserError
 from agentr1_jax.runtime.compiles import CompileCounter
-from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.tools.search import BM25, Passage, RemoteRetriever
 from configs import base
 from experiments.retrieval import KEYS, LateDispatch, check_retriever, make_retriever

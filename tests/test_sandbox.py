@@ -32,6 +32,8 @@ ROOM = 10.0
 """Seconds beyond the limit in which a busy machine has to end a call."""
 SOON = 10.0
 MIB = 1 << 20
+AT_WORK = 3 if os.geteuid() == 0 else 2
+"""Processes that can be seen once code has copied itself: the two, and for root the program that watches them."""
 
 
 @pytest.fixture(scope="module", params=list(isolations()))
@@ -258,7 +260,8 @@ for path in ["/", "/usr/lib", "/proc/sys/kernel/hostname", {os.path.dirname(sys.
     try:
         with open(path if path.startswith("/proc") else path + "/{mark}", "w") as opened: print("wrote", path)
     except OSError: pass
-for path in ["/home", "/work", "/var", "/mnt", "/sys", "/run", "/root/.ssh", "/boot", "/opt"]:
+project = {str(pathlib.Path(__file__).parents[1])!r}
+for path in [project, "/home", "/var", "/mnt", "/sys", "/run", "/root/.ssh", "/boot", "/opt"]:
     if os.path.exists(path) and path not in {sys.base_prefix!r}: print("seen", path)
 open("/tmp/{mark}", "w").close()
 print(len(os.listdir("/tmp")))
@@ -299,7 +302,7 @@ def test_sixteen_calls_at_once_are_apart(python, mark):
 def test_a_cancelled_call_ends_with_its_children(python, mark):
     async def main():
         task = asyncio.create_task(base.call(python, {"code": "import os\nos.fork()\nwhile True: pass"}))
-        while len(marked(mark)) < 3:  # The program, the code and its copy.
+        while len(marked(mark)) < AT_WORK:
             await asyncio.sleep(0.02)
         task.cancel()
         await asyncio.wait([task])
@@ -335,20 +338,64 @@ asyncio.run(tool.execute({"code": "import os\\nos.fork()\\nwhile True: pass"}))
 """
 
 
-@pytest.mark.parametrize("processes", [1, 3])
+@pytest.mark.parametrize("processes", [1, AT_WORK])
 def test_a_sandbox_does_not_outlive_its_host(python, mark, processes):
-    """Killed as the sandbox starts, and when the program, the code and its copy run."""
+    """Killed as the sandbox starts, and when code runs in it."""
     folder = pathlib.Path(__file__).parents[1]
     host = subprocess.Popen([sys.executable, "-c", HOST, python.isolation, mark], cwd=folder)
     try:
         end = time.monotonic() + 60
-        while len(marked(mark)) < processes and time.monotonic() < end:
+        while (found := len(marked(mark))) < processes and time.monotonic() < end:
             time.sleep(0.001)
-        assert len(marked(mark)) >= processes
+        assert found >= processes
     finally:
         host.send_signal(signal.SIGKILL)
         host.wait()
     assert none_is_left(mark)
+
+
+FORGER = """
+for process in (1, "self"):
+    for n in range(20):
+        try:
+            with open(f"/proc/{process}/fd/{n}", "w") as file:
+                file.write('\\n{"kind": "sandbox", "detail": "forged"}\\n')
+        except OSError:
+            pass
+raise SystemExit(3)
+"""
+FORGED = """
+import asyncio, os, sys
+from agentr1_jax.tools.sandbox import PythonTool
+os.setgroups([])
+os.setresgid(12345, 12345, 12345)
+os.setresuid(12345, 12345, 12345)
+sys.executable = "/usr/bin/python3"
+result = asyncio.run(PythonTool(isolation=sys.argv[1], python=sys.executable).execute({"code": sys.argv[2]}))
+print(result.error.kind, result.error.fault)
+"""
+
+
+def test_code_cannot_tell_the_host_how_it_ended(python):
+    assert does(python, FORGER).error == ToolError("exit", "model")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="not root: the host of the other tests is such a user")
+@pytest.mark.skipif(not pathlib.Path("/usr/bin/python3").exists(), reason="no Python that all users may run")
+def test_code_of_the_hosts_own_user_cannot_tell_it_how_it_ended(python):
+    """Who is not root has no other user to give to the code."""
+    program = [sys.executable, "-c", FORGED, python.isolation, FORGER]
+    done = subprocess.run(program, cwd=pathlib.Path(__file__).parents[1], capture_output=True, text=True, timeout=60)
+    if "finds no isolation that works here" in done.stderr:
+        pytest.skip(done.stderr[-500:])
+    assert done.stdout.split() == ["exit", "model"], done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("said", ['{"kind": "sandbox"}', '{"kind": "anything"}', "{}"])
+def test_a_report_that_makes_no_sense_is_no_fault_of_the_infrastructure(monkeypatch, python, said):
+    code = f"import sys; sys.stdin.readline(); sys.stderr.write('started\\n' + {said!r} + '\\n')"
+    monkeypatch.setattr(python, "_command", fails([sys.executable, "-c", code]))
+    assert does(python, "1").error == ToolError("killed", "model")
 
 
 def fails(argv):

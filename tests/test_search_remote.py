@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentr1_jax.runtime import http as requests
+from agentr1_jax import http as requests
 from agentr1_jax.tools import base
 from agentr1_jax.tools.limits import ToolLimits, wrapped
 from agentr1_jax.tools.meter import Meter

@@ -7,7 +7,7 @@ import statistics
 
 import numpy as np
 import pytest
-from builders import batches, trajectory
+from builders import MAX_STEPS, MAX_TOKENS, MAX_TRAJECTORIES, batches, trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -51,6 +51,26 @@ def test_terminal_only_moves_all_reward_to_the_last_step(trajectories):
     for own, total in zip(lists(after, after.rewards), before.outcome, strict=True):
         assert own[:-1] == [0.0] * (len(own) - 1) and own[-1] == pytest.approx(total)
     np.testing.assert_allclose(after.outcome, before.outcome, atol=1e-6)
+
+
+@quick
+@given(batches())
+def test_where_limits_end_nothing_follows_a_cut(trajectories):
+    """A critic of value 5 everywhere: a cut trajectory's advantages are those of one that ended with its rewards."""
+    tokens = sum(len(s.response_ids) for t in trajectories for s in t.steps)
+    streams = flatten(trajectories, np.full(tokens, 5.0), np.full(len(trajectories), 5.0))
+    steps = MAX_TRAJECTORIES * MAX_STEPS
+    room = {"trajectories": MAX_TRAJECTORIES, "steps": steps, "tokens": steps * MAX_TOKENS}  # Of one program for all.
+    goes_on, ends = (
+        to_batch(shaping.shaped(streams, Shaping(limits_end=x), gamma=1.0, moments=Moments())[0], **room, critic=True)
+        for x in (False, True)
+    )
+    np.testing.assert_array_equal(goes_on.bootstrap[: len(trajectories)], 5.0 * streams.cut)
+    assert not np.any(ends.bootstrap)
+    scheme, _ = get_scheme("step_gae", {})
+    targets = scheme.assign(ends, whiten="none").value_targets
+    first = np.flatnonzero(np.diff(streams.token_trajectory, prepend=-1))
+    np.testing.assert_allclose(np.asarray(targets)[first], streams.outcome, atol=1e-5)
 
 
 @quick

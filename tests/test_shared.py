@@ -9,7 +9,7 @@ from pair import run_two
 CHILD = """
 import os, sys
 from agentr1_jax.runtime import processes
-from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.errors import UserError
 from agentr1_jax.runtime.shared import check_shared
 
 processes.initialize()

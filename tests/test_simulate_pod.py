@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from programs import program
 from schedules import CONFIG, POLICY, engine_of, planned, sampled
 
+from agentr1_jax.errors import UserError
 from agentr1_jax.runtime.config import write_config
-from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.trajectory import Outcome, Step, Trajectory, write_jsonl
 from configs import base
 from experiments.pod import measured, results

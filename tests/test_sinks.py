@@ -12,7 +12,7 @@ import types
 import pytest
 from absl import logging
 
-from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.errors import UserError
 from agentr1_jax.runtime.metrics import MetricsWriter, read_metrics
 from agentr1_jax.runtime.sinks import TensorBoard, WandB, curves, make_sinks
 from configs import frozenlake

@@ -9,9 +9,9 @@ import pytest
 from changes import changed
 
 from agentr1_jax.envs import qa
-from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.errors import UserError
 from agentr1_jax.tools.search import BM25
-from configs import multihop_tiny, quickstart
+from configs import base, multihop_tiny, quickstart
 from experiments import checks, tasks
 
 
@@ -152,3 +152,9 @@ def test_keys_of_real_questions_are_refused_elsewhere(key, value):
         UserError, match=rf"task\.multihop\.{key.replace('__', '.')} is .*, which only task 'multihop' reads"
     ):
         tasks.make_task(changed(quickstart, **{f"task__multihop__{key}": value}))
+
+
+@pytest.mark.parametrize("name", tasks.KINDS)
+def test_every_reward_part_has_a_weight_in_the_config(name):
+    """One without would be paid nothing, whatever its task's own default."""
+    assert set(tasks.KINDS[name].parts) <= set(base.get_config().task.rewards)

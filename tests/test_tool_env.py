@@ -299,3 +299,24 @@ def test_evidence_is_what_succeeded_and_what_came_back_last():
     assert first.observation.evidence == again.observation.evidence == glass
     assert wrong.observation.evidence == f"{glass}\n{NO_ACTION}"
     assert two.observation.evidence == f"{pale}\n{glass}"
+
+
+def test_evidence_has_what_the_user_said():
+    says = iter(["And the mill?", None])
+    env = ToolEnv(
+        tools=[SEARCH],
+        opening=lambda row: [{"role": "user", "content": "Where is the barn?"}],
+        reward=Reward({}, {}),
+        metrics=lambda row, turns: {},
+        state_key=lambda row, turns: "",
+        user=lambda row, turns: next(says),
+    )
+
+    async def run():
+        await env.reset({"id": "r"}, 0)
+        texts = (search("glass"), "By the lake.", search("pale"))
+        return [(await env.step(Action(np.zeros(0, np.int32), text))).observation for text in texts]
+
+    glass, asked, pale = asyncio.run(run())
+    assert asked.evidence == f"{glass.content}\nAnd the mill?"
+    assert pale.evidence == f"{glass.content}\nAnd the mill?\n{pale.content}"

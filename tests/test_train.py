@@ -12,16 +12,17 @@ import sys
 import time
 import types
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
 from agentr1_jax.agents.session import Identity, ScriptedSession
+from agentr1_jax.errors import UserError
 from agentr1_jax.report.inspector import script_json
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.checkpoint import Checkpoints
-from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.runtime.metrics import read_metrics
 from agentr1_jax.trajectory import Outcome, Trajectory, read_jsonl
 from configs import quickstart
@@ -410,22 +411,36 @@ def test_two_processes_with_one_engine_train_as_with_two(tmp_path: Path) -> None
         assert first[0][key] == pytest.approx(first[1][key], rel=1e-3, abs=1e-5), key
 
 
+FEW = {
+    "warm_start_updates": 1,
+    "warm_start__batch": 2,
+    "rollout__groups": 2,
+    "rollout__samples": 2,
+    "eval__questions": 2,
+}
+FEW |= {"warm_start__demonstrations": 8, "rollout__slots": 4, "rollout__parking": 0, "rollout__prefill_rows": "(4,)"}
+
+
 @pytest.mark.slow
-def test_real_questions(tmp_path: Path, data_dir: Path) -> None:
-    small = {
-        "policy__head_dim": 8,
-        "policy__width": 16,
-        "tokenizer__texts": 1,
-        "updates": 1,
-        "task__multihop__corpus": "mini",
-    }
-    done = train("multihop_tiny", tmp_path / "run", task__data_dir=data_dir, eval__questions=4, **small)
+@pytest.mark.parametrize(
+    ("config", "tools", "changes"),
+    [
+        ("multihop_tiny", {"search"}, {"task__multihop__corpus": "mini"}),
+        ("gsm8k_tiny", {"calculator"}, FEW),
+        ("bfcl_tiny", set(), FEW | {"rollout__groups": 1, "eval__questions": 1}),
+    ],
+)
+def test_real_data(tmp_path: Path, data_dir: Path, config: str, tools: set[str], changes: dict[str, Any]) -> None:
+    small = {"policy__head_dim": 8, "policy__width": 16, "tokenizer__texts": 1, "updates": 1, "eval__questions": 4}
+    done = train(config, tmp_path / "run", task__data_dir=data_dir, **small | changes)
     assert done.returncode == 0, done.stderr[-3000:]
     page = (tmp_path / "run" / "report.html").read_text()
     first = next(iter(read_jsonl(tmp_path / "run" / "trajectories" / "demonstrations.jsonl.gz")))
-    assert first.metrics["em"] == 1.0
-    for text in (first.info["question"], first.steps[0].tool_calls[0]["result"]):
-        assert len(text) > 20 and script_json(text) in page
+    assert first.metrics["em"] == 1.0 and tools <= {call["name"] for call in first.steps[0].tool_calls}
+    (record,) = (r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["phase"] == "rl")
+    assert record["batch/tokens"] > 0
+    for text, least in ((first.info["question"], 20), (first.steps[0].tool_calls[0]["result"], 0)):
+        assert len(text) > least and script_json(text) in page
 
 
 @pytest.mark.slow
@@ -433,6 +448,7 @@ def test_real_questions(tmp_path: Path, data_dir: Path) -> None:
 def test_summaries_are_steps_of_a_run(tmp_path: Path, trained: bool) -> None:
     small = {"policy__width": 16, "policy__head_dim": 8, "updates": 1, "rollout__groups": 2, "rollout__samples": 4}
     small |= {"tokenizer__texts": 500, "warm_start__batch": 4, "warm_start__demonstrations": 8}
+    small |= {"pretrain__updates": 1, "pretrain__texts": 64}
     done = train("whereabouts", tmp_path / "run", context__train_summary=trained, **small)
     assert done.returncode == 0, done.stderr[-3000:]
     batch = list(read_jsonl(tmp_path / "run" / "trajectories" / "rl_000000.jsonl.gz"))

@@ -13,8 +13,8 @@ from plays import play
 from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.envs.base import Task
 from agentr1_jax.envs.verifiers_env import Message, tool_schemas, verifiers_task
+from agentr1_jax.errors import UserError
 from agentr1_jax.rollout import runner
-from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.text.tool_calls import render_call
 from agentr1_jax.trajectory import Outcome
 from configs import frozenlake
@@ -134,6 +134,27 @@ def test_one_turn_is_scored_by_the_rubric(file):
     assert done.metrics == {"correct": 1, "short": 1, "length": 2, "em": 1}
     _, wrong = play(task, row, ["it is nine"])
     assert wrong.reward == pytest.approx(0.05) and wrong.metrics["em"] == 0
+
+
+def test_what_hooks_write_into_a_row_is_gone_with_its_episode(file):
+    text = (
+        SINGLE
+        + """
+class Writes(Env):
+    def setup_state(self, state):
+        state["info"]["n"] += 100
+        state["input"]["info"]["seen"] = True
+def load_environment():
+    return Writes(dataset=ROWS, rubric=Rubric([correct, number], [1.0, 1.0]), max_turns=1)
+def number(info):
+    return float(info["n"])
+"""
+    )
+    task = verifiers_task(file(text))
+    row = task.row("eval", 0)
+    for _ in range(2):
+        assert play(task, row, ["8"])[-1].reward_parts == {"correct": 1.0, "number": 107.0}
+    assert task.row("eval", 0)["record"]["info"] == {"n": 7}
 
 
 @pytest.mark.parametrize("form", [NEW, OLD], ids=["new", "old"])

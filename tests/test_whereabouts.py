@@ -8,6 +8,7 @@ import json
 
 import numpy as np
 import pytest
+from changes import changed
 from letters import TOKENIZER
 
 from agentr1_jax.agents.context import context_rule
@@ -15,8 +16,11 @@ from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.envs.base import Action, Task
 from agentr1_jax.envs.whereabouts import PLACES, WhereaboutsTask, kept, known, told, written
+from agentr1_jax.errors import UserError
 from agentr1_jax.text.chat import chat_format
 from agentr1_jax.trajectory import Budget, Outcome
+from configs import whereabouts
+from experiments.tasks import make_task
 
 TASK = WhereaboutsTask()
 PERFECT = WhereaboutsTask(forgets=0.0, mistakes=0.0)
@@ -140,9 +144,13 @@ def test_answers_may_end_with_a_stop_and_nothing_else_counts():
         for _ in range(10):
             transition = await env.step(Action(np.zeros(0, np.int32), "go on"))
         assert transition.observation.text == f"Where is {row['asked']}?"
-        return (await env.step(Action(np.zeros(0, np.int32), text.format(row["answers"][0])))).metrics["em"]
+        said = text.format(row["asked"], row["answers"][0])
+        return (await env.step(Action(np.zeros(0, np.int32), said))).metrics["em"]
 
-    assert [asyncio.run(answered(text)) for text in ("{}", " {}. ", "in the {}", "", "nowhere")] == [1, 1, 0, 0, 0]
+    right = ("{} {}", " {} {}. ")
+    wrong = ("{1}", "{} is in the {}", "{0} {1}, {0} {1}", "Zoe {1}", "{} nowhere", "")
+    assert [asyncio.run(answered(text)) for text in right] == [1, 1]
+    assert [asyncio.run(answered(text)) for text in wrong] == [0] * 6
 
 
 @pytest.mark.parametrize(
@@ -159,6 +167,12 @@ def test_answers_may_end_with_a_stop_and_nothing_else_counts():
 def test_wrong_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         WhereaboutsTask(**settings)
+
+
+def test_a_question_beyond_the_last_step_is_refused():
+    config = changed(whereabouts, task__whereabouts__reports=8, budget__max_steps=8)
+    with pytest.raises(UserError, match=r"its question comes at step 9 .* beyond budget\.max_steps \(8\); raise it"):
+        make_task(config)
 
 
 def test_unknown_rows_are_refused():

@@ -14,7 +14,7 @@ import numpy as np
 
 from agentr1_jax.agents.base import Completion, Session
 from agentr1_jax.agents.context import History, Rule, Turn, append
-from agentr1_jax.envs.base import SUMMARY_REQUEST, Action, Env, Observation, Row
+from agentr1_jax.envs.base import SUMMARY_REQUEST, Action, Env, Observation, Row, judged
 from agentr1_jax.text.chat import ChatFormat
 from agentr1_jax.text.dialects import Dialect, hermes
 from agentr1_jax.text.tokenizer import Tokenizer
@@ -91,7 +91,7 @@ class EnvLoop:
         steps = min(budget.max_steps, row.get("max_steps", budget.max_steps)) + budget.final_answer_step
         for index in range(steps):
             prompt = self.rule.prompt(history)
-            room = min(budget.context_tokens - len(prompt), budget.trajectory_tokens - spent)
+            room = self._room(prompt, spent)
             if room < 1:
                 session.finish(Outcome.CONTEXT_OVERFLOW, fits, env.cut(), facts)
                 return
@@ -105,42 +105,49 @@ class EnvLoop:
             after = transition.observation
             ask_now = budget.final_answer_step and index + 2 == steps
             turn = None if after is None else self._turn(completion, after, ask_now)
-            sums_up = turn is not None and self.rule.due is not None and self.rule.due(history.then(turn))
+            spent += 0 if turn is None else len(turn.response_ids) + len(turn.observation_ids)
+            over = transition.terminated or transition.truncated
+            cut_off = cut and budget.on_response_cut == "end"
+            ends = over or cut_off or last
+            request = None if ends or turn is None else self._summary_prompt(history, turn, completion)
+            room = 0 if request is None else self._room(request, spent)
             session.record(
                 reward=transition.reward,
                 reward_parts=transition.reward_parts,
-                observation=SUMMARY_REQUEST if sums_up else _text_of(after),
+                observation=SUMMARY_REQUEST if room > 0 else _text_of(after),
                 tool_calls=transition.tool_calls,
                 state_key=at.state_key,
                 context_rule=self.rule.name,
                 info={**transition.info, **_potentials(at, after), "finish_reason": completion.finish_reason},
             )
             fits = np.concatenate([prompt, completion.ids])
-            if transition.terminated or transition.truncated:
+            if over:
                 outcome = transition.outcome or Outcome.ENV_DONE
-                session.finish(outcome, fits if transition.truncated else None, transition.metrics, facts)
+                final = None
+                if transition.truncated:
+                    final = fits if turn is None else self._next(history.then(turn), fits)
+                session.finish(outcome, final, transition.metrics, facts)
                 return
-            if cut and budget.on_response_cut == "end":
+            if cut_off:
                 session.finish(Outcome.RESPONSE_TRUNCATED, fits, env.cut(), facts)
                 return
             assert after is not None and turn is not None, "an environment that goes on must give an observation"
-            spent += len(turn.response_ids) + len(turn.observation_ids)
-            if sums_up:
-                asked = dataclasses.replace(turn, observation_ids=self._request(completion))
-                prompt = append(history.then(asked))
-                room = min(budget.context_tokens - len(prompt), budget.trajectory_tokens - spent)
+            if request is not None:
                 if room < 1:
                     session.finish(Outcome.CONTEXT_OVERFLOW, fits, env.cut(), facts)
                     return
-                completion = await self._summary(session, env, prompt, room, after)
-                fits = np.concatenate([prompt, completion.ids])
+                completion = await self._summary(session, env, request, room, after)
+                fits = np.concatenate([request, completion.ids])
                 spent += len(completion.ids)
                 history = dataclasses.replace(history, turns=[self._turn(completion, after, ask_now)], summarised=True)
             else:
                 history = history.then(turn)
             at = after
-        final = self.rule.prompt(history)
-        session.finish(Outcome.MAX_STEPS, final if len(final) <= budget.context_tokens else fits, env.cut(), facts)
+        session.finish(Outcome.MAX_STEPS, self._next(history, fits), env.cut(), facts)
+
+    def _room(self, prompt: np.ndarray, spent: int) -> int:
+        """The most tokens of a response to a prompt."""
+        return min(self.budget.context_tokens - len(prompt), self.budget.trajectory_tokens - spent)
 
     async def _summary(
         self, session: Session, env: Env, prompt: np.ndarray, room: int, after: Observation
@@ -148,15 +155,19 @@ class EnvLoop:
         """One step in which the policy sums up all but the observation that it has yet to see."""
         async with within(self.budget.step_seconds, "budget.step_seconds"):
             completion = await session.generate(prompt, min(self.summary_tokens, room), stop=self._stops)
-        judge = getattr(env, "summarised", None)
-        parts = {} if judge is None else dict(judge(self._text(completion, ())))
+        parts = judged(env, self._text(completion, ()))
         session.record(
             reward=float(sum(parts.values())),
             reward_parts=parts,
             observation=_text_of(after),
             state_key=None if after.state_key is None else f"{after.state_key}|summary",
             context_rule=self.rule.name,
-            info={"summary": True, "trained": self.train_summaries, "finish_reason": completion.finish_reason},
+            info={
+                "summary": True,
+                "trained": self.train_summaries,
+                **_potentials(after, after),
+                "finish_reason": completion.finish_reason,
+            },
         )
         return completion
 
@@ -184,14 +195,25 @@ class EnvLoop:
         return self._rendered([*before, told], first.tools)
 
     def _turn(self, completion: Completion, after: Observation, ask_now: bool) -> Turn:
-        return Turn(
-            completion.ids, self._observed(after, completion, ask_now), self._thought(completion), after.evidence
-        )
+        evidence = after.evidence
+        if ask_now and evidence is not None:
+            evidence = f"{evidence}\n{FINAL_REQUEST}".lstrip()
+        return Turn(completion.ids, self._observed(after, completion, ask_now), self._thought(completion), evidence)
 
-    def _request(self, completion: Completion) -> np.ndarray:
-        """Ids of the turn that asks for a summary, in place of the observation that came back."""
+    def _next(self, history: History, fits: np.ndarray | None) -> np.ndarray | None:
+        """The prompt had the episode gone on; what fitted last where it has no room, or cannot be told."""
+        if self.rule.needs_evidence and history.turns[-1].evidence is None:
+            return fits
+        prompt = self.rule.prompt(history)
+        return prompt if len(prompt) <= self.budget.context_tokens else fits
+
+    def _summary_prompt(self, history: History, turn: Turn, completion: Completion) -> np.ndarray | None:
+        """The prompt that asks for a summary, in place of the observation that came back; None where none is due."""
+        if self.rule.due is None or not self.rule.due(history.then(turn)):
+            return None
         stopped = completion.finish_reason == "stop"
-        return np.asarray(self.chat.render_observation(SUMMARY_REQUEST, "user", stopped), np.int32)
+        request = np.asarray(self.chat.render_observation(SUMMARY_REQUEST, "user", stopped), np.int32)
+        return append(history.then(dataclasses.replace(turn, observation_ids=request)))
 
     def _thought(self, completion: Completion) -> int:
         """How many ids at the start of a response are thinking: as few as decode to all up to `</think>`."""

@@ -1,6 +1,6 @@
 """Reward tools: what a config may do to the rewards of a batch before credit is assigned.
 
-Pure functions from `Streams` to `Streams`. Each changes r_t, and R_i = Σₜ rₜ with it.
+Pure functions from `Streams` to `Streams`. Each but `limits_end` changes r_t, and R_i = Σₜ rₜ with it.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Shaping:
     """Which reward tools a run uses.
 
     Attributes:
+      limits_end: what the budget cut is over, where limits are part of the task; else a critic values its future.
       terminal_only: the rewards of a trajectory are summed and given on its last step.
       process_parts: names of the reward parts that are process rewards.
       process_norm: `group` or `batch` normalises process rewards over the steps of each group, or of the batch.
@@ -59,6 +60,7 @@ class Shaping:
       ValueError: an unknown name, or a number out of its range.
     """
 
+    limits_end: bool = False
     terminal_only: bool = False
     process_parts: tuple[str, ...] = ()
     process_norm: str = "none"
@@ -106,6 +108,8 @@ def shaped(
     Returns:
       streams with shaped rewards, and moments with this batch.
     """
+    if shaping.limits_end:
+        streams = limits_end(streams)
     if shaping.terminal_only:
         streams = terminal_only(streams)
     if shaping.process_norm != "none":
@@ -122,6 +126,18 @@ def shaped(
         streams = with_potential(streams, weight=shaping.potential, gamma=gamma, bootstraps=bootstraps)
     moments = moments.seen(returns(streams, gamma))
     return (scaled(streams, moments.std) if shaping.scale_returns else streams), moments
+
+
+def limits_end(streams: Streams) -> Streams:
+    """Nothing follows where a trajectory was cut: V beyond its last step is 0.
+
+    A critic that values the future of what was cut (the default) is right where limits only save time. Where success
+    counts within them, nothing would tell a policy to come to an end: each cut is worth what the critic thinks of it,
+    and that is worth more the more it thinks so.
+
+    Source: Pardo et al., Time Limits in Reinforcement Learning, arXiv 1712.00378.
+    """
+    return dataclasses.replace(streams, cut=np.zeros_like(streams.cut))
 
 
 def terminal_only(streams: Streams) -> Streams:

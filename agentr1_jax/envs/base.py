@@ -124,11 +124,18 @@ class Env(Protocol):
         ...
 
 
+def judged(env: Env, text: str) -> Mapping[str, float]:
+    """The weighted reward parts of a summary; none where the environment does not judge them."""
+    judge = getattr(env, "summarised", None)
+    return {} if judge is None else dict(judge(text))
+
+
 class Task(Protocol):
     """A source of rows, environments for them and, where one exists, an expert.
 
     Rows are plain JSON with at least `id`; `question` and `answers` where the task is question answering, `kind` where
-    it has kinds, `max_steps` where fewer steps are allowed than by the budget.
+    it has kinds, `max_steps` where fewer steps are allowed than by the budget. A task whose experts answer
+    `SUMMARY_REQUEST` with a summary says `expert_sums_up = True`; others cannot be imitated where one is asked for.
     """
 
     @property
@@ -164,3 +171,8 @@ class Task(Protocol):
     def texts(self, count: int) -> Sequence[str]:
         """Sample texts of the task (training worlds only), for training a tokenizer."""
         ...
+
+
+def sums_up(task: Task) -> bool:
+    """Whether a task's experts answer `SUMMARY_REQUEST` with a summary."""
+    return bool(getattr(task, "expert_sums_up", False))

@@ -25,7 +25,8 @@ from agentr1_jax.tools.calculator import CalculationError, CalculatorTool, evalu
 
 SYSTEM = "Make the first number from the others, each used once. Calculate, then answer."
 OPERATORS = "+-*/"
-DEFAULT_WEIGHTS: Mapping[str, float] = {"answer": 1.0, "format": 0.1, "repeated_query": -0.1}
+MOST_DRAWS = 10_000
+DEFAULT_WEIGHTS: Mapping[str, float] = {"answer": 1.0, "format": 0.1, "wasted_call": -0.2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +67,8 @@ class CountdownTask:
         if not self.operators or not set(self.operators) <= set(OPERATORS):
             raise ValueError(f"countdown: operators is {self.operators!r}; choose some of {OPERATORS}")
         self.env()  # A wrong reward weight shows here.
+        for split in set(SPLITS):
+            self.row(split, 0)
 
     @property
     def reward_parts(self) -> Sequence[str]:
@@ -77,14 +80,9 @@ class CountdownTask:
         if split not in SPLITS or index < 0:
             known = ", ".join(sorted(set(SPLITS)))
             raise ValueError(f"countdown has no row {split!r} {index}; splits are {known}, rows start at 0")
-        rng = random.Random(f"countdown/{split}/{index}")
-        while True:
-            numbers = [rng.randint(1, self.largest) for _ in range(self.numbers)]
-            target = evaluate(_expression(numbers, self.operators, rng))
-            if target >= 1 and target == int(target) and split_of(_pair(numbers, int(target))) == split:
-                break
-        question = f"{int(target)} from {' '.join(map(str, numbers))}."
-        row = {"id": f"countdown/{split}/{index}", "question": question, "numbers": numbers, "target": int(target)}
+        numbers, target = self._pair_of(split, random.Random(f"countdown/{split}/{index}"))
+        question = f"{target} from {' '.join(map(str, numbers))}."
+        row = {"id": f"countdown/{split}/{index}", "question": question, "numbers": numbers, "target": target}
         return {**row, "operators": self.operators}
 
     def size(self, split: str) -> int | None:
@@ -110,6 +108,17 @@ class CountdownTask:
         """Questions, calls and results of training rows, one a text."""
         return list(itertools.islice(self._texts(), count))
 
+    def _pair_of(self, split: str, rng: random.Random) -> tuple[list[int], int]:
+        for _ in range(MOST_DRAWS):
+            numbers = [rng.randint(1, self.largest) for _ in range(self.numbers)]
+            target = evaluate(_expression(numbers, self.operators, rng))
+            if target >= 1 and target == int(target) and split_of(_pair(numbers, int(target))) == split:
+                return numbers, int(target)
+        raise ValueError(
+            f"countdown: {MOST_DRAWS} draws found no numbers and target for split {split!r}; raise numbers "
+            f"({self.numbers}) or largest ({self.largest}), or allow more operators ({self.operators})"
+        )
+
     @functools.cached_property
     def _calculator(self) -> Tool:
         return self.wrap(CalculatorTool())
@@ -126,9 +135,7 @@ class CountdownTask:
 
 def solves(answer: str | None, row: Row) -> bool:
     """Whether an answer is an expression of exactly the row's numbers, with its operators, that comes to its target."""
-    if answer is None or not re.fullmatch(rf"[\d\s(){re.escape(row['operators'])}]+", answer):
-        return False
-    if sorted(map(int, re.findall(r"\d+", answer))) != sorted(row["numbers"]):
+    if answer is None or not _plays_by_rules(answer, row):
         return False
     try:
         return evaluate(answer) == row["target"]
@@ -141,11 +148,22 @@ def answer_part(row: Row, turns: Sequence[Turn]) -> float:
     return float(turns[-1].answers and solves(turns[-1].answer, row))
 
 
-PARTS: Mapping[str, Part] = {
-    "answer": answer_part,
-    "format": qa.format_part,
-    "repeated_query": qa.repeated_query_part,
-}
+def wasted_call_part(row: Row, turns: Sequence[Turn]) -> float:
+    """Number of the turn's calls that bring nothing: no expression of the row's numbers, or a value seen before.
+
+    Give it a negative weight. It counts values, since each value has several expressions, and numbers, since other
+    ones would always come to something new.
+    """
+    seen = {result.content for turn in turns[:-1] for result in turn.results}
+    wasted = 0
+    for call, result in zip(turns[-1].calls, turns[-1].results, strict=True):
+        expression = str(call.arguments.get("expression")) if isinstance(call, ToolCall) else ""
+        wasted += not result.ok or not _plays_by_rules(expression, row) or result.content in seen
+        seen.add(result.content)
+    return float(wasted)
+
+
+PARTS: Mapping[str, Part] = {"answer": answer_part, "format": qa.format_part, "wasted_call": wasted_call_part}
 
 
 def metrics(row: Row, turns: Sequence[Turn]) -> dict[str, float]:
@@ -163,6 +181,12 @@ def state_key(row: Row, turns: Sequence[Turn]) -> str:
     tried = {str(c.arguments.get("expression")) for t in turns for c in t.calls if isinstance(c, ToolCall)}
     last = ",".join(result.content for result in turns[-1].results) or "no action" if turns else "start"
     return "|".join([row["id"], ";".join(sorted(tried)), last])
+
+
+def _plays_by_rules(expression: str, row: Row) -> bool:
+    if not re.fullmatch(rf"[\d\s(){re.escape(row['operators'])}]+", expression) or re.search(r"\*\*|//", expression):
+        return False
+    return sorted(map(int, re.findall(r"\d+", expression))) == sorted(row["numbers"])
 
 
 def _play(row: Row, rng: random.Random, hasty: float, stubborn: float) -> Generator[str, str | None, None]:

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import cast
 
-from agentr1_jax.envs.base import Action, Env, Observation, Row, Transition
+from agentr1_jax.envs.base import Action, Env, Observation, Row, Transition, judged
 from agentr1_jax.tools.faulty import FaultPlan
 from agentr1_jax.tools.keyed import uniform
 
@@ -57,6 +57,10 @@ class FaultyEnv:
         if uniform("garbage", self.plan.seed, *self._key, self._steps) < 0.5:
             return cast(Transition, None)
         return Transition(Observation(messages=[{"role": "user", "content": "injected"}]), 0.0)
+
+    def summarised(self, text: str) -> Mapping[str, float]:
+        """As the environment inside."""
+        return judged(self.env, text)
 
     def cut(self) -> Mapping[str, float]:
         """As the environment inside."""

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -98,12 +99,16 @@ def read_problems(path: Path, split: str) -> list[dict[str, Any]]:
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: a line is no problem; the message names it.
+      ValueError: a line is no problem, or the file is damaged; the message names it.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; task.data_dir must name the folder that holds gsm8k/")
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        return [_row(line, f"{path}, line {number}", f"{split}/{number - 1}") for number, line in enumerate(lines, 1)]
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            lines = file.readlines()
+    except (EOFError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); restore it") from error
+    return [_row(line, f"{path}, line {number}", f"{split}/{number - 1}") for number, line in enumerate(lines, 1)]
 
 
 def _row(line: str, where: str, place: str) -> dict[str, Any]:

@@ -72,6 +72,11 @@ class GymnasiumTask:
                 self.spoken(made)
                 if self.observation == "text":
                     check_observation_space(made.observation_space, self.most_numbers)
+                elif "ansi" not in (modes := made.metadata.get("render_modes") or ()):
+                    raise ValueError(
+                        f"it draws nothing in letters (its render modes are {', '.join(modes) or 'none'}); set "
+                        "task.gymnasium.observation=text"
+                    )
             except ValueError as error:
                 raise ValueError(f"task.gymnasium.id {self.id!r}: {error}") from error
 

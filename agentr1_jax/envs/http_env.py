@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentr1_jax.envs.base import Action, Expert, Observation, Row, Transition
-from agentr1_jax.runtime.errors import PassingError
-from agentr1_jax.runtime.http import PASSING, HttpError, is_http, pause, request, shown
+from agentr1_jax.errors import PassingError
+from agentr1_jax.http import PASSING, HttpError, is_http, pause, request, shown
 from agentr1_jax.tools.threads import in_thread
 from agentr1_jax.trajectory import Outcome
 
@@ -36,7 +36,7 @@ class Server:
       seconds: time limit of a request.
       attempts: requests in all for one call, where it does not come through (no connection, no answer in time, status
         429, 502, 503, 504). Status 500 is the environment's own failure, and stands.
-      backoff: see `runtime.http.pause`.
+      backoff: see `http.pause`.
 
     Raises:
       ValueError: a setting makes no sense; the message names it as `task.http.<field>`.

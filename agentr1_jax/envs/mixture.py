@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from agentr1_jax.envs.base import Action, Env, Expert, Observation, Row, Task, Transition
+from agentr1_jax.envs.base import Action, Env, Expert, Observation, Row, Task, Transition, judged, sums_up
 from agentr1_jax.envs.shares import draw, offsets_of, parse_weights, shares_of
 
 KEY = "task.mixture"
@@ -35,6 +35,16 @@ class MixtureTask:
         self._shares = shares_of(given, KEY)
         self._offsets = offsets_of(len(self._shares), seed)
         self._tasks = {name: tasks[name] for name in self._shares}
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Of its tasks."""
+        return list(self._tasks)
+
+    @property
+    def expert_sums_up(self) -> bool:
+        """Whether the experts of all tasks do."""
+        return all(sums_up(task) for task in self._tasks.values())
 
     @property
     def reward_parts(self) -> Sequence[str]:
@@ -92,6 +102,10 @@ class MixtureEnv:
     async def step(self, action: Action) -> Transition:
         """Applies one response."""
         return await self._own().step(action)
+
+    def summarised(self, text: str) -> Mapping[str, float]:
+        """What a summary earns in the row's task."""
+        return judged(self._own(), text)
 
     def cut(self) -> Mapping[str, float]:
         """Metrics of the episode so far."""

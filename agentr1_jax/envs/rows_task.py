@@ -20,6 +20,7 @@ class RowsTask:
       expert: (row, seed) -> who demonstrates; without one there is no warm start.
       texts: sample texts, for training a tokenizer; by default the questions and answers of `train`.
       seed: of the order of training rows.
+      expert_sums_up: whether the expert answers `SUMMARY_REQUEST` with a summary.
 
     Raises:
       ValueError: there is no split `train`, or an empty one, or a row has no id.
@@ -34,6 +35,7 @@ class RowsTask:
         expert: Callable[[Row, int], Expert] | None = None,
         texts: Sequence[str] = (),
         seed: int = 0,
+        expert_sums_up: bool = False,
     ) -> None:
         if "train" not in splits:
             raise ValueError(f"{name}: there is no split 'train' among {', '.join(splits) or 'none'}")
@@ -42,6 +44,7 @@ class RowsTask:
                 if not isinstance(row, Mapping) or "id" not in row:
                     raise ValueError(f"{name}: row {number} of {split!r} is no mapping with an 'id': {row!r:.80}")
         self.name, self.reward_parts, self.env = name, tuple(reward_parts), make_env
+        self.expert_sums_up = expert_sums_up
         self._rows, self._expert = FiniteRows(name, splits, seed), expert
         self._texts = texts or [
             text for row in splits["train"] for text in (row.get("question", ""), *row.get("answers", ())) if text

@@ -70,12 +70,13 @@ class ToolEnv:
         self._row: Row = {}
         self._tools: Mapping[str, Tool] = {}
         self._turns: list[Turn] = []
+        self._said: list[str | None] = []
         self._lenient = False
 
     async def reset(self, row: Row, seed: int) -> Observation:
         """Starts an episode; the first observation carries the tools' schemas. `seed` is not used."""
         self._row = row
-        self._turns = []
+        self._turns, self._said = [], []
         self._tools = {tool.name: tool for tool in self._offer(row)}
         return Observation(
             messages=self._opening(row),
@@ -94,6 +95,7 @@ class ToolEnv:
         self._turns.append(turn)
 
         said = self._user(self._row, self._turns) if self._user and not calls else None
+        self._said.append(said)
         outcome = self._outcome(turn, said)
         failed = outcome is Outcome.TOOL_FAILURE
         raw = {} if failed else self._reward.raw(self._row, self._turns)
@@ -144,8 +146,10 @@ class ToolEnv:
     def _observation(self, turn: Turn, said: str | None) -> Observation:
         state_key = self._state_key(self._row, self._turns)
         told = [result.content for result in turn.results] or [NO_ACTION if said is None else said]
-        # What succeeded, each result once; what did not is of interest right after it alone.
-        shown = [r.content for turn in self._turns for r in turn.results if r.ok and r.content not in told]
+        # What succeeded, each result once, and what the user said; what failed is of interest right after it alone.
+        turns = zip(self._turns, self._said, strict=True)
+        before = ([*(r.content for r in turn.results if r.ok), *([words] if words else [])] for turn, words in turns)
+        shown = [text for texts in before for text in texts if text not in told]
         return Observation(
             text=told[0] if len(told) == 1 else None,
             texts=told if len(told) > 1 else None,

@@ -6,6 +6,7 @@ The file has `load_environment(**kwargs)`, which returns an object with a datase
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import inspect
@@ -85,11 +86,11 @@ class VerifiersEnv:
     async def reset(self, row: Row, seed: int) -> Observation:
         """Starts an episode; `seed` is not used."""
         prompt = [Message(message) for message in row["messages"]]
-        record = row["record"]
-        self._row, self._messages = row, list(prompt)
+        record = copy.deepcopy(row["record"])  # Rows are of all episodes; hooks write into what they are given.
+        self._row, self._record, self._messages = row, record, list(prompt)
         self._state: dict[str, Any] = {
             **{"prompt": prompt, "completion": [], "answer": record.get("answer", ""), "info": _info(record)},
-            **{"task": record.get("task", "default"), "input": dict(record), "trajectory": [], "responses": []},
+            **{"task": record.get("task", "default"), "input": record, "trajectory": [], "responses": []},
             **{"turn": 0, "is_completed": False, "error": None, "final_env_response": None},
         }
         if hasattr(self._env, "setup_state"):
@@ -146,7 +147,7 @@ class VerifiersEnv:
 
     async def _scored(self) -> Transition:
         state, rubric = self._state, self._env.rubric
-        given = {**self._row["record"], **state, **getattr(rubric, "class_objects", {}), "state": state}
+        given = {**self._record, **state, **getattr(rubric, "class_objects", {}), "state": state}
         given.setdefault("parser", getattr(rubric, "parser", None))
         values, parts = {}, {}
         for function, weight in reward_functions(rubric):

@@ -6,7 +6,7 @@ summaries keep who is where:
     The wind turns. Ann to mill, Bob to barn.        go on
     The old dog sleeps. Cid to lake, Ann to pond.    go on        (a summary: Bob barn, Cid lake, Ann pond)
     ...
-    Where is Bob?                                    barn
+    Where is Bob?                                    Bob barn
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import itertools
 import random
 import re
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import ClassVar
 
 from agentr1_jax.envs.base import SUMMARY_REQUEST, Action, Expert, Observation, Row, Transition
 from agentr1_jax.envs.tabular_task import check_rates
@@ -51,8 +52,8 @@ class WhereaboutsTask:
       moves: in each report, of people who move again later, if nobody moves in it for the last time.
       forgets: probability that the expert's summary leaves out somebody whom it knows.
       mistakes: probability that the expert answers with a place at random.
-      reward_weights: of `answer`, 1 for the right place, and of `summary`, what each summary earns: the share of those
-        who were reported that it has where they are, less that of those whom it has elsewhere.
+      reward_weights: of `answer`, 1 for person and right place, and of `summary`, what each summary earns: the share of
+        those who were reported that it has where they are, less that of those whom it has elsewhere.
 
     Raises:
       ValueError: a setting is out of its range, or a weight has no part.
@@ -66,6 +67,7 @@ class WhereaboutsTask:
     mistakes: float = 0.1
     reward_weights: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"answer": 1.0, "summary": 0.2})
     name: str = "whereabouts"
+    expert_sums_up: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_rates(self.name, forgets=self.forgets, mistakes=self.mistakes)
@@ -119,15 +121,21 @@ class WhereaboutsTask:
         return _play(row, rng, self.forgets, self.mistakes, PLACES[: self.places]).send  # type: ignore[return-value]
 
     def texts(self, count: int) -> Sequence[str]:
-        """Reports, facts and questions of training rows, one a text."""
+        """Stories of training rows, one a text: after each second report, who is where, a question and its answer."""
         return list(itertools.islice(self._texts(), count))
 
     def _texts(self) -> Iterator[str]:
         yield from [RULES, GO_ON, SUMMARY_REQUEST]
         for index in itertools.count():
-            row = self.row("train", index)
-            yield from (told(row, number) for number in range(self.reports))
-            yield from [written(known(row["reports"])), LAST.format(row["asked"]), *row["answers"]]
+            row, story = self.row("train", index), list[str]()
+            rng = random.Random(f"{row['id']}/story")
+            for number in range(self.reports):
+                story.append(told(row, number))
+                if number % 2 or number == self.reports - 1:
+                    facts = known(row["reports"][: number + 1])
+                    who = rng.choice(list(facts))
+                    story += [written(facts), LAST.format(who), written({who: facts[who]})]
+            yield "\n".join(story)
 
 
 class WhereaboutsEnv:
@@ -148,7 +156,8 @@ class WhereaboutsEnv:
         """Shows the next report, then the question; what is said to that ends the episode."""
         reports = self._row["reports"]
         if self._shown > len(reports):
-            self._right = float(action.text.strip().strip(".").lower() == self._row["answers"][0])
+            right = written({self._row["asked"]: self._row["answers"][0]})
+            self._right = float(action.text.strip().strip(".") == right)
             parts = {"answer": self._weights.get("answer", 0.0) * self._right}
             return Transition(
                 None,
@@ -219,5 +228,6 @@ def _play(
             facts = known(row["reports"][:number])
             shown = yield written({who: place for who, place in facts.items() if rng.random() >= forgets}) or GO_ON
         if number >= len(row["reports"]):
-            yield rng.choice(places) if rng.random() < mistakes else row["answers"][0]
+            place = rng.choice(places) if rng.random() < mistakes else row["answers"][0]
+            yield written({row["asked"]: place})
         shown = yield GO_ON

@@ -20,8 +20,8 @@ import orbax.checkpoint as ocp
 from absl import logging
 
 from agentr1_jax import files
+from agentr1_jax.errors import DISK_FULL, UserError
 from agentr1_jax.runtime import processes
-from agentr1_jax.runtime.errors import DISK_FULL, UserError
 
 INVENTORY = "inventory.json"
 COMMITTED = "commit_success.txt"

@@ -11,6 +11,7 @@ import difflib
 import functools
 import importlib.util
 import json
+import logging as python_logging
 import math
 import os
 import re
@@ -25,8 +26,8 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from agentr1_jax import files
+from agentr1_jax.errors import DISK_FULL, UserError
 from agentr1_jax.runtime import lock
-from agentr1_jax.runtime.errors import DISK_FULL, UserError
 
 RESUMABLE = (
     "run_dir",
@@ -37,8 +38,17 @@ RESUMABLE = (
     "compilation_cache",
     "profile_updates",
     "sinks",
+    "policy.attention",
+    "policy.remat",
+    "rollout.tensor",
+    "rollout.slots",
+    "rollout.parking",
+    "rollout.attention_slots",
+    "learner.rows",
+    "pretrain.rows",
 )
-"""Keys and sections that a later start of the same run may change: where it runs, not what it is."""
+"""Keys and sections that a later start of the same run may change: where it runs and how that is laid out, which
+changes results by rounding alone."""
 
 PROBE = ".shared"
 """The file by which `runtime/shared.py` finds out whether all processes see one folder."""
@@ -68,12 +78,12 @@ def run_main(main: Callable[[Sequence[str]], Any], arguments: Sequence[str] = ()
     try:
         app.run(main, flags_parser=functools.partial(parse_flags, arguments=arguments))
     except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
+        _last_word(str(error))
         status = error.status
     except (Exception, KeyboardInterrupt) as error:
         message = _of_the_system(error)
         if message:
-            sys.stderr.write(f"error: {message}\n")
+            _last_word(message)
         elif not one_of_many:
             raise
         else:
@@ -88,6 +98,13 @@ def run_main(main: Callable[[Sequence[str]], Any], arguments: Sequence[str] = ()
         sys.stderr.flush()
         os._exit(status)
     sys.exit(status)
+
+
+def _last_word(message: str) -> None:
+    """Says why the program ends. Unfinished writes of Orbax's would log their tracebacks after it, at the exit."""
+    logging.flush()
+    python_logging.disable()
+    sys.stderr.write(f"error: {message}\n")
 
 
 def _of_the_system(error: BaseException) -> str | None:

@@ -20,7 +20,7 @@ from typing import NamedTuple, NoReturn
 from absl import logging
 
 from agentr1_jax import files
-from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.errors import UserError
 
 RENEWAL_SECONDS = 15.0
 EXPIRY_SECONDS = 60.0

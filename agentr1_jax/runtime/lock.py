@@ -15,7 +15,7 @@ from types import TracebackType
 from absl import logging
 
 from agentr1_jax import files
-from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.errors import UserError
 from agentr1_jax.runtime.lease import Lease
 
 NAME = ".lock"

@@ -17,8 +17,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from agentr1_jax.errors import UserError
 from agentr1_jax.runtime import processes
-from agentr1_jax.runtime.errors import UserError
 
 AXES = ("data", "fsdp", "tensor")
 ROWS = P(None, ("data", "fsdp"))

@@ -19,7 +19,7 @@ from typing import IO, Any
 import numpy as np
 
 from agentr1_jax import files
-from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.errors import UserError
 from agentr1_jax.runtime.sinks import Guarded, Sink
 
 REWRITE_SECONDS = 30.0

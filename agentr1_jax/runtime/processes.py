@@ -26,8 +26,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from agentr1_jax import kept
+from agentr1_jax.errors import PassingError, UserError
 from agentr1_jax.runtime.dispatch import enqueue
-from agentr1_jax.runtime.errors import PassingError, UserError
 
 VERDICT_SECONDS = 120
 """Most time to wait for the name of a lost process; longer than a sensible `heartbeat_seconds`."""

@@ -11,7 +11,7 @@ import jax
 from absl import logging
 
 from agentr1_jax import files
-from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.errors import UserError
 
 
 def parse_updates(text: str) -> range:

@@ -8,9 +8,9 @@ import socket
 import time
 
 from agentr1_jax import files
+from agentr1_jax.errors import UserError
 from agentr1_jax.runtime import processes
 from agentr1_jax.runtime.config import PROBE
-from agentr1_jax.runtime.errors import UserError
 
 SECONDS = 5.0
 """How long a process looks for the file: a network file system may be late to show it."""

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from absl import logging
 
 from agentr1_jax import files
-from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.errors import UserError
 
 Record = Mapping[str, Any]
 """A line of metrics.jsonl."""

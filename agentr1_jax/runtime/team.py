@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 import jax
 
+from agentr1_jax.errors import PassingError
 from agentr1_jax.runtime import processes
-from agentr1_jax.runtime.errors import PassingError
 
 T = TypeVar("T")
 

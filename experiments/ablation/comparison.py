@@ -9,11 +9,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from agentr1_jax.errors import UserError
 from agentr1_jax.report.ablation import ArmResult, RunResult, plot_ablation, table_rows, write_csv, write_markdown
 from agentr1_jax.report.curves import series
 from agentr1_jax.report.statistics import Interval
 from agentr1_jax.report.tables import format_value
-from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.runtime.metrics import read_metrics
 from experiments import recordings
 from experiments.ablation.fleet import title as title_of

@@ -12,8 +12,9 @@ import ml_collections
 import numpy as np
 from rich.table import Table
 
+from agentr1_jax.agents.context import context_rule
+from agentr1_jax.errors import UserError
 from agentr1_jax.runtime import config as configs
-from agentr1_jax.runtime.errors import UserError
 from experiments import checks, tasks
 from experiments.ablation.grid import Cell, summary
 
@@ -83,14 +84,15 @@ def cost_table(warm_starts: Sequence[Cell], cells: Sequence[Cell], parallel: int
 
 def cost(config: ml_collections.ConfigDict) -> tuple[int, int, int]:
     """(updates, trajectories, most tokens decoded) of a run from its start, evaluations included."""
-    supervised = 0 if config.warm_start.run else config.warm_start_updates
+    supervised = 0 if config.warm_start.run else config.pretrain.updates + config.warm_start_updates
     r, b, evaluation = config.rollout, config.budget, config.eval
     final = 4 if config.updates else 2  # Greedy and sampled, before and after RL.
     quick = (config.updates - 1) // evaluation.every if evaluation.every and config.updates else 0
     trained = config.updates * (r.groups + r.refills) * r.samples
     trajectories = trained + final * evaluation.questions + quick * evaluation.quick_questions
     steps = b.max_steps + b.final_answer_step
-    tokens = min(steps * b.response_tokens, b.trajectory_tokens)
+    summaries = 0 if context_rule(config.context.rule).due is None else (steps - 1) * config.context.summary_tokens
+    tokens = min(steps * b.response_tokens + summaries, b.trajectory_tokens)
     return supervised + config.updates, trajectories, trajectories * tokens
 
 

@@ -17,16 +17,21 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
+from agentr1_jax.agents.context import RULES
 from agentr1_jax.credit import SCHEMES, get_scheme
+from agentr1_jax.errors import UserError
+from agentr1_jax.registry import Registry
 from agentr1_jax.runtime import config as configs
-from agentr1_jax.runtime.errors import UserError
 from experiments import build, inherited
 
 WARM_START = "warm_start"
 SAME_FOR_ALL = ("seed", "run_dir", "compilation_cache", "control", "control_seconds", "eval", "task")
 OF_ARMS = ("task.rewards.",)
 """What an arm cannot change, since its runs would not be compared with those of other arms."""
-OF_WARM_START = ("warm_start", "warm_start_updates")
+OF_WARM_START = ("pretrain", "warm_start", "warm_start_updates")
+OF_PROMPTS = ("context.rule", "context.file", "context.summary_tokens", "agent.dialect", "agent.tell_tools")
+"""How demonstrations look to the policy: one that imitated others than it meets in RL would start with a handicap, so
+that each has a warm start of its own."""
 SYNTAX = "write SCHEME, SCHEME(setting=value, ...), or either with changes: SCHEME+config.key=value+config.key=value"
 
 
@@ -52,7 +57,7 @@ class Cell:
     """One run of the grid.
 
     Attributes:
-      arm: its name; `warm_start` for that.
+      arm: its name; `warm_start` for that, with its changes.
       seed: of the run.
       config: of the run; its folder is `config.run_dir`.
       after: folder of the run that has to be finished first; "" for none.
@@ -132,8 +137,8 @@ def make_grid(
       out: folder of the grid.
 
     Returns:
-      the warm starts, one a seed, and the runs of the arms. There are no warm starts where the config has none, or
-      names the run to start from.
+      the warm starts, one for each seed and context rule, and the runs of the arms. There are no warm starts where the
+      config has none, or names the run to start from.
 
     Raises:
       UserError: an unknown scheme or key, a value of another type, a key that no arm may change.
@@ -143,27 +148,19 @@ def make_grid(
     if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
         raise UserError(f"--seeds={','.join(map(str, seeds))}: name different seeds, e.g. --seeds=0,1,2")
     shared = bool(config.warm_start_updates) and not config.warm_start.run
-    try:
-        if config.credit.file:
-            SCHEMES.load(config.credit.file)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    warm_starts, cells = [], []
-    for seed in seeds:
-        start = _with(config, seed=seed, run_dir=os.path.join(out, WARM_START, f"seed{seed}"))
+    _load(SCHEMES, config.credit.file)
+    warm_starts, cells = dict[str, Cell](), list[Cell]()
+    for seed, arm in itertools.product(seeds, arms):
+        folder = os.path.join(out, folder_name(arm.name), f"seed{seed}")
+        own, note = configured(_with(config, seed=seed, run_dir=folder), arm)
+        _load(RULES, own.context.file)
         if shared:
-            # What warm starts have no use for is what the config of an ablation may leave out.
-            start.updates, start.critic, start.credit.name = 0, "none", "grpo"
-            _drop_settings(start, keep=())
-            warm_starts.append(Cell(WARM_START, seed, start))
-        for arm in arms:
-            folder = os.path.join(out, folder_name(arm.name), f"seed{seed}")
-            own, note = configured(_with(config, seed=seed, run_dir=folder), arm)
-            if shared:
-                _check_same_start(arm, own, start)
-                own.warm_start.run = start.run_dir
-            cells.append(Cell(arm.name, seed, own, own.warm_start.run if shared else "", note))
-    return warm_starts, cells
+            start = _warm_start(config, arm, seed, out)
+            _check_same_start(arm, own, start.config)
+            warm_starts.setdefault(start.folder, start)
+            own.warm_start.run = start.folder
+        cells.append(Cell(arm.name, seed, own, own.warm_start.run if shared else "", note))
+    return list(warm_starts.values()), cells
 
 
 def configured(config: ml_collections.ConfigDict, arm: Arm) -> tuple[ml_collections.ConfigDict, str]:
@@ -250,6 +247,30 @@ def _drop_settings(config: ml_collections.ConfigDict, keep: Sequence[str]) -> No
     for key in config.credit.args:
         if key not in keep:
             config.credit.args[key] = None
+
+
+def _load(registry: Registry[Any], file: str) -> None:
+    try:
+        if file:
+            registry.load(file)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def _warm_start(config: ml_collections.ConfigDict, arm: Arm, seed: int, out: str) -> Cell:
+    """What an arm's run starts RL from: the config's own warm start, under the arm's context rule."""
+    present = dict(configs.flatten(config.to_dict()))
+    changes = {
+        key: arm.changes[key] for key in OF_PROMPTS if arm.changes.get(key, str(present[key])) != str(present[key])
+    }
+    name = "+".join([WARM_START, *(f"{key}={value}" for key, value in changes.items())])
+    start = changed(_with(config, seed=seed), changes, f"--schemes: {arm.name!r}")
+    start.run_dir = os.path.join(out, folder_name(name), f"seed{seed}")
+    # What warm starts have no use for is what the config of an ablation may leave out.
+    start.updates, start.critic, start.credit.name = 0, "none", "reinforce"
+    start.optimizer.critic_warmup = 0
+    _drop_settings(start, keep=())
+    return Cell(name, seed, start)
 
 
 def _check_same_start(arm: Arm, own: ml_collections.ConfigDict, start: ml_collections.ConfigDict) -> None:

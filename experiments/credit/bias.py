@@ -15,11 +15,11 @@ from jaxtyping import Array, Float
 
 from agentr1_jax.credit import CreditBatch, get_scheme
 from agentr1_jax.credit.registry import DISCOUNTS
+from agentr1_jax.errors import UserError
 from agentr1_jax.learner.batch import Reads
 from agentr1_jax.learner.fill import AGGREGATES
 from agentr1_jax.learner.losses import CLIPS, LossConfig
 from agentr1_jax.learner.ratios import RATIOS
-from agentr1_jax.runtime.errors import UserError
 from experiments.credit.estimates import draw, gradients, judge, lay_out, weights
 from experiments.credit.processes import PROCESSES, every_path, exact_gradient, old_logits
 

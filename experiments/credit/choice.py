@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import ml_collections
 
 from agentr1_jax.credit import SCHEMES, Scheme, get_scheme
+from agentr1_jax.errors import UserError
 from agentr1_jax.registry import parse_call
-from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.trajectory import Trajectory
 from experiments import build
 from experiments.credit.effects import Schemes

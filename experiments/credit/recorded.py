@@ -17,11 +17,11 @@ from agentr1_jax import files
 from agentr1_jax.credit import SCHEMES
 from agentr1_jax.credit import streams as flat
 from agentr1_jax.credit.shaping import Moments, shaped
+from agentr1_jax.errors import UserError
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.rollout.runner import signal
 from agentr1_jax.runtime.config import flatten
-from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.trajectory import Trajectory
 from experiments import build, inherited, learning, recordings
 from experiments.circle import Run

@@ -16,12 +16,12 @@ from agentr1_jax import files
 from agentr1_jax.agents.base import Agent
 from agentr1_jax.agents.session import Identity
 from agentr1_jax.envs.base import Row, Task
+from agentr1_jax.errors import UserError
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.rollout.engine import Engine
 from agentr1_jax.rollout.runner import Group, Limits, run_groups
 from agentr1_jax.rollout.sampling import Sampling
 from agentr1_jax.runtime import config as configs
-from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.runtime.processes import StopRequest
 from agentr1_jax.runtime.seeds import seed_of
 from agentr1_jax.trajectory import Trajectory, read_jsonl

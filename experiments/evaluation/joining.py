@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from agentr1_jax import files
+from agentr1_jax.errors import UserError
 from agentr1_jax.report.evaluation import interval
 from agentr1_jax.report.statistics import Interval, paired_difference, two_stage_interval
 from agentr1_jax.report.tables import markdown_table
 from agentr1_jax.runtime import config as configs
-from agentr1_jax.runtime.errors import UserError
 from experiments.evaluation.chunks import write_json
 from experiments.evaluation.figures import question_values
 from experiments.evaluation.modes import MODES

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 import ml_collections
 
 from agentr1_jax.agents.loop import EnvLoop
-from agentr1_jax.envs.base import Action, Env, Observation, Row, Task, Transition
+from agentr1_jax.envs.base import Action, Env, Observation, Row, Task, Transition, judged
 from agentr1_jax.envs.rag import RagEnv, searches
-from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.errors import UserError
 from agentr1_jax.text.chat import chat_format
 from agentr1_jax.text.dialects import hermes
 from agentr1_jax.text.tokenizer import Tokenizer
@@ -90,6 +90,10 @@ class InstructedEnv:
     async def step(self, action: Action) -> Transition:
         """Applies one response of the policy."""
         return await self._env.step(action)
+
+    def summarised(self, text: str) -> Mapping[str, float]:
+        """What a summary earns."""
+        return judged(self._env, text)
 
     def cut(self) -> Mapping[str, float]:
         """Metrics of the episode so far."""

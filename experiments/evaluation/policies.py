@@ -15,10 +15,10 @@ from absl import logging
 from jax.sharding import Mesh
 
 from agentr1_jax import files
+from agentr1_jax.errors import UserError
 from agentr1_jax.policy.config import DecoderConfig, Lora
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.runtime import config as configs
-from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.text.tokenizer import Tokenizer, load_tokenizer
 from experiments import build, inherited, sources
 from experiments.sources import is_run, stored_config

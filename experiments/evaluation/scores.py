@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 
 from agentr1_jax import files
-from agentr1_jax.runtime.errors import UserError
+from agentr1_jax.errors import UserError
 from agentr1_jax.trajectory import CORRUPT, POLICIES, Trajectory
 
 

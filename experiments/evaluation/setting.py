@@ -14,13 +14,13 @@ from jax.sharding import Mesh
 
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.envs.base import Task
+from agentr1_jax.errors import UserError
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.policy.params import init_decoder
 from agentr1_jax.rollout.engine import Engine
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import mesh as meshes
-from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.text.tokenizer import Tokenizer
 from experiments import build, checks, tasks
 from experiments.evaluation import policies

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from absl import flags
 from rich.console import Console
 
+from agentr1_jax.errors import UserError
 from agentr1_jax.runtime import config as configs
-from agentr1_jax.runtime.errors import UserError
 from experiments.evaluation.joining import joined, markdown, read_rows, remarks, write
 
 BASE = flags.DEFINE_string("base", "", "name of the row that the others are compared with")

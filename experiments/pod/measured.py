@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from agentr1_jax import files
+from agentr1_jax.errors import UserError
 from agentr1_jax.rollout.lines import common_prefix
-from agentr1_jax.runtime.errors import UserError
 from agentr1_jax.runtime.metrics import read_metrics
 from agentr1_jax.trajectory import Trajectory
 from experiments import recordings

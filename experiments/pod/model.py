@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from agentr1_jax.errors import UserError
 from agentr1_jax.rollout.device import rows_bucket
-from agentr1_jax.runtime.errors import UserError
 
 Z95 = 1.6448536269514722
 """Standard deviations between median and 95th percentile of a normal distribution."""

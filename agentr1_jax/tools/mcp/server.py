@@ -80,6 +80,11 @@ class Connection:
             self._life.cancel()
             raise
 
+    @property
+    def alive(self) -> bool:
+        """Whether it has not come to its end by itself."""
+        return self._life is not None and not self._life.done()
+
     def drop(self) -> None:
         """Lets the connection end; a server that it started ends, too."""
         self._ending.set()

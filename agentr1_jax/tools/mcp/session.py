@@ -16,6 +16,8 @@ from agentr1_jax.tools.mcp.server import Connection, Place
 T = TypeVar("T")
 
 CLOSING_SECONDS = 15.0
+SILENT_SECONDS = 5.0
+"""How long nothing may come back to anybody before a call that is given up takes the connection with it."""
 MOST_PAGES = 100
 """Of a list of tools."""
 _SHOWN = 500  # characters of an error that a message quotes
@@ -127,6 +129,11 @@ class Session:
             # The library's own limit is for each round of a call.
             async with asyncio.timeout(self._seconds):
                 result = await connection.client.call_tool(tool, dict(arguments))
+        except asyncio.CancelledError:
+            # Whoever asked has a shorter limit than ours, or a run ends; only one that answers nobody hangs.
+            if self._last_answer < start and time.monotonic() - start > SILENT_SECONDS:
+                self._drop(connection)
+            raise
         except Exception as error:
             failure = self._failure(connection, error, "a call")
             silent = failure.kind == "timeout" and self._last_answer < start
@@ -138,6 +145,8 @@ class Session:
 
     async def _connected(self) -> Connection:
         """The open connection; calls that find none wait for one and the same attempt to open it."""
+        if self._connection is not None and not self._connection.alive:
+            self._drop(self._connection)
         if self._connection is not None:
             return self._connection
         if self._attempt is None:

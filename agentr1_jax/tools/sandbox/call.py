@@ -21,6 +21,8 @@ START_SECONDS = 30.0
 CLOSING_SECONDS = 1.0
 """How long the output may stay open after the program has ended; without isolation a child may hold it."""
 OPEN_FILES = 128
+REPORTED = (None, "exception", "exit", "timeout", "memory", "processes", "files", "killed")
+"""What the program in the sandbox says of the code's end; whatever else it may be made to say counts as `killed`."""
 _CHUNK = 1 << 16
 _MOST_SAID = 10_000  # bytes of the sandbox's own words that are kept
 
@@ -156,8 +158,9 @@ class _Program:
             return Ended("output_limit", self._text())
         if b"started\n" not in self._said:
             return Ended("sandbox", "", self._words())
-        report = self._report() or {"kind": "killed"}
-        return Ended(report["kind"], self._text(), report.get("detail"))
+        report = self._report() or {}
+        kind = report.get("kind", "killed")
+        return Ended(kind if kind in REPORTED else "killed", self._text(), report.get("detail"))
 
     def _report(self) -> dict[str, Any] | None:
         for line in self._said.splitlines():

@@ -46,8 +46,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Else the code could interrupt it.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     first = os.getpid() == 1  # Of a namespace, with which all other processes in it end.
+    dumpable(False)  # Else code of the same user could open this program's files, and tell the parent what it likes.
     child = os.fork()
     if child == 0:
+        dumpable(True)
         confine(job, new_session=first)
         refuse_calls()
         say("started")
@@ -56,6 +58,13 @@ def main() -> None:
     say(json.dumps(watch(child, job if first else None)))
     if not first and os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
+
+
+def dumpable(yes: bool) -> None:
+    """Whether processes of the same user may look into this one, through /proc too."""
+    set_dumpable = 4
+    if ctypes.CDLL(None, use_errno=True).prctl(set_dumpable, int(yes), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
 
 
 def say(line: str) -> None:

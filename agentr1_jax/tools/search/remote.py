@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentr1_jax.runtime.http import PASSING, HttpError, is_http, pause, request, shown
+from agentr1_jax.http import PASSING, HttpError, is_http, pause, request, shown
 from agentr1_jax.tools.search.corpus import Corpus, Passage, content, ids_by_content
 from agentr1_jax.tools.search.retriever import Hit, RetrieverError
 

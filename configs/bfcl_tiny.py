@@ -1,0 +1,33 @@
+"""BFCL's stateful functions, on its real tasks with the Qwen2.5 tokenizer.
+
+    python -m experiments.train --config=configs/bfcl_tiny.py
+
+Needs the data folder (`AGENTR1_DATA`, or `--config.task.data_dir=...`). A policy of random weights learns nothing in
+it; everything else is real: prompts with all schemas, calls that change a state, what the user says next, updates, the
+report. With published weights:
+`--config.policy.weights=Qwen/Qwen2.5-7B-Instruct --config.policy.preset= --config.tokenizer.path=Qwen/...`.
+"""
+
+from __future__ import annotations
+
+import ml_collections
+
+from configs import multihop_tiny
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """Real tasks, with the decoder of `multihop_tiny`; episodes have up to 15 steps and 4,400 tokens."""
+    c = multihop_tiny.get_config()
+    c.run_dir = "runs/bfcl_tiny"
+    c.task.name = "bfcl"
+    c.budget.max_steps = 20
+    c.budget.response_tokens = 96
+    c.budget.context_tokens = 4608
+    c.rollout.length = 4608
+    c.rollout.prefill_width = 128
+    c.learner.row_tokens = 4608
+    c.learner.row_reads = 1920
+    c.learner.rows = 2
+    c.warm_start.batch = 4
+    c.eval.questions = 8
+    return c
