@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from programs import program
 from test_train import ROOT, SMALL
 
 from agentr1_jax import files
@@ -25,7 +26,8 @@ from agentr1_jax.runtime.metrics import MetricsWriter, read_metrics
 from agentr1_jax.trajectory import read_jsonl
 from configs import quickstart
 from experiments import checks, export_hf, inherited
-from experiments.kill_test import WORK
+
+kill_test = program("kill_test")
 
 
 def test_what_no_bucket_can_hold_is_refused_at_the_start(tmp_path):
@@ -141,7 +143,7 @@ def test_a_run_in_a_bucket_is_stopped_and_goes_on_as_one_on_a_disk(bucket, tmp_p
         records = []
         for r in read_metrics(f"{folder}/metrics.jsonl"):
             # Of the batch that it was stopped in, groups that were finished are not sampled again.
-            left_out = ("time/", *WORK) if r["phase"] == "rl" and r["update"] == resumed else ("time/",)
+            left_out = ("time/", *kill_test.WORK) if r["phase"] == "rl" and r["update"] == resumed else ("time/",)
             records.append({key: x for key, x in r.items() if not key.startswith(left_out)})
         return records
 

@@ -114,6 +114,13 @@ def test_an_expert_without_flaws_answers_only_what_hits():
     assert all(end.metrics["em"] == 1 for end in ends)
 
 
+def test_an_expert_that_is_not_stubborn_sees_no_value_twice():
+    task = CountdownTask(hasty=0.0, stubborn=0.0)
+    for i in range(60):
+        shown = [t.observation.text for t in play_expert(task, task.row("train", i), limit=200) if t.tool_calls]
+        assert len(set(shown)) == len(shown)
+
+
 def test_the_expert_errs_at_the_rates_given():
     def played(**flaws):
         task = CountdownTask(**flaws)

@@ -14,6 +14,7 @@ import types
 import letters
 import numpy as np
 import pytest
+from programs import program
 
 from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.envs.base import Action, Observation, Task, Transition
@@ -25,8 +26,9 @@ from agentr1_jax.http import HttpError, request
 from agentr1_jax.rollout import runner
 from agentr1_jax.trajectory import Outcome
 from configs import frozenlake
-from experiments import circle, serve_env, tasks
+from experiments import circle, tasks
 
+serve_env = program("serve_env")
 LAKE = frozenlake_task(slip=0.2)
 
 

@@ -12,7 +12,7 @@ import functools
 import itertools
 import random
 import re
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 
 from agentr1_jax.envs import qa
 from agentr1_jax.envs.base import Expert, Row
@@ -26,6 +26,7 @@ from agentr1_jax.tools.calculator import CalculationError, CalculatorTool, evalu
 SYSTEM = "Make the first number from the others, each used once. Calculate, then answer."
 OPERATORS = "+-*/"
 MOST_DRAWS = 10_000
+NEW_DRAWS = 50  # of the expert, until a value is new
 DEFAULT_WEIGHTS: Mapping[str, float] = {"answer": 1.0, "format": 0.1, "wasted_call": -0.2}
 
 
@@ -100,7 +101,7 @@ class CountdownTask:
         )
 
     def expert(self, row: Row, seed: int) -> Expert:
-        """Tries expressions at random, with its flaws; equal seeds give equal decisions."""
+        """Tries one value after another in random order, with its flaws; equal seeds give equal decisions."""
         rng = random.Random(f"{row['id']}/expert/{seed}")
         return _play(row, rng, self.hasty, self.stubborn).send  # type: ignore[return-value]
 
@@ -191,14 +192,21 @@ def _plays_by_rules(expression: str, row: Row) -> bool:
 
 def _play(row: Row, rng: random.Random, hasty: float, stubborn: float) -> Generator[str, str | None, None]:
     expression, thought = _expression(row["numbers"], row["operators"], rng), ""
+    seen: set[str | None] = set()
     while True:
         shown = yield f"{thought}{_call(expression)}"
+        seen.add(shown)
         hit = shown == str(row["target"])
         thought = f"{shown} is {'' if hit else 'not '}{row['target']}. "
         if hit or rng.random() < hasty:
             yield f"{thought}{render_answer(expression)}"
         if rng.random() >= stubborn:
-            expression = _expression(row["numbers"], row["operators"], rng)
+            expression = _new_expression(row, seen, rng)
+
+
+def _new_expression(row: Row, seen: Collection[str | None], rng: random.Random) -> str:
+    draws = (_expression(row["numbers"], row["operators"], rng) for _ in range(NEW_DRAWS))
+    return next((draw for draw in draws if _value(draw) not in seen), _expression(row["numbers"], row["operators"], rng))
 
 
 def _expression(numbers: Sequence[int], operators: str, rng: random.Random) -> str:
