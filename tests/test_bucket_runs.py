@@ -25,8 +25,9 @@ from agentr1_jax.runtime.lock import NAME
 from agentr1_jax.runtime.metrics import MetricsWriter, read_metrics
 from agentr1_jax.trajectory import read_jsonl
 from configs import quickstart
-from experiments import checks, export_hf, inherited
+from experiments import checks, inherited
 
+export_hf = program("export_hf")
 kill_test = program("kill_test")
 
 

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from programs import program
 from rich.console import Console
 from test_export_hf import run_folder
 from test_train import ROOT
@@ -27,11 +28,12 @@ from agentr1_jax.policy.params import join, merge_adapters
 from agentr1_jax.text.sentencepiece import train_sentencepiece
 from agentr1_jax.trajectory import Outcome, read_jsonl, write_jsonl
 from configs import keydoor, quickstart
-from experiments import build, export_hf, sources, tasks
+from experiments import build, sources, tasks
 from experiments.evaluation import chunks, modes, policies, setting
 from experiments.evaluation import run as evaluation_run
 from experiments.evaluation.setting import Request
 
+export_hf = program("export_hf")
 MODES = ["agent", "base", "rag"]
 FIGURES = ("evaluation.json", "evaluation.md", "scores.jsonl.gz")
 SMALL = {

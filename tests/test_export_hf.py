@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from programs import program
 
 from agentr1_jax.errors import UserError
 from agentr1_jax.policy import weights
@@ -16,9 +17,11 @@ from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.checkpoint import Checkpoints
 from agentr1_jax.text.tokenizer import load_tokenizer
 from configs import quickstart
-from experiments import build, export_hf, sources, tasks
+from experiments import build, sources, tasks
 from experiments.credit import recorded
 from experiments.journal import Position
+
+export_hf = program("export_hf")
 
 
 def run_folder(folder, **changes):

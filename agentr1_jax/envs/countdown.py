@@ -205,8 +205,11 @@ def _play(row: Row, rng: random.Random, hasty: float, stubborn: float) -> Genera
 
 
 def _new_expression(row: Row, seen: Collection[str | None], rng: random.Random) -> str:
-    draws = (_expression(row["numbers"], row["operators"], rng) for _ in range(NEW_DRAWS))
-    return next((draw for draw in draws if _value(draw) not in seen), _expression(row["numbers"], row["operators"], rng))
+    for _ in range(NEW_DRAWS):
+        expression = _expression(row["numbers"], row["operators"], rng)
+        if _value(expression) not in seen:
+            break
+    return expression
 
 
 def _expression(numbers: Sequence[int], operators: str, rng: random.Random) -> str:
