@@ -140,7 +140,7 @@ def _calculations(c: ConfigDict) -> None:
     c.task.countdown.numbers = 3  # how many
     c.task.countdown.largest = 12  # of them
     c.task.countdown.operators = "+-"  # of + - * /
-    c.task.countdown.hasty = 0.4  # probability that the expert answers with what it has just seen miss the target
+    c.task.countdown.hasty = 0.7  # probability that the expert answers with what it has just seen miss the target
     c.task.countdown.stubborn = 0.3  # probability that it tries the same again
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -65,3 +66,14 @@ def test_an_owner_without_a_name_is_refused_too(tmp_path):
         (tmp_path / NAME).write_text("")
         with pytest.raises(UserError, match="has not written its name"):
             RunLock(tmp_path)
+
+
+def test_whose_folder_is_removed_under_it_leaves_the_lock_of_the_next_alone(tmp_path):
+    first = RunLock(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    second = RunLock(tmp_path / "run")
+    first.release()
+    with pytest.raises(UserError, match="another run is at work"):
+        RunLock(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    second.release()

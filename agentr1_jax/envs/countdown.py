@@ -12,7 +12,7 @@ import functools
 import itertools
 import random
 import re
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
 from agentr1_jax.envs import qa
 from agentr1_jax.envs.base import Expert, Row
@@ -26,7 +26,6 @@ from agentr1_jax.tools.calculator import CalculationError, CalculatorTool, evalu
 SYSTEM = "Make the first number from the others, each used once. Calculate, then answer."
 OPERATORS = "+-*/"
 MOST_DRAWS = 10_000
-NEW_DRAWS = 50  # of the expert, until a value is new
 DEFAULT_WEIGHTS: Mapping[str, float] = {"answer": 1.0, "format": 0.1, "wasted_call": -0.2}
 
 
@@ -53,7 +52,7 @@ class CountdownTask:
     numbers: int = 3
     largest: int = 12
     operators: str = "+-"
-    hasty: float = 0.4
+    hasty: float = 0.7
     stubborn: float = 0.3
     reward_weights: Mapping[str, float] = dataclasses.field(default_factory=lambda: dict(DEFAULT_WEIGHTS))
     wrap: Callable[[Tool], Tool] = lambda tool: tool
@@ -101,7 +100,7 @@ class CountdownTask:
         )
 
     def expert(self, row: Row, seed: int) -> Expert:
-        """Tries one value after another in random order, with its flaws; equal seeds give equal decisions."""
+        """Tries expressions in order, but for values seen before, with its flaws; equal seeds give equal decisions."""
         rng = random.Random(f"{row['id']}/expert/{seed}")
         return _play(row, rng, self.hasty, self.stubborn).send  # type: ignore[return-value]
 
@@ -191,8 +190,9 @@ def _plays_by_rules(expression: str, row: Row) -> bool:
 
 
 def _play(row: Row, rng: random.Random, hasty: float, stubborn: float) -> Generator[str, str | None, None]:
-    expression, thought = _expression(row["numbers"], row["operators"], rng), ""
+    numbers = rng.sample(row["numbers"], len(row["numbers"]))
     seen: set[str | None] = set()
+    expression, thought = next(_expressions(numbers, row["operators"])), ""
     while True:
         shown = yield f"{thought}{_call(expression)}"
         seen.add(shown)
@@ -201,20 +201,23 @@ def _play(row: Row, rng: random.Random, hasty: float, stubborn: float) -> Genera
         if hit or rng.random() < hasty:
             yield f"{thought}{render_answer(expression)}"
         if rng.random() >= stubborn:
-            expression = _new_expression(row, seen, rng)
+            unseen = (each for each in _expressions(numbers, row["operators"]) if _value(each) not in seen)
+            expression = next(unseen, expression)
 
 
-def _new_expression(row: Row, seen: Collection[str | None], rng: random.Random) -> str:
-    for _ in range(NEW_DRAWS):
-        expression = _expression(row["numbers"], row["operators"], rng)
-        if _value(expression) not in seen:
-            break
-    return expression
+def _expressions(numbers: Sequence[int], operators: str) -> Iterator[str]:
+    for order in itertools.permutations(numbers):
+        for chosen in itertools.product(operators, repeat=len(numbers) - 1):
+            yield _written(order, chosen)
 
 
 def _expression(numbers: Sequence[int], operators: str, rng: random.Random) -> str:
-    first, *others = rng.sample(numbers, len(numbers))
-    return " ".join([str(first), *(f"{rng.choice(operators)} {number}" for number in others)])
+    return _written(rng.sample(numbers, len(numbers)), [rng.choice(operators) for _ in numbers[1:]])
+
+
+def _written(numbers: Sequence[int], operators: Sequence[str]) -> str:
+    first, *others = map(str, numbers)
+    return " ".join([first, *(f"{sign} {number}" for sign, number in zip(operators, others, strict=True))])
 
 
 def _call(expression: str) -> str:

@@ -65,7 +65,8 @@ class RunLock:
     def release(self) -> None:
         """Removes the file, and the folder if nothing else came into it."""
         if self._file >= 0:
-            os.unlink(self._path)
+            if self._is_in_place():  # Else the folder was removed under the run, and the file there is another's.
+                os.unlink(self._path)
             files.remove_if_empty(os.path.dirname(self._path))
             os.close(self._file)
             self._file = -1
