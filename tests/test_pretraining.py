@@ -111,14 +111,12 @@ def supervised(monkeypatch, config, stop_after=None, break_at=None):
     return records, params, record["phase"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ends",
     [
         [("within", "pretraining", {"stop_after": 2}), ("between", "warm_start", {"break_at": "warm_start"})],
-        pytest.param(
-            [("last", "pretraining", {"stop_after": 3}), ("after", "warm_start", {"stop_after": 4})],
-            marks=pytest.mark.slow,
-        ),
+        [("last", "pretraining", {"stop_after": 3}), ("after", "warm_start", {"stop_after": 4})],
     ],
 )
 def test_a_run_goes_on_within_pretraining_and_at_its_end(tmp_path, monkeypatch, ends) -> None:

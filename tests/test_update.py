@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import pickle
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ import optax
 import pytest
 import tiny
 from examples import CONFIG, POLICY, WIDE, check_close, check_nonzero, example, gradient, layout, parameters, scores
-from pair import run_two
 
 from agentr1_jax.learner.batch import to_microbatches
 from agentr1_jax.learner.optimizer import by_part, make_optimizer
@@ -171,32 +169,3 @@ def test_the_old_state_is_donated():
     batch = global_batch(example("append").batch(microbatches=MICROBATCHES, rows=8), mesh)
     update(state, {}, batch, np.int32(2), RATES)
     assert all(x.is_deleted() for x in jax.tree.leaves(state.params))
-
-
-CHILD = """
-import pickle, sys
-import jax
-from agentr1_jax.runtime import processes
-
-processes.initialize()
-import test_update
-
-index = processes.process_index()
-rows = slice(4 * index, 4 * index + 4)
-batch = jax.tree.map(lambda x: x[:, rows], test_update.in_rows(test_update.example("append"), range(0, 8, 2)))
-grads, metrics = test_update.one_update(batch, 2, (4, 1, 1))
-if index == 0:
-    with open(sys.argv[1], "wb") as out:
-        pickle.dump((grads, metrics), out)
-"""
-
-
-@pytest.mark.slow
-def test_processes_do_not_change_the_update(tmp_path):
-    """Two processes with two devices each, every one with its own half of the rows."""
-    run_two(CHILD, str(tmp_path / "update"))
-    with open(tmp_path / "update", "rb") as written:
-        grads, metrics = pickle.load(written)
-    alone, alone_metrics = one_update(in_rows(example("append"), range(0, 8, 2)), 2)
-    check_close(grads, alone, 1e-9)
-    check_close(metrics, alone_metrics, 1e-9)
