@@ -68,7 +68,7 @@ def test_cached_steps_equal_full_forward_passes_whoever_is_parked(engine, rows, 
 
 
 @pytest.mark.slow
-@settings(max_examples=600)
+@settings(max_examples=400)
 @given(**rollouts)
 def test_thousands_of_trajectories_equal_full_forward_passes(engine, rows, samples, temperature):
     check(engine, rows, samples, temperature)
