@@ -352,6 +352,18 @@ def test_a_session_is_closed_once_its_environment_is_let_go():
     server.server_close()
 
 
+def test_letting_an_environment_go_starts_no_thread(monkeypatch):
+    """The garbage collector may come while this thread holds the locks that starting one takes."""
+    started = []
+    with answering({"/info": [(200, INFO)], "/reset": [(200, BEGUN)], "/close": [(200, {})]}) as (url, _):
+        env = HttpTask(client(url)).env()
+        episode(env, {"id": "x"}, [])
+        monkeypatch.setattr(threading.Thread, "start", started.append)
+        del env
+        gc.collect()
+    assert started == []
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [

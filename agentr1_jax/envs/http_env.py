@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
+import queue
 import threading
 import time
 import urllib.parse
@@ -168,7 +170,7 @@ class HttpEnv:
         except (TypeError, ValueError) as error:
             raise HttpEnvError(f"{self._server.url}/reset: not a first observation ({error})") from error
         # Whatever ends the episode: the server need not wait until the session has been idle for long.
-        weakref.finalize(self, _close_later, self._server, self._session).atexit = False
+        weakref.finalize(self, _ended_sessions().put, (self._server, self._session)).atexit = False
         return observation
 
     async def step(self, action: Action) -> Transition:
@@ -189,14 +191,25 @@ class HttpEnv:
         return self._metrics
 
 
-def _close_later(server: Server, session: str) -> None:
-    def close() -> None:
+@functools.cache
+def _ended_sessions() -> queue.SimpleQueue[tuple[Server, str]]:
+    """Takes the sessions of environments that are gone; a thread closes them.
+
+    The garbage collector may interrupt a thread anywhere, whatever lock it holds: `SimpleQueue.put` alone is made to be
+    called there.
+    """
+    ended: queue.SimpleQueue[tuple[Server, str]] = queue.SimpleQueue()
+    threading.Thread(target=_close_all, args=(ended,), daemon=True, name="http_env:close").start()
+    return ended
+
+
+def _close_all(ended: queue.SimpleQueue[tuple[Server, str]]) -> None:
+    while True:
+        server, session = ended.get()
         try:
             dataclasses.replace(server, attempts=1).post("/close", {"session": session})
-        except (HttpError, HttpEnvError):
-            pass  # The server forgets idle sessions by itself.
-
-    threading.Thread(target=close, daemon=True, name="http_env:close").start()
+        except Exception:  # Whatever it is: the server forgets idle sessions by itself.
+            pass
 
 
 def _observation(fields: Mapping[str, Any]) -> Observation:
