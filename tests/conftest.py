@@ -55,7 +55,12 @@ def _parts(hint: Any) -> Iterator[Any]:
         yield from _parts(argument)
 
 
-jaxtyping.install_import_hook("agentr1_jax", "conftest.check_arrays")
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+# Only where array shapes are named: the hook's own wrapper costs each call some microseconds.
+NAME_SHAPES = [path for path in (ROOT / "agentr1_jax").rglob("*.py") if "jaxtyping" in path.read_text()]
+jaxtyping.install_import_hook(
+    [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in NAME_SHAPES], "conftest.check_arrays"
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
