@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the fast tests; `bash launch/test.sh -m slow` the slow ones. Arguments go to pytest.
+# Runs the fast tests on all cores; `bash launch/test.sh -m slow` the slow ones. Arguments go to pytest.
 # PYTHON=/path/to/python3.12 selects another interpreter.
 # shellcheck source=launch/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-exec "$VENV_PYTHON" -m pytest "$@"
+exec "$VENV_PYTHON" -m pytest -n auto --dist loadfile "$@"

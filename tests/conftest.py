@@ -21,6 +21,7 @@ import hypothesis
 import jax
 import jaxtyping
 import pytest
+from jax._src import lru_cache
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -63,6 +64,15 @@ jaxtyping.install_import_hook(
 )
 
 
+def put_atomically(cache: Any, key: str, value: bytes) -> None:
+    """Stand in for `LRUCache.put` of JAX, whose files another process may read half written."""
+    path = cache.path / f"{key}-cache"
+    if not path.exists():
+        partial = cache.path / f"{key}.{os.getpid()}"
+        partial.write_bytes(value)
+        partial.replace(path)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Keeps compiled programs from one run of the tests to the next, small ones too, and lets children hear Ctrl-C.
 
@@ -76,6 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(config.cache.mkdir("jax"))  # Of children, too.
     jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    lru_cache.LRUCache.put = put_atomically  # Several workers share the folder.
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,0 +1,77 @@
+"""Checked settings: frozen dataclasses whose fields state their type and range, made from sections of a config.
+
+A package that can be configured declares one such dataclass:
+
+    @dataclass(frozen=True, config=STRICT)          # pydantic.dataclasses.dataclass
+    class SamplingConfig:
+        temperature: NonNegative = 1.0
+        top_p: Share = 1.0
+        reuse: Literal["all", "own", "none"] = "all"
+
+and `experiments/setup.py` makes it with `from_section`, which tells the user what is wrong with which key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+import pydantic
+from annotated_types import Ge, Gt, Le, Lt
+
+from agentr1_jax.errors import UserError
+
+T = TypeVar("T")
+
+STRICT = pydantic.ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
+"""No conversion but int to float, no unknown field, only finite numbers."""
+
+Count = Annotated[int, Ge(1)]
+"""1, 2, 3 ..."""
+Whole = Annotated[int, Ge(0)]
+"""0, 1, 2 ...; where it is a limit, 0 mostly means none."""
+Seed = Annotated[int, Ge(0), Lt(2**32)]
+"""What a random generator is seeded with."""
+Positive = Annotated[float, Gt(0)]
+NonNegative = Annotated[float, Ge(0)]
+Share = Annotated[float, Gt(0), Le(1)]
+"""0 < x <= 1: a probability mass, a discount."""
+Fraction = Annotated[float, Ge(0), Le(1)]
+"""0 <= x <= 1."""
+Decay = Annotated[float, Ge(0), Lt(1)]
+"""0 <= x < 1: the decay of a running mean."""
+
+
+def from_section(cls: type[T], section: str, values: Mapping[str, Any]) -> T:
+    """Make checked settings from one section of a config.
+
+    Args:
+      cls: dataclass declared with `STRICT`.
+      section: name of the section, e.g. `rollout`; empty for keys at the top of the config.
+      values: field name -> value; lists stand for tuples.
+
+    Returns:
+      the settings.
+
+    Raises:
+      UserError: a field is unknown, missing, of another type or out of range; the message names its key, its value and
+        what it may be.
+    """
+    try:
+        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+    except pydantic.ValidationError as error:
+        raise UserError("\n".join(_message(section, fault) for fault in error.errors())) from error
+
+
+def _message(section: str, fault: Any) -> str:
+    """One line for one fault: the dotted key, its value, what it may be."""
+    path = ".".join(str(part) for part in fault["loc"] if not (isinstance(part, str) and "[" in part))
+    key = ".".join(part for part in (section, path) if part)
+    if fault["type"] == "value_error":  # Raised by `__post_init__`, whose message names what it is about.
+        return f"{key}: {fault['ctx']['error']}" if key else str(fault["ctx"]["error"])
+    if fault["type"] == "unexpected_keyword_argument":
+        return f"unknown key {key!r}"
+    if fault["type"] == "missing_argument":
+        return f"{key} is missing"
+    allowed = fault["msg"].removeprefix("Input should be ")
+    return f"{key} is {fault['input']!r}; it must be {allowed}"
