@@ -79,7 +79,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Fast tests have their programs compiled without optimisation: they compile for most of their time. Slow ones run
     what users run. What a shell starts in the background is deaf to Ctrl-C, and so is all that it starts.
     """
-    if config.option.markexpr == "not slow":
+    if config.option.markexpr in ("not slow and not contrib", "contrib"):
         os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -87,6 +87,14 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     lru_cache.LRUCache.put = put_atomically  # Several workers share the folder.
+
+
+@pytest.hookimpl(tryfirst=True)  # Before pytest selects by markers.
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests of `tests/contrib`."""
+    for item in items:
+        if item.path.is_relative_to(ROOT / "tests" / "contrib"):
+            item.add_marker(pytest.mark.contrib)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -39,7 +39,7 @@ from experiments.tasks import make_task
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("mcp") is None, reason="the extra mcp is not installed")
 
-FOLDER = pathlib.Path(__file__).parent
+FOLDER = pathlib.Path(__file__).parents[1]
 SOON = 20.0
 
 

@@ -260,7 +260,7 @@ for path in ["/", "/usr/lib", "/proc/sys/kernel/hostname", {os.path.dirname(sys.
     try:
         with open(path if path.startswith("/proc") else path + "/{mark}", "w") as opened: print("wrote", path)
     except OSError: pass
-project = {str(pathlib.Path(__file__).parents[1])!r}
+project = {str(pathlib.Path(__file__).parents[2])!r}
 for path in [project, "/home", "/var", "/mnt", "/sys", "/run", "/root/.ssh", "/boot", "/opt"]:
     if os.path.exists(path) and path not in {sys.base_prefix!r}: print("seen", path)
 open("/tmp/{mark}", "w").close()
@@ -341,7 +341,7 @@ asyncio.run(tool.execute({"code": "import os\\nos.fork()\\nwhile True: pass"}))
 @pytest.mark.parametrize("processes", [1, AT_WORK])
 def test_a_sandbox_does_not_outlive_its_host(python, mark, processes):
     """Killed as the sandbox starts, and when code runs in it."""
-    folder = pathlib.Path(__file__).parents[1]
+    folder = pathlib.Path(__file__).parents[2]
     host = subprocess.Popen([sys.executable, "-c", HOST, python.isolation, mark], cwd=folder)
     try:
         end = time.monotonic() + 60
@@ -385,7 +385,7 @@ def test_code_cannot_tell_the_host_how_it_ended(python):
 def test_code_of_the_hosts_own_user_cannot_tell_it_how_it_ended(python):
     """Who is not root has no other user to give to the code."""
     program = [sys.executable, "-c", FORGED, python.isolation, FORGER]
-    done = subprocess.run(program, cwd=pathlib.Path(__file__).parents[1], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(program, cwd=pathlib.Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
     if "finds no isolation that works here" in done.stderr:
         pytest.skip(done.stderr[-500:])
     assert done.stdout.split() == ["exit", "model"], done.stderr[-2000:]
