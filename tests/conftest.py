@@ -83,10 +83,12 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(config.cache.mkdir("jax"))  # Of children, too.
-    jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    lru_cache.LRUCache.put = put_atomically  # Several workers share the folder.
+    cache = getattr(config, "cache", None)  # None with -p no:cacheprovider.
+    if cache is not None:
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache.mkdir("jax"))  # Of children, too.
+        jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        lru_cache.LRUCache.put = put_atomically  # Several workers share the folder.
 
 
 @pytest.hookimpl(tryfirst=True)  # Before pytest selects by markers.
