@@ -169,7 +169,7 @@ def _games(c: ConfigDict) -> None:
 
 
 def _adapters(c: ConfigDict) -> None:
-    """Environments of others; see docs/environments.md."""
+    """Environments of others; see docs/contrib/."""
     c.task.gymnasium = ConfigDict()
     c.task.gymnasium.id = ""  # of Gymnasium's registry, e.g. FrozenLake-v1; module:Name-v0 imports the module first
     c.task.gymnasium.kwargs = ""  # of gymnasium.make: the text of a JSON object

@@ -10,23 +10,23 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 import ml_collections
 
+from agentr1_jax.contrib.bfcl import BfclTask, scoring
+from agentr1_jax.contrib.gymnasium.task import GymnasiumTask
+from agentr1_jax.contrib.http_env.client import HttpTask, Server
+from agentr1_jax.contrib.sokoban import sokoban_task
+from agentr1_jax.contrib.verifiers import verifiers_task
 from agentr1_jax.envs import countdown, gsm8k, qa, whereabouts
 from agentr1_jax.envs.base import Task
-from agentr1_jax.envs.bfcl import BfclTask, scoring
 from agentr1_jax.envs.countdown import CountdownTask
 from agentr1_jax.envs.frozenlake import frozenlake_task
 from agentr1_jax.envs.gsm8k import Gsm8kTask
-from agentr1_jax.envs.gymnasium_env import GymnasiumTask
 from agentr1_jax.envs.hopworld.task import HopWorldTask
-from agentr1_jax.envs.http_env import HttpTask, Server
 from agentr1_jax.envs.keydoor import keydoor_task
 from agentr1_jax.envs.mixture import MixtureTask
 from agentr1_jax.envs.multihop import Files, MultihopTask, data_folder
 from agentr1_jax.envs.registry import TASKS
 from agentr1_jax.envs.shares import parse_weights
-from agentr1_jax.envs.sokoban import sokoban_task
 from agentr1_jax.envs.tabular_task import REWARD_PARTS
-from agentr1_jax.envs.verifiers_env import verifiers_task
 from agentr1_jax.envs.whereabouts import WhereaboutsTask
 from agentr1_jax.errors import UserError
 from agentr1_jax.runtime import config as configs

@@ -6,8 +6,8 @@ import asyncio
 
 import numpy as np
 
+from agentr1_jax.contrib.bfcl.task import DONE
 from agentr1_jax.envs.base import Action
-from agentr1_jax.envs.bfcl.task import DONE
 from agentr1_jax.text.tool_calls import render_call
 
 FS = "GorillaFileSystem"

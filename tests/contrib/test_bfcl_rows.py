@@ -9,9 +9,9 @@ import json
 import pytest
 from bfcl_play import FS
 
-from agentr1_jax.envs.bfcl.documents import to_schema
-from agentr1_jax.envs.bfcl.rows import ANSWERS, DOCUMENTS, TASKS, offer, parse_call, read_tasks
-from agentr1_jax.envs.bfcl.state import World
+from agentr1_jax.contrib.bfcl.documents import to_schema
+from agentr1_jax.contrib.bfcl.rows import ANSWERS, DOCUMENTS, TASKS, offer, parse_call, read_tasks
+from agentr1_jax.contrib.bfcl.state import World
 
 
 @pytest.fixture(scope="module")

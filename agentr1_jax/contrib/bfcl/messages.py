@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Self
 
-from agentr1_jax.envs.bfcl.base import CallFailed, check, free_number
+from agentr1_jax.contrib.bfcl.base import CallFailed, check, free_number
 
 USERS = {"Alice": "USR001", "Bob": "USR002", "Catherine": "USR003", "Daniel": "USR004"}
 """Who is there where the config does not say: the ground truth knows them by id."""

@@ -11,12 +11,12 @@ from bfcl_play import number_of, play, script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentr1_jax.contrib.bfcl import BfclTask
+from agentr1_jax.contrib.bfcl.documents import Function
+from agentr1_jax.contrib.bfcl.rows import offer, read_tasks
+from agentr1_jax.contrib.bfcl.state import World
+from agentr1_jax.contrib.bfcl.task import DONE, INSTRUCTION
 from agentr1_jax.envs.base import Task
-from agentr1_jax.envs.bfcl import BfclTask
-from agentr1_jax.envs.bfcl.documents import Function
-from agentr1_jax.envs.bfcl.rows import offer, read_tasks
-from agentr1_jax.envs.bfcl.state import World
-from agentr1_jax.envs.bfcl.task import DONE, INSTRUCTION
 from agentr1_jax.text.tool_calls import PARSE_MESSAGES, render_call
 from agentr1_jax.tools.limits import ToolLimits, wrapped
 from agentr1_jax.tools.meter import Meter

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from agentr1_jax.envs.bfcl.base import check
+from agentr1_jax.contrib.bfcl.base import check
 from agentr1_jax.tools.records import DAMAGE, damaged, read_records
 
 WHAT = "not a function document"

@@ -9,12 +9,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentr1_jax.envs.bfcl.base import FunctionSet
-from agentr1_jax.envs.bfcl.file_system import FileSystem
-from agentr1_jax.envs.bfcl.math_tools import MathTools
-from agentr1_jax.envs.bfcl.messages import Messages
-from agentr1_jax.envs.bfcl.posting import Posting
-from agentr1_jax.envs.bfcl.tickets import Tickets
+from agentr1_jax.contrib.bfcl.base import FunctionSet
+from agentr1_jax.contrib.bfcl.file_system import FileSystem
+from agentr1_jax.contrib.bfcl.math_tools import MathTools
+from agentr1_jax.contrib.bfcl.messages import Messages
+from agentr1_jax.contrib.bfcl.posting import Posting
+from agentr1_jax.contrib.bfcl.tickets import Tickets
 
 FUNCTION_SETS: Mapping[str, type[FunctionSet]] = {
     "GorillaFileSystem": FileSystem,

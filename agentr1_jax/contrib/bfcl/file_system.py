@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
-from agentr1_jax.envs.bfcl.base import CallFailed, check
+from agentr1_jax.contrib.bfcl.base import CallFailed, check
 
 Folder = dict[str, Any]
 """Its entries by name: a file is its text, a folder is a dict."""

@@ -13,10 +13,10 @@ from bfcl_play import FS, number_of, play, script
 from agentr1_jax.agents.context import context_rule
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity, ScriptedSession
-from agentr1_jax.envs.bfcl import BfclTask
-from agentr1_jax.envs.bfcl.base import functions_of
-from agentr1_jax.envs.bfcl.rows import offer, read_tasks
-from agentr1_jax.envs.bfcl.state import FUNCTION_SETS, World
+from agentr1_jax.contrib.bfcl import BfclTask
+from agentr1_jax.contrib.bfcl.base import functions_of
+from agentr1_jax.contrib.bfcl.rows import offer, read_tasks
+from agentr1_jax.contrib.bfcl.state import FUNCTION_SETS, World
 from agentr1_jax.text.chat import chat_format
 from agentr1_jax.text.tokenizer import load_tokenizer
 from agentr1_jax.trajectory import Budget, Outcome

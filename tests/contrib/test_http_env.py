@@ -14,13 +14,13 @@ import types
 import letters
 import numpy as np
 import pytest
-from programs import program
 
 from agentr1_jax.agents.session import Identity, ScriptedSession
+from agentr1_jax.contrib.http_env.client import HttpEnvError, HttpTask, Server
+from agentr1_jax.contrib.http_env.server import Refused, Service, make_server
 from agentr1_jax.envs.base import Action, Observation, Task, Transition
 from agentr1_jax.envs.frozenlake import frozenlake_task
 from agentr1_jax.envs.hopworld.task import HopWorldTask
-from agentr1_jax.envs.http_env import HttpEnvError, HttpTask, Server
 from agentr1_jax.errors import PassingError, UserError
 from agentr1_jax.http import HttpError, request
 from agentr1_jax.rollout import runner
@@ -28,7 +28,6 @@ from agentr1_jax.trajectory import Outcome
 from configs import frozenlake
 from experiments import circle, tasks
 
-serve_env = program("serve_env")
 LAKE = frozenlake_task(slip=0.2)
 
 
@@ -46,7 +45,7 @@ def running(server):
 
 @contextlib.contextmanager
 def served(task):
-    with running(serve_env.server(task, "127.0.0.1", 0)) as url:
+    with running(make_server(task, "127.0.0.1", 0)) as url:
         yield url
 
 
@@ -181,17 +180,17 @@ class Counting:
 
 def test_a_step_that_is_asked_for_again_is_not_applied_again():
     task = Counting()
-    service = serve_env.Service(task)
+    service = Service(task)
     name = service.reset({"id": "x"}, 0)["session"]
     first = service.step(name, 0, {"text": "a"})
     assert service.step(name, 0, {"text": "a"}) == first and task.applied == ["a"]
     assert service.step(name, 1, {"text": "b"})["reward"] == 2 and task.applied == ["a", "b"]
     for step in (0, 3):
-        with pytest.raises(serve_env.Refused, match="the session is at step 2") as refused:
+        with pytest.raises(Refused, match="the session is at step 2") as refused:
             service.step(name, step, {"text": "c"})
         assert refused.value.status == 409
     service.close(name)
-    with pytest.raises(serve_env.Refused, match="no session") as refused:
+    with pytest.raises(Refused, match="no session") as refused:
         service.step(name, 2, {"text": "c"})
     assert refused.value.status == 410 and task.applied == ["a", "b"]
 
@@ -338,7 +337,7 @@ def test_rows_are_asked_for_before_the_engine_waits(monkeypatch):
 
 def test_a_session_is_closed_once_its_environment_is_let_go():
     task = Counting()
-    server = serve_env.server(task, "127.0.0.1", 0)
+    server = make_server(task, "127.0.0.1", 0)
     with answering({"/info": [(200, INFO)], "/reset": [(200, BEGUN)], "/close": [(200, {})]}) as (url, asked):
         env = HttpTask(client(url)).env()
         episode(env, {"id": "x"}, [])

@@ -1,4 +1,4 @@
-"""A Task behind HTTP, by the protocol of docs/environments.md: JSON in, JSON out, every request safe to repeat."""
+"""A Task behind HTTP, by the protocol of docs/contrib/http_env.md: JSON in, JSON out, every request safe to repeat."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class HttpTask:
         except (HttpError, HttpEnvError, TypeError) as error:
             raise ValueError(
                 f"task.http.url {server.url}: no environment answers there ({error}); start one, e.g. by python -m "
-                "experiments.serve_env --config=..., and see docs/environments.md for what it must answer"
+                "experiments.serve_env --config=..., and see docs/contrib/http_env.md for what it must answer"
             ) from error
 
     def row(self, split: str, index: int) -> Row:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
 from absl import logging
 
+from agentr1_jax.contrib.bfcl import scoring
+from agentr1_jax.contrib.bfcl.rows import offer, read_tasks
+from agentr1_jax.contrib.bfcl.state import World
+from agentr1_jax.contrib.bfcl.tool import FunctionTool
 from agentr1_jax.envs.base import Expert, Row
-from agentr1_jax.envs.bfcl import scoring
-from agentr1_jax.envs.bfcl.rows import offer, read_tasks
-from agentr1_jax.envs.bfcl.state import World
-from agentr1_jax.envs.bfcl.tool import FunctionTool
 from agentr1_jax.envs.data_folder import data_folder
 from agentr1_jax.envs.passes import FiniteRows
 from agentr1_jax.envs.rewards import Reward

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
-from agentr1_jax.envs.bfcl.base import CallFailed
+from agentr1_jax.contrib.bfcl.base import CallFailed
 
 DIGITS = 17
 """Significant digits beyond which a float has none."""

@@ -1,3 +1,3 @@
 """BFCL: stateful tool use over several turns of a user, on our own implementation of the functions."""
 
-from agentr1_jax.envs.bfcl.task import BfclTask as BfclTask
+from agentr1_jax.contrib.bfcl.task import BfclTask as BfclTask

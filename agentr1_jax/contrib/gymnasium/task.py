@@ -13,8 +13,8 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from agentr1_jax.contrib.gymnasium.spaces import Actions, actions_of, check_observation_space, observation_text
 from agentr1_jax.envs.base import Action, Expert, Observation, Row, Transition
-from agentr1_jax.envs.spaces import Actions, actions_of, check_observation_space, observation_text
 from agentr1_jax.envs.tabular_task import NO_ACTION, REWARD_PARTS
 from agentr1_jax.tools.threads import in_thread
 from agentr1_jax.trajectory import Outcome

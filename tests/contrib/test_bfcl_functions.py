@@ -10,11 +10,11 @@ from bfcl_play import FS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentr1_jax.envs.bfcl.base import CallFailed
-from agentr1_jax.envs.bfcl.documents import Function
-from agentr1_jax.envs.bfcl.file_system import DISK, ENTRY, MOST_DEPTH, FileSystem
-from agentr1_jax.envs.bfcl.rows import read_tasks
-from agentr1_jax.envs.bfcl.state import FUNCTION_SETS, World
+from agentr1_jax.contrib.bfcl.base import CallFailed
+from agentr1_jax.contrib.bfcl.documents import Function
+from agentr1_jax.contrib.bfcl.file_system import DISK, ENTRY, MOST_DEPTH, FileSystem
+from agentr1_jax.contrib.bfcl.rows import read_tasks
+from agentr1_jax.contrib.bfcl.state import FUNCTION_SETS, World
 
 
 @pytest.fixture(scope="module")

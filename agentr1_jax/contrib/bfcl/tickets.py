@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Self
 
-from agentr1_jax.envs.bfcl.base import CallFailed, check, free_number
+from agentr1_jax.contrib.bfcl.base import CallFailed, check, free_number
 
 PRIORITIES = range(1, 6)
 

@@ -7,9 +7,9 @@ import json
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from agentr1_jax.envs.bfcl.base import CallFailed
-from agentr1_jax.envs.bfcl.documents import Function
-from agentr1_jax.envs.bfcl.state import World
+from agentr1_jax.contrib.bfcl.base import CallFailed
+from agentr1_jax.contrib.bfcl.documents import Function
+from agentr1_jax.contrib.bfcl.state import World
 from agentr1_jax.tools import base
 from agentr1_jax.tools.base import ToolResult
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import jsonschema
 
+from agentr1_jax.contrib.bfcl.base import CallFailed, check, functions_of
+from agentr1_jax.contrib.bfcl.documents import Function, read_documents
+from agentr1_jax.contrib.bfcl.state import FUNCTION_SETS, World
 from agentr1_jax.envs.base import Row
-from agentr1_jax.envs.bfcl.base import CallFailed, check, functions_of
-from agentr1_jax.envs.bfcl.documents import Function, read_documents
-from agentr1_jax.envs.bfcl.state import FUNCTION_SETS, World
 from agentr1_jax.tools.records import DAMAGE, damaged, read_records
 
 WHAT, NO_ANSWER = "not a multi-turn task", "not the ground truth of a task"

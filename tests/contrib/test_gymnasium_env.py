@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from agentr1_jax.agents.session import Identity, ScriptedSession
+from agentr1_jax.contrib.gymnasium.spaces import actions_of, check_observation_space, observation_text
+from agentr1_jax.contrib.gymnasium.task import GymnasiumTask
 from agentr1_jax.envs.base import Action, Task
-from agentr1_jax.envs.gymnasium_env import GymnasiumTask
-from agentr1_jax.envs.spaces import actions_of, check_observation_space, observation_text
 from agentr1_jax.envs.tabular_task import NO_ACTION
 from agentr1_jax.errors import UserError
 from agentr1_jax.rollout import runner

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plays import play
 
+from agentr1_jax.contrib.sokoban import MOVES, drawn, game, moved, moves_left, read_level, sokoban_task
 from agentr1_jax.envs.base import Action, Task
-from agentr1_jax.envs.sokoban import MOVES, drawn, game, moved, moves_left, read_level, sokoban_task
 from agentr1_jax.envs.tabular import reachable
 from agentr1_jax.errors import UserError
 from agentr1_jax.trajectory import Outcome

@@ -11,8 +11,8 @@ import pytest
 from plays import play
 
 from agentr1_jax.agents.session import Identity, ScriptedSession
+from agentr1_jax.contrib.verifiers import Message, tool_schemas, verifiers_task
 from agentr1_jax.envs.base import Task
-from agentr1_jax.envs.verifiers_env import Message, tool_schemas, verifiers_task
 from agentr1_jax.errors import UserError
 from agentr1_jax.rollout import runner
 from agentr1_jax.text.tool_calls import render_call

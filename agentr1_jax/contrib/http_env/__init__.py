@@ -1,0 +1,1 @@
+"""Tasks over HTTP: the client is a Task, the server serves any Task."""

@@ -1,0 +1,195 @@
+"""Server of a task over HTTP, by the protocol of docs/contrib/http_env.md. A server to copy from."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import inspect
+import json
+import threading
+import time
+import urllib.parse
+import uuid
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import numpy as np
+from absl import logging
+
+from agentr1_jax.contrib.http_env.client import OBSERVED, PROTOCOL
+from agentr1_jax.envs.base import Action, Env, Observation, Task, Transition
+
+SPLITS = ("train", "eval", "dev")
+IDLE_SECONDS = 3600.0
+
+
+class Refused(Exception):
+    """An answer that is no 200: its status and what to say."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclasses.dataclass
+class Session:
+    """An episode under way.
+
+    Attributes:
+      env: plays it.
+      steps: applied so far.
+      last: the answer to the last of them, given again where the request for it comes again.
+      used: when it was asked for last.
+      lock: held while a step is applied.
+    """
+
+    env: Env
+    steps: int = 0
+    last: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    used: float = dataclasses.field(default_factory=time.monotonic)
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+
+class Service:
+    """The protocol, for one task. Methods may be called from several threads; environments share one event loop."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._sessions: dict[str, Session] = {}
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+
+    def info(self) -> Mapping[str, Any]:
+        """What the task is."""
+        splits = {split: self._task.size(split) for split in SPLITS if self._has(split)}
+        parts = list(self._task.reward_parts)
+        return {"protocol": PROTOCOL, "name": self._task.name, "reward_parts": parts, "splits": splits}
+
+    def rows(self, split: str, index: int) -> Mapping[str, Any]:
+        """A row."""
+        try:
+            return {"row": self._task.row(split, index)}
+        except ValueError as error:
+            raise Refused(404, str(error)) from error
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Mapping[str, Any]:
+        """Starts a session."""
+        self._forget_idle()
+        env, name = self._task.env(), uuid.uuid4().hex
+        observation = self._run(env.reset(row, seed))
+        self._sessions[name] = Session(env)
+        return {"session": name, "observation": _observed(observation), "metrics": dict(env.cut())}
+
+    def step(self, session: str, step: int, action: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Applies step number `step`, or gives the answer to it again."""
+        found = self._sessions.get(session)
+        if found is None:
+            raise Refused(410, f"no session {session!r}: it ended, failed, or was idle for {IDLE_SECONDS:g} s")
+        with found.lock:
+            found.used = time.monotonic()
+            if step == found.steps - 1:
+                return found.last
+            if step != found.steps:
+                raise Refused(409, f"the session is at step {found.steps}, not {step}")
+            try:
+                transition = self._run(found.env.step(Action(np.zeros(0, np.int32), **action)))
+            except BaseException:
+                self.close(session)  # Nobody knows what it did.
+                raise
+            found.steps, found.last = step + 1, _answer(transition, found.env.cut())
+            return found.last
+
+    def close(self, session: str) -> Mapping[str, Any]:
+        """Ends a session; one that is not there has ended."""
+        self._sessions.pop(session, None)
+        return {}
+
+    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def _has(self, split: str) -> bool:
+        try:
+            self._task.row(split, 0)
+        except ValueError:
+            return False
+        return True
+
+    def _forget_idle(self) -> None:
+        for name, session in list(self._sessions.items()):
+            if time.monotonic() - session.used > IDLE_SECONDS:
+                self.close(name)
+
+
+def make_server(task: Task, host: str, port: int) -> ThreadingHTTPServer:
+    """A server of a task; port 0 takes any that is free. `serve_forever` runs it."""
+    service = Service(task)
+
+    class Handler(BaseHTTPRequestHandler):
+        """Calls the method of `Service` that has the path's name."""
+
+        def do_GET(self) -> None:
+            path, _, query = self.path.partition("?")
+            self._answer(path, ("/info", "/rows"), lambda: _read_query(query))
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            self._answer(self.path, ("/reset", "/step", "/close"), lambda: json.loads(body))
+
+        def _answer(self, path: str, known: Sequence[str], read: Callable[[], Mapping[str, Any]]) -> None:
+            try:
+                if path not in known:
+                    raise Refused(404, f"no {path}")
+                method = getattr(service, path[1:])
+                status, answer = 200, method(**_arguments(method, read))
+            except Refused as error:
+                status, answer = error.status, {"error": str(error)}
+            except Exception as error:
+                logging.exception("%s failed", path)
+                status, answer = 500, {"error": f"{type(error).__name__}: {error}"}
+            body = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            logging.debug(format, *args)
+
+    return ThreadingHTTPServer((host, port), Handler)
+
+
+def _read_query(query: str) -> Mapping[str, Any]:
+    asked: dict[str, Any] = dict(urllib.parse.parse_qsl(query))
+    return asked | {"index": int(asked["index"])} if "index" in asked else asked
+
+
+def _arguments(method: Callable[..., Any], read: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+    try:
+        asked = read()
+        inspect.signature(method).bind(**asked)
+    except (ValueError, TypeError) as error:
+        raise Refused(400, f"cannot be read: {error}") from error
+    return asked
+
+
+def _observed(observation: Observation) -> dict[str, Any]:
+    if observation.token_ids is not None:
+        raise ValueError("observations of token ids cannot be served")
+    fields = {key: getattr(observation, key) for key in OBSERVED}
+    return {key: value for key, value in fields.items() if value is not None and value != ()}
+
+
+def _answer(transition: Transition, metrics: Mapping[str, float]) -> dict[str, Any]:
+    return {
+        "observation": None if transition.observation is None else _observed(transition.observation),
+        "reward": transition.reward,
+        "reward_parts": dict(transition.reward_parts),
+        "terminated": transition.terminated,
+        "truncated": transition.truncated,
+        "outcome": transition.outcome,
+        "tool_calls": list(transition.tool_calls),
+        "metrics": dict(metrics),
+        "info": dict(transition.info),
+    }
