@@ -263,7 +263,7 @@ def _rollout(c: ConfigDict) -> None:
     c.rollout.tensor = 1  # devices that share the heads of one slot; the others of an engine share the slots
     c.rollout.top_k = 0  # samples among so many likeliest ids; 0 for all
     c.rollout.top_p = 1.0  # samples among the likeliest ids of this mass
-    c.rollout.slots = 64  # trajectories decoded together by each engine: one to a process, or mesh.rollout_processes
+    c.rollout.slots = 64  # responses that the engine of each process decodes together
     c.rollout.parking = 16  # further lines of the cache, for trajectories whose tool is at work
     c.rollout.decode_chunk = 8  # most tokens between two looks of the host
     c.rollout.leave_after = 1  # a chunk ends early once so many responses have ended; 0: never
@@ -408,4 +408,3 @@ def _places(c: ConfigDict) -> None:
     c.mesh.fsdp = 1
     c.mesh.tensor = 1
     c.mesh.rollout_devices = 0  # of each process, for rollouts alone; 0: learner and engine share all
-    c.mesh.rollout_processes = 1  # consecutive processes that share one engine, in lockstep; for large models

@@ -163,8 +163,7 @@ class InTurn:
 
     def __init__(self, run: Run, finished: Sequence[Trajectory] = ()) -> None:
         c = run.config.rollout
-        together = run.team.size
-        mine = {*build.dealt(c.groups, together), *(c.groups + i for i in build.dealt(c.refills, together))}
+        mine = {*build.dealt(c.groups), *(c.groups + i for i in build.dealt(c.refills))}
         groups = whole_groups(finished, c.samples, lambda t: t.group)
         self._complete = [groups[place] for place in sorted(mine & groups.keys())]
         self._run = run

@@ -76,7 +76,7 @@ def learner_mesh(config: ml_collections.ConfigDict, devices: Sequence[jax.Device
 def rollout_mesh(config: ml_collections.ConfigDict) -> Mesh:
     """The mesh of this process's engine."""
     _, rolling = meshes.divided(jax.devices(), config.mesh.rollout_devices)
-    return meshes.rollout_mesh(rolling, config.rollout.tensor, config.mesh.rollout_processes)
+    return meshes.rollout_mesh(rolling, config.rollout.tensor)
 
 
 def tokenizer(config: ml_collections.ConfigDict, task: Task, *, resumes: bool) -> Tokenizer:
@@ -189,19 +189,19 @@ def rollout_params(policy: DecoderConfig, trained: Params, frozen: Params) -> Pa
 
 
 def rollout_view(
-    policy: DecoderConfig, learner: Mesh, rollout: Mesh, *, together: int = 1, copied: bool = False
+    policy: DecoderConfig, learner: Mesh, rollout: Mesh, *, copied: bool = False
 ) -> Callable[[Params, Params], Params]:
     """(trained, frozen parameters) -> the policy's on the rollout mesh, in its compute dtype.
 
-    So many processes share an engine `together`. Where dtype and layout allow they are the learner's own arrays, unless
-    they are to be `copied`, so that they outlive an update.
+    Where dtype and layout allow they are the learner's own arrays, unless they are to be `copied`, so that they outlive
+    an update.
     """
 
     def prepare(trained: Params, frozen: Params) -> Params:
         params = rollout_params(policy, trained, frozen)
         return jax.tree.map(jnp.copy, params) if copied else params
 
-    return meshes.make_rollout_view(learner, rollout, shardings, prepare, together)
+    return meshes.make_rollout_view(learner, rollout, shardings, prepare)
 
 
 def engine_config(config: ml_collections.ConfigDict) -> EngineConfig:
@@ -234,12 +234,10 @@ def limits(config: ml_collections.ConfigDict) -> Limits:
     return Limits(config.rollout.attempts, None if seconds is None else 2 * seconds)
 
 
-def engine(
-    config: ml_collections.ConfigDict, policy: DecoderConfig, mesh: Mesh, tell: Callable[[Any], None] | None = None
-) -> Engine:
-    """The rollout engine; where its mesh is that of several processes it tells the others what they are to do."""
+def engine(config: ml_collections.ConfigDict, policy: DecoderConfig, mesh: Mesh) -> Engine:
+    """The rollout engine of this process."""
     try:
-        return Engine(policy, engine_config(config), mesh, tell)
+        return Engine(policy, engine_config(config), mesh)
     except ValueError as error:
         raise UserError(str(error)) from error
 
@@ -450,7 +448,6 @@ def identities(
     ]
 
 
-def dealt(count: int, together: int = 1) -> list[int]:
-    """Which of `count` things are this process's; the first of each so many processes `together` gets those of all."""
-    engine, place = divmod(processes.process_index(), together)
-    return [] if place else list(range(engine, count, processes.process_count() // together))
+def dealt(count: int) -> list[int]:
+    """Indices of this process's share of `count` things: every n-th of them."""
+    return list(range(processes.process_index(), count, processes.process_count()))

@@ -276,7 +276,6 @@ def _check_lengths(config: ml_collections.ConfigDict) -> None:
 def _check_placement(config: ml_collections.ConfigDict, devices: Sequence[jax.Device]) -> None:
     """The meshes fit the devices; groups, rows, slots and parking lines can be dealt evenly."""
     processes, minibatches = len({d.process_index for d in devices}), config.learner.minibatches
-    _check_lockstep(config, processes)
     if config.rollout.groups % (processes * minibatches):
         raise UserError(
             f"rollout.groups ({config.rollout.groups}) must be a multiple of processes x learner.minibatches "
@@ -299,38 +298,10 @@ def _check_placement(config: ml_collections.ConfigDict, devices: Sequence[jax.De
                 f"(mesh.data x mesh.fsdp: {data} x {fsdp})"
             )
     try:
-        own = len(rolling) // processes * c.rollout_processes
-        shards = meshes.rollout_shards(own, config.rollout.tensor, c.rollout_processes)
+        shards = meshes.rollout_shards(len(rolling) // processes, config.rollout.tensor)
         build.engine_config(config).check_shards(shards)
     except ValueError as error:
         raise UserError(str(error)) from error
-
-
-def _check_lockstep(config: ml_collections.ConfigDict, processes: int) -> None:
-    """What an engine over several processes cannot be."""
-    together = config.mesh.rollout_processes
-    if together < 1 or processes % together:
-        raise UserError(
-            f"mesh.rollout_processes is {together}; it must divide the number of processes, which is {processes}"
-        )
-    if together == 1:
-        return
-    if config.rollout.staleness:
-        raise UserError(
-            f"mesh.rollout_processes is {together} and rollout.staleness is {config.rollout.staleness}: rollouts and "
-            "updates that overlap would need one order in all processes of an engine; set one of them only"
-        )
-    if config.mesh.rollout_devices:
-        raise UserError(
-            f"mesh.rollout_processes is {together} and mesh.rollout_devices is {config.mesh.rollout_devices}: an "
-            "engine over several processes uses all their devices; set one of them only"
-        )
-    if config.task.multihop.retriever.kind == "dense":
-        raise UserError(
-            f"mesh.rollout_processes is {together} and task.multihop.retriever.kind is 'dense': its searches would run "
-            "on the devices of the process that leads, and all others wait; serve it elsewhere "
-            "(task.multihop.retriever.kind=http)"
-        )
 
 
 def check_task(config: ml_collections.ConfigDict, task: Task) -> None:

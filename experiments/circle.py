@@ -6,7 +6,6 @@ import asyncio
 import concurrent.futures
 import dataclasses
 import functools
-import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TypeVar
 
@@ -22,12 +21,10 @@ from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.rollout.background import Background
 from agentr1_jax.rollout.engine import Engine
-from agentr1_jax.rollout.lockstep import follow
 from agentr1_jax.rollout.runner import Group, run_groups, sample_groups, signal
 from agentr1_jax.rollout.sampling import Sampling
 from agentr1_jax.runtime import processes
 from agentr1_jax.runtime.seeds import generator
-from agentr1_jax.runtime.team import Team
 from agentr1_jax.text.tokenizer import Tokenizer
 from agentr1_jax.tools.meter import Meter
 from agentr1_jax.trajectory import POLICIES, Outcome, Step, Trajectory
@@ -48,7 +45,6 @@ class Run:
       frozen: parameters that LoRA does not train; empty without it.
       view: (trained, frozen parameters) -> the policy's on the rollout mesh.
       tools: counts what tools do.
-      team: the processes that share the engine, of which one leads.
     """
 
     config: ml_collections.ConfigDict
@@ -61,7 +57,6 @@ class Run:
     learner_mesh: Mesh
     view: Callable[[Params, Params], Params]
     tools: Meter
-    team: Team = Team()
 
 
 def demonstrations(run: Run) -> list[Trajectory]:
@@ -130,27 +125,9 @@ def row_of(run: Run, split: str, visit: int) -> Row:
     return curriculum.limited(row, curriculum.stages(run.config), visit, run.config.rollout.groups)
 
 
-def by_leader(run: Run, params: Params, work: Callable[[], T], otherwise: T) -> T:
-    """What work with the engine gives in the process that leads; `otherwise` in those that follow, when it is done.
-
-    Args:
-      run: the run's parts.
-      params: on the engine's mesh.
-      work: opens the engine and closes it.
-      otherwise: what a process has that follows.
-    """
-    if run.team.leads:
-        with run.team.leading():
-            return work()
-    with run.team.following() as messages:
-        follow(run.engine.device.executor, params, messages)
-    return otherwise
-
-
 def compile_engine(run: Run, params: Params) -> None:
     """Compiles what the engine can need, with the learner's parameters."""
-    view = run.view(params, run.frozen)
-    by_leader(run, view, lambda: run.engine.compile(view), 0)
+    run.engine.compile(run.view(params, run.frozen))
 
 
 def awaited(future: concurrent.futures.Future[T], stop: Callable[[], bool]) -> T | None:
@@ -185,7 +162,7 @@ def roll_out(
     stop: Callable[[], bool] = lambda: False,
     within: Background | None = None,
 ) -> tuple[list[Trajectory], list[Trajectory]] | None:
-    """The share of this process's engine of the groups with the given running indices; nothing where another one leads.
+    """This process's share of the groups with the given running indices.
 
     Args:
       run: the run's parts.
@@ -206,8 +183,8 @@ def roll_out(
       trajectories sorted by (group, sample), and those of groups without signal where there are refills; None where it
       was broken off.
     """
-    places = build.dealt(len(visits), run.team.size)
-    spare = [len(visits) + i for i in build.dealt(len(refills), run.team.size)]
+    places = build.dealt(len(visits))
+    spare = [len(visits) + i for i in build.dealt(len(refills))]
     complete = [] if complete is None else complete
     have = {group[0].group for group in complete}
     everywhere, order = [*visits, *refills], [place for place in (*places, *spare) if place not in have]
@@ -226,14 +203,8 @@ def roll_out(
     if within:
         whole = awaited(within.start(work), stop)
     else:
-        view = run.view(params, run.frozen)
-
-        def opened() -> list[list[Trajectory]] | None:
-            with Background(run.engine, view, version) as background:
-                return awaited(background.start(work), stop)
-
-        nothing: list[list[Trajectory]] | None = []
-        whole = by_leader(run, view, opened, nothing)
+        with Background(run.engine, run.view(params, run.frozen), version) as background:
+            whole = awaited(background.start(work), stop)
     if whole is None:
         return None
     kept: list[Trajectory] = []
@@ -254,35 +225,22 @@ def with_greedy_rewards(
     view = run.view(params, run.frozen)  # A program of all processes, also of one that has no group here.
     groups = sorted({t.group for t in trajectories})
     names = build.identities(run.task, run.config.seed, "greedy", groups, [visits[0] + g for g in groups], 1)
-
-    def sampled() -> list[list[Trajectory]]:
-        rows = [Group(row_of(run, "train", visits[0] + g), own) for g, own in zip(groups, names, strict=True)]
-        return list(
-            run_groups(
-                run.engine,
-                view,
-                run.agent,
-                rows,
-                sampling=Sampling(0.0),
-                policy_version=version,
-                wanted=len(groups),
-                limits=build.limits(run.config),
-            )
-        )
-
-    nothing: list[list[Trajectory]] = []
-    greedy = by_leader(run, view, sampled, nothing)
+    rows = [Group(row_of(run, "train", visits[0] + g), own) for g, own in zip(groups, names, strict=True)]
+    greedy = run_groups(
+        run.engine,
+        view,
+        run.agent,
+        rows,
+        sampling=Sampling(0.0),
+        policy_version=version,
+        wanted=len(groups),
+        limits=build.limits(run.config),
+    )
     rewards = {t.group: t.total_reward for (t,) in greedy if POLICIES[t.outcome].reward == "use"}
     return [
         dataclasses.replace(t, info={**t.info, "greedy_reward": rewards[t.group]}) if t.group in rewards else t
         for t in trajectories
     ]
-
-
-def dealt(run: Run, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """This process's share of the groups that its engine sampled; sorted by (group, sample), as they are."""
-    groups = [list(group) for _, group in itertools.groupby(trajectories, key=lambda t: t.group)]
-    return [t for group in run.team.deal(groups) for t in group]
 
 
 def means(trajectories: Sequence[Trajectory]) -> dict[str, float]:

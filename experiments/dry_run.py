@@ -53,11 +53,9 @@ def run_table(plan: Plan) -> Table:
         f"{policy.head_dim}, vocabulary {policy.vocab_size:,}; parameters {policy.param_dtype}, "
         f"computes in {policy.dtype}, attention {policy.attention}, remat {policy.remat}",
     )
-    together = config.mesh.rollout_processes
-    whose = "each process on its own" if together == 1 else f"{together} processes in lockstep"
     for name, mesh, where in (
         ("learner mesh", plan.learner_mesh, "all devices"),
-        ("rollout mesh", plan.rollout_mesh, whose),
+        ("rollout mesh", plan.rollout_mesh, "each process on its own"),
     ):
         device = mesh.devices.flat[0].device_kind
         axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
@@ -76,7 +74,7 @@ def run_table(plan: Plan) -> Table:
 def bytes_table(plan: Plan) -> Table:
     """Who holds how much."""
     table = _table("Memory", "what", "in all", "per device", "when")
-    engines = len({d.process_index for d in plan.learner_mesh.devices.flat}) // plan.config.mesh.rollout_processes
+    engines = len({d.process_index for d in plan.learner_mesh.devices.flat})
     parameters = (plan.state.params, plan.frozen)
     for name, tree, copies, when in (
         ("parameters", parameters, 1, "always"),

@@ -84,10 +84,9 @@ def make_plan(config: ml_collections.ConfigDict, topology_name: str = "") -> Pla
     learner_mesh = build.learner_mesh(config, devices)
     checks.check_attention(config, policy, learner_mesh, call=False)
     if topology_name:
-        together = config.mesh.rollout_processes
-        hosts = topology.first_hosts(topology_name, devices, together)
-        _, rolling = meshes.divided(hosts, config.mesh.rollout_devices)
-        rollout_mesh = meshes.rollout_mesh(rolling, config.rollout.tensor, together)
+        host = topology.first_host(topology_name, devices)
+        _, rolling = meshes.divided(host, config.mesh.rollout_devices)
+        rollout_mesh = meshes.rollout_mesh(rolling, config.rollout.tensor)
     else:
         rollout_mesh = build.rollout_mesh(config)
     _, _, (optimizer, state, layout) = build.learner_state(config, policy, learner_mesh)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import math
 import os
 from collections.abc import Iterator, Sequence
 
@@ -50,25 +49,17 @@ def devices(name: str) -> list[jax.Device]:
         raise UserError(f"--topology={name}: {reason}; examples: v5e:4x4, v6e:4x4, v5p:2x2x2") from error
 
 
-def first_hosts(name: str, slice_devices: Sequence[jax.Device], count: int) -> list[jax.Device]:
-    """The devices of the first processes of a slice, as a slice of their own.
+def first_host(name: str, slice_devices: Sequence[jax.Device]) -> list[jax.Device]:
+    """The devices of the first process of a slice, as a slice of their own.
 
     libtpu refuses programs for some devices of a larger slice whose ids have gaps (v5e:4x4 gives 0, 1, 4, 5 to the
     first host), at least where there is no TPU.
-
-    Raises:
-      UserError: they are no box.
     """
-    own = [d for d in slice_devices if d.process_index < count]
+    own = [d for d in slice_devices if d.process_index == 0]
     if len(own) == len(slice_devices):
         return list(slice_devices)
     generation, _, chips = name.partition(":")
     extents = [len({d.coords[axis] for d in own}) for axis in range(len(chips.split("x")))]
-    if len(own) != math.prod(extents):
-        raise UserError(
-            f"mesh.rollout_processes is {count}: the first hosts of {name} are no slice of their own, and so cannot be "
-            "compiled for here"
-        )
     return devices(f"{generation}:{'x'.join(map(str, extents))}")
 
 

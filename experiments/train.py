@@ -34,7 +34,6 @@ from agentr1_jax.runtime.progress import progress
 from agentr1_jax.runtime.seeds import generator
 from agentr1_jax.runtime.shared import check_shared
 from agentr1_jax.runtime.sinks import make_sinks
-from agentr1_jax.runtime.team import join
 from agentr1_jax.tools.meter import Meter
 from agentr1_jax.trajectory import Trajectory
 from experiments import build, checks, circle, closing, dry_run, inherited, learning, phases, recordings, tasks
@@ -156,19 +155,17 @@ def set_up(config: ml_collections.ConfigDict) -> Run:
         checks.check_attention(config, policy, learner_mesh)
         rollout_mesh = build.rollout_mesh(config)
         frozen = build.frozen(config, policy, learner_mesh)
-        together = config.mesh.rollout_processes
-        team = join(together)
-        engine = build.engine(config, policy, rollout_mesh, team.teller)
+        engine = build.engine(config, policy, rollout_mesh)
         dispatch.to = engine.dispatch
         copied = config.rollout.staleness > 0
-        view = build.rollout_view(policy, learner_mesh, rollout_mesh, together=together, copied=copied)
+        view = build.rollout_view(policy, learner_mesh, rollout_mesh, copied=copied)
     except BaseException:
         if owner:
             build.discard_tokenizer(config)  # The corrected command must find the folder as this one did.
         raise
     if owner:
         configs.write_config(config.run_dir, config)
-    return Run(config, task, tokenizer, agent, policy, frozen, engine, learner_mesh, view, tools, team)
+    return Run(config, task, tokenizer, agent, policy, frozen, engine, learner_mesh, view, tools)
 
 
 def pretrain(run: Run, journal: Journal, learner: Learner, state: LearnerState) -> LearnerState:
@@ -272,7 +269,6 @@ def reinforce(run: Run, journal: Journal, learner: Learner, state: LearnerState)
             rollout = circle.rollout_metrics(run)
             if learner.greedy:
                 trajectories = circle.with_greedy_rewards(run, state.params, trajectories, visits, version=update)
-            trajectories = circle.dealt(run, trajectories)
             rates, since = build.rates(config, update, state.params), time.perf_counter()
             kl_coef = config.kl.coef if position.kl_coef is None else position.kl_coef
             moments = Moments(*position.returns)

@@ -19,7 +19,6 @@ from schedules import POLICY, Planned, all_ids, assert_exact, engine_of, planned
 
 from agentr1_jax.errors import UserError
 from agentr1_jax.runtime import processes
-from agentr1_jax.runtime.team import Team
 from agentr1_jax.tools.meter import Meter
 from configs import quickstart
 from experiments import checks, circle, recordings
@@ -61,7 +60,7 @@ def run_of(staleness, delays=(None,)):
     layout = NamedSharding(tiny.mesh(1), P())
     view = lambda params, frozen: jax.device_put(jax.tree.map(jax.numpy.copy, params), layout)  # noqa: E731
     parts = {"engine": engine, "agent": Planned(), "task": Rows(delays), "tools": Meter(), "view": view, "frozen": {}}
-    return types.SimpleNamespace(config=config, team=Team(), **parts)
+    return types.SimpleNamespace(config=config, **parts)
 
 
 def params_of(update):

@@ -14,7 +14,6 @@ from changes import changed
 from agentr1_jax.credit import SCHEMES, get_scheme
 from agentr1_jax.envs.base import Observation
 from agentr1_jax.errors import UserError
-from agentr1_jax.runtime.team import Team
 from agentr1_jax.trajectory import Outcome
 from configs import keydoor, quickstart
 from experiments import build, checks, circle, tasks
@@ -142,7 +141,6 @@ def test_greedy_rollouts_are_of_the_rows_of_the_batch(monkeypatch):
         agent=None,
         frozen={},
         view=lambda *_: "view",
-        team=Team(),
     )
     batch = [trajectory(np.random.default_rng(1), [1], group=group, sample=i) for group in (1, 5) for i in range(2)]
     out = circle.with_greedy_rewards(run, {}, batch, range(40, 44), version=7)

@@ -195,32 +195,6 @@ def test_more_cache_needs_no_more_temporaries_on_a_tpu(program, tensor):
 
 @needs_libtpu
 @pytest.mark.slow
-def test_an_engine_over_several_hosts_compiles_for_a_tpu():
-    """Heads over hosts: each device holds its part of the parameters, and all see what was sampled."""
-    hosts, tensor = 4, 16
-    config = changed(scale_qwen2_5_3b.get_config(), mesh__rollout_processes=hosts, rollout__tensor=tensor)
-    plan = make_plan(config, "v5e:4x4")
-    assert dict(plan.rollout_mesh.shape) == {"data": 4 * hosts // tensor, "fsdp": 1, "tensor": tensor}
-    assert device_bytes(plan.view) < 2 * 3.09e9 / tensor + 1e8  # The two key heads are everywhere.
-    for name in ENGINE:
-        memory = compiled(plan, name)
-        assert memory.alias_size_in_bytes >= device_bytes(plan.cache)
-        # Weights may be in another layout; the cache is not copied.
-        temporary = memory.temp_size_in_bytes
-        assert name == "prefill" or temporary < 0.1 * device_bytes(plan.cache) + 2 * 3.1e9 / tensor
-    decode = next(p for p in programs(plan) if p.name == "decode")
-    *_, sampled = decode.lower().out_info
-    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(sampled))
-
-
-@needs_libtpu
-def test_hosts_that_are_no_slice_of_their_own_are_refused():
-    with pytest.raises(UserError, match="the first hosts of v5e:4x4 are no slice of their own"):
-        topology.first_hosts("v5e:4x4", topology.devices("v5e:4x4"), 3)
-
-
-@needs_libtpu
-@pytest.mark.slow
 def test_splash_attention_and_its_gradient_compile_for_a_tpu_where_heads_are_half_a_lane():
     """Those of a whole one, 128, are in the programs of Qwen2.5-3B above."""
     config = changed(scale_qwen2_5_3b.get_config(), policy__preset="qwen2.5-0.5b", mesh__fsdp=2, mesh__tensor=2)

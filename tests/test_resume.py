@@ -10,7 +10,6 @@ import types
 import pytest
 from programs import program
 
-from agentr1_jax.runtime.team import Team
 from agentr1_jax.trajectory import Outcome, Trajectory
 from experiments import circle
 from experiments.journal import Position, Stopped
@@ -130,7 +129,6 @@ def test_fault_13_rl_goes_on_with_the_next_rows_and_seeds(learned, monkeypatch, 
         config=config,
         task=types.SimpleNamespace(name="t", row=row),
         engine=types.SimpleNamespace(timeline=None),
-        team=Team(),
     )
 
     def go(journal):

@@ -361,56 +361,6 @@ def test_rl_starts_from_another_run(tmp_path: Path) -> None:
     assert json.loads((run / "summary.json").read_text())["updates"] == 3
 
 
-def shares_of(run_dir: Path, update: int) -> list[dict[str, Trajectory]]:
-    """What each of two processes held of a batch, by name."""
-    files = [run_dir / "trajectories" / f"rl_{update:06d}.p{p}.jsonl.gz" for p in range(2)]
-    return [{t.uid: t for t in read_jsonl(file)} for file in files]
-
-
-@pytest.mark.slow
-def test_two_processes_with_one_engine_train_as_with_two(tmp_path: Path) -> None:
-    """Heads are over both processes. It is stopped, and goes on; each group is sampled once, and trained once."""
-    environment = {**os.environ, "VENV_PYTHON": sys.executable}
-    lockstep = {"mesh__rollout_processes": 2, "rollout__tensor": 4}
-
-    def arguments(run: Path, **parts: object) -> list[str]:
-        return ["bash", "launch/local.sh", "2", *command("presets/remax", run, rollout__deterministic=True, **parts)]
-
-    run, apart = tmp_path / "run", tmp_path / "apart"
-    with subprocess.Popen(
-        arguments(run, updates=3, **lockstep),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-    ) as started:
-        deadline = time.monotonic() + 400
-        while not (run / "trajectories" / "rl_000001.p0.jsonl.gz").exists() and time.monotonic() < deadline:
-            assert started.poll() is None
-            time.sleep(0.1)
-        started.send_signal(signal.SIGTERM)
-        output, _ = started.communicate(timeout=120)
-    assert started.returncode == 0 and "the same command resumes" in output, output[-3000:]
-    for what in (arguments(run, updates=3, **lockstep), arguments(apart, updates=1)):
-        done = subprocess.run(what, cwd=ROOT, capture_output=True, text=True, timeout=500, env=environment)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
-    assert json.loads((run / "summary.json").read_text())["updates"] == 3
-
-    for update in range(3):
-        leads, follows = shares_of(run, update)
-        assert len(leads) == len(follows) == 4
-        assert not {uid.rpartition("/")[0] for uid in leads} & {uid.rpartition("/")[0] for uid in follows}
-    ours, theirs = ({**one, **other} for one, other in (shares_of(run, 0), shares_of(apart, 0)))
-    assert ours.keys() == theirs.keys()
-    for uid, t in ours.items():
-        assert [s.response_ids.tolist() for s in t.steps] == [s.response_ids.tolist() for s in theirs[uid].steps]
-        assert t.info.get("greedy_reward") == theirs[uid].info.get("greedy_reward")
-    first = [next(r for r in read_metrics(f / "metrics.jsonl") if r["phase"] == "rl") for f in (run, apart)]
-    for key in ("learner/loss", "learner/grad_norm", "batch/tokens", "rollout/reward", "rollout/response_tokens"):
-        assert first[0][key] == pytest.approx(first[1][key], rel=1e-3, abs=1e-5), key
-
-
 FEW = {
     "warm_start_updates": 1,
     "warm_start__batch": 2,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -18,7 +17,6 @@ from agentr1_jax.rollout.config import EngineConfig
 from agentr1_jax.rollout.counters import Counters, DeviceClock
 from agentr1_jax.rollout.executor import Executor
 from agentr1_jax.rollout.lines import Move, NewTokens
-from agentr1_jax.rollout.lockstep import Leading
 from agentr1_jax.rollout.programs import Sampled
 from agentr1_jax.rollout.sampling import NO_TOKEN, Sampling
 from agentr1_jax.rollout.slots import idle_slots, to_words
@@ -60,7 +58,6 @@ class Device:
       policy: the decoder.
       config: shapes.
       mesh: devices with axes `(data, fsdp, tensor)`; lines are sharded over `data`.
-      tell: hands a message to the other processes of the mesh, where there are any; see `lockstep`.
 
     Attributes:
       executor: what lies on the devices.
@@ -68,13 +65,11 @@ class Device:
       under_way: decode calls that nobody has looked at yet.
     """
 
-    def __init__(
-        self, policy: DecoderConfig, config: EngineConfig, mesh: Mesh, tell: Callable[[Any], None] | None = None
-    ) -> None:
+    def __init__(self, policy: DecoderConfig, config: EngineConfig, mesh: Mesh) -> None:
         self.shards = mesh.shape["data"]
         config.check_shards(self.shards)
         self.counters = Counters()
-        self.executor = Leading(policy, config, mesh, tell) if tell else Executor(policy, config, mesh)
+        self.executor = Executor(policy, config, mesh)
         self._config = config
         self._per_shard = config.lines(self.shards) // self.shards
         self.close()

@@ -63,13 +63,12 @@ class _Chunk:
 
 
 class Engine:
-    """Decode slots on this process's devices, or on those of several.
+    """Decode slots on this process's devices.
 
     Args:
       policy: the decoder.
       config: shapes and habits.
       mesh: devices with axes `(data, fsdp, tensor)`; lines are sharded over `data`.
-      tell: hands a message to the other processes of the mesh, where there are any; see `lockstep`.
 
     Attributes:
       device: its programs and counters.
@@ -78,11 +77,9 @@ class Engine:
       record_timeline: whether to record one. The host then looks at every prefill too, which costs a little.
     """
 
-    def __init__(
-        self, policy: DecoderConfig, config: EngineConfig, mesh: Mesh, tell: Callable[[Any], None] | None = None
-    ) -> None:
+    def __init__(self, policy: DecoderConfig, config: EngineConfig, mesh: Mesh) -> None:
         self.config = config
-        self.device = Device(policy, config, mesh, tell)
+        self.device = Device(policy, config, mesh)
         self.version = 0
         self.record_timeline = False
         self.timeline: Timeline | None = None

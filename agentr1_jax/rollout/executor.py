@@ -22,8 +22,6 @@ from agentr1_jax.rollout.slots import Slots, idle_slots, to_words
 class Executor:
     """Parameters, cache and slots on a mesh, and its programs, which return before they are done.
 
-    Where the mesh spans several processes all of them make the same calls with the same arrays; see `lockstep`.
-
     Args:
       policy: the decoder.
       config: shapes.
@@ -83,7 +81,4 @@ class Executor:
 
     def _put(self, tree: Any) -> Any:
         """Numpy arrays on the mesh, by slot."""
-        if not self._by_slot.mesh.is_multi_process:
-            return jax.device_put(tree, self._by_slot)
-        # To devices of other processes `device_put` compares what all processes of the run have, at every call.
-        return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, self._by_slot, x.__getitem__), tree)
+        return jax.device_put(tree, self._by_slot)

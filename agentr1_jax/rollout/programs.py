@@ -163,8 +163,6 @@ def build_programs(config: DecoderConfig, mesh: Mesh, *, chunk: int, block: int,
     by_row, by_line = P("data"), P(None, "data")
     # Said aloud: on one device they would be P(), another entry of jit's cache.
     layout, rows = cache_sharding(config, mesh), NamedSharding(mesh, by_row)
-    # What the host looks at, of which it sees its own devices' part alone.
-    seen = NamedSharding(mesh, P()) if mesh.is_multi_process else rows
 
     def sharded(f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={"data"}, check_vma=False)
@@ -180,6 +178,6 @@ def build_programs(config: DecoderConfig, mesh: Mesh, *, chunk: int, block: int,
     run_copy = sharded(copy_lines, (by_line, by_row, by_row, by_row), by_line)
     return Programs(
         prefill=kept.jit(run_prefill, mesh, donate_argnums=1, out_shardings=layout),
-        decode=kept.jit(run_decode, mesh, donate_argnums=1, out_shardings=(layout, rows, seen)),
+        decode=kept.jit(run_decode, mesh, donate_argnums=1, out_shardings=(layout, rows, rows)),
         copy=kept.jit(run_copy, mesh, donate_argnums=0, out_shardings=layout),
     )

@@ -1,7 +1,7 @@
 """The two meshes of a run and what moves between them.
 
-Learning is one global program over all processes; rolling out is one program per process on its own devices, or per
-team of a few. The parameters have one view for each: sharded on the learner's mesh, and on the devices of each engine.
+Learning is one global program over all processes; rolling out is one program per process on its own devices. The
+parameters have one view for each: sharded on the learner's mesh, and on the devices of each engine.
 """
 
 from __future__ import annotations
@@ -99,37 +99,34 @@ def divided(devices: Sequence[jax.Device], apart: int) -> tuple[list[jax.Device]
     return [d for own in everywhere for d in own[:-apart]], [d for own in everywhere for d in own[-apart:]]
 
 
-def rollout_mesh(devices: Mesh | Sequence[jax.Device], tensor: int = 1, together: int = 1) -> Mesh:
+def rollout_mesh(devices: Mesh | Sequence[jax.Device], tensor: int = 1) -> Mesh:
     """The devices of this process's engine among those of a mesh or list; slots are dealt over `data`, heads over
     `tensor`.
 
     Args:
       devices: of all processes.
       tensor: size of the axis.
-      together: processes that share an engine, consecutive ones.
 
     Raises:
-      UserError: `tensor` does not divide the devices of an engine.
+      UserError: `tensor` does not divide the devices of a process.
     """
     every = list(devices.devices.flat) if isinstance(devices, Mesh) else devices
-    return _engine_mesh(every, tensor, together, processes.process_index() // together)
+    return _engine_mesh(_by_process(every)[processes.process_index()], tensor)
 
 
-def rollout_shards(devices: int, tensor: int, together: int = 1) -> int:
-    """The data axis of a rollout mesh over so many devices of the processes that share an engine.
+def rollout_shards(devices: int, tensor: int) -> int:
+    """Size of the data axis of a rollout mesh over the devices of a process.
 
     Raises:
       UserError: `tensor` does not divide them.
     """
     if tensor < 1 or devices % tensor:
-        whose = "a process" if together == 1 else f"{together} processes"
-        raise UserError(f"rollout.tensor is {tensor}; it must divide the {devices} devices of {whose}")
+        raise UserError(f"rollout.tensor is {tensor}; it must divide the {devices} devices of a process")
     return devices // tensor
 
 
-def _engine_mesh(devices: Sequence[jax.Device], tensor: int, together: int, engine: int) -> Mesh:
-    own = [d for process, part in _by_process(devices).items() if process // together == engine for d in part]
-    shape = rollout_shards(len(own), tensor, together), 1, tensor
+def _engine_mesh(own: Sequence[jax.Device], tensor: int) -> Mesh:
+    shape = rollout_shards(len(own), tensor), 1, tensor
     return Mesh(np.array(own).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
@@ -138,7 +135,6 @@ def make_rollout_view(
     rollout: Mesh,
     shardings: Callable[[Any, Mesh], Any],
     prepare: Callable[..., Any],
-    together: int = 1,
 ) -> Callable[..., Any]:
     """A function from parameters on the learner's mesh to what this process's engine wants, moved on the devices alone.
 
@@ -151,17 +147,14 @@ def make_rollout_view(
       rollout: the mesh of this process's engine.
       shardings: (tree, mesh) -> shardings of its leaves.
       prepare: what the engine wants of the parameters, e.g. their compute dtype; its arguments are the function's.
-      together: processes that share an engine.
     """
-    devices, here = list(learner.devices.flat), processes.process_index() // together
-    engines = sorted({process // together for process in _by_process(devices)})
-    tensor = math.gcd(rollout.shape["tensor"], len(devices) // len(engines))
-    every = [_engine_mesh(devices, tensor, together, engine) for engine in engines]
-    own_mesh = every[engines.index(here)]
+    by_process = _by_process(list(learner.devices.flat))
+    tensor = math.gcd(rollout.shape["tensor"], learner.size // len(by_process))
+    every = {process: _engine_mesh(own, tensor) for process, own in by_process.items()}
+    own_mesh = every[processes.process_index()]
     apart = set(own_mesh.devices.flat) != set(rollout.devices.flat)
-    everywhere = Mesh(
-        np.stack([mesh.devices for mesh in every]), ("engine", *AXES), axis_types=(AxisType.Auto,) * (len(AXES) + 1)
-    )
+    stacked = np.stack([mesh.devices for mesh in every.values()])
+    everywhere = Mesh(stacked, ("engine", *AXES), axis_types=(AxisType.Auto,) * stacked.ndim)
 
     @functools.cache
     def reshard(structure: Any, avals: Sequence[Any]) -> Callable[..., Any]:
