@@ -1,7 +1,7 @@
-"""A single-file environment in the form of the `verifiers` library (its v0, releases 0.1) as a Task, by duck typing.
+"""Task `verifiers`: a Python file written for the `verifiers` library (v0, releases 0.1), used by duck typing.
 
 The file has `load_environment(**kwargs)`, which returns an object with a dataset, a rubric, and for more than one turn
-`env_response(messages, state)` and `is_completed`. Of the library itself only what the file imports has to be there.
+`env_response(messages, state)` and `is_completed`. The library is needed only where the file imports it.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import copy
 import importlib
 import importlib.util
 import inspect
+import itertools
 import json
 import math
 import os
 import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from agentr1_jax.envs.base import Action, Observation, Row, Transition
 from agentr1_jax.envs.rows_task import RowsTask
@@ -25,14 +26,28 @@ from agentr1_jax.tools.threads import in_thread
 from agentr1_jax.trajectory import Outcome
 
 EVALUATION_ONE_IN = 8
-"""Rows that evaluate where an environment has none for that."""
+"""One row in so many is held out for evaluation where the environment has no evaluation data set."""
 GROUP_PARAMETERS = {"states", "prompts", "completions", "answers", "tasks", "infos"}
-"""By which a reward function asks for all rollouts of a row."""
+"""Parameters by which a reward function asks for all rollouts of a row."""
 JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 
 
+class RewardFunction(NamedTuple):
+    """One function of a rubric.
+
+    Attributes:
+      name: name of its reward part and of its metric, unique in the rubric: a second `f` is `f_2`.
+      function: sync or async; takes by name what `VerifiersEnv` can pass.
+      weight: factor of its value in the reward; 0 for a metric only.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    weight: float
+
+
 class Message(dict[str, Any]):
-    """A chat message that is read as a dict and by attributes; releases differ in what they hand to environments."""
+    """A chat message that can be read as a dict and by attributes: releases differ in what environments expect."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -42,24 +57,24 @@ class Message(dict[str, Any]):
 
 
 def verifiers_task(source: str, args: str = "", seed: int = 0) -> RowsTask:
-    """The Task of such a file or module.
+    """Load a file or module and return its environment as a Task.
 
     Args:
-      source: path of a Python file, or the name of an installed module.
-      args: of its `load_environment`: the text of a JSON object.
-      seed: of the order of training rows.
+      source: path of a Python file, or name of an installed module.
+      args: keyword arguments of `load_environment`, as the text of a JSON object; "" for none.
+      seed: seed of the order of training rows.
 
     Raises:
-      ValueError: it does not load, lacks something, needs what is not supported, or a row has another shape.
+      ValueError: the source does not load, lacks something, needs what is not supported, or has a row of another shape.
     """
-    env = _loaded(source, args)
+    env = _load_environment(source, args)
     name = os.path.splitext(os.path.basename(source))[0]
     where = f"task.verifiers.source {source}"
     _check_supported(env, where)
     train = _rows(_dataset(env, "dataset"), env, f"{name}/train", where)
-    evaluating = _dataset(env, "eval_dataset")
-    if evaluating is not None:
-        splits = {"train": train, "eval": _rows(evaluating, env, f"{name}/eval", where)}
+    evaluation = _dataset(env, "eval_dataset")
+    if evaluation is not None:
+        splits = {"train": train, "eval": _rows(evaluation, env, f"{name}/eval", where)}
     else:
         splits = {"train": [row for i, row in enumerate(train) if (i + 1) % EVALUATION_ONE_IN]}
         splits["eval"] = train[EVALUATION_ONE_IN - 1 :: EVALUATION_ONE_IN]
@@ -68,15 +83,15 @@ def verifiers_task(source: str, args: str = "", seed: int = 0) -> RowsTask:
                 f"{where}: no eval_dataset, and {len(train)} rows are too few to hold one in {EVALUATION_ONE_IN} out; "
                 "give it one"
             )
-    parts = [function.__name__ for function, weight in reward_functions(env.rubric) if weight]
+    parts = [function.name for function in reward_functions(env.rubric) if function.weight]
     return RowsTask(name, splits, lambda: VerifiersEnv(env), parts, seed=seed)
 
 
 class VerifiersEnv:
-    """One episode at a time: responses become assistant messages, the environment's messages the observations.
+    """Env of such an environment: responses become assistant messages, its messages become observations.
 
-    The rubric pays where the episode ends, all at once: Σ weight · function. What a hook or a reward function raises is
-    the episode's failure, which the runner counts as `env_failure`.
+    The rubric pays at the end of an episode: Σ weight · function. An exception of a hook or a reward function fails the
+    episode; the runner counts it as `env_failure`.
     """
 
     def __init__(self, env: Any) -> None:
@@ -84,9 +99,9 @@ class VerifiersEnv:
         self._tools = tool_schemas(env)
 
     async def reset(self, row: Row, seed: int) -> Observation:
-        """Starts an episode; `seed` is not used."""
+        """Start an episode; `seed` is not used."""
         prompt = [Message(message) for message in row["messages"]]
-        record = copy.deepcopy(row["record"])  # Rows are of all episodes; hooks write into what they are given.
+        record = copy.deepcopy(row["record"])  # Hooks may write into it, and all episodes share the row.
         self._row, self._record, self._messages = row, record, list(prompt)
         self._state: dict[str, Any] = {
             **{"prompt": prompt, "completion": [], "answer": record.get("answer", ""), "info": _info(record)},
@@ -94,76 +109,70 @@ class VerifiersEnv:
             **{"turn": 0, "is_completed": False, "error": None, "final_env_response": None},
         }
         if hasattr(self._env, "setup_state"):
-            self._state = await _called(self._env.setup_state, self._state) or self._state
+            self._state = await _call(self._env.setup_state, self._state) or self._state
         self._metrics: dict[str, float] = {"em": 0.0}
         return Observation(messages=row["messages"], tools=self._tools, state_key=self._key())
 
     async def step(self, action: Action) -> Transition:
-        """Applies one response."""
+        """Apply one response."""
         calls = parse_tool_calls(action.text, lenient=action.lenient and not action.truncated) if self._tools else []
         unreadable = [call for call in calls if isinstance(call, ParseError)]
-        if unreadable:  # The library's clients never let such a message through to an environment.
-            told = Observation(text=unreadable[0].message, role="tool", state_key=self._key())
-            return Transition(told, 0.0, info={"errors": {unreadable[0].kind: 1}})
-        self._said(action.text, [call for call in calls if isinstance(call, ToolCall)])
-        answer = [] if await self._completed() else await self._answered()
+        if unreadable:  # The library's clients never pass such a message on to an environment.
+            error = Observation(text=unreadable[0].message, role="tool", state_key=self._key())
+            return Transition(error, 0.0, info={"errors": {unreadable[0].kind: 1}})
+        self._append_response(action.text, [call for call in calls if isinstance(call, ToolCall)])
+        answer = [] if await self._is_completed() else await self._env_messages()
         self._messages += answer
         self._state["completion"] = self._messages[len(self._state["prompt"]) :]
         if not answer or self._state.get("final_env_response"):
-            return await self._scored()
+            return await self._score()
         texts = [_text(message) for message in answer]
         role = "tool" if all(message["role"] == "tool" for message in answer) else "user"
         one, several = (texts[0], None) if len(texts) == 1 else (None, texts)
-        after = Observation(text=one, texts=several, role=role, state_key=self._key())
-        return Transition(after, 0.0, info={"errors": {}})
+        observation = Observation(text=one, texts=several, role=role, state_key=self._key())
+        return Transition(observation, 0.0, info={"errors": {}})
 
     def cut(self) -> Mapping[str, float]:
-        """Nothing was scored where the budget ended the episode: `em` is 0."""
+        """Return the metrics of the episode so far; `em` is 0 where the budget ended it before it was scored."""
         return self._metrics
 
-    def _said(self, text: str, calls: Sequence[ToolCall]) -> None:
-        made = [_tool_call(call, f"call_{self._state['turn']}_{i}") for i, call in enumerate(calls)]
+    def _append_response(self, text: str, calls: Sequence[ToolCall]) -> None:
+        tool_calls = [_tool_call(call, f"call_{self._state['turn']}_{i}") for i, call in enumerate(calls)]
         content = text.partition("<tool_call>")[0].strip() if calls else text
-        message = Message(role="assistant", content=content, tool_calls=made or None)
+        message = Message(role="assistant", content=content, tool_calls=tool_calls or None)
         self._state["trajectory"].append({"prompt": list(self._messages), "completion": [message], "extras": {}})
         self._messages.append(message)
         self._state["turn"] += 1
         self._state["completion"] = self._messages[len(self._state["prompt"]) :]
 
-    async def _completed(self) -> bool:
+    async def _is_completed(self) -> bool:
         most = getattr(self._env, "max_turns", -1)
         if 0 < most <= self._state["turn"]:
             return True
         check = self._env.is_completed
         args = (self._messages, self._state) if "messages" in inspect.signature(check).parameters else (self._state,)
-        return bool(await _called(check, *args))
+        return bool(await _call(check, *args))
 
-    async def _answered(self) -> list[Message]:
-        answer = await _called(self._env.env_response, self._messages, self._state)
-        if isinstance(answer, tuple):  # Releases before 0.1.8 hand the state back.
+    async def _env_messages(self) -> list[Message]:
+        answer = await _call(self._env.env_response, self._messages, self._state)
+        if isinstance(answer, tuple):  # Releases before 0.1.8 return the state as well.
             answer, self._state = answer
         messages = [{"role": "user", "content": answer}] if isinstance(answer, str) else answer
         return [_message(message) for message in messages]
 
-    async def _scored(self) -> Transition:
+    async def _score(self) -> Transition:
         state, rubric = self._state, self._env.rubric
-        given = {**self._record, **state, **getattr(rubric, "class_objects", {}), "state": state}
-        given.setdefault("parser", getattr(rubric, "parser", None))
-        values, parts = {}, {}
-        for function, weight in reward_functions(rubric):
-            name, wanted = function.__name__, inspect.signature(function).parameters
-            takes_all = any(p.kind is p.VAR_KEYWORD for p in wanted.values())
-            chosen = {key: x for key, x in given.items() if takes_all or key in wanted}
-            values[name] = float(await _called(function, **chosen))
-            if not math.isfinite(values[name]):
-                raise ValueError(f"reward function {name} returned {values[name]}")
-            if weight:
-                parts[name] = weight * values[name]
-        full = sum(weight for _, weight in reward_functions(rubric) if weight > 0)
-        reward = sum(parts.values())
-        self._metrics = {**values, "em": float(reward >= full - 1e-9)}
+        known = {**self._record, **state, **getattr(rubric, "class_objects", {}), "state": state}
+        known.setdefault("parser", getattr(rubric, "parser", None))
+        functions = reward_functions(rubric)
+        values = {f.name: await _reward(f, known) for f in functions}
+        parts = {f.name: f.weight * values[f.name] for f in functions if f.weight}
+        reward, full_marks = sum(parts.values()), sum(f.weight for f in functions if f.weight > 0)
+        self._metrics = {**values, "em": float(reward >= full_marks - 1e-9)}
         return Transition(
-            *(None, reward, parts),
+            observation=None,
+            reward=reward,
+            reward_parts=parts,
             terminated=True,
             outcome=Outcome.ENV_DONE,
             metrics=self._metrics,
@@ -171,14 +180,32 @@ class VerifiersEnv:
         )
 
     def _key(self) -> str:
-        said = [_text(message) for message in self._messages[len(self._state["prompt"]) :]]
-        return f"{self._row['id']}|{json.dumps(said)}"
+        texts = [_text(message) for message in self._messages[len(self._state["prompt"]) :]]
+        return f"{self._row['id']}|{json.dumps(texts)}"
 
 
-def reward_functions(rubric: Any) -> list[tuple[Callable[..., Any], float]]:
-    """The functions of a rubric with their weights, those of a group of rubrics one rubric after another."""
+def reward_functions(rubric: Any) -> list[RewardFunction]:
+    """Return the functions of a rubric, or of a group of rubrics one after another, under unique names."""
+    functions: dict[str, RewardFunction] = {}
+    for function, weight in _weighted_functions(rubric):
+        base = getattr(function, "__name__", type(function).__name__)
+        names = itertools.chain([base], (f"{base}_{number}" for number in itertools.count(2)))
+        name = next(name for name in names if name not in functions)
+        functions[name] = RewardFunction(name, function, weight)
+    return list(functions.values())
+
+
+def tool_schemas(env: Any) -> list[dict[str, Any]]:
+    """Return the schemas of an environment's tools: its own where it has them, else from signatures and docstrings."""
+    schemas = getattr(env, "tool_defs", None) or getattr(env, "oai_tools", None)
+    if schemas:
+        return [_schema(tool) for tool in schemas]
+    return [_schema_of_function(function) for function in getattr(env, "tools", None) or ()]
+
+
+def _weighted_functions(rubric: Any) -> list[tuple[Callable[..., Any], float]]:
     if getattr(rubric, "rubrics", None):
-        return [pair for inner in rubric.rubrics for pair in reward_functions(inner)]
+        return [pair for inner in rubric.rubrics for pair in _weighted_functions(inner)]
     functions = getattr(rubric, "funcs", getattr(rubric, "reward_funcs", None))
     if callable(functions):
         functions = functions()
@@ -186,12 +213,15 @@ def reward_functions(rubric: Any) -> list[tuple[Callable[..., Any], float]]:
     return list(zip(functions or (), map(float, weights), strict=True))
 
 
-def tool_schemas(env: Any) -> list[dict[str, Any]]:
-    """The schemas of an environment's tools: those that it has made itself, else from signatures and docstrings."""
-    made = getattr(env, "tool_defs", None) or getattr(env, "oai_tools", None)
-    if made:
-        return [_schema(tool) for tool in made]
-    return [_schema_of(function) for function in getattr(env, "tools", None) or ()]
+async def _reward(function: RewardFunction, known: Mapping[str, Any]) -> float:
+    """Return the value of a reward function, which takes by name what it wants of `known`."""
+    parameters = inspect.signature(function.function).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    kwargs = {key: value for key, value in known.items() if takes_all or key in parameters}
+    value = float(await _call(function.function, **kwargs))
+    if not math.isfinite(value):
+        raise ValueError(f"reward function {function.name} returned {value}")
+    return value
 
 
 def _schema(tool: Any) -> dict[str, Any]:
@@ -202,7 +232,7 @@ def _schema(tool: Any) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _schema_of(function: Callable[..., Any]) -> dict[str, Any]:
+def _schema_of_function(function: Callable[..., Any]) -> dict[str, Any]:
     hints = typing.get_type_hints(function)
     properties, required = {}, []
     for name, parameter in inspect.signature(function).parameters.items():
@@ -211,11 +241,11 @@ def _schema_of(function: Callable[..., Any]) -> dict[str, Any]:
         if parameter.default is parameter.empty:
             required.append(name)
     parameters = {"type": "object", "properties": properties, "required": required}
-    about = {"name": function.__name__, "description": inspect.getdoc(function) or "", "parameters": parameters}
-    return {"type": "function", "function": about}
+    description = inspect.getdoc(function) or ""
+    return _schema({"name": function.__name__, "description": description, "parameters": parameters})
 
 
-def _loaded(source: str, args: str) -> Any:
+def _load_environment(source: str, args: str) -> Any:
     where = f"task.verifiers.source {source!r}"
     try:
         kwargs = json.loads(args or "{}")
@@ -255,23 +285,23 @@ def _check_supported(env: Any, where: str) -> None:
         if is_so:
             raise ValueError(f"{where}: {kind} needs {what}, which is not supported")
     if getattr(env, "rubric", None) is None:
-        raise ValueError(f"{where}: {kind} has no rubric, so nothing is ever paid")
+        raise ValueError(f"{where}: {kind} has no rubric, which rewards come from")
     for hook in () if getattr(env, "max_turns", -1) == 1 else ("env_response", "is_completed"):
         if not callable(getattr(env, hook, None)):
             raise ValueError(f"{where}: {kind} has no {hook}, which more than one turn needs (max_turns is not 1)")
     for rubric in getattr(env.rubric, "rubrics", None) or [env.rubric]:
         if hasattr(rubric, "judge_client"):
             raise ValueError(f"{where}: {type(rubric).__name__} asks a judge model, which is not supported")
-    for function, _ in reward_functions(env.rubric):
-        if GROUP_PARAMETERS & set(inspect.signature(function).parameters):
+    for function in reward_functions(env.rubric):
+        if GROUP_PARAMETERS & set(inspect.signature(function.function).parameters):
             raise ValueError(
-                f"{where}: reward function {function.__name__} scores all rollouts of a row together, which is not "
+                f"{where}: reward function {function.name} scores all rollouts of a row together, which is not "
                 "supported"
             )
 
 
 def _dataset(env: Any, name: str) -> Any:
-    """A dataset, built where it is only when asked for; None where there is none."""
+    """Return a data set of an environment, built where the environment builds it on demand; None where it has none."""
     build = getattr(env, f"build_{name}", None)
     return build() if callable(build) else getattr(env, name, None)
 
@@ -332,8 +362,8 @@ def _tool_call(call: ToolCall, name: str) -> Message:
     return Message(id=name, type="function", function=function, name=call.name, arguments=arguments)
 
 
-async def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a sync or async function returns; a sync one may block, and has a thread of its own."""
+async def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a sync or async function; a sync one may block and runs in a thread."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
     value = await in_thread(function, *args, **kwargs)

@@ -136,6 +136,21 @@ def test_one_turn_is_scored_by_the_rubric(file):
     assert wrong.reward == pytest.approx(0.05) and wrong.metrics["em"] == 0
 
 
+def test_two_reward_functions_of_one_name_are_both_paid(file):
+    text = changed("    rubric = Rubric([correct, short, length]", "    rubric = Rubric([correct, named(2), named(3)]")
+    text += """
+def named(value):
+    def correct(completion):
+        return value
+    return correct
+"""
+    task = verifiers_task(file(text))
+    assert list(task.reward_parts) == ["correct", "correct_2"]
+    *_, done = play(task, task.row("eval", 0), ["8"])
+    assert done.reward == 2.0 and done.reward_parts == {"correct": 1.0, "correct_2": 1.0}
+    assert done.metrics == {"correct": 1, "correct_2": 2, "correct_3": 3, "em": 1}
+
+
 def test_what_hooks_write_into_a_row_is_gone_with_its_episode(file):
     text = (
         SINGLE
