@@ -1,12 +1,12 @@
-"""Sokoban as text: boxes $ are pushed onto targets, and never pulled.
+"""Task `sokoban`: push every box onto a target, in a room drawn as text; boxes are never pulled.
 
     _ _ # _
     _ @ $ .
     _ _ _ _
     _ _ _ _        right
 
-Signs are those of level files: @ the player, + the player on a target, $ a box, * a box on a target, . a target,
-# a wall, _ floor; the edge is wall. Levels are our own, drawn backwards from where they are solved.
+Signs as in level files: @ player, + player on a target, $ box, * box on a target, . target, # wall, _ floor. The edge
+of the room is wall. Levels are drawn by playing backwards from a solved state, so that each has a solution.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from agentr1_jax.envs.tabular_task import TabularTask, check_rates
 MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 RULES = "You are @. Push each box $ onto a target. Say up, down, left or right. # is wall, * a box on a target."
 MOST_STATES = 2000
-"""Exact values and the expert count all of them."""
+"""Limit on the states of a room; the exact values and the expert enumerate all of them."""
 Cell = tuple[int, int]
 Boxes = tuple[Cell, ...]
 State = tuple[Cell, Boxes]
-"""Where the player is, and where the boxes are, sorted."""
+"""Cell of the player, and the sorted cells of the boxes."""
 
 
 class Room(NamedTuple):
-    """What never moves.
+    """The fixed part of a level.
 
     Attributes:
-      size: cells of a side.
-      walls: cells that nothing enters.
-      targets: of the boxes, as many as there are boxes.
+      size: cells per side.
+      walls: cells that nothing can enter.
+      targets: cells that the boxes belong on, one for each box.
     """
 
     size: int
@@ -46,7 +46,7 @@ class Room(NamedTuple):
     targets: frozenset[Cell]
 
     def free(self, cell: Cell) -> bool:
-        """Whether there is floor."""
+        """Return whether a cell lies in the room and is no wall."""
         return 0 <= cell[0] < self.size and 0 <= cell[1] < self.size and cell not in self.walls
 
 
@@ -61,14 +61,14 @@ def sokoban_task(
     mistakes: float = 0.7,
     **options: Any,
 ) -> TabularTask:
-    """Sokoban as a Task; the last box on its target pays 1 and ends an episode. Else only the budget does.
+    """Return the Task. The last box on its target pays 1 and ends an episode; otherwise only the budget ends it.
 
     Args:
-      size: cells of a side, at least 3.
-      boxes: 1 or more; with `size` they may make `MOST_STATES` states at most.
-      walls: share of the cells.
-      least_moves, most_moves: length of the shortest solution of a level.
-      on_target: what a box that is not the last one pays where it comes onto a target, and costs where it leaves one.
+      size: cells per side, at least 3.
+      boxes: number of boxes, at least 1; `size` and `boxes` together may make `MOST_STATES` states at most.
+      walls: probability that a cell is wall.
+      least_moves, most_moves: range of the length of a level's shortest solution.
+      on_target: reward for pushing a box other than the last onto a target, and cost of pushing it off.
       mistakes, options: see `TabularTask`.
 
     Raises:
@@ -93,10 +93,14 @@ def sokoban_task(
 
 
 def game(row: Row, *, on_target: float) -> Game:
-    """The game of a row. Against a wall, a box that cannot move, and by what is no action, nothing changes.
+    """Return the game of a row. A move against a wall or a stuck box, or an invalid action, changes nothing.
 
-    Φ = −(moves that the solution lacks) / (moves that it lacks at the start). A state that no solution leads out of
-    counts one move more than the farthest that has one.
+    Φ(s) = −moves_left(s) / moves_left(start). A state without solution counts one move more than the farthest state
+    that has one.
+
+    Args:
+      row: task row whose `layout` is the level.
+      on_target: reward for pushing a box other than the last onto a target, and cost of pushing it off.
     """
     room, start = read_level(row["layout"])
     left = moves_left(room, len(start[1]))
@@ -105,21 +109,21 @@ def game(row: Row, *, on_target: float) -> Game:
         start=start,
         actions=lambda state: list(MOVES),
         outcomes=functools.partial(_outcomes, room, on_target),
-        tell=lambda state: "\n".join(" ".join(line) for line in drawn(room, state)),  # type: ignore[arg-type]
+        tell=lambda state: "\n".join(" ".join(line) for line in draw_board(room, state)),  # type: ignore[arg-type]
         potential=lambda state: -left.get(state, dead) / left[start],  # type: ignore[call-overload]
     )
 
 
 def read_level(layout: str) -> tuple[Room, State]:
-    """Room and first state of a level: its lines from the top, joined by `/`."""
+    """Return room and first state of a level, whose lines are joined by `/`, the top one first."""
     signs = {(r, c): sign for r, line in enumerate(layout.split("/")) for c, sign in enumerate(line)}
     cells = {kind: [cell for cell, sign in signs.items() if sign in kind] for kind in ("#", ".*+", "$*", "@+")}
     room = Room(layout.count("/") + 1, frozenset(cells["#"]), frozenset(cells[".*+"]))
     return room, (cells["@+"][0], tuple(sorted(cells["$*"])))
 
 
-def drawn(room: Room, state: State) -> list[str]:
-    """The lines of the board."""
+def draw_board(room: Room, state: State) -> list[str]:
+    """Return the lines of the board, the top one first."""
     player, boxes = state
 
     def sign(cell: Cell) -> str:
@@ -135,8 +139,8 @@ def drawn(room: Room, state: State) -> list[str]:
     return ["".join(sign((r, c)) for c in range(room.size)) for r in range(room.size)]
 
 
-def moved(room: Room, state: State, move: str) -> State:
-    """The state after a move; the same where it is refused."""
+def next_state(room: Room, state: State, move: str) -> State:
+    """Return the state after a move; the same state where the move is not possible."""
     player, boxes = state
     to = _next(player, move)
     if not room.free(to):
@@ -151,22 +155,22 @@ def moved(room: Room, state: State, move: str) -> State:
 
 @functools.lru_cache(maxsize=256)
 def moves_left(room: Room, boxes: int) -> Mapping[State, int]:
-    """Moves of the shortest solution from every state that has one, found by playing backwards from the solved ones."""
+    """Return the length of the shortest solution of every state that has one, by breadth-first search from the end."""
     ends = [tuple(sorted(ends)) for ends in itertools.combinations(room.targets, boxes)]
     inside = itertools.product(range(room.size), range(room.size))
     solved = [(cell, end) for cell in inside if room.free(cell) for end in ends if cell not in end]
     left: dict[State, int] = dict.fromkeys(solved, 0)
-    ahead = list(solved)
-    for state in ahead:
-        for earlier in _earlier(room, state):
-            if earlier not in left:
-                left[earlier] = left[state] + 1
-                ahead.append(earlier)
+    queue = list(solved)
+    for state in queue:
+        for previous in _previous_states(room, state):
+            if previous not in left:
+                left[previous] = left[state] + 1
+                queue.append(previous)
     return left
 
 
-def _earlier(room: Room, state: State) -> Iterator[State]:
-    """The states from which one move leads to this one: the player steps back, alone or with the box it has pushed."""
+def _previous_states(room: Room, state: State) -> Iterator[State]:
+    """Yield the states that one move leads to `state` from: the player steps back, with or without a box before it."""
     player, boxes = state
     for move, (down, right) in MOVES.items():
         back = player[0] - down, player[1] - right
@@ -183,7 +187,7 @@ def _next(cell: Cell, move: str) -> Cell:
 
 
 def _outcomes(room: Room, on_target: float, state: Any, action: str | None) -> list[Chance]:
-    after = state if action is None else moved(room, state, action)
+    after = state if action is None else next_state(room, state, action)
     before, now = (len(room.targets.intersection(boxes)) for _, boxes in (state, after))
     if now == len(room.targets):
         return [Chance(1.0, 1.0, None, success=True)]
@@ -204,4 +208,4 @@ def _draw(rng: random.Random, *, size: int, boxes: int, walls: float, least_move
     if not lengths:
         return None
     start = rng.choice(sorted(by_moves[rng.choice(lengths)]))
-    return {"question": RULES, "layout": "/".join(drawn(room, start))}
+    return {"question": RULES, "layout": "/".join(draw_board(room, start))}

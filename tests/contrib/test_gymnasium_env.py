@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from agentr1_jax.agents.session import Identity, ScriptedSession
-from agentr1_jax.contrib.gymnasium.spaces import actions_of, check_observation_space, observation_text
+from agentr1_jax.contrib.gymnasium.spaces import action_format, check_observation_space, observation_text
 from agentr1_jax.contrib.gymnasium.task import GymnasiumTask
 from agentr1_jax.envs.base import Action, Task
 from agentr1_jax.envs.tabular_task import NO_ACTION
@@ -152,18 +152,18 @@ def test_observations_in_words(space, value, told):
     ids=str,
 )
 def test_what_is_drawn_can_be_said_and_is_an_action(space):
-    actions, rng = actions_of(space), random.Random(0)
-    read = [actions.read(actions.drawn(rng)) for _ in range(200)]
+    actions, rng = action_format(space), random.Random(0)
+    read = [actions.read(actions.sample(rng)) for _ in range(200)]
     assert all(space.contains(action) for action in read) and len({str(action) for action in read}) > 4
 
 
 def test_what_breaks_a_space_is_no_action():
-    numbers = actions_of(spaces.MultiDiscrete([3, 4]))
-    assert numbers.told == "Say 2 numbers: 0 to 2, 0 to 3."
+    numbers = action_format(spaces.MultiDiscrete([3, 4]))
+    assert numbers.instruction == "Say 2 numbers: 0 to 2, 0 to 3."
     assert [numbers.read(said) for said in ("3 0", "0", "0 1 2", "a b", "", "-1 0")] == [None] * 6
     assert numbers.read(" 2,3 ").tolist() == [2, 3]
-    text = actions_of(spaces.Text(3, charset="ab"))
-    assert text.told == "Say a text of 1 to 3 characters."
+    text = action_format(spaces.Text(3, charset="ab"))
+    assert text.instruction == "Say a text of 1 to 3 characters."
     assert [text.read(said) for said in ("abba", "c", " ", " ab ")] == [None, None, None, "ab"]
 
 
@@ -197,9 +197,9 @@ def odd():
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"acted": spaces.Box(-1, 1, (2,))}, r"action space Box\(.*\) cannot be acted on in words; Discrete, MultiDis"),
-        ({"acted": spaces.MultiDiscrete([[2, 2]])}, "action space MultiDiscrete.* cannot be acted on"),
-        ({"observed": spaces.Sequence(spaces.Discrete(2))}, "observation space Sequence.* cannot be told in words"),
+        ({"acted": spaces.Box(-1, 1, (2,))}, r"action space Box\(.*\) cannot be written as text; Discrete, MultiDis"),
+        ({"acted": spaces.MultiDiscrete([[2, 2]])}, "action space MultiDiscrete.* cannot be written as text"),
+        ({"observed": spaces.Sequence(spaces.Discrete(2))}, "observation space Sequence.* cannot be written as text"),
         (
             {"observed": spaces.Dict({"a": spaces.Graph(spaces.Discrete(2), None)})},
             r"observation space Graph.* \(in Dict.* Discrete, MultiDiscrete, MultiBinary, Box, Text, Tuple, Dict can",

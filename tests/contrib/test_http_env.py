@@ -17,7 +17,7 @@ import pytest
 
 from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.contrib.http_env.client import HttpEnvError, HttpTask, Server
-from agentr1_jax.contrib.http_env.server import Refused, Service, make_server
+from agentr1_jax.contrib.http_env.server import Refusal, Service, make_server
 from agentr1_jax.envs.base import Action, Observation, Task, Transition
 from agentr1_jax.envs.frozenlake import frozenlake_task
 from agentr1_jax.envs.hopworld.task import HopWorldTask
@@ -186,11 +186,11 @@ def test_a_step_that_is_asked_for_again_is_not_applied_again():
     assert service.step(name, 0, {"text": "a"}) == first and task.applied == ["a"]
     assert service.step(name, 1, {"text": "b"})["reward"] == 2 and task.applied == ["a", "b"]
     for step in (0, 3):
-        with pytest.raises(Refused, match="the session is at step 2") as refused:
+        with pytest.raises(Refusal, match="the session is at step 2") as refused:
             service.step(name, step, {"text": "c"})
         assert refused.value.status == 409
     service.close(name)
-    with pytest.raises(Refused, match="no session") as refused:
+    with pytest.raises(Refusal, match="no session") as refused:
         service.step(name, 2, {"text": "c"})
     assert refused.value.status == 410 and task.applied == ["a", "b"]
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plays import play
 
-from agentr1_jax.contrib.sokoban import MOVES, drawn, game, moved, moves_left, read_level, sokoban_task
+from agentr1_jax.contrib.sokoban import MOVES, draw_board, game, moves_left, next_state, read_level, sokoban_task
 from agentr1_jax.envs.base import Action, Task
 from agentr1_jax.envs.tabular import reachable
 from agentr1_jax.errors import UserError
@@ -64,7 +64,7 @@ def test_it_is_a_task_whose_rows_are_plain_json():
     assert json.loads(json.dumps(row)) == row == task.row("train", 5)
     assert row["id"] == "sokoban/train/5" and task.size("train") is None
     room, state = read_level(row["layout"])
-    assert "/".join(drawn(room, state)) == row["layout"]
+    assert "/".join(draw_board(room, state)) == row["layout"]
 
 
 def test_splits_have_no_level_in_common():
@@ -88,7 +88,7 @@ def test_moves_left_are_those_of_a_search_forwards_from_every_state(layout):
     states = reachable(game({"layout": layout}, on_target=0.1))
     assert len(states) > 20
     for state in states:
-        assert left.get(state) == searched("/".join(drawn(room, state)))
+        assert left.get(state) == searched("/".join(draw_board(room, state)))
     assert any(state not in left for state in states)  # Deadlocks are states.
 
 
@@ -111,7 +111,7 @@ def test_moves_left_are_those_of_a_search_forwards_from_every_state(layout):
 )
 def test_rules_on_drawn_boards(before, move, after):
     room, state = read_level(before)
-    assert "/".join(drawn(room, moved(room, state, move))) == after
+    assert "/".join(draw_board(room, next_state(room, state, move))) == after
 
 
 def test_a_box_comes_onto_targets_and_leaves_them():

@@ -1,6 +1,6 @@
-"""Spaces of Gymnasium in words: what an observation says, and how an action is said.
+"""Gymnasium's spaces as text: writing observations, reading actions.
 
-Spaces are known by the names of their classes, so that this file reads without Gymnasium.
+Spaces are recognised by class name, so that this module can be imported without Gymnasium.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-OBSERVED = ("Discrete", "MultiDiscrete", "MultiBinary", "Box", "Text", "Tuple", "Dict")
-ACTED = ("Discrete", "MultiDiscrete", "Text")
+OBSERVATION_SPACES = ("Discrete", "MultiDiscrete", "MultiBinary", "Box", "Text", "Tuple", "Dict")
+ACTION_SPACES = ("Discrete", "MultiDiscrete", "Text")
 
 
-class Actions(NamedTuple):
-    """How the actions of a space are said.
+class ActionFormat(NamedTuple):
+    """Text form of the actions of a space.
 
     Attributes:
-      told: to the policy, one sentence.
-      read: what was said -> the action; None where it is none.
-      drawn: the words of a random action.
+      instruction: one sentence for the policy.
+      read: text of a response -> the action; None where the text is no action.
+      sample: returns the text of a random action.
     """
 
-    told: str
+    instruction: str
     read: Callable[[str], Any]
-    drawn: Callable[[random.Random], str]
+    sample: Callable[[random.Random], str]
 
 
 def observation_text(space: Any, value: Any, digits: int) -> str:
-    """An observation in words; numbers of a Box have so many significant digits."""
+    """Return an observation of a space as text; `digits` is the number of significant digits of floats."""
     kind = type(space).__name__
     if kind == "Dict":
         return "\n".join(f"{key}: {observation_text(inner, value[key], digits)}" for key, inner in space.spaces.items())
@@ -46,14 +46,14 @@ def observation_text(space: Any, value: Any, digits: int) -> str:
 
 
 def check_observation_space(space: Any, most_numbers: int) -> None:
-    """Refuses a space that cannot be told. Raises ValueError, which names it and says what can be."""
+    """Raise ValueError where observations of a space cannot be written as text, or have more than `most_numbers`."""
     numbers = 0
     for inner in _leaves(space):
-        if type(inner).__name__ not in OBSERVED:
+        if type(inner).__name__ not in OBSERVATION_SPACES:
             part = "" if inner is space else f" (in {space})"
             raise ValueError(
-                f"its observation space {inner}{part} cannot be told in words; {', '.join(OBSERVED)} can, or the "
-                "environment's own text (task.gymnasium.observation=ansi)"
+                f"its observation space {inner}{part} cannot be written as text; "
+                f"{', '.join(OBSERVATION_SPACES)} can, or the environment's own text (task.gymnasium.observation=ansi)"
             )
         numbers += 1 if type(inner).__name__ in ("Discrete", "Text") else int(np.prod(inner.shape))
     if numbers > most_numbers:
@@ -63,40 +63,42 @@ def check_observation_space(space: Any, most_numbers: int) -> None:
         )
 
 
-def actions_of(space: Any, names: Sequence[str] = ()) -> Actions:
-    """How actions are said.
+def action_format(space: Any, names: Sequence[str] = ()) -> ActionFormat:
+    """Return the text form of a space of actions.
 
     Args:
-      space: of actions.
-      names: of the actions of a Discrete space, in their order; () for numbers.
+      space: action space.
+      names: names of the actions of a Discrete space, in order; () for numbers.
 
     Raises:
-      ValueError: the space is none of `ACTED`, or the names do not fit it.
+      ValueError: the space is none of `ACTION_SPACES`, or the names do not fit it.
     """
     kind = type(space).__name__
-    if kind not in ACTED or (kind == "MultiDiscrete" and len(space.shape) != 1):
-        raise ValueError(f"its action space {space} cannot be acted on in words; {', '.join(ACTED)} (in a row) can")
+    if kind not in ACTION_SPACES or (kind == "MultiDiscrete" and len(space.shape) != 1):
+        raise ValueError(
+            f"its action space {space} cannot be written as text; {', '.join(ACTION_SPACES)} of one dimension can"
+        )
     if names and kind != "Discrete":
         raise ValueError(f"task.gymnasium.actions names actions, and its action space {space} has none to name")
     if kind == "Discrete":
-        return _discrete(space, [normal(name) for name in names])
+        return _discrete(space, [normalize(name) for name in names])
     if kind == "MultiDiscrete":
         return _multi_discrete(space)
-    return Actions(
+    return ActionFormat(
         f"Say a text of {space.min_length} to {space.max_length} characters.",
-        lambda said: said.strip() if space.contains(said.strip()) else None,
+        lambda text: text.strip() if space.contains(text.strip()) else None,
         lambda rng: "".join(
             rng.choices(sorted(space.character_set), k=rng.randint(space.min_length, space.max_length))
         ),
     )
 
 
-def normal(said: str) -> str:
-    """What is said, without what does not matter: case and spaces."""
-    return " ".join(said.lower().split())
+def normalize(text: str) -> str:
+    """Return a text in lower case with single spaces."""
+    return " ".join(text.lower().split())
 
 
-def _discrete(space: Any, names: Sequence[str]) -> Actions:
+def _discrete(space: Any, names: Sequence[str]) -> ActionFormat:
     start, count = int(space.start), int(space.n)
     if names and (len(names) != count or len(set(names)) != count or not all(names)):
         raise ValueError(
@@ -104,24 +106,27 @@ def _discrete(space: Any, names: Sequence[str]) -> Actions:
             f"{count} that differ"
         )
     known = dict(zip(names or map(str, range(start, start + count)), range(start, start + count), strict=True))
-    told = f"Say one of: {', '.join(names)}." if names else f"Say a number from {start} to {start + count - 1}."
-    return Actions(told, lambda said: known.get(normal(said)), lambda rng: rng.choice(list(known)))
+    if names:
+        instruction = f"Say one of: {', '.join(names)}."
+    else:
+        instruction = f"Say a number from {start} to {start + count - 1}."
+    return ActionFormat(instruction, lambda text: known.get(normalize(text)), lambda rng: rng.choice(list(known)))
 
 
-def _multi_discrete(space: Any) -> Actions:
+def _multi_discrete(space: Any) -> ActionFormat:
     lows, counts = np.asarray(space.start).tolist(), np.asarray(space.nvec).tolist()
     ranges = [range(low, low + count) for low, count in zip(lows, counts, strict=True)]
 
-    def read(said: str) -> Any:
+    def read(text: str) -> Any:
         try:
-            numbers = [int(word) for word in said.replace(",", " ").split()]
+            numbers = [int(word) for word in text.replace(",", " ").split()]
         except ValueError:
             return None
         fits = len(numbers) == len(ranges) and all(n in allowed for n, allowed in zip(numbers, ranges, strict=True))
         return np.asarray(numbers, space.dtype) if fits else None
 
     bounds = ", ".join(f"{allowed[0]} to {allowed[-1]}" for allowed in ranges)
-    return Actions(
+    return ActionFormat(
         f"Say {len(ranges)} numbers: {bounds}.",
         read,
         lambda rng: " ".join(str(rng.choice(allowed)) for allowed in ranges),

@@ -1,4 +1,4 @@
-"""Any environment of Gymnasium (https://gymnasium.farama.org) as a Task: observations in words, actions by name."""
+"""Task `gymnasium`: any environment of Gymnasium (https://gymnasium.farama.org), observations and actions as text."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from agentr1_jax.contrib.gymnasium.spaces import Actions, actions_of, check_observation_space, observation_text
+from agentr1_jax.contrib.gymnasium.spaces import ActionFormat, action_format, check_observation_space, observation_text
 from agentr1_jax.envs.base import Action, Expert, Observation, Row, Transition
 from agentr1_jax.envs.tabular_task import NO_ACTION, REWARD_PARTS
 from agentr1_jax.tools.threads import in_thread
 from agentr1_jax.trajectory import Outcome
 
 SEEDS = {"train": 0, "eval": 10**9, "dev": 2 * 10**9}
-"""The seed of a split's first row; a split has as many as lie between."""
+"""Seed of a split's first row; a split has 10^9 rows."""
 SUCCESS = ("is_success", "success")
-"""Keys of the last step's info by which environments say that an episode went well."""
-STEPS_OF_A_TEXT = 50
+"""Keys of the last step's info by which environments report success."""
+SAMPLE_STEPS = 50
+"""Limit on the random steps of one row in `texts`."""
 _COLOURED = re.compile(r"\x1b\[[0-9;]+m(.*?)\x1b\[0?m", re.DOTALL)
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
@@ -32,22 +33,22 @@ _ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 class GymnasiumTask:
     """An environment of Gymnasium's registry as a Task; a row is a seed of `reset`.
 
-    Members of a group start alike, and meet the same chance as long as they act alike.
+    The episodes of a group start in the same state, and their chance events are equal as long as their actions are.
 
     Attributes:
-      id: by which `gymnasium.make` knows the environment; `module:Name-v0` imports the module first.
-      kwargs: of `gymnasium.make`, as the text of a JSON object; "" for none.
-      actions: names of a Discrete space's actions, in their order; () for numbers.
-      instruction: opens an episode, before the sentence that says what can be said.
-      observation: `text` (of the space) or `ansi` (what the environment draws; coloured parts stand in brackets).
+      id: name of the environment for `gymnasium.make`; `module:Name-v0` imports the module first.
+      kwargs: keyword arguments of `gymnasium.make`, as the text of a JSON object; "" for none.
+      actions: names of a Discrete space's actions, in order; () for numbers.
+      instruction: first line of the opening, before the sentence that lists the actions.
+      observation: `text` (written from the space) or `ansi` (the environment's drawing; coloured parts in brackets).
       digits: significant digits of a Box's numbers.
-      most_numbers: of an observation.
-      success_return: an episode that returns so much counts as a success (`em`), where its last info has none of
-        `SUCCESS`.
-      reward_weights: of `goal`, the reward of the step that terminates, and `side`, that of all others.
+      most_numbers: limit on the numbers of an observation.
+      success_return: least return of a successful episode (`em`) where its last info has none of `SUCCESS`.
+      reward_weights: weights of `goal`, the reward of the step that terminates, and `side`, that of all other steps.
 
     Raises:
-      ValueError: Gymnasium is not installed, does not know the id or refuses the arguments, or a space has no words.
+      ValueError: Gymnasium is not installed, does not know the id or refuses the arguments, or a space cannot be
+        written as text.
     """
 
     id: str
@@ -67,12 +68,12 @@ class GymnasiumTask:
             raise ValueError(f"task.gymnasium.observation is {self.observation!r}; choose text or ansi")
         if self.digits < 1:
             raise ValueError(f"task.gymnasium.digits is {self.digits}; it must be at least 1")
-        with contextlib.closing(self.made()) as made:
+        with contextlib.closing(self.make()) as env:
             try:
-                self.spoken(made)
+                self.action_format(env)
                 if self.observation == "text":
-                    check_observation_space(made.observation_space, self.most_numbers)
-                elif "ansi" not in (modes := made.metadata.get("render_modes") or ()):
+                    check_observation_space(env.observation_space, self.most_numbers)
+                elif "ansi" not in (modes := env.metadata.get("render_modes") or ()):
                     raise ValueError(
                         f"it draws nothing in letters (its render modes are {', '.join(modes) or 'none'}); set "
                         "task.gymnasium.observation=text"
@@ -82,36 +83,36 @@ class GymnasiumTask:
 
     @property
     def reward_parts(self) -> Sequence[str]:
-        """What the end pays, and what is paid on the way."""
+        """Reward of the last step, and of all other steps."""
         return REWARD_PARTS
 
     def row(self, split: str, index: int) -> Row:
-        """Row `index` of a split. Raises ValueError on another split or an index beyond its seeds."""
+        """Return row `index` of a split. Raises ValueError on another split or an index beyond its seeds."""
         if split not in SEEDS or not 0 <= index < SEEDS["eval"]:
             raise ValueError(f"gymnasium has no row {split!r} {index}; splits are {', '.join(SEEDS)}, rows start at 0")
         return {"id": f"gymnasium/{split}/{index}", "question": self.instruction, "seed": SEEDS[split] + index}
 
     def size(self, split: str) -> int | None:
-        """None: there are as many rows as seeds."""
+        """Return None: rows are seeds."""
         return None
 
     def env(self) -> GymnasiumEnv:
-        """A fresh environment."""
+        """Return a new environment."""
         return GymnasiumEnv(self)
 
     def expert(self, row: Row, seed: int) -> Expert:
-        """Random actions: it knows how actions are said, and no more."""
+        """Return an expert that takes random actions: it demonstrates their form only."""
         rng = random.Random(f"{row['id']}/expert/{seed}")
-        with contextlib.closing(self.made()) as made:
-            actions = self.spoken(made)
-        return lambda observed: actions.drawn(rng)
+        with contextlib.closing(self.make()) as env:
+            actions = self.action_format(env)
+        return lambda observation: actions.sample(rng)
 
     def texts(self, count: int) -> Sequence[str]:
-        """Openings, observations and actions of random play on training rows, one a text."""
+        """Return openings, observations and actions of random play on training rows, one per text."""
         return list(itertools.islice(self._texts(), count))
 
-    def made(self) -> Any:
-        """A new environment of Gymnasium's. Raises ValueError where there is none."""
+    def make(self) -> Any:
+        """Make an environment of Gymnasium. Raises ValueError where that fails."""
         try:
             import gymnasium
         except ImportError as error:
@@ -137,42 +138,42 @@ class GymnasiumTask:
                 f"({type(error).__name__}: {error})"
             ) from error
 
-    def spoken(self, made: Any) -> Actions:
-        """How the actions of an environment are said."""
-        return actions_of(made.action_space, self.actions)
+    def action_format(self, env: Any) -> ActionFormat:
+        """Return the text form of the actions of an environment of Gymnasium."""
+        return action_format(env.action_space, self.actions)
 
-    def told(self, made: Any, observed: Any) -> str:
-        """An observation of an environment in words."""
+    def observation_text(self, env: Any, value: Any) -> str:
+        """Return an observation of an environment of Gymnasium as text."""
         if self.observation == "ansi":
-            drawn = str(made.render())
-            return _ESCAPE.sub("", _COLOURED.sub(r"[\1]", drawn)).strip("\n")
-        return observation_text(made.observation_space, observed, self.digits)
+            drawing = str(env.render())
+            return _ESCAPE.sub("", _COLOURED.sub(r"[\1]", drawing)).strip("\n")
+        return observation_text(env.observation_space, value, self.digits)
 
-    def opening(self, actions: Actions, told: str) -> str:
-        """The first message of an episode."""
-        return "\n".join(part for part in (self.instruction, actions.told, told) if part)
+    def opening(self, actions: ActionFormat, first: str) -> str:
+        """Return the first message of an episode whose first observation is `first`."""
+        return "\n".join(part for part in (self.instruction, actions.instruction, first) if part)
 
     def _texts(self) -> Iterator[str]:
         yield NO_ACTION
-        with contextlib.closing(self.made()) as made:
-            actions = self.spoken(made)
+        with contextlib.closing(self.make()) as env:
+            actions = self.action_format(env)
             for index in itertools.count():
                 row = self.row("train", index)
                 rng = random.Random(f"{row['id']}/texts")
-                yield self.opening(actions, self.told(made, made.reset(seed=row["seed"])[0]))
-                for _ in range(STEPS_OF_A_TEXT):
-                    said = actions.drawn(rng)
-                    observed, _, terminated, truncated, _ = made.step(actions.read(said))
-                    yield from (said, self.told(made, observed))
+                yield self.opening(actions, self.observation_text(env, env.reset(seed=row["seed"])[0]))
+                for _ in range(SAMPLE_STEPS):
+                    action = actions.sample(rng)
+                    value, _, terminated, truncated, _ = env.step(actions.read(action))
+                    yield from (action, self.observation_text(env, value))
                     if terminated or truncated:
                         break
 
 
 class GymnasiumEnv:
-    """One episode at a time. A response that is no action does not reach the environment; it is told so and counted.
+    """Env of a `GymnasiumTask`. A response that is no action is counted and answered without a step of the environment.
 
-    Calls run in a thread of their own, since an environment may compute for long. What it raises is the episode's
-    failure, which the runner counts as `env_failure`.
+    Calls run in a thread, since an environment may compute for long. An exception of the environment fails the episode;
+    the runner counts it as `env_failure`.
     """
 
     def __init__(self, task: GymnasiumTask) -> None:
@@ -181,33 +182,33 @@ class GymnasiumEnv:
         self._success: float | None = None
 
     async def reset(self, row: Row, seed: int) -> Observation:
-        """Starts an episode with the row's seed; `seed` is not used."""
+        """Start an episode with the row's seed; `seed` is not used."""
         self._row, self._return, self._success = row, 0.0, None
-        self._told = await in_thread(self._begin, row["seed"])
-        opening = self._task.opening(self._actions, self._told)
+        self._text = await in_thread(self._begin, row["seed"])
+        opening = self._task.opening(self._actions, self._text)
         return Observation(messages=[{"role": "user", "content": opening}], state_key=self._key())
 
     async def step(self, action: Action) -> Transition:
-        """Applies one response."""
-        chosen = self._actions.read(action.text)
-        if chosen is None:
-            told = f"{NO_ACTION} {self._actions.told}\n{self._told}"
+        """Apply one response."""
+        value = self._actions.read(action.text)
+        if value is None:
+            text = f"{NO_ACTION} {self._actions.instruction}\n{self._text}"
             return Transition(
-                observation=Observation(text=told, role="user", state_key=self._key()),
+                observation=Observation(text=text, role="user", state_key=self._key()),
                 reward=0.0,
                 reward_parts=dict.fromkeys(REWARD_PARTS, 0.0),
                 info={"errors": {"no_action": 1}},
             )
-        told, reward, terminated, truncated, info = await in_thread(self._apply, chosen)
+        text, reward, terminated, truncated, info = await in_thread(self._apply, value)
         if not math.isfinite(reward):
             raise ValueError(f"{self._task.id}: its reward is {reward}, after the action {action.text!r}")
-        self._told, self._return = told, self._return + reward
+        self._text, self._return = text, self._return + reward
         self._success = next((float(info[key]) for key in SUCCESS if key in info), None)
         raw = dict(zip(REWARD_PARTS, (reward, 0.0) if terminated else (0.0, reward), strict=True))
         parts = {name: self._task.reward_weights[name] * value for name, value in raw.items()}
         ended = terminated or truncated
         return Transition(
-            observation=None if terminated else Observation(text=told, role="user", state_key=self._key()),
+            observation=None if terminated else Observation(text=text, role="user", state_key=self._key()),
             reward=sum(parts.values()),
             reward_parts=parts,
             terminated=terminated,
@@ -218,21 +219,22 @@ class GymnasiumEnv:
         )
 
     def cut(self) -> Mapping[str, float]:
-        """`em`, which is also `success`, and the unweighted `return` of the episode so far."""
+        """Return `success` (also as `em`) and the unweighted `return` of the episode so far."""
         success = float(self._return >= self._task.success_return) if self._success is None else self._success
         return {"em": success, "success": success, "return": self._return}
 
     def _begin(self, seed: int) -> str:
         if self._env is None:
-            self._env = self._task.made()
+            self._env = self._task.make()
             weakref.finalize(self, self._env.close)
-            self._actions = self._task.spoken(self._env)
-        observed, _ = self._env.reset(seed=seed)
-        return self._task.told(self._env, observed)
+            self._actions = self._task.action_format(self._env)
+        value, _ = self._env.reset(seed=seed)
+        return self._task.observation_text(self._env, value)
 
-    def _apply(self, chosen: Any) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
-        observed, reward, terminated, truncated, info = self._env.step(chosen)
-        return self._task.told(self._env, observed), float(reward), bool(terminated), bool(truncated), info
+    def _apply(self, action: Any) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
+        value, reward, terminated, truncated, info = self._env.step(action)
+        text = self._task.observation_text(self._env, value)
+        return text, float(reward), bool(terminated), bool(truncated), info
 
     def _key(self) -> str:
-        return f"{self._row['id']}|{self._told}"
+        return f"{self._row['id']}|{self._text}"

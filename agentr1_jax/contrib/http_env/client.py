@@ -1,4 +1,7 @@
-"""A Task behind HTTP, by the protocol of docs/contrib/http_env.md: JSON in, JSON out, every request safe to repeat."""
+"""Task `http`: a task served over HTTP, by the protocol of docs/contrib/http_env.md.
+
+Bodies are JSON, and every request can be repeated safely.
+"""
 
 from __future__ import annotations
 
@@ -21,24 +24,24 @@ from agentr1_jax.tools.threads import in_thread
 from agentr1_jax.trajectory import Outcome
 
 PROTOCOL = 1
-OBSERVED = ("messages", "text", "texts", "role", "tools", "state_key", "potential", "evidence")
-"""Fields of an Observation that the protocol has."""
+OBSERVATION_FIELDS = ("messages", "text", "texts", "role", "tools", "state_key", "potential", "evidence")
+"""Fields of an Observation that the protocol transmits."""
 
 
 class HttpEnvError(Exception):
-    """The server failed an episode, by no answer, a refusal or an answer that is none."""
+    """A server gave an answer that is not of the protocol."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """The way to an environment server.
+    """Address of an environment server, and how to call it.
 
     Attributes:
-      url: e.g. `http://localhost:8100`; paths of the protocol are added.
+      url: address such as `http://localhost:8100`; the protocol's paths are appended.
       seconds: time limit of a request.
-      attempts: requests in all for one call, where it does not come through (no connection, no answer in time, status
-        429, 502, 503, 504). Status 500 is the environment's own failure, and stands.
-      backoff: see `http.pause`.
+      attempts: most requests for one call. A request is repeated without connection, without answer in time, and on
+        status 429, 502, 503 and 504. Status 500 is a failure of the environment and is not repeated.
+      backoff: seconds before the second request; see `http.pause`.
 
     Raises:
       ValueError: a setting makes no sense; the message names it as `task.http.<field>`.
@@ -58,14 +61,14 @@ class Server:
                 raise ValueError(f"task.http.{name} is {value}; it must be finite and at least {least:g}")
 
     def get(self, path: str, **query: Any) -> Mapping[str, Any]:
-        """Asks for something. Raises HttpError, or HttpEnvError where the answer is no JSON object."""
-        return self._asked("GET", f"{path}?{urllib.parse.urlencode(query)}" if query else path, None)
+        """Send a GET request, return the answer. Raises HttpError, or HttpEnvError where that is no JSON object."""
+        return self._request("GET", f"{path}?{urllib.parse.urlencode(query)}" if query else path, None)
 
     def post(self, path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Sends something; see `get`."""
-        return self._asked("POST", path, json.dumps(body).encode())
+        """Send a POST request, return the answer; see `get`."""
+        return self._request("POST", path, json.dumps(body).encode())
 
-    def _asked(self, method: str, path: str, body: bytes | None) -> Mapping[str, Any]:
+    def _request(self, method: str, path: str, body: bytes | None) -> Mapping[str, Any]:
         url = self.url.rstrip("/") + path
         for retry in range(1, self.attempts + 1):
             try:
@@ -76,22 +79,22 @@ class Server:
                     raise
             time.sleep(pause(self.backoff, retry))
         try:
-            read = json.loads(answer)
+            fields = json.loads(answer)
         except (ValueError, RecursionError) as error:
             raise HttpEnvError(f"{url} answered no JSON ({error}): {shown(answer)}") from error
-        if not isinstance(read, dict):
+        if not isinstance(fields, dict):
             raise HttpEnvError(f"{url} answered no JSON object: {shown(answer)}")
-        return read
+        return fields
 
 
 class HttpTask:
-    """The Task of an environment server. It weighs its rewards itself, and has neither expert nor texts.
+    """Task of an environment server, which weights its rewards itself; it has no expert and no texts.
 
     Args:
-      server: the way to it; it is asked for what it has at once.
+      server: environment server; asked for `/info` at once.
 
     Raises:
-      ValueError: it cannot be reached, or does not speak the protocol; the message names the URL.
+      ValueError: the server cannot be reached or does not speak the protocol; the message names the URL.
     """
 
     def __init__(self, server: Server) -> None:
@@ -110,11 +113,11 @@ class HttpTask:
             ) from error
 
     def row(self, split: str, index: int) -> Row:
-        """Row `index` of a split.
+        """Return row `index` of a split.
 
         Raises:
           ValueError: there is no such row.
-          PassingError: the server cannot be reached any more; the run can go on once it can.
+          PassingError: the server cannot be reached any more; the run can be resumed once it can.
         """
         try:
             answer = self._server.get("/rows", split=split, index=index)
@@ -132,27 +135,27 @@ class HttpTask:
         return row
 
     def size(self, split: str) -> int | None:
-        """Distinct rows of a split, as the server says."""
+        """Return the number of rows of a split, as the server states it."""
         return self._sizes.get(split)
 
     def env(self) -> HttpEnv:
-        """A fresh environment; each episode is a session of the server's."""
+        """Return a new environment; each of its episodes is a session of the server."""
         return HttpEnv(self._server)
 
     def expert(self, row: Row, seed: int) -> Expert:
-        """Raises ValueError: the protocol has none."""
+        """Raise ValueError: the protocol has none."""
         raise ValueError("task http has no expert; set warm_start_updates=0, or warm_start.run")
 
     def texts(self, count: int) -> Sequence[str]:
-        """Raises ValueError: the protocol has none."""
+        """Raise ValueError: the protocol has none."""
         raise ValueError("task http has no texts to train a tokenizer or to pretrain on; set tokenizer.path")
 
 
 class HttpEnv:
-    """One episode at a time, each in a session of the server's.
+    """Env whose episodes are sessions of a server; requests run in threads.
 
-    Requests run in threads of their own. What does not come through, and what the server answers else, is raised: the
-    runner counts it as `env_failure` and tries the trajectory again.
+    A failed request or an answer of another shape raises; the runner counts it as `env_failure` and retries the
+    trajectory.
     """
 
     def __init__(self, server: Server) -> None:
@@ -161,7 +164,7 @@ class HttpEnv:
         self._metrics: Mapping[str, float] = {}
 
     async def reset(self, row: Row, seed: int) -> Observation:
-        """Starts an episode, in a new session."""
+        """Start an episode in a new session."""
         answer = await in_thread(self._server.post, "/reset", {"row": row, "seed": seed})
         try:
             self._session, self._steps = _of(answer, "session", str), 0
@@ -169,14 +172,14 @@ class HttpEnv:
             observation = _observation(_of(answer, "observation", dict))
         except (TypeError, ValueError) as error:
             raise HttpEnvError(f"{self._server.url}/reset: not a first observation ({error})") from error
-        # Whatever ends the episode: the server need not wait until the session has been idle for long.
-        weakref.finalize(self, _ended_sessions().put, (self._server, self._session)).atexit = False
+        # However the episode ends, the server can drop the session without waiting until it is idle for long.
+        weakref.finalize(self, _closing_queue().put, (self._server, self._session)).atexit = False
         return observation
 
     async def step(self, action: Action) -> Transition:
-        """Applies one response. It has a number, by which the server knows a request that it has seen before."""
-        said = {key: getattr(action, key) for key in ("text", "truncated", "final", "lenient")}
-        body = {"session": self._session, "step": self._steps, "action": said}
+        """Apply one response. Its step number lets the server recognise a repeated request."""
+        fields = {key: getattr(action, key) for key in ("text", "truncated", "final", "lenient")}
+        body = {"session": self._session, "step": self._steps, "action": fields}
         answer = await in_thread(self._server.post, "/step", body)
         try:
             transition = _transition(answer)
@@ -187,36 +190,36 @@ class HttpEnv:
         return transition
 
     def cut(self) -> Mapping[str, float]:
-        """Metrics of the episode so far, as of the last answer."""
+        """Return the metrics of the episode so far, from the last answer."""
         return self._metrics
 
 
 @functools.cache
-def _ended_sessions() -> queue.SimpleQueue[tuple[Server, str]]:
-    """Takes the sessions of environments that are gone; a thread closes them.
+def _closing_queue() -> queue.SimpleQueue[tuple[Server, str]]:
+    """Return the queue of sessions to close, served by a thread.
 
-    The garbage collector may interrupt a thread anywhere, whatever lock it holds: `SimpleQueue.put` alone is made to be
-    called there.
+    Finalizers fill it: the garbage collector can interrupt a thread that holds any lock, and `SimpleQueue.put` is
+    reentrant.
     """
-    ended: queue.SimpleQueue[tuple[Server, str]] = queue.SimpleQueue()
-    threading.Thread(target=_close_all, args=(ended,), daemon=True, name="http_env:close").start()
-    return ended
+    sessions: queue.SimpleQueue[tuple[Server, str]] = queue.SimpleQueue()
+    threading.Thread(target=_close_sessions, args=(sessions,), daemon=True, name="http_env:close").start()
+    return sessions
 
 
-def _close_all(ended: queue.SimpleQueue[tuple[Server, str]]) -> None:
+def _close_sessions(sessions: queue.SimpleQueue[tuple[Server, str]]) -> None:
     while True:
-        server, session = ended.get()
+        server, session = sessions.get()
         try:
             dataclasses.replace(server, attempts=1).post("/close", {"session": session})
-        except Exception:  # Whatever it is: the server forgets idle sessions by itself.
+        except Exception:  # Best effort: the server drops idle sessions by itself.
             pass
 
 
 def _observation(fields: Mapping[str, Any]) -> Observation:
-    """Raises TypeError or ValueError where the fields are none of an Observation."""
-    unknown = [key for key in fields if key not in OBSERVED]
+    """Return an Observation. Raises TypeError or ValueError where the fields are not those of one."""
+    unknown = [key for key in fields if key not in OBSERVATION_FIELDS]
     if unknown:
-        raise ValueError(f"an observation has no {unknown[0]!r}; it has {', '.join(OBSERVED)}")
+        raise ValueError(f"an observation has no {unknown[0]!r}; it has {', '.join(OBSERVATION_FIELDS)}")
     for key, kind in (("text", str), ("texts", list), ("messages", list), ("state_key", str), ("evidence", str)):
         if fields.get(key) is not None:
             _of(fields, key, kind)
@@ -230,17 +233,17 @@ def _observation(fields: Mapping[str, Any]) -> Observation:
 
 
 def _transition(answer: Mapping[str, Any]) -> Transition:
-    """Raises TypeError or ValueError where the answer is none."""
+    """Return a Transition. Raises TypeError or ValueError where the answer is not one."""
     terminated, truncated = (_of(answer, key, bool) for key in ("terminated", "truncated"))
     ended = Outcome.ENV_DONE if terminated else Outcome.MAX_STEPS if truncated else None
     outcome = Outcome(answer["outcome"]) if answer.get("outcome") is not None else ended
     if (ended is None) != (outcome is None):
         raise ValueError(f"its outcome is {outcome}, and the episode goes on")
-    observed = answer.get("observation")
-    if observed is None and ended is None:
+    has_observation = answer.get("observation") is not None
+    if not has_observation and ended is None:
         raise ValueError("it has no observation, and the episode goes on")
     return Transition(
-        observation=None if observed is None else _observation(_of(answer, "observation", dict)),
+        observation=_observation(_of(answer, "observation", dict)) if has_observation else None,
         reward=_number(answer.get("reward"), "reward"),
         reward_parts=_numbers(answer, "reward_parts"),
         terminated=terminated,
@@ -253,6 +256,7 @@ def _transition(answer: Mapping[str, Any]) -> Transition:
 
 
 def _of(fields: Any, key: str, kind: type) -> Any:
+    """Return `fields[key]`. Raises TypeError where it is not of a type."""
     if not isinstance(fields, Mapping) or not isinstance(fields.get(key), kind):
         found = fields.get(key) if isinstance(fields, Mapping) else fields
         raise TypeError(f"its {key!r} is no {kind.__name__}: {found!r:.80}")

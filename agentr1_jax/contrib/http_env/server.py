@@ -17,15 +17,15 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from agentr1_jax.contrib.http_env.client import OBSERVED, PROTOCOL
+from agentr1_jax.contrib.http_env.client import OBSERVATION_FIELDS, PROTOCOL
 from agentr1_jax.envs.base import Action, Env, Observation, Task, Transition
 
 SPLITS = ("train", "eval", "dev")
 IDLE_SECONDS = 3600.0
 
 
-class Refused(Exception):
-    """An answer that is no 200: its status and what to say."""
+class Refusal(Exception):
+    """A request that is answered with another status than 200."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -34,13 +34,13 @@ class Refused(Exception):
 
 @dataclasses.dataclass
 class Session:
-    """An episode under way.
+    """An episode in progress.
 
     Attributes:
-      env: plays it.
-      steps: applied so far.
-      last: the answer to the last of them, given again where the request for it comes again.
-      used: when it was asked for last.
+      env: environment of the episode.
+      steps: number of steps applied.
+      last: answer to the last step, repeated where its request is repeated.
+      used: time of the last request (`time.monotonic`).
       lock: held while a step is applied.
     """
 
@@ -52,7 +52,7 @@ class Session:
 
 
 class Service:
-    """The protocol, for one task. Methods may be called from several threads; environments share one event loop."""
+    """The protocol's requests for one task, thread-safe; all environments run in one event loop."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
@@ -61,47 +61,47 @@ class Service:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def info(self) -> Mapping[str, Any]:
-        """What the task is."""
+        """Describe the task."""
         splits = {split: self._task.size(split) for split in SPLITS if self._has(split)}
         parts = list(self._task.reward_parts)
         return {"protocol": PROTOCOL, "name": self._task.name, "reward_parts": parts, "splits": splits}
 
     def rows(self, split: str, index: int) -> Mapping[str, Any]:
-        """A row."""
+        """Return a row."""
         try:
             return {"row": self._task.row(split, index)}
         except ValueError as error:
-            raise Refused(404, str(error)) from error
+            raise Refusal(404, str(error)) from error
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Mapping[str, Any]:
-        """Starts a session."""
-        self._forget_idle()
+        """Start a session."""
+        self._drop_idle()
         env, name = self._task.env(), uuid.uuid4().hex
         observation = self._run(env.reset(row, seed))
         self._sessions[name] = Session(env)
-        return {"session": name, "observation": _observed(observation), "metrics": dict(env.cut())}
+        return {"session": name, "observation": _observation_fields(observation), "metrics": dict(env.cut())}
 
     def step(self, session: str, step: int, action: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Applies step number `step`, or gives the answer to it again."""
+        """Apply step number `step`; repeat the answer where it is the last one applied."""
         found = self._sessions.get(session)
         if found is None:
-            raise Refused(410, f"no session {session!r}: it ended, failed, or was idle for {IDLE_SECONDS:g} s")
+            raise Refusal(410, f"no session {session!r}: it ended, failed, or was idle for {IDLE_SECONDS:g} s")
         with found.lock:
             found.used = time.monotonic()
             if step == found.steps - 1:
                 return found.last
             if step != found.steps:
-                raise Refused(409, f"the session is at step {found.steps}, not {step}")
+                raise Refusal(409, f"the session is at step {found.steps}, not {step}")
             try:
                 transition = self._run(found.env.step(Action(np.zeros(0, np.int32), **action)))
             except BaseException:
-                self.close(session)  # Nobody knows what it did.
+                self.close(session)  # The state of the environment is unknown.
                 raise
             found.steps, found.last = step + 1, _answer(transition, found.env.cut())
             return found.last
 
     def close(self, session: str) -> Mapping[str, Any]:
-        """Ends a session; one that is not there has ended."""
+        """End a session; do nothing where it has ended."""
         self._sessions.pop(session, None)
         return {}
 
@@ -115,18 +115,18 @@ class Service:
             return False
         return True
 
-    def _forget_idle(self) -> None:
+    def _drop_idle(self) -> None:
         for name, session in list(self._sessions.items()):
             if time.monotonic() - session.used > IDLE_SECONDS:
                 self.close(name)
 
 
 def make_server(task: Task, host: str, port: int) -> ThreadingHTTPServer:
-    """A server of a task; port 0 takes any that is free. `serve_forever` runs it."""
+    """Return a server of a task, to be run by `serve_forever`; port 0 takes a free one."""
     service = Service(task)
 
     class Handler(BaseHTTPRequestHandler):
-        """Calls the method of `Service` that has the path's name."""
+        """Call the method of `Service` named by the path."""
 
         def do_GET(self) -> None:
             path, _, query = self.path.partition("?")
@@ -139,10 +139,10 @@ def make_server(task: Task, host: str, port: int) -> ThreadingHTTPServer:
         def _answer(self, path: str, known: Sequence[str], read: Callable[[], Mapping[str, Any]]) -> None:
             try:
                 if path not in known:
-                    raise Refused(404, f"no {path}")
+                    raise Refusal(404, f"no {path}")
                 method = getattr(service, path[1:])
                 status, answer = 200, method(**_arguments(method, read))
-            except Refused as error:
+            except Refusal as error:
                 status, answer = error.status, {"error": str(error)}
             except Exception as error:
                 logging.exception("%s failed", path)
@@ -161,29 +161,29 @@ def make_server(task: Task, host: str, port: int) -> ThreadingHTTPServer:
 
 
 def _read_query(query: str) -> Mapping[str, Any]:
-    asked: dict[str, Any] = dict(urllib.parse.parse_qsl(query))
-    return asked | {"index": int(asked["index"])} if "index" in asked else asked
+    fields: dict[str, Any] = dict(urllib.parse.parse_qsl(query))
+    return fields | {"index": int(fields["index"])} if "index" in fields else fields
 
 
 def _arguments(method: Callable[..., Any], read: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
     try:
-        asked = read()
-        inspect.signature(method).bind(**asked)
+        arguments = read()
+        inspect.signature(method).bind(**arguments)
     except (ValueError, TypeError) as error:
-        raise Refused(400, f"cannot be read: {error}") from error
-    return asked
+        raise Refusal(400, f"cannot be read: {error}") from error
+    return arguments
 
 
-def _observed(observation: Observation) -> dict[str, Any]:
+def _observation_fields(observation: Observation) -> dict[str, Any]:
     if observation.token_ids is not None:
         raise ValueError("observations of token ids cannot be served")
-    fields = {key: getattr(observation, key) for key in OBSERVED}
+    fields = {key: getattr(observation, key) for key in OBSERVATION_FIELDS}
     return {key: value for key, value in fields.items() if value is not None and value != ()}
 
 
 def _answer(transition: Transition, metrics: Mapping[str, float]) -> dict[str, Any]:
     return {
-        "observation": None if transition.observation is None else _observed(transition.observation),
+        "observation": None if transition.observation is None else _observation_fields(transition.observation),
         "reward": transition.reward,
         "reward_parts": dict(transition.reward_parts),
         "terminated": transition.terminated,
