@@ -134,7 +134,6 @@ def _calculations(c: ConfigDict) -> None:
     """Tasks that are calculated."""
     c.task.gsm8k = ConfigDict()  # word problems
     c.task.gsm8k.tool = "calculator"  # calculator | python
-    c.task.gsm8k.unsafe_python = False  # python without a sandbox where this machine has none; see docs/tools.md
 
     c.task.countdown = ConfigDict()  # an expression of given numbers that comes to a target
     c.task.countdown.numbers = 3  # how many

@@ -36,7 +36,6 @@ from agentr1_jax.tools.calculator import CalculatorTool
 from agentr1_jax.tools.limits import ToolLimits, wrapped
 from agentr1_jax.tools.meter import Meter
 from agentr1_jax.tools.replay import Recording, Replay
-from agentr1_jax.tools.sandbox import PythonTool
 from agentr1_jax.tools.search.dense import Dispatch, at_once
 from configs import base
 from experiments import retrieval
@@ -248,7 +247,11 @@ def _gsm8k(s: Setting) -> Task:
     c = s.config.task.gsm8k
     if c.tool not in ("calculator", "python"):
         raise UserError(f"task.gsm8k.tool is {c.tool!r}; choose calculator or python")
-    tool = PythonTool(unsafe=c.unsafe_python) if c.tool == "python" else CalculatorTool()
+    tool: Tool = CalculatorTool()
+    if c.tool == "python":
+        from agentr1_jax.contrib.python_sandbox import PythonTool
+
+        tool = PythonTool()
     return Gsm8kTask(s.config.task.data_dir, tool, s.weights, s.config.seed, s.wrap)
 
 

@@ -24,14 +24,15 @@ from test_evaluation_figures import TOKENIZER
 from agentr1_jax.agents.context import context_rule
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity, ScriptedSession
+from agentr1_jax.contrib import mcp
+from agentr1_jax.contrib.mcp import McpTools, session
 from agentr1_jax.envs import qa
 from agentr1_jax.envs.registry import TASKS
 from agentr1_jax.text.chat import chat_format
 from agentr1_jax.text.tool_calls import render_answer, render_call
-from agentr1_jax.tools import base, mcp
+from agentr1_jax.tools import base
 from agentr1_jax.tools.base import Tool, ToolError
 from agentr1_jax.tools.limits import ToolLimits, wrapped
-from agentr1_jax.tools.mcp import McpTools, session
 from agentr1_jax.tools.meter import Meter
 from agentr1_jax.trajectory import Budget, Outcome
 from configs import base as base_config
@@ -317,7 +318,7 @@ def test_a_program_that_ends_takes_its_server_with_it(pids):
     """Also one that is killed, if the server heeds the end of its stdin."""
     for kill, how in [(False, "stays"), (True, "well")]:
         code = (
-            "import sys\nfrom agentr1_jax.tools.mcp import McpTools\n"
+            "import sys\nfrom agentr1_jax.contrib.mcp import McpTools\n"
             f"tools = McpTools({command(pids, how)!r})\nprint(len(tools), flush=True)\nsys.stdin.read()\n"
         )
         host = subprocess.Popen(

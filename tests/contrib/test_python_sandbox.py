@@ -17,12 +17,14 @@ import uuid
 import pytest
 from doing import run
 
+from agentr1_jax.contrib.python_sandbox import PythonTool, SandboxLimits, bubblewrap, process, tool
+from agentr1_jax.contrib.python_sandbox.bubblewrap import Command
+from agentr1_jax.errors import UserError
 from agentr1_jax.tools import base
 from agentr1_jax.tools.base import Tool, ToolError
 from agentr1_jax.tools.limits import ToolLimits, wrapped
 from agentr1_jax.tools.meter import Meter
-from agentr1_jax.tools.sandbox import PythonTool, SandboxLimits, call, isolation, isolations, tool
-from agentr1_jax.tools.sandbox.isolation import Command
+from agentr1_jax.validation import from_section
 
 SECONDS = 20.0
 LIMITS = SandboxLimits(seconds=SECONDS, memory_mib=512, processes=24, folder_mib=16, file_mib=8)
@@ -36,11 +38,11 @@ AT_WORK = 3 if os.geteuid() == 0 else 2
 """Processes that can be seen once code has copied itself: the two, and for root the program that watches them."""
 
 
-@pytest.fixture(scope="module", params=list(isolations()))
-def python(request):
-    """The tool under one isolation; skipped where that does not work."""
+@pytest.fixture(scope="module")
+def python():
+    """The tool; tests that ask for it are skipped where bubblewrap does not work: no attack runs without isolation."""
     try:
-        return PythonTool(LIMITS, isolation=request.param)
+        return PythonTool(LIMITS)
     except ValueError as error:
         pytest.skip(str(error))
 
@@ -49,7 +51,7 @@ def python(request):
 def mark(monkeypatch):
     """Stands in the environment of whatever a sandbox starts during the test; nothing that has it may be left."""
     text = f"mark-{uuid.uuid4().hex}"
-    monkeypatch.setitem(isolation.ENVIRONMENT, "MARK", text)
+    monkeypatch.setitem(bubblewrap.ENVIRONMENT, "MARK", text)
     yield text
     assert none_is_left(text)
 
@@ -95,7 +97,7 @@ def test_it_shows_what_is_printed_and_the_value_of_a_last_expression(python, mar
         ("open('a', 'w').write('x')\nprint(open('/tmp/a').read())", "x"),
         ("import sys\nsys.stdin.read()", "''"),
         ("import multiprocessing as m\nwith m.Pool(2) as p: print(p.map(abs, [-1, -2]))", "[1, 2]"),
-        ("import os\nsorted({*os.environ} - {'PWD'})", str(sorted(isolation.ENVIRONMENT))),
+        ("import os\nsorted({*os.environ} - {'PWD'})", str(sorted(bubblewrap.ENVIRONMENT))),
         ("import os\nsorted(os.listdir('/proc/self/fd'))[:-1]", "['0', '1', '2']"),  # The last is its own.
         (f"x = '{'y' * 90_000}'\nlen(x)", "90000"),
     ]:
@@ -127,7 +129,7 @@ def test_what_is_wrong_with_the_code_comes_back_to_the_policy(python, mark, code
     result = does(python, code)
     assert result.error == ToolError(kind, "model")
     assert last in result.content.splitlines()[-1]
-    assert "site-packages" not in result.content and "inside" not in result.content  # No frames of the tool's own.
+    assert "site-packages" not in result.content and "sandboxed" not in result.content  # No frames of the tool's own.
     if "so far" in code:
         assert result.content.startswith("so far\nTraceback") and "return 1 / 0" in result.content
 
@@ -150,7 +152,44 @@ ATTACKS = {
         "time.sleep(99)",
         {"memory"},
     ),
-    "allocation that no limit counts": ("import os\nos.memfd_create('x')", {"exception"}),
+    "pages behind an ended first thread": (
+        "import ctypes, os, threading, time\n"
+        "def fill():\n    time.sleep(.2)\n    x = b'x' * (300 * 2**20)\n    time.sleep(9)\n"
+        "for _ in range(2):\n    if not os.fork():\n        threading.Thread(target=fill).start()\n"
+        "        ctypes.CDLL(None).syscall({'x86_64': 60}.get(os.uname().machine, 93), 0)\n"
+        "time.sleep(9)",
+        {"memory"},
+    ),
+    "buffers of sockets": (
+        "import os, socket, time\nkept = []\n"
+        "for _ in range(16):\n    if not os.fork():\n        for _ in range(60):\n"
+        "            kept.append(socket.socketpair())\n            for one in kept[-1]:\n"
+        "                one.setblocking(False)\n"
+        "                try:\n                    while True: one.send(bytes(2**16))\n"
+        "                except BlockingIOError: pass\n"
+        "        time.sleep(9)\ntime.sleep(9)",
+        {"memory"},
+    ),
+    "file locks": (
+        "import fcntl, time\nfile = open('x', 'w')\n"
+        "for n in range(3 * 10**6, 0, -2): fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, n)\ntime.sleep(9)",
+        {"memory"},
+    ),
+    "memory files": ("import os\nos.memfd_create('x')", {"exception"}),
+    "shared memory without a file": ("import mmap\nmmap.mmap(-1, 2**20)", {"exception"}),
+    "shared memory of a device": ("open('/dev/zero', 'r+b')", {"exception"}),
+    "larger buffers": (
+        "import socket\nfor one in socket.socketpair(): one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**30)",
+        {"exception"},
+    ),
+    "network sockets": ("import socket\nsocket.socket()", {"exception"}),
+    "System V": (
+        "import ctypes\nlibc = ctypes.CDLL(None)\n"
+        "got = libc.semget(0, 9, 0o1600), libc.shmget(0, 9, 0o1600), libc.msgget(0, 0o1600)\n"
+        "print('done' if got == (-1, -1, -1) else got)",
+        {None},
+    ),
+    "watches of files": ("import ctypes\nprint('done' if ctypes.CDLL(None).inotify_init1(0) == -1 else '')", {None}),
     "endless loop": ("while True: pass", {"timeout"}),
     "endless loop that will not go": (
         "import signal\nfor n in range(1, 32):\n    if n not in (9, 19): signal.signal(n, signal.SIG_IGN)\n"
@@ -203,7 +242,7 @@ def test_attacks_are_contained(python, mark, attack):
     code, kinds = ATTACKS[attack]
     limits = SHORT if "timeout" in kinds else LIMITS
     before, start = resident(), time.monotonic()
-    result = does(PythonTool(limits, isolation=python.isolation), code)
+    result = does(PythonTool(limits), code)
     assert time.monotonic() - start < limits.seconds + ROOM
     assert (result.error.kind if result.error else None) in kinds, result.content[-500:]
     assert result.ok or result.error.fault == "model"
@@ -215,7 +254,7 @@ def test_attacks_are_contained(python, mark, attack):
 
 def test_a_fork_bomb_is_contained_where_the_kernel_does_not_count_processes(python, mark, monkeypatch):
     """Root with no other id to give: its processes are only counted from outside."""
-    monkeypatch.setattr(isolation, "_spare_id", lambda: None)
+    monkeypatch.setattr(bubblewrap, "_unused_id", lambda: None)
     result = does(python, ATTACKS["fork bomb"][0])
     assert result.error.kind in ("processes", "memory") and result.error.fault == "model"
 
@@ -273,7 +312,7 @@ print(len(os.listdir("/tmp")))
 def test_what_is_made_visible_can_be_read_and_not_written(python, mark, tmp_path):
     (tmp_path / "data").write_text("some text")
     tmp_path.chmod(0o755)  # Where this process is root, the code is another user.
-    shows = PythonTool(LIMITS, visible=[str(tmp_path)], isolation=python.isolation)
+    shows = PythonTool(LIMITS, visible=[str(tmp_path)])
     assert does(shows, f"open({str(tmp_path / 'data')!r}).read()").content == "'some text'"
     result = does(shows, f"open({str(tmp_path / 'data')!r}, 'w')")
     assert result.error.kind == "exception" and (tmp_path / "data").read_text() == "some text"
@@ -285,7 +324,7 @@ def test_another_interpreter_brings_its_packages(python, mark):
         pytest.skip("no virtual environment")
     code = "import jsonschema\njsonschema.__name__"
     # A symbolic link within `bin` may lead by other folders, which are not visible.
-    own = PythonTool(LIMITS, python=sys.executable, isolation=python.isolation)
+    own = PythonTool(LIMITS, python=sys.executable)
     assert does(own, code).content == "'jsonschema'"
     assert does(python, "import sys\nsys.prefix").content == repr(sys.base_prefix)
 
@@ -331,9 +370,9 @@ def test_a_call_cancelled_at_any_moment_leaves_nothing(python, mark):
 
 HOST = """
 import asyncio, sys
-from agentr1_jax.tools.sandbox import PythonTool, isolation
-isolation.ENVIRONMENT["MARK"] = sys.argv[2]
-tool = PythonTool(isolation=sys.argv[1])
+from agentr1_jax.contrib.python_sandbox import PythonTool, bubblewrap
+bubblewrap.ENVIRONMENT["MARK"] = sys.argv[1]
+tool = PythonTool()
 asyncio.run(tool.execute({"code": "import os\\nos.fork()\\nwhile True: pass"}))
 """
 
@@ -342,7 +381,7 @@ asyncio.run(tool.execute({"code": "import os\\nos.fork()\\nwhile True: pass"}))
 def test_a_sandbox_does_not_outlive_its_host(python, mark, processes):
     """Killed as the sandbox starts, and when code runs in it."""
     folder = pathlib.Path(__file__).parents[2]
-    host = subprocess.Popen([sys.executable, "-c", HOST, python.isolation, mark], cwd=folder)
+    host = subprocess.Popen([sys.executable, "-c", HOST, mark], cwd=folder)
     try:
         end = time.monotonic() + 60
         while (found := len(marked(mark))) < processes and time.monotonic() < end:
@@ -366,12 +405,12 @@ raise SystemExit(3)
 """
 FORGED = """
 import asyncio, os, sys
-from agentr1_jax.tools.sandbox import PythonTool
+from agentr1_jax.contrib.python_sandbox import PythonTool
 os.setgroups([])
 os.setresgid(12345, 12345, 12345)
 os.setresuid(12345, 12345, 12345)
 sys.executable = "/usr/bin/python3"
-result = asyncio.run(PythonTool(isolation=sys.argv[1], python=sys.executable).execute({"code": sys.argv[2]}))
+result = asyncio.run(PythonTool(python=sys.executable).execute({"code": sys.argv[1]}))
 print(result.error.kind, result.error.fault)
 """
 
@@ -384,9 +423,9 @@ def test_code_cannot_tell_the_host_how_it_ended(python):
 @pytest.mark.skipif(not pathlib.Path("/usr/bin/python3").exists(), reason="no Python that all users may run")
 def test_code_of_the_hosts_own_user_cannot_tell_it_how_it_ended(python):
     """Who is not root has no other user to give to the code."""
-    program = [sys.executable, "-c", FORGED, python.isolation, FORGER]
+    program = [sys.executable, "-c", FORGED, FORGER]
     done = subprocess.run(program, cwd=pathlib.Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
-    if "finds no isolation that works here" in done.stderr:
+    if "needs bubblewrap" in done.stderr:
         pytest.skip(done.stderr[-500:])
     assert done.stdout.split() == ["exit", "model"], done.stderr[-2000:]
 
@@ -394,67 +433,43 @@ def test_code_of_the_hosts_own_user_cannot_tell_it_how_it_ended(python):
 @pytest.mark.parametrize("said", ['{"kind": "sandbox"}', '{"kind": "anything"}', "{}"])
 def test_a_report_that_makes_no_sense_is_no_fault_of_the_infrastructure(monkeypatch, python, said):
     code = f"import sys; sys.stdin.readline(); sys.stderr.write('started\\n' + {said!r} + '\\n')"
-    monkeypatch.setattr(python, "_command", fails([sys.executable, "-c", code]))
+    monkeypatch.setattr(tool, "make_command", starts([sys.executable, "-c", code]))
     assert does(python, "1").error == ToolError("killed", "model")
 
 
-def fails(argv):
+def starts(argv):
     return lambda *given: Command(argv, None)
 
 
-def test_where_nothing_works_it_refuses_to_start_and_says_why(monkeypatch):
+def test_without_bubblewrap_it_refuses_and_names_the_package(monkeypatch):
     says = [sys.executable, "-c", "import sys; sys.exit('no such namespace')"]
-    monkeypatch.setattr(tool, "isolations", lambda: {"one": fails(["/no/such/program"]), "two": fails(says)})
+    for argv, why in [(["/no/such/bwrap"], "/no/such/bwrap: No such file or directory"), (says, "no such namespace")]:
+        monkeypatch.setattr(tool, "make_command", starts(argv))
+        tool._problem.cache_clear()
+        with pytest.raises(ValueError, match=why) as e:
+            PythonTool()
+        assert "apt install bubblewrap" in str(e.value)
     tool._problem.cache_clear()
-    with pytest.raises(
-        ValueError, match="one: /no/such/program: No such file or directory; two: no such namespace"
-    ) as e:
-        PythonTool()
-    assert "install bubblewrap" in str(e.value) and "unsafe=True" in str(e.value)
-    tool._problem.cache_clear()
-
-
-def test_without_isolation_it_warns_once_and_keeps_what_limits_it_can(monkeypatch, caplog, mark):
-    """Only harmless programs here: nothing but limits of each process and of time holds them."""
-    monkeypatch.setattr(tool, "isolations", dict)
-    bare = PythonTool(SHORT, unsafe=True)
-    assert PythonTool(SHORT, unsafe=True).isolation == bare.isolation == "none"
-    assert "without isolation" in caplog.text and caplog.text.count("WARNING") == 1
-    assert does(bare, "print('a')\n6 * 7").content == "a\n42"
-    folder = does(bare, "import os\nopen('x', 'w').close()\nassert os.listdir() == ['x']\nprint(os.getcwd())").content
-    assert "python-tool-" in folder and not pathlib.Path(folder).exists()
-    start = time.monotonic()
-    for code, kind in [
-        ("import os, time\nos.fork()\ntime.sleep(99)", "timeout"),
-        ("x = bytearray(10 * 2**30)", "memory"),
-        ("while True: print('x' * 99)", "output_limit"),
-        (ATTACKS["large file"][0], "files"),
-    ]:
-        assert does(bare, code).error == ToolError(kind, "model")
-    assert time.monotonic() - start < 4 * (SHORT.seconds + ROOM)
-    assert does(bare, "import os, time\nif not os.fork(): time.sleep(99)\nprint('done')").content == "done"
 
 
 def test_a_sandbox_that_does_not_start_is_the_infrastructures_fault(monkeypatch, python):
     for argv, says in [
         (["/no/such/program"], "No such file"),
         ([sys.executable, "-c", "import sys; sys.exit('out of order')"], "out of order"),
-        ([sys.executable, "-c", ""], "it said nothing"),
+        ([sys.executable, "-c", ""], "it wrote nothing"),
     ]:
-        monkeypatch.setattr(python, "_command", fails(argv))
+        monkeypatch.setattr(tool, "make_command", starts(argv))
         result = does(python, "1")
         assert result.error == ToolError("sandbox", "infrastructure") and says in result.content
-    monkeypatch.setattr(call, "START_SECONDS", 0.2)
-    monkeypatch.setattr(python, "_command", fails([sys.executable, "-c", "import time; time.sleep(99)"]))
+    monkeypatch.setattr(process, "START_SECONDS", 0.2)
+    monkeypatch.setattr(tool, "make_command", starts([sys.executable, "-c", "import time; time.sleep(99)"]))
     assert "not ready within 0.2 s" in does(python, "1").content
 
 
-@pytest.mark.parametrize("field", ["seconds", "memory_mib", "processes", "output_bytes", "folder_mib", "file_mib"])
-def test_settings_that_make_no_sense_are_refused(field):
-    for value in (0, -1, True, None, float("inf") if field == "seconds" else 1.5):
-        with pytest.raises(ValueError, match=f"{field} is "):
-            SandboxLimits(**{field: value})
-    with pytest.raises(ValueError, match="isolation is 'chroot'; choose among bwrap, unshare"):
-        PythonTool(isolation="chroot")
+def test_settings_that_make_no_sense_are_refused():
+    for field in dataclasses.fields(SandboxLimits):
+        for value in (0, -1, True, None, float("inf") if field.name == "seconds" else 1.5):
+            with pytest.raises(UserError, match=f"sandbox.{field.name} is "):
+                from_section(SandboxLimits, "sandbox", {field.name: value})
     with pytest.raises(ValueError, match="interpreter /no/python does not run"):
         PythonTool(python="/no/python")

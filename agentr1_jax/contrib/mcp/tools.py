@@ -11,9 +11,9 @@ from typing import Any
 
 import jsonschema
 
+from agentr1_jax.contrib.mcp.server import Place
+from agentr1_jax.contrib.mcp.session import CallError, Session
 from agentr1_jax.tools.base import ToolResult, failed
-from agentr1_jax.tools.mcp.server import Place
-from agentr1_jax.tools.mcp.session import CallError, Session
 
 EMPTY_RESULT = "No result."
 

@@ -10,8 +10,8 @@ import time
 from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
+from agentr1_jax.contrib.mcp.server import Connection, Place
 from agentr1_jax.tools.base import Fault
-from agentr1_jax.tools.mcp.server import Connection, Place
 
 T = TypeVar("T")
 

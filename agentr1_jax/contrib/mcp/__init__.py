@@ -1,5 +1,5 @@
 """Tools of Model Context Protocol servers, by the official client library."""
 
-from agentr1_jax.tools.mcp.tools import McpTool, McpTools
+from agentr1_jax.contrib.mcp.tools import McpTool, McpTools
 
 __all__ = ["McpTool", "McpTools"]
