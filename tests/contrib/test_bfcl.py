@@ -14,8 +14,8 @@ from agentr1_jax.agents.context import context_rule
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.contrib.bfcl import BfclTask
-from agentr1_jax.contrib.bfcl.base import functions_of
-from agentr1_jax.contrib.bfcl.rows import offer, read_tasks
+from agentr1_jax.contrib.bfcl.base import public_methods
+from agentr1_jax.contrib.bfcl.rows import offered_functions, read_tasks
 from agentr1_jax.contrib.bfcl.state import FUNCTION_SETS, World
 from agentr1_jax.text.chat import chat_format
 from agentr1_jax.text.tokenizer import load_tokenizer
@@ -59,7 +59,7 @@ def rows(tasks):
 def end_of(row) -> dict:
     """The state after the ground truth."""
     world = World(row["classes"], row["initial_config"])
-    owners = {name: of for of in row["classes"] for name in functions_of(FUNCTION_SETS[of])}
+    owners = {name: of for of in row["classes"] for name in public_methods(FUNCTION_SETS[of])}
     for calls in row["ground_truth"]:
         for call in calls:
             world.call(owners[call["name"]], call["name"], call["arguments"])
@@ -81,7 +81,7 @@ def test_every_call_of_the_ground_truth_gives_what_its_document_says(tasks):
     strange = []
     for row in tasks.rows:
         world = World(row["classes"], row["initial_config"])
-        offered = offer(row["classes"], row["excluded"], tasks.documents)
+        offered = offered_functions(row["classes"], row["excluded"], tasks.documents)
         for call in [call for calls in row["ground_truth"] for call in calls]:
             owner, function = offered[call["name"]]
             result = world.call(owner, call["name"], call["arguments"])
@@ -290,14 +290,14 @@ def changing_calls(row, task):
     """Places (turn, call) of the ground truth whose call changes what is compared."""
     done, _ = play(task, row, script(row["ground_truth"]))
     steps = iter(done)
-    before, places = row["start"]["outcome"], []
+    before, places = row["start"]["compared"], []
     world = World(row["classes"], row["initial_config"])
-    owners = {name: of for of in row["classes"] for name in functions_of(FUNCTION_SETS[of])}
+    owners = {name: of for of in row["classes"] for name in public_methods(FUNCTION_SETS[of])}
     for turn, calls in enumerate(row["ground_truth"]):
         for at, call in enumerate(calls):
             assert next(steps).tool_calls[0]["ok"]
             world.call(owners[call["name"]], call["name"], call["arguments"])
-            after = world.digests()["outcome"]
+            after = world.digests()["compared"]
             places += [(turn, at)] if after != before else []
             before = after
         next(steps)

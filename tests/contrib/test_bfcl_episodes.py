@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from agentr1_jax.contrib.bfcl import BfclTask
 from agentr1_jax.contrib.bfcl.documents import Function
-from agentr1_jax.contrib.bfcl.rows import offer, read_tasks
+from agentr1_jax.contrib.bfcl.rows import offered_functions, read_tasks
 from agentr1_jax.contrib.bfcl.state import World
 from agentr1_jax.contrib.bfcl.task import DONE, INSTRUCTION
 from agentr1_jax.envs.base import Task
@@ -181,7 +181,7 @@ def responses_of(functions: dict[str, tuple[str, Function]]):
 @given(st.data())
 def test_no_response_breaks_an_episode(task, tasks, rows, data):
     row = rows[data.draw(st.sampled_from(["0", "17", "24", "31"]))]
-    responses = data.draw(responses_of(offer(row["classes"], row["excluded"], tasks.documents)))
+    responses = data.draw(responses_of(offered_functions(row["classes"], row["excluded"], tasks.documents)))
     done, metrics = play(task, row, responses)
     assert json.dumps([[t.tool_calls, t.info, t.metrics] for t in done], allow_nan=False)
     assert not any(call["error"] == "exception" for t in done for call in t.tool_calls)

@@ -367,7 +367,7 @@ def test_no_calls_break_the_file_system(tasks, data):
         for world in worlds:
             before = world.state()
             try:
-                told.append(json.dumps(world.call(FS, name, tasks.documents[FS][name].given(arguments))))
+                told.append(json.dumps(world.call(FS, name, tasks.documents[FS][name].convert(arguments))))
             except CallFailed as error:
                 told.append((error.kind, str(error)))
                 assert world.state() == before

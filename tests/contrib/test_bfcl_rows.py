@@ -10,7 +10,7 @@ import pytest
 from bfcl_play import FS
 
 from agentr1_jax.contrib.bfcl.documents import to_schema
-from agentr1_jax.contrib.bfcl.rows import ANSWERS, DOCUMENTS, TASKS, offer, parse_call, read_tasks
+from agentr1_jax.contrib.bfcl.rows import ANSWERS, DOCUMENTS, TASKS, offered_functions, parse_call, read_tasks
 from agentr1_jax.contrib.bfcl.state import World
 
 
@@ -168,7 +168,7 @@ def test_a_turn_without_messages_belongs_to_the_one_before_and_several_messages_
     row, plain = damage(change=change).rows[1], damage().rows[1]
     assert row["turns"] == ["\n\n".join(plain["turns"][:2]), *plain["turns"][2:]]
     assert row["ground_truth"] == [sum(plain["ground_truth"][:2], []), *plain["ground_truth"][2:]]
-    assert row["outcomes"] == plain["outcomes"][1:]
+    assert row["expected"] == plain["expected"][1:]
 
 
 def test_types_of_documents_become_json_schema():
@@ -194,7 +194,7 @@ def test_types_of_documents_become_json_schema():
 
 
 def test_ground_truth_may_leave_out_names_and_whole_numbers_become_int(tasks):
-    offered = offer(list(DOCUMENTS), [], tasks.documents)
+    offered = offered_functions(list(DOCUMENTS), [], tasks.documents)
     assert parse_call("cd('x')", offered) == {"name": "cd", "arguments": {"folder": "x"}}
     call = parse_call("edit_ticket(3.0, updates={'priority': 2.0})", offered)
     assert json.dumps(call["arguments"]) == '{"ticket_id": 3, "updates": {"priority": 2}}'

@@ -1,20 +1,26 @@
-"""What the function sets share: what one is, how a call fails, how its part of a row is checked."""
+"""Shared parts of the function sets: their contract, failed calls, and checks of the data by JSON Schema."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, Self
 
 import jsonschema
 
+Schema = Mapping[str, Any]
+TEXT: Schema = {"type": "string"}
+INTEGER: Schema = {"type": "integer"}
+COUNT: Schema = {"type": "integer", "minimum": 0}
+OPTIONAL_TEXT: Schema = {"type": ["string", "null"]}
+
 
 class CallFailed(Exception):
-    """A call that cannot be done as it was made.
+    """A call with valid arguments that cannot be executed; its message is what the policy reads.
 
     Attributes:
-      kind: a short typed name, e.g. `no_such_file`; the message is what the policy reads.
+      kind: short name of the error, e.g. `no_such_file`.
     """
 
     def __init__(self, kind: str, message: str) -> None:
@@ -23,34 +29,49 @@ class CallFailed(Exception):
 
 
 class FunctionSet(Protocol):
-    """A dataclass whose fields are its state, plain JSON. Its public methods are functions that the policy may call.
+    """A dataclass whose fields are its state, plain JSON, and whose public methods the policy may call.
 
-    A function takes valid arguments, which it may keep. It returns JSON, or changes nothing and raises `CallFailed`.
+    A method takes valid arguments, which it may keep. It returns JSON, or raises `CallFailed` and changes nothing.
     """
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """The initial state by a row's `initial_config`, which it may keep. Raises ValueError where that is no such."""
+        """Return the initial state for a row's `initial_config`, which may be kept. Raises ValueError."""
         ...
 
 
-def functions_of(cls: type) -> dict[str, Callable[..., Any]]:
-    """The functions that a function set has, by name."""
+def public_methods(cls: type) -> dict[str, Callable[..., Any]]:
+    """Return the functions of a function set, by name."""
     return {name: x for name, x in vars(cls).items() if inspect.isfunction(x) and not name.startswith("_")}
 
 
-def check(value: Any, schema: Mapping[str, Any], what: str) -> None:
-    """Raises ValueError, which says what is wrong and where, unless `value` is valid by a JSON Schema."""
+def check(value: Any, schema: Schema, what: str) -> None:
+    """Raise ValueError, with the place and the mistake, unless `value` is valid by a JSON Schema."""
     errors = jsonschema.Draft202012Validator(dict(schema)).iter_errors(value)
     error = jsonschema.exceptions.best_match(errors)
     if error is not None:
         raise ValueError(f"{what}{error.json_path.removeprefix('$')}: {error.message:.200}")
 
 
+def record(required: Sequence[str] = (), /, **fields: Schema) -> dict[str, Any]:
+    """Return the JSON Schema of an object with these fields and no others."""
+    return {"type": "object", "properties": fields, "required": list(required), "additionalProperties": False}
+
+
+def array(items: Schema, **rules: Any) -> dict[str, Any]:
+    """Return the JSON Schema of an array."""
+    return {"type": "array", "items": items, **rules}
+
+
+def mapping(values: Schema, keys: str = "") -> dict[str, Any]:
+    """Return the JSON Schema of an object with any keys, or with those that match the pattern `keys`."""
+    return {"type": "object", "additionalProperties": values, "propertyNames": {"pattern": keys}}
+
+
 def free_number(first: int, taken: Container[int]) -> int:
-    """The first number from `first` on that is not taken."""
+    """Return the least number from `first` on that is not taken."""
     while first in taken:
         first += 1
     return first

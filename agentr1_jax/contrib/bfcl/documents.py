@@ -1,4 +1,4 @@
-"""The function documents of the data: what the policy is told of a function, and what its results look like."""
+"""Function documents of the data: names, descriptions and schemas of the functions."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from agentr1_jax.contrib.bfcl.base import check
+from agentr1_jax.contrib.bfcl.base import TEXT, Schema, array, check, mapping
 from agentr1_jax.tools.records import DAMAGE, damaged, read_records
 
 WHAT = "not a function document"
 TYPES = {"dict": "object", "float": "number", "tuple": "array", "list": "array"}
-"""Types of the documents that JSON Schema names otherwise; `any` has none there."""
+"""Types that JSON Schema names otherwise; `any` has no counterpart there."""
 PLAIN_TYPES = ("object", "array", "string", "integer", "number", "boolean")
 NONE = "None"
-"""The text by which documents write a default that is no value."""
+"""Default in the documents of a parameter without default value."""
 
-_OF_A_CLASS = "Tool description:"
-"""Begins what a description says of its function; before it stands what all of the class say."""
+_SEPARATOR = "Tool description:"
+"""Text between the description of the class and that of the function."""
 
-_OBJECT: Mapping[str, Any] = {
+_OBJECT: Schema = {
     "type": "object",
     "required": ["type"],
     "properties": {
         "type": {"const": "dict"},
-        "properties": {"type": "object", "additionalProperties": {"type": "object", "required": ["type"]}},
-        "required": {"type": "array", "items": {"type": "string"}},
+        "properties": mapping({"type": "object", "required": ["type"]}),
+        "required": array(TEXT),
     },
 }
-SHAPE: Mapping[str, Any] = {
+SHAPE: Schema = {
     "type": "object",
     "required": ["name", "description", "parameters", "response"],
     "properties": {
         "name": {"type": "string", "minLength": 1},
-        "description": {"type": "string"},
+        "description": TEXT,
         "parameters": _OBJECT,
         "response": _OBJECT,
     },
@@ -46,33 +46,33 @@ class Function:
     """A function as its document describes it.
 
     Attributes:
-      name: by which it is called.
-      about: what its description says of all functions of its class; "" where it says nothing.
-      description: what it says of this one.
-      parameters: JSON Schema of the arguments, in their order.
+      name: name of the function.
+      class_description: the part of its description that all functions of the class share; "" for none.
+      description: description of this function.
+      parameters: JSON Schema of the arguments, in order.
       response: JSON Schema of the result.
-      optional: parameters for which the text `None` stands for no value.
+      optional: parameters whose text value `None` means no value.
     """
 
     name: str
-    about: str
+    class_description: str
     description: str
     parameters: Mapping[str, Any]
     response: Mapping[str, Any]
     optional: frozenset[str]
 
-    def given(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Valid arguments as the implementation takes them: whole numbers as int, no `None` written as text."""
-        kept = {name: x for name, x in arguments.items() if not (name in self.optional and x == NONE)}
-        return _whole_numbers(self.parameters, kept)
+    def convert(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return valid arguments as the implementation takes them: integers as int, without `None` written as text."""
+        present = {name: x for name, x in arguments.items() if not (name in self.optional and x == NONE)}
+        return _convert_integers(self.parameters, present)
 
 
 def read_documents(path: str | os.PathLike[str]) -> dict[str, Function]:
-    """The functions of a file, by name.
+    """Return the functions of a file, by name.
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: a line is no function document, or describes a function again; the message names file and line.
+      ValueError: a line is no function document, or a function is described twice; the message names file and line.
     """
     path = os.fspath(path)
     if not os.path.isfile(path):
@@ -90,10 +90,10 @@ def read_documents(path: str | os.PathLike[str]) -> dict[str, Function]:
 
 
 def to_schema(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON Schema of what a document says of a value.
+    """Return the JSON Schema of a value as a document describes it.
 
     Raises:
-      ValueError: it has a type that is not known.
+      ValueError: unknown type.
     """
     kind = TYPES.get(spec["type"], spec["type"])
     if kind not in (*PLAIN_TYPES, "any"):
@@ -116,12 +116,12 @@ def to_schema(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 def _function(record: Any) -> Function:
     check(record, SHAPE, "it")
-    about, mark, description = record["description"].rpartition(_OF_A_CLASS)
+    class_description, _, description = record["description"].rpartition(_SEPARATOR)
     parameters = {"properties": {}, **record["parameters"]}
     optional = [name for name, spec in parameters["properties"].items() if spec.get("default") == NONE]
     return Function(
         name=record["name"],
-        about=about.strip(),
+        class_description=class_description.strip(),
         description=description.strip(),
         parameters=to_schema(parameters),
         response=to_schema(record["response"]),
@@ -129,11 +129,11 @@ def _function(record: Any) -> Function:
     )
 
 
-def _whole_numbers(schema: Mapping[str, Any], value: Any) -> Any:
-    """A copy of a valid value in which what the schema calls an integer is one: `3.0` is valid, too."""
+def _convert_integers(schema: Mapping[str, Any], value: Any) -> Any:
+    """Return a copy of a valid value whose integers by the schema are of type int: `3.0` is valid, too."""
     if isinstance(value, Mapping):
         inner = schema.get("properties", {})
-        return {name: _whole_numbers(inner.get(name, {}), x) for name, x in value.items()}
+        return {name: _convert_integers(inner.get(name, {}), x) for name, x in value.items()}
     if isinstance(value, list):
-        return [_whole_numbers(schema.get("items", {}), x) for x in value]
+        return [_convert_integers(schema.get("items", {}), x) for x in value]
     return int(value) if schema.get("type") == "integer" else value

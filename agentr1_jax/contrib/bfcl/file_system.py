@@ -1,4 +1,4 @@
-"""The file functions, on a tree in memory."""
+"""Function set `GorillaFileSystem`: commands of a shell on a file tree in memory."""
 
 from __future__ import annotations
 
@@ -8,46 +8,32 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
-from agentr1_jax.contrib.bfcl.base import CallFailed, check
+from agentr1_jax.contrib.bfcl.base import TEXT, CallFailed, check, record
 
 Folder = dict[str, Any]
-"""Its entries by name: a file is its text, a folder is a dict."""
+"""Name -> entry: a file is its text, a folder is such a dict."""
 
 DISK, ENTRY = 4_000_000, 100
-"""Characters of all files, and what an entry counts beside them: copies of copies grow exponentially."""
+"""Limit on the characters of all files, and the characters that an entry adds: copies of copies grow exponentially."""
 MOST_DEPTH = 32
-"""Folders within each other; what compares and stores a tree goes down by recursion."""
+"""Limit on nested folders: comparing and storing a tree is recursive."""
 UNITS = ("bytes", "KB", "MB", "GB")
 
 _NAMES = {"pattern": r"^(?!\.{1,2}$)[^/]+$"}
-CONFIG: Mapping[str, Any] = {
+_FILE = record(["type", "content"], type={"const": "file"}, content=TEXT)
+_CONTENTS = {
     "type": "object",
-    "required": ["root"],
-    "properties": {"root": {"type": "object", "minProperties": 1, "$ref": "#/$defs/folders"}},
-    "additionalProperties": False,
-    "$defs": {
-        "folders": {"propertyNames": _NAMES, "additionalProperties": {"$ref": "#/$defs/folder"}},
-        "folder": {
-            "type": "object",
-            "required": ["type", "contents"],
-            "properties": {
-                "type": {"const": "directory"},
-                "contents": {
-                    "type": "object",
-                    "propertyNames": _NAMES,
-                    "additionalProperties": {"oneOf": [{"$ref": "#/$defs/folder"}, {"$ref": "#/$defs/file"}]},
-                },
-            },
-            "additionalProperties": False,
-        },
-        "file": {
-            "type": "object",
-            "required": ["type", "content"],
-            "properties": {"type": {"const": "file"}, "content": {"type": "string"}},
-            "additionalProperties": False,
-        },
-    },
+    "propertyNames": _NAMES,
+    "additionalProperties": {"oneOf": [{"$ref": "#/$defs/folder"}, _FILE]},
 }
+_FOLDER = record(["type", "contents"], type={"const": "directory"}, contents=_CONTENTS)
+_ROOT = {
+    "type": "object",
+    "minProperties": 1,
+    "propertyNames": _NAMES,
+    "additionalProperties": {"$ref": "#/$defs/folder"},
+}
+CONFIG = {**record(["root"], root=_ROOT), "$defs": {"folder": _FOLDER}}
 
 
 @dataclasses.dataclass
@@ -55,8 +41,8 @@ class FileSystem:
     """A tree of files.
 
     Attributes:
-      tree: the root; the folders of the config lie in it.
-      cwd: names from the root to the working directory, which cannot be removed: only what lies in it can.
+      tree: root folder, which has the folders of the config.
+      cwd: names from the root to the working directory. It always exists: commands remove entries of this folder only.
     """
 
     tree: Folder
@@ -64,7 +50,7 @@ class FileSystem:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """The tree of `root`; its first folder is the working directory."""
+        """Return the tree of `root`; its first folder is the working directory."""
         check(config, CONFIG, "GorillaFileSystem")
         tree = {name: _tree(folder) for name, folder in config["root"].items()}
         return cls(tree, [next(iter(tree))])
@@ -133,14 +119,14 @@ class FileSystem:
 
     def du(self, human_readable: bool = False) -> dict[str, Any]:
         size = sum(len(node.encode()) for _, node in _walk(self._here()) if isinstance(node, str))
-        shown, unit = float(size), 0
-        while human_readable and shown >= 1024 and unit + 1 < len(UNITS):
-            shown, unit = shown / 1024, unit + 1
-        return {"disk_usage": f"{shown:.1f} {UNITS[unit]}" if unit else f"{size} {UNITS[0]}"}
+        number, unit = float(size), 0
+        while human_readable and number >= 1024 and unit + 1 < len(UNITS):
+            number, unit = number / 1024, unit + 1
+        return {"disk_usage": f"{number:.1f} {UNITS[unit]}" if unit else f"{size} {UNITS[0]}"}
 
     def find(self, path: str = ".", name: str | None = None) -> dict[str, Any]:
-        found = [at for at, _ in _walk(self._at(self._resolved(path)))]
-        return {"matches": [at for at in found if name is None or name in at.rpartition("/")[2]]}
+        paths = [at for at, _ in _walk(self._at(self._resolve(path)))]
+        return {"matches": [at for at in paths if name is None or name in at.rpartition("/")[2]]}
 
     def rm(self, file_name: str) -> dict[str, Any]:
         self._node(file_name)
@@ -169,14 +155,14 @@ class FileSystem:
         return self._at(self.cwd)
 
     def _at(self, path: Sequence[str]) -> Folder:
-        """The folder of a path that is known to be one."""
+        """Return the folder of a path that exists."""
         folder = self.tree
         for name in path:
             folder = folder[name]
         return folder
 
     def _node(self, name: str) -> str | Folder:
-        """What has this name in the working directory."""
+        """Return an entry of the working directory."""
         _check_name(name)
         if name not in self._here():
             raise CallFailed("no_such_file", f"there is no {name!r} in {self.pwd()['current_working_directory']}")
@@ -194,8 +180,8 @@ class FileSystem:
             raise CallFailed("not_a_directory", f"{name!r} is not a directory")
         return node
 
-    def _resolved(self, path: str) -> list[str]:
-        """Names from the root on to the folder of a path, which is from the root if it begins with a slash."""
+    def _resolve(self, path: str) -> list[str]:
+        """Return the names from the root to the folder of a path, which is absolute if it begins with a slash."""
         at = [] if path.startswith("/") else list(self.cwd)
         for part in path.split("/"):
             if part == "..":
@@ -207,7 +193,7 @@ class FileSystem:
         return at
 
     def _target(self, source: str, destination: str) -> tuple[list[str], str]:
-        """Folder and name for what is moved or copied to `destination`."""
+        """Return the folder and the name under which `source` is moved or copied to `destination`."""
         if destination == source:
             raise CallFailed("same_file", f"{source!r} is the source and the destination")
         if isinstance(self._here().get(destination), dict):
@@ -215,7 +201,7 @@ class FileSystem:
         return self.cwd, destination
 
     def _put(self, path: Sequence[str], name: str, node: str | Folder) -> None:
-        """Puts something new into a folder."""
+        """Add an entry to a folder."""
         _check_name(name)
         folder = self._at(path)
         if name in folder:
@@ -233,13 +219,13 @@ def _check_name(name: str) -> None:
 
 
 def _tree(folder: Mapping[str, Any]) -> Folder:
-    """A folder of the config."""
+    """Return a folder of the config."""
     nodes = folder["contents"].items()
     return {name: node["content"] if node["type"] == "file" else _tree(node) for name, node in nodes}
 
 
 def _walk(folder: Folder, before: str = "") -> Iterator[tuple[str, str | Folder]]:
-    """All that lies in a folder, and in folders in it, with its path from there."""
+    """Yield the entries of a folder and of its subfolders, with their paths from it."""
     for name, node in folder.items():
         yield before + name, node
         if isinstance(node, dict):

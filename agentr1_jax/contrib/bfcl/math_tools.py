@@ -1,4 +1,4 @@
-"""The math functions. They have no state."""
+"""Function set `MathAPI`: arithmetic, statistics and conversion of units, without state."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, Self
 from agentr1_jax.contrib.bfcl.base import CallFailed
 
 DIGITS = 17
-"""Significant digits beyond which a float has none."""
+"""Significant digits of a float."""
 
 _PREFIXES = {"": 0, "T": 12, "G": 9, "M": 6, "k": 3, "h": 2, "c": -2, "m": -3, "u": -6, "µ": -6, "n": -9, "p": -12}
 _BASES = ("m", "g", "s", "A", "K", "mol", "cd", "L", "l", "N", "J", "W", "Pa", "Hz", "V")
 SI = {prefix + unit: (unit.lower(), 10.0**power) for unit in _BASES for prefix, power in _PREFIXES.items()}
-"""Units as their kind and how many of the kind's own unit one is."""
+"""Unit -> (kind, number of the kind's base unit)."""
 
 IMPERIAL = {
     name: (kind, one)
@@ -31,7 +31,7 @@ IMPERIAL = {
     )
     for name in names.split()
 }
-"""US customary units likewise; the international foot and pound, the US gallon."""
+"""US customary units in the same form; the international foot and pound, the US gallon."""
 
 TEMPERATURES = {"celsius": (1.0, 0.0), "fahrenheit": (5 / 9, -160 / 9)}
 """Degrees Celsius = factor · degrees + offset."""
@@ -43,7 +43,7 @@ class MathTools:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Always the same: what a config says, it says of values that no function takes."""
+        """Return the function set; a config has nothing that a function reads."""
         return cls()
 
     def absolute_value(self, number: float) -> dict[str, Any]:
@@ -62,17 +62,17 @@ class MathTools:
         return _result(lambda: a / b)
 
     def power(self, base: float, exponent: float) -> dict[str, Any]:
-        # Not `**`: powers of integers have no bound, and some are complex.
+        # Not `**`: powers of integers can be huge, and some powers are complex.
         return _result(lambda: math.pow(base, exponent))
 
     def percentage(self, part: float, whole: float) -> dict[str, Any]:
         return _result(lambda: 100 * part / whole)
 
     def square_root(self, number: float, precision: int) -> dict[str, Any]:
-        return _result(lambda: _rounded(math.sqrt(number), precision))
+        return _result(lambda: _round(math.sqrt(number), precision))
 
     def logarithm(self, value: float, base: float, precision: int) -> dict[str, Any]:
-        return _result(lambda: _rounded(math.log(value) / math.log(base), precision))
+        return _result(lambda: _round(math.log(value) / math.log(base), precision))
 
     def round_number(self, number: float, decimal_places: int = 0) -> dict[str, Any]:
         return _result(lambda: round(float(number), decimal_places))
@@ -90,25 +90,25 @@ class MathTools:
         return _result(lambda: statistics.fmean(numbers))
 
     def standard_deviation(self, numbers: Sequence[float]) -> dict[str, Any]:
-        """Of the numbers themselves, which are no sample of others."""
+        """Return the population standard deviation."""
         return _result(lambda: statistics.pstdev(map(float, numbers)))
 
     def si_unit_conversion(self, value: float, unit_in: str, unit_out: str) -> dict[str, Any]:
-        return _result(lambda: _converted(value, unit_in, unit_out, SI))
+        return _result(lambda: _convert(value, unit_in, unit_out, SI))
 
     def imperial_si_conversion(self, value: float, unit_in: str, unit_out: str) -> dict[str, Any]:
         names = [unit_in.lower(), unit_out.lower()]
         if set(names) <= set(TEMPERATURES):
             (factor, offset), (to_factor, to_offset) = (TEMPERATURES[name] for name in names)
             return _result(lambda: (factor * value + offset - to_offset) / to_factor)
-        return _result(lambda: _converted(value, unit_in, unit_out, {**SI, **IMPERIAL}))
+        return _result(lambda: _convert(value, unit_in, unit_out, {**SI, **IMPERIAL}))
 
 
 def _result(compute: Callable[[], float]) -> dict[str, Any]:
-    """The result as the functions return it. Raises CallFailed where there is none that JSON could hold."""
+    """Return the result in the form of the data. Raises CallFailed where it is undefined or not finite."""
     try:
         result = compute()
-        # Whole numbers that no float can hold raise here.
+        # Raises OverflowError for integers beyond the range of floats.
         if math.isfinite(result):
             return {"result": result}
     except (ArithmeticError, ValueError) as error:
@@ -116,14 +116,14 @@ def _result(compute: Callable[[], float]) -> dict[str, Any]:
     raise CallFailed("undefined", "the result is not a finite number")
 
 
-def _rounded(value: float, precision: int) -> float:
-    """With so many significant digits."""
+def _round(value: float, precision: int) -> float:
+    """Return a value with `precision` significant digits."""
     if precision < 1:
         raise ValueError(f"precision is {precision}; it must be at least 1")
     return float(f"{value:.{min(precision, DIGITS)}g}")
 
 
-def _converted(value: float, unit_in: str, unit_out: str, units: Mapping[str, tuple[str, float]]) -> float:
+def _convert(value: float, unit_in: str, unit_out: str, units: Mapping[str, tuple[str, float]]) -> float:
     for unit in (unit_in, unit_out):
         if unit not in units:
             raise ValueError(f"unknown unit {unit!r}; units are written like km, mg, ml, ft or lb")

@@ -1,4 +1,4 @@
-"""The message functions: users of a workspace, and what was sent to whom."""
+"""Function set `MessageAPI`: the users of a workspace and the messages sent."""
 
 from __future__ import annotations
 
@@ -6,42 +6,42 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Self
 
-from agentr1_jax.contrib.bfcl.base import CallFailed, check, free_number
+from agentr1_jax.contrib.bfcl.base import (
+    COUNT,
+    OPTIONAL_TEXT,
+    TEXT,
+    CallFailed,
+    array,
+    check,
+    free_number,
+    mapping,
+    record,
+)
 
 USERS = {"Alice": "USR001", "Bob": "USR002", "Catherine": "USR003", "Daniel": "USR004"}
-"""Who is there where the config does not say: the ground truth knows them by id."""
+"""Default users; the ground truth refers to them by id."""
 
-CONFIG: Mapping[str, Any] = {
-    "type": "object",
-    "properties": {
-        "user_map": {"type": "object", "additionalProperties": {"type": "string"}},
-        "user_count": {"type": "integer", "minimum": 0},
-        "inbox": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "additionalProperties": {"type": ["string", "array"], "items": {"type": "string"}},
-            },
-        },
-        "message_count": {"type": "integer", "minimum": 0},
-        "current_user": {"type": ["string", "null"]},
-    },
-    "additionalProperties": False,
-}
+CONFIG = record(
+    user_map=mapping(TEXT),
+    user_count=COUNT,
+    inbox=array(mapping({"type": ["string", "array"], "items": TEXT})),
+    message_count=COUNT,
+    current_user=OPTIONAL_TEXT,
+)
 
 
 @dataclasses.dataclass
 class Messages:
-    """Who may be written to, and what was written.
+    """Users and messages.
 
-    The data name no senders: whoever is logged in sees all messages as sent by them.
+    The data have no senders: the user who is logged in counts as the sender of all messages.
 
     Attributes:
-      users: ids by name.
-      user_count: number below that of a new user's id.
-      inbox: `{"receiver_id", "message"}` each, the oldest first.
-      message_count: messages so far, deleted ones too; the latest one's id.
-      current_user: id of who is logged in.
+      users: name -> id.
+      user_count: the id of a new user is larger than this number.
+      inbox: `{"receiver_id", "message"}` each, oldest first.
+      message_count: number of messages ever sent, deleted ones included; the id of the latest one.
+      current_user: id of the user who is logged in.
     """
 
     users: dict[str, str]
@@ -52,7 +52,7 @@ class Messages:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """What the config says, else four users and no messages."""
+        """Return the config's state; by default four users and no messages."""
         check(config, CONFIG, "MessageAPI")
         users = dict(config.get("user_map", USERS))
         sent = [pair for entry in config.get("inbox", ()) for pair in entry.items()]
@@ -98,16 +98,16 @@ class Messages:
             raise CallFailed("no_such_user", f"there is no user {receiver_id!r}")
         self.message_count += 1
         self.inbox.append({"receiver_id": receiver_id, "message": message})
-        told = f"The message to {receiver_id} is sent."
-        return {"sent_status": True, "message_id": self.message_count, "message": told}
+        text = f"The message to {receiver_id} is sent."
+        return {"sent_status": True, "message_id": self.message_count, "message": text}
 
     def delete_message(self, receiver_id: str) -> dict[str, Any]:
         self._check_login()
         sent = [i for i, message in enumerate(self.inbox) if message["receiver_id"] == receiver_id]
         if sent:
             del self.inbox[sent[-1]]
-        told = f"The latest message to {receiver_id} is deleted." if sent else f"There is no message to {receiver_id}."
-        return {"deleted_status": bool(sent), "receiver_id": receiver_id, "message": told}
+        text = f"The latest message to {receiver_id} is deleted." if sent else f"There is no message to {receiver_id}."
+        return {"deleted_status": bool(sent), "receiver_id": receiver_id, "message": text}
 
     def view_messages_sent(self) -> dict[str, Any]:
         self._check_login()

@@ -1,4 +1,4 @@
-"""The posting functions: one user's account, and the posts of all."""
+"""Function set `TwitterAPI`: one user's account, and the posts of all users."""
 
 from __future__ import annotations
 
@@ -6,56 +6,27 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Self
 
-from agentr1_jax.contrib.bfcl.base import CallFailed, check, free_number
+from agentr1_jax.contrib.bfcl.base import COUNT, INTEGER, TEXT, CallFailed, array, check, free_number, mapping, record
 
-_TEXTS = {"type": "array", "items": {"type": "string"}}
-_NUMBERED = {"pattern": "^[0-9]+$"}
-CONFIG: Mapping[str, Any] = {
-    "type": "object",
-    "properties": {
-        "username": {"type": "string"},
-        "password": {"type": "string"},
-        "authenticated": {"type": "boolean"},
-        "tweets": {
-            "type": "object",
-            "propertyNames": _NUMBERED,
-            "additionalProperties": {
-                "type": "object",
-                "required": ["id", "username", "content", "tags", "mentions"],
-                "properties": {
-                    "id": {"type": "integer"},
-                    "username": {"type": "string"},
-                    "content": {"type": "string"},
-                    "tags": _TEXTS,
-                    "mentions": _TEXTS,
-                },
-                "additionalProperties": False,
-            },
-        },
-        "comments": {
-            "type": "object",
-            "propertyNames": _NUMBERED,
-            "additionalProperties": {
-                "type": "array",
-                "items": {
-                    "type": "object",
-                    "required": ["username"],
-                    "properties": {name: {"type": "string"} for name in ("username", "content", "comment")},
-                    "additionalProperties": False,
-                    "minProperties": 2,
-                    "maxProperties": 2,
-                },
-            },
-        },
-        "retweets": {
-            "type": "object",
-            "additionalProperties": {"type": "array", "items": {"type": "integer"}},
-        },
-        "following_list": _TEXTS,
-        "tweet_counter": {"type": "integer", "minimum": 0},
-    },
-    "additionalProperties": False,
-}
+_POST = record(
+    ["id", "username", "content", "tags", "mentions"],
+    id=INTEGER,
+    username=TEXT,
+    content=TEXT,
+    tags=array(TEXT),
+    mentions=array(TEXT),
+)
+_COMMENT = {**record(["username"], username=TEXT, content=TEXT, comment=TEXT), "minProperties": 2, "maxProperties": 2}
+CONFIG = record(
+    username=TEXT,
+    password=TEXT,
+    authenticated={"type": "boolean"},
+    tweets=mapping(_POST, "^[0-9]+$"),
+    comments=mapping(array(_COMMENT), "^[0-9]+$"),
+    retweets=mapping(array(INTEGER)),
+    following_list=array(TEXT),
+    tweet_counter=COUNT,
+)
 
 
 @dataclasses.dataclass
@@ -63,12 +34,12 @@ class Posting:
     """The account and the posts.
 
     Attributes:
-      username, password: of the account.
-      authenticated: whether its user is logged in.
-      tweets: by id, as JSON has it a string.
-      comments: `{"username", "content"}` each, by the tweet's id.
-      retweets: ids of tweets, by who passed them on.
-      following: whom the account follows.
+      username, password: credentials of the account.
+      authenticated: True while its user is logged in.
+      tweets: id, as a string, -> tweet.
+      comments: id of a tweet -> its comments, `{"username", "content"}` each.
+      retweets: user -> ids of the tweets that the user retweeted.
+      following: users that the account follows.
       tweet_counter: least id of a new tweet.
     """
 
@@ -83,7 +54,7 @@ class Posting:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """What the config says, else an account that nobody can log in to, and nothing posted."""
+        """Return the config's state; by default an account without password, which cannot log in, and no posts."""
         check(config, CONFIG, "TwitterAPI")
         tweets = dict(config.get("tweets", {}))
         for key, tweet in tweets.items():
@@ -136,10 +107,10 @@ class Posting:
     def retweet(self, tweet_id: int) -> dict[str, Any]:
         self._check_login()
         self.get_tweet(tweet_id)
-        passed_on = self.retweets.setdefault(self.username, [])
-        if tweet_id in passed_on:
+        retweets = self.retweets.setdefault(self.username, [])
+        if tweet_id in retweets:
             return {"retweet_status": f"Tweet {tweet_id} was retweeted before."}
-        passed_on.append(tweet_id)
+        retweets.append(tweet_id)
         return {"retweet_status": f"Tweet {tweet_id} is retweeted."}
 
     def mention(self, tweet_id: int, mentioned_usernames: list[str]) -> dict[str, Any]:

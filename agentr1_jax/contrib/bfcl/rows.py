@@ -1,4 +1,4 @@
-"""Rows of BFCL's multi-turn tasks: read, checked, their ground truth replayed."""
+"""Rows of BFCL's multi-turn tasks: reads and checks the data, and replays the ground truth."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 
 import jsonschema
 
-from agentr1_jax.contrib.bfcl.base import CallFailed, check, functions_of
+from agentr1_jax.contrib.bfcl.base import TEXT, CallFailed, Schema, array, check, public_methods, record
 from agentr1_jax.contrib.bfcl.documents import Function, read_documents
 from agentr1_jax.contrib.bfcl.state import FUNCTION_SETS, World
 from agentr1_jax.envs.base import Row
 from agentr1_jax.tools.records import DAMAGE, damaged, read_records
 
-WHAT, NO_ANSWER = "not a multi-turn task", "not the ground truth of a task"
+NO_TASK, NO_ANSWER = "not a multi-turn task", "not the ground truth of a task"
 TASKS = "BFCL_v4_multi_turn_base.jsonl.gz"
 ANSWERS = f"possible_answer/{TASKS}"
 DOCUMENTS = {
@@ -28,63 +28,35 @@ DOCUMENTS = {
     "TicketAPI": "ticket_api",
     "TwitterAPI": "posting_api",
 }
-ELSEWHERE = ("TradingBot", "TravelAPI", "VehicleControlAPI")
-"""Classes of the data that are not implemented; their tasks are left out."""
+NOT_IMPLEMENTED = ("TradingBot", "TravelAPI", "VehicleControlAPI")
+"""Classes of the data whose tasks are left out."""
 READ_ONLY = "read_only"
-"""The kind of rows whose ground truth changes nothing that is compared."""
+"""Kind of the rows whose ground truth changes nothing that is compared."""
 
-SHAPE: Mapping[str, Any] = {
-    "type": "object",
-    "required": ["id", "question", "initial_config", "involved_classes"],
-    "properties": {
-        "id": {"type": "string", "minLength": 1},
-        "question": {
-            "type": "array",
-            "minItems": 1,
-            "items": {
-                "type": "array",
-                "items": {
-                    "type": "object",
-                    "required": ["role", "content"],
-                    "properties": {"role": {"const": "user"}, "content": {"type": "string"}},
-                    "additionalProperties": False,
-                },
-            },
-        },
-        "initial_config": {"type": "object"},
-        "involved_classes": {
-            "type": "array",
-            "minItems": 1,
-            "uniqueItems": True,
-            "items": {"enum": [*FUNCTION_SETS, *ELSEWHERE]},
-        },
-        "path": {"type": "array"},
-        "excluded_function": {"type": "array", "items": {"type": "string"}},
-    },
-    "additionalProperties": False,
-}
-ANSWER_SHAPE: Mapping[str, Any] = {
-    "type": "object",
-    "required": ["id", "ground_truth"],
-    "properties": {
-        "id": {"type": "string"},
-        "ground_truth": {"type": "array", "items": {"type": "array", "items": {"type": "string"}}},
-    },
-    "additionalProperties": False,
-}
+_MESSAGE = record(["role", "content"], role={"const": "user"}, content=TEXT)
+SHAPE: Schema = record(
+    ["id", "question", "initial_config", "involved_classes"],
+    id={"type": "string", "minLength": 1},
+    question=array(array(_MESSAGE), minItems=1),
+    initial_config={"type": "object"},
+    involved_classes=array({"enum": [*FUNCTION_SETS, *NOT_IMPLEMENTED]}, minItems=1, uniqueItems=True),
+    path={"type": "array"},
+    excluded_function=array(TEXT),
+)
+ANSWER_SHAPE: Schema = record(["id", "ground_truth"], id=TEXT, ground_truth=array(array(TEXT)))
 
 Documents = Mapping[str, Mapping[str, Function]]
-"""Functions by name, by class."""
+"""Class -> name -> function."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tasks:
-    """What the data folder holds.
+    """Content of the data folder.
 
     Attributes:
-      rows: see `make_row`; in the file's order.
-      documents: of the five classes.
-      counts: `other_classes`, tasks left out because they involve a class that is not implemented.
+      rows: rows in the file's order; see `make_row`.
+      documents: functions of the five classes.
+      counts: `other_classes`: number of tasks left out because they involve a class that is not implemented.
     """
 
     rows: Sequence[Row]
@@ -93,91 +65,92 @@ class Tasks:
 
 
 def read_tasks(folder: str | os.PathLike[str]) -> Tasks:
-    """Reads `bfcl_v4/`.
+    """Read the folder `bfcl_v4/`.
 
     Raises:
-      FileNotFoundError: a file is not there.
-      ValueError: a line is not what it should be, an id occurs twice, or a task and its ground truth do not fit; the
-        message names file and line.
+      FileNotFoundError: a file is missing.
+      ValueError: a line is malformed, an id occurs twice, or a task and its ground truth do not fit; the message names
+        file and line.
     """
     folder = Path(folder)
     documents = {name: _documents(folder, name) for name in FUNCTION_SETS}
     answers = _records(folder / ANSWERS, NO_ANSWER, ANSWER_SHAPE)
-    records = _records(folder / TASKS, WHAT, SHAPE)
+    records = _records(folder / TASKS, NO_TASK, SHAPE)
     if unasked := sorted(set(answers) - set(records)):
         raise ValueError(f"{answers[unasked[0]][0]}: the ground truth of {unasked[0]!r}, which {TASKS} does not have")
     rows, others = [], 0
-    for name, (where, record) in records.items():
+    for name, (where, task) in records.items():
         if name not in answers:
             raise ValueError(f"{where}: the task {name!r} has no ground truth in {ANSWERS}; download both files again")
-        if set(record["involved_classes"]) & set(ELSEWHERE):
+        if set(task["involved_classes"]) & set(NOT_IMPLEMENTED):
             others += 1
             continue
         place, answer = answers[name]
         try:
-            rows.append(make_row(record, answer["ground_truth"], documents))
+            rows.append(make_row(task, answer["ground_truth"], documents))
         except DAMAGE as error:
-            raise damaged(f"{where} (ground truth: {place})", WHAT, error) from error
+            raise damaged(f"{where} (ground truth: {place})", NO_TASK, error) from error
     return Tasks(rows, documents, {"other_classes": others})
 
 
-def make_row(record: Mapping[str, Any], ground_truth: Sequence[Sequence[str]], documents: Documents) -> Row:
-    """A row, plain JSON, from a task whose shape is checked.
+def make_row(task: Mapping[str, Any], ground_truth: Sequence[Sequence[str]], documents: Documents) -> Row:
+    """Return a row, plain JSON, for a task whose shape is checked.
 
-    Its fields are `id`, `kind` (`READ_ONLY`, else the classes), `question` (the first turn), `turns` (what the user
-    says), `classes`, `excluded` (functions not on offer), `initial_config`, `ground_truth` (calls as `{"name",
-    "arguments"}`, by turn), `start` (digests of the initial state) and `outcomes` (digests after each turn).
+    Its fields are `id`, `kind` (`READ_ONLY`, else the classes), `question` (the first request), `turns` (all requests
+    of the user), `classes`, `excluded` (functions not on offer), `initial_config`, `ground_truth` (calls
+    `{"name", "arguments"}` per turn), `start` (digests of the initial state) and `expected` (digest `compared` after
+    each turn).
 
-    A turn without messages belongs to the one before it, several messages are one text.
+    A turn without messages is joined to the one before it; the messages of a turn are joined to one text.
 
     Raises:
-      ValueError: something does not fit; the message names it.
+      ValueError: parts of the task do not fit; the message names them.
     """
-    if len(ground_truth) != len(record["question"]):
-        raise ValueError(f"{len(record['question'])} turns, but the ground truth has {len(ground_truth)}")
-    if extra := set(record["initial_config"]) - set(record["involved_classes"]):
+    if len(ground_truth) != len(task["question"]):
+        raise ValueError(f"{len(task['question'])} turns, but the ground truth has {len(ground_truth)}")
+    if extra := set(task["initial_config"]) - set(task["involved_classes"]):
         raise ValueError(f"initial_config has {', '.join(sorted(extra))}, which involved_classes has not")
-    offered = offer(record["involved_classes"], record.get("excluded_function", ()), documents)
+    offered = offered_functions(task["involved_classes"], task.get("excluded_function", ()), documents)
     turns: list[str] = []
     calls: list[list[dict[str, Any]]] = []
-    for messages, of_turn in zip(record["question"], ground_truth, strict=True):
+    for messages, turn_calls in zip(task["question"], ground_truth, strict=True):
         if messages:
             turns.append("\n\n".join(message["content"] for message in messages))
             calls.append([])
         elif not turns:
             raise ValueError("the first turn has no message")
-        calls[-1] += [parse_call(text, offered) for text in of_turn]
+        calls[-1] += [parse_call(text, offered) for text in turn_calls]
     row = {
-        "id": record["id"],
-        "kind": "+".join(sorted(record["involved_classes"])),
+        "id": task["id"],
+        "kind": "+".join(sorted(task["involved_classes"])),
         "question": turns[0],
         "turns": turns,
-        "classes": list(record["involved_classes"]),
-        "excluded": list(record.get("excluded_function", ())),
-        "initial_config": record["initial_config"],
+        "classes": list(task["involved_classes"]),
+        "excluded": list(task.get("excluded_function", ())),
+        "initial_config": task["initial_config"],
         "ground_truth": calls,
     }
-    start, outcomes = _replayed(row, offered)
-    kind = READ_ONLY if set(outcomes) == {start["outcome"]} else row["kind"]
-    return {**row, "kind": kind, "start": start, "outcomes": outcomes}
+    start, expected = _replay(row, offered)
+    kind = READ_ONLY if set(expected) == {start["compared"]} else row["kind"]
+    return {**row, "kind": kind, "start": start, "expected": expected}
 
 
-def offer(classes: Sequence[str], excluded: Sequence[str], documents: Documents) -> dict[str, tuple[str, Function]]:
-    """Functions on offer with their class, by name. Raises ValueError where one is excluded that no class has."""
-    found = {name: (of, function) for of in classes for name, function in documents[of].items()}
+def offered_functions(
+    classes: Sequence[str], excluded: Sequence[str], documents: Documents
+) -> dict[str, tuple[str, Function]]:
+    """Return name -> (class, function). Raises ValueError where a function is excluded that no class has."""
+    functions = {name: (owner, function) for owner in classes for name, function in documents[owner].items()}
     for name in excluded:
-        if name not in found:
+        if name not in functions:
             raise ValueError(f"excluded_function has {name!r}, which no involved class has")
-    return {name: x for name, x in found.items() if name not in excluded}
+    return {name: pair for name, pair in functions.items() if name not in excluded}
 
 
 def parse_call(text: str, offered: Mapping[str, tuple[str, Function]]) -> dict[str, Any]:
-    """A call as the data write it, `cd(folder='x')`; what has no name takes the parameters in their order.
-
-    Nothing is evaluated but literals.
+    """Parse a call such as `cd(folder='x')`; only literals are evaluated, arguments may be positional.
 
     Raises:
-      ValueError: it is no such call, or breaks the function's document.
+      ValueError: the text is no such call, or breaks the function's document.
     """
     try:
         call = ast.parse(text.strip(), mode="eval").body
@@ -201,28 +174,28 @@ def parse_call(text: str, offered: Mapping[str, tuple[str, Function]]) -> dict[s
         jsonschema.Draft202012Validator(dict(function.parameters)).validate(arguments)
     except jsonschema.ValidationError as error:
         raise ValueError(f"the call {text!r:.200} breaks the function's document: {error.message:.200}") from error
-    return {"name": function.name, "arguments": function.given(arguments)}
+    return {"name": function.name, "arguments": function.convert(arguments)}
 
 
-def _replayed(row: Row, offered: Mapping[str, tuple[str, Function]]) -> tuple[dict[str, str], list[str]]:
-    """Digests of the initial state, and of the outcome after each turn of the ground truth."""
+def _replay(row: Row, offered: Mapping[str, tuple[str, Function]]) -> tuple[dict[str, str], list[str]]:
+    """Return the digests of the initial state, and the digest `compared` after each turn of the ground truth."""
     world = World(row["classes"], row["initial_config"])
-    start, outcomes = world.digests(), []
+    start, expected = world.digests(), []
     for number, calls in enumerate(row["ground_truth"], 1):
         for call in calls:
             try:
                 world.call(offered[call["name"]][0], call["name"], call["arguments"])
             except CallFailed as error:
                 raise ValueError(f"the ground truth of turn {number} has a call that fails, {call}: {error}") from error
-        outcomes.append(world.digests()["outcome"])
-    return start, outcomes
+        expected.append(world.digests()["compared"])
+    return start, expected
 
 
 def _documents(folder: Path, name: str) -> dict[str, Function]:
-    """Documents of a class. Raises ValueError where one describes a function that is not implemented like that."""
+    """Return the functions of a class. Raises ValueError where one is not implemented as its document says."""
     path = folder / "multi_turn_func_doc" / f"{DOCUMENTS[name]}.json.gz"
     functions = read_documents(path)
-    implemented = functions_of(FUNCTION_SETS[name])
+    implemented = public_methods(FUNCTION_SETS[name])
     for function in functions.values():
         code = implemented.get(function.name)
         if code is None or list(inspect.signature(code).parameters)[1:] != list(function.parameters["properties"]):
@@ -230,17 +203,17 @@ def _documents(folder: Path, name: str) -> dict[str, Function]:
     return functions
 
 
-def _records(path: Path, what: str, shape: Mapping[str, Any]) -> dict[str, tuple[str, Mapping[str, Any]]]:
-    """Records of a file with their places, by id."""
+def _records(path: Path, what: str, shape: Schema) -> dict[str, tuple[str, Mapping[str, Any]]]:
+    """Return id -> (place, record) for a file."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; set AGENTR1_DATA to the folder that holds bfcl_v4/")
-    found: dict[str, tuple[str, Mapping[str, Any]]] = {}
-    for where, record in read_records(path, what):
+    records: dict[str, tuple[str, Mapping[str, Any]]] = {}
+    for where, entry in read_records(path, what):
         try:
-            check(record, shape, "it")
-            if record["id"] in found:
-                raise ValueError(f"the id {record['id']!r} occurs twice, first in {found[record['id']][0]}")
+            check(entry, shape, "it")
+            if entry["id"] in records:
+                raise ValueError(f"the id {entry['id']!r} occurs twice, first in {records[entry['id']][0]}")
         except DAMAGE as error:
             raise damaged(where, what, error) from error
-        found[record["id"]] = (where, record)
-    return found
+        records[entry["id"]] = (where, entry)
+    return records

@@ -1,4 +1,4 @@
-"""The state of an episode: the function sets of its row, and how two states compare."""
+"""State of an episode: the function sets of its row, and digests by which states are compared."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ FUNCTION_SETS: Mapping[str, type[FunctionSet]] = {
     "TicketAPI": Tickets,
     "TwitterAPI": Posting,
 }
-"""By the names of the data."""
+"""Class name in the data -> its implementation."""
 
 NOT_COMPARED = {"GorillaFileSystem": ("cwd",)}
-"""What is not part of an outcome: where one stands in the tree is a means."""
+"""Fields that the comparison with the ground truth leaves out: the working directory is only a means."""
 
 
 class World:
@@ -34,10 +34,10 @@ class World:
 
     Args:
       classes: names of the function sets.
-      config: their initial configs, by name; one that is missing is empty.
+      config: name -> initial config; a missing one is empty.
 
     Raises:
-      ValueError: a config is none; the message says where.
+      ValueError: a config is invalid; the message names the place.
     """
 
     def __init__(self, classes: Sequence[str], config: Mapping[str, Any]) -> None:
@@ -45,21 +45,21 @@ class World:
         self._sets = {name: FUNCTION_SETS[name].from_config(own[name]) for name in classes}
 
     def call(self, name: str, function: str, arguments: Mapping[str, Any]) -> Any:
-        """What a function of the set `name` returns, JSON that the state may share. Raises CallFailed."""
+        """Call a function of the set `name`; its JSON may share parts with the state. Raises CallFailed."""
         return getattr(self._sets[name], function)(**copy.deepcopy(dict(arguments)))
 
     def state(self) -> dict[str, Any]:
-        """All of it, plain JSON: equal states lead to equal results, but for the order of a folder's entries."""
+        """Return the whole state as plain JSON; equal states have equal results, up to the order of folder entries."""
         return {name: dataclasses.asdict(of) for name, of in self._sets.items()}
 
     def digests(self) -> dict[str, str]:
-        """`state`, equal where all is equal, and `outcome`, equal where all is equal that an outcome has."""
+        """Return the digest of the whole `state`, and of the part that is `compared` with the ground truth."""
         state = self.state()
-        outcome = {
+        compared = {
             name: {key: x for key, x in of.items() if key not in NOT_COMPARED.get(name, ())}
             for name, of in state.items()
         }
-        return {"state": _digest(state), "outcome": _digest(outcome)}
+        return {"state": _digest(state), "compared": _digest(compared)}
 
 
 def _digest(value: Any) -> str:

@@ -1,25 +1,30 @@
-"""BFCL's stateful multi-turn tool use as a Task."""
+"""Task `bfcl`: stateful multi-turn tool use."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
+import json
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 from absl import logging
 
 from agentr1_jax.contrib.bfcl import scoring
-from agentr1_jax.contrib.bfcl.rows import offer, read_tasks
+from agentr1_jax.contrib.bfcl.base import CallFailed
+from agentr1_jax.contrib.bfcl.documents import Function
+from agentr1_jax.contrib.bfcl.rows import offered_functions, read_tasks
 from agentr1_jax.contrib.bfcl.state import World
-from agentr1_jax.contrib.bfcl.tool import FunctionTool
 from agentr1_jax.envs.base import Expert, Row
 from agentr1_jax.envs.data_folder import data_folder
 from agentr1_jax.envs.passes import FiniteRows
 from agentr1_jax.envs.rewards import Reward
 from agentr1_jax.envs.tool_env import ToolEnv
 from agentr1_jax.text.tool_calls import render_call
-from agentr1_jax.tools.base import Tool
+from agentr1_jax.tools import base
+from agentr1_jax.tools.base import Tool, ToolResult
 
 INSTRUCTION = (
     "Do what the user asks by calling the tools. Calls of one response run one after another. When a request is done, "
@@ -31,22 +36,22 @@ EVALUATION_ONE_IN = 3
 
 
 class BfclTask:
-    """The Task of reaching, over several turns of a user, the state that the ground truth leads to.
+    """Reach, over several requests of a user, the state that the ground truth leads to.
 
-    Splits: `train`, and `eval`: by a hash of the id, about one task in three.
+    Splits: `train`, and `eval` (about one task in three, by a hash of the id).
 
     Args:
       data_dir: folder that holds `bfcl_v4/`; see `data_folder`.
       reward_weights: weights of `scoring.PARTS`; None for the defaults.
-      seed: of the order of training rows.
+      seed: seed of the order of training rows.
       wrap: applied to every tool of an episode (e.g. limits of time and size). Tools belong to one episode, and so does
-        what a wrapper holds: a cap on calls is each episode's own.
+        the state of a wrapper: a limit on concurrent calls holds for each episode.
 
     Attributes:
-      counts: what was left out, and how often.
+      counts: reason -> number of tasks left out.
 
     Raises:
-      FileNotFoundError: the data are not there.
+      FileNotFoundError: the data are missing.
       ValueError: an unknown part, or a damaged file (the message names the line).
     """
 
@@ -65,42 +70,42 @@ class BfclTask:
         self._wrap = wrap
         self.counts = tasks.counts
         splits: dict[str, list[Row]] = {"train": [], "eval": []}
-        for row in sorted(tasks.rows, key=_place):
-            splits["train" if int(_place(row), 16) % EVALUATION_ONE_IN else "eval"].append(row)
+        for row in sorted(tasks.rows, key=_hash):
+            splits["train" if int(_hash(row), 16) % EVALUATION_ONE_IN else "eval"].append(row)
         self._rows = FiniteRows(self.name, splits, seed)
         logging.info("bfcl: %s; left out: %s", {s: len(rows) for s, rows in splits.items()}, dict(self.counts))
 
     @property
     def reward_parts(self) -> Sequence[str]:
-        """The parts that have a weight."""
+        """Names of the weighted parts."""
         return list(self._reward.weights)
 
     def row(self, split: str, index: int) -> Row:
-        """Row `index` of a split; see `FiniteRows`."""
+        """Return row `index` of a split; see `FiniteRows`."""
         return self._rows.row(split, index)
 
     def size(self, split: str) -> int:
-        """Number of tasks of a split."""
+        """Return the number of rows of a split."""
         return self._rows.size(split)
 
     def env(self) -> ToolEnv:
-        """A fresh environment; each of its episodes has a state and tools of its own."""
+        """Return a new environment; each of its episodes has its own state and tools."""
         return ToolEnv(
             tools=lambda row: [self._wrap(tool) for tool in self._tools(row)],
             opening=self._opening,
             reward=self._reward,
             metrics=scoring.metrics,
             state_key=scoring.state_key,
-            user=scoring.user,
+            user=scoring.next_user_text,
             in_order=True,
         )
 
     def expert(self, row: Row, seed: int) -> Expert:
-        """Makes the calls of the ground truth, one a response, and says that it is done; `seed` is not used."""
+        """Return an expert that makes the calls of the ground truth, one per response; `seed` is not used."""
         return _play(row).send  # type: ignore[return-value]
 
     def texts(self, count: int) -> list[str]:
-        """What the user says in training tasks, the expert's calls and their results, one a text."""
+        """Return the requests of training rows, the expert's calls and their results, one per text."""
         return list(
             itertools.islice((text for row in self._rows.splits["train"] for text in self._episode(row)), count)
         )
@@ -108,26 +113,71 @@ class BfclTask:
     def _episode(self, row: Row) -> Iterator[str]:
         yield from (message["content"] for message in self._opening(row))
         tools = {tool.name: tool for tool in self._tools(row)}
-        for said, calls in itertools.zip_longest(row["turns"][1:], row["ground_truth"]):
+        for request, calls in itertools.zip_longest(row["turns"][1:], row["ground_truth"]):
             for call in calls:
                 yield render_call(call["name"], call["arguments"])
                 yield tools[call["name"]].execute(call["arguments"]).content
-            yield from [DONE, said] if said else [DONE]
+            yield from [DONE, request] if request else [DONE]
 
     def _tools(self, row: Row) -> list[FunctionTool]:
-        """The functions on offer, on a new state."""
+        """Return the tools of an episode, on a new state."""
         world = World(row["classes"], row["initial_config"])
-        offered = offer(row["classes"], row["excluded"], self._documents).values()
+        offered = offered_functions(row["classes"], row["excluded"], self._documents).values()
         return [FunctionTool(world, owner, function, scope=row["id"]) for owner, function in offered]
 
     def _opening(self, row: Row) -> list[dict[str, str]]:
-        """Instruction and what the documents say of the classes, once; then the user's first turn."""
-        offered = offer(row["classes"], row["excluded"], self._documents).values()
-        about = dict.fromkeys(function.about for _, function in offered if function.about)
+        """Return the instruction with the descriptions of the classes, and the user's first request."""
+        offered = offered_functions(row["classes"], row["excluded"], self._documents).values()
+        classes = dict.fromkeys(function.class_description for _, function in offered if function.class_description)
         return [
-            {"role": "system", "content": "\n".join([INSTRUCTION, *about])},
+            {"role": "system", "content": "\n".join([INSTRUCTION, *classes])},
             {"role": "user", "content": row["turns"][0]},
         ]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FunctionTool:
+    """One function on one episode's state. Results are JSON; their data are the digests of the state after the call.
+
+    A call runs at once on the event loop, where no time limit interrupts it, so that no call is applied twice.
+
+    Attributes:
+      world: state of the episode, shared by its tools.
+      owner: name of the function set.
+      function: document of the function.
+      scope: id of the row; distinguishes recorded calls.
+    """
+
+    world: World
+    owner: str
+    function: Function
+    scope: str
+    blocking: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        """Name of the function."""
+        return self.function.name
+
+    @property
+    def description(self) -> str:
+        """Description in its document."""
+        return self.function.description
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """JSON Schema of its arguments."""
+        return self.function.parameters
+
+    def execute(self, arguments: Mapping[str, Any]) -> ToolResult:
+        """Apply a call to the state."""
+        try:
+            result = self.world.call(self.owner, self.name, self.function.convert(arguments))
+        except CallFailed as error:
+            answer = base.failed(error.kind, f"Error: {self.name}: {error}")
+        else:
+            answer = ToolResult(json.dumps(result, ensure_ascii=False))
+        return dataclasses.replace(answer, data=self.world.digests())
 
 
 def _play(row: Row) -> Generator[str, str | None, None]:
@@ -139,6 +189,6 @@ def _play(row: Row) -> Generator[str, str | None, None]:
         yield DONE
 
 
-def _place(row: Row) -> str:
-    """Where a row comes in an order that depends on nothing but the ids."""
+def _hash(row: Row) -> str:
+    """Return the hash of a row's id, which decides its split and its place."""
     return hashlib.sha256(row["id"].encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""The ticket functions: a queue of support tickets."""
+"""Function set `TicketAPI`: a queue of support tickets."""
 
 from __future__ import annotations
 
@@ -6,35 +6,31 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Self
 
-from agentr1_jax.contrib.bfcl.base import CallFailed, check, free_number
+from agentr1_jax.contrib.bfcl.base import (
+    COUNT,
+    INTEGER,
+    OPTIONAL_TEXT,
+    TEXT,
+    CallFailed,
+    array,
+    check,
+    free_number,
+    record,
+)
 
 PRIORITIES = range(1, 6)
 
-CONFIG: Mapping[str, Any] = {
-    "type": "object",
-    "properties": {
-        "ticket_queue": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["id"],
-                "properties": {
-                    "id": {"type": "integer"},
-                    "title": {"type": "string"},
-                    "description": {"type": "string"},
-                    "status": {"type": "string"},
-                    "priority": {"type": ["integer", "string"]},
-                    "created_by": {"type": "string"},
-                    "resolution": {"type": "string"},
-                },
-                "additionalProperties": False,
-            },
-        },
-        "ticket_counter": {"type": "integer", "minimum": 0},
-        "current_user": {"type": ["string", "null"]},
-    },
-    "additionalProperties": False,
-}
+_TICKET = record(
+    ["id"],
+    id=INTEGER,
+    title=TEXT,
+    description=TEXT,
+    status=TEXT,
+    priority={"type": ["integer", "string"]},
+    created_by=TEXT,
+    resolution=TEXT,
+)
+CONFIG = record(ticket_queue=array(_TICKET), ticket_counter=COUNT, current_user=OPTIONAL_TEXT)
 
 
 @dataclasses.dataclass
@@ -42,9 +38,9 @@ class Tickets:
     """The queue.
 
     Attributes:
-      queue: tickets in order of their making; those of the config have the fields that it gives them.
+      queue: tickets, oldest first; those of the config may lack fields other than `id`.
       ticket_counter: least id of a new ticket.
-      current_user: name of who is logged in.
+      current_user: name of the user who is logged in.
     """
 
     queue: list[dict[str, Any]]
@@ -53,7 +49,7 @@ class Tickets:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """What the config says, else an empty queue."""
+        """Return the config's state; by default an empty queue."""
         check(config, CONFIG, "TicketAPI")
         queue = list(config.get("ticket_queue", ()))
         ids = [ticket["id"] for ticket in queue]
@@ -62,7 +58,7 @@ class Tickets:
         return cls(queue, config.get("ticket_counter", 1), config.get("current_user"))
 
     def ticket_login(self, username: str, password: str) -> dict[str, Any]:
-        # The data name no accounts: any name and password will do.
+        # The data have no accounts: any name and password are accepted.
         if not username or not password:
             return {"success": False}
         self.current_user = username
@@ -110,15 +106,15 @@ class Tickets:
         return {"status": f"Ticket {ticket_id} is changed."}
 
     def resolve_ticket(self, ticket_id: int, resolution: str) -> dict[str, Any]:
-        self._turn(ticket_id, "Resolved")["resolution"] = resolution
+        self._set_status(ticket_id, "Resolved")["resolution"] = resolution
         return {"status": f"Ticket {ticket_id} is resolved."}
 
     def close_ticket(self, ticket_id: int) -> dict[str, Any]:
-        self._turn(ticket_id, "Closed")
+        self._set_status(ticket_id, "Closed")
         return {"status": f"Ticket {ticket_id} is closed."}
 
-    def _turn(self, ticket_id: int, status: str) -> dict[str, Any]:
-        """The ticket, its status changed."""
+    def _set_status(self, ticket_id: int, status: str) -> dict[str, Any]:
+        """Change the status of a ticket and return the ticket."""
         ticket = self.get_ticket(ticket_id)
         if ticket.get("status") == status:
             raise CallFailed("no_change", f"ticket {ticket_id} is {status.lower()} already")
