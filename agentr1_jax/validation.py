@@ -13,6 +13,7 @@ and `experiments/setup.py` makes it with `from_section`, which tells the user wh
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
@@ -48,7 +49,7 @@ def from_section(cls: type[T], section: str, values: Mapping[str, Any]) -> T:
     Args:
       cls: dataclass declared with `STRICT`.
       section: name of the section, e.g. `rollout`; empty for keys at the top of the config.
-      values: field name -> value; lists stand for tuples.
+      values: field name -> value; lists stand for tuples, mappings for the fields that are such dataclasses themselves.
 
     Returns:
       the settings.
@@ -57,10 +58,30 @@ def from_section(cls: type[T], section: str, values: Mapping[str, Any]) -> T:
       UserError: a field is unknown, missing, of another type or out of range; the message names its key, its value and
         what it may be.
     """
+    nested: dict[str, Any] = {
+        name: field.annotation
+        for name, field in getattr(cls, "__pydantic_fields__", {}).items()
+        if dataclasses.is_dataclass(field.annotation)
+    }
+
+    def convert(key: str, value: Any) -> Any:
+        if key in nested and isinstance(value, Mapping):
+            return from_section(nested[key], f"{section}.{key}" if section else key, value)
+        return tuple(value) if isinstance(value, list) else value
+
     try:
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+        return cls(**{key: convert(key, value) for key, value in values.items()})
     except pydantic.ValidationError as error:
         raise UserError("\n".join(_message(section, fault) for fault in error.errors())) from error
+
+
+def to_section(cls: type) -> dict[str, Any]:
+    """Return the defaults of checked settings as a section of a config: field name -> value, nested settings as dicts.
+
+    Args:
+      cls: dataclass declared with `STRICT`, whose fields all have defaults.
+    """
+    return dataclasses.asdict(cls())
 
 
 def _message(section: str, fault: Any) -> str:
@@ -73,5 +94,5 @@ def _message(section: str, fault: Any) -> str:
         return f"unknown key {key!r}"
     if fault["type"] == "missing_argument":
         return f"{key} is missing"
-    allowed = fault["msg"].removeprefix("Input should be ")
-    return f"{key} is {fault['input']!r}; it must be {allowed}"
+    _, _, allowed = fault["msg"].partition(" should ")
+    return f"{key} is {fault['input']!r}; it must {allowed or fault['msg']}"

@@ -60,15 +60,14 @@ def get_config(hardware: str = "v5e-16") -> ml_collections.ConfigDict:
     Raises:
       ValueError: unknown hardware; the message lists what there is.
     """
-    c = base.get_config()
+    c = base.get_config("multihop")
     c.run_dir = "runs/agentr1"
     c.updates = 200
-    c.task.name = "multihop"
-    c.task.top_k = 5
+    c.task.multihop.top_k = 5
     c.task.multihop.datasets = ("hotpotqa", "2wikimultihopqa")
     c.task.multihop.eval_datasets = ("hotpotqa", "2wikimultihopqa", "musique")
-    c.task.rewards.gold_passage = 0.0  # what counts is the outcome
-    c.task.rewards.repeated_query = 0.0
+    c.task.multihop.rewards.gold_passage = 0.0  # what counts is the outcome
+    c.task.multihop.rewards.repeated_query = 0.0
     c.tokenizer.path = "{data}/tokenizers/qwen2.5"
     c.policy.weights = "Qwen/Qwen2.5-3B-Instruct"
     c.policy.dtype = "bfloat16"

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import ml_collections
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
+from agentr1_jax import contrib, tasks
+from agentr1_jax.envs import registry
+from agentr1_jax.envs.registry import TaskEntry
+from agentr1_jax.validation import to_section
 
-def get_config() -> ml_collections.ConfigDict:
-    """The base config; not runnable by itself, since it names no task."""
+TASK_KEYS = ("name", "file", "args", "data_dir", "mixture", "curriculum")
+"""Keys of the section `task`; its other entries are the sections of tasks."""
+
+
+MIXTURE = "mixture"
+TASK_MODULES = {**tasks.TASK_MODULES, **contrib.TASK_MODULES}
+"""Task name -> the module that registers it."""
+
+
+def get_config(*names: str) -> ml_collections.ConfigDict:
+    """The base config with the keys of the tasks of these names; runnable as it is where there is one.
+
+    Args:
+      names: the task, or the tasks of a mixture; none for a task of `task.file`.
+
+    Raises:
+      ValueError: no such task; the message lists the names.
+    """
     c = ConfigDict()
     for section in (
         _run,
         _sinks,
         _task,
-        _question_tasks,
-        _calculations,
-        _memory,
-        _games,
-        _adapters,
         _agent,
         _policy,
         _rollout,
@@ -29,7 +47,39 @@ def get_config() -> ml_collections.ConfigDict:
         _places,
     ):
         section(c)
+    set_task(c, *names)
     return c.lock()
+
+
+def set_task(c: ml_collections.ConfigDict, *names: str) -> None:
+    """Make a config run other tasks: their sections, with defaults, take the place of those that it had.
+
+    Args:
+      c: config, changed in place.
+      names: the task, or the tasks of a mixture, for which `c.task.mixture` has yet to be set.
+
+    Raises:
+      ValueError: no such task; the message lists the names.
+    """
+    entries = {name: find_task(name) for name in names}
+    with c.unlocked():
+        for name in task_names(c.task):
+            del c.task[name]
+        for name, entry in entries.items():
+            if entry.config is not None:
+                c.task[name] = ConfigDict(to_section(entry.config))
+    c.task.name = MIXTURE if len(names) > 1 else "".join(names)
+    c.task.mixture = ()
+
+
+def task_names(section: Mapping[str, Any]) -> list[str]:
+    """Names of the tasks whose keys the section `task` has."""
+    return [name for name in section if name not in TASK_KEYS]
+
+
+def find_task(name: str) -> TaskEntry:
+    """The entry of a task. Raises ValueError if there is none; the message lists the names."""
+    return registry.find_task(name, TASK_MODULES)
 
 
 def _run(c: ConfigDict) -> None:
@@ -55,139 +105,14 @@ def _sinks(c: ConfigDict) -> None:
 
 
 def _task(c: ConfigDict) -> None:
-    """What is practised."""
+    """What is practised; `set_task` adds the sections of the tasks that run."""
     c.task = ConfigDict()
     c.task.name = ""  # a section below, mixture, or a task of task.file
     c.task.file = ""  # a Python file of one's own that registers tasks; "" for none
-    c.task.args = ConfigDict()  # arguments of a task of task.file
+    c.task.args = ConfigDict()  # keys of a task of task.file
     c.task.data_dir = ""  # folder of real data; "" reads AGENTR1_DATA, then ../shared/data
-    c.task.mixture = ()  # mixture: its tasks and their weights, e.g. ("gsm8k=2", "countdown=1")
-    c.task.curriculum = ()  # steps allowed from an RL batch on, e.g. ("0:3", "40:6"); () for budget.max_steps always
-    c.task.top_k = 3  # hopworld, multihop: passages a search returns
-    c.task.rewards = ConfigDict()  # weights of the reward parts; a task reads those that it has
-    c.task.rewards.answer = 1.0  # exact match of the final answer
-    c.task.rewards.f1 = 0.0  # F1 of the final answer
-    c.task.rewards.format = 0.1  # raw part is -1 for an ill-formed step
-    c.task.rewards.gold_passage = 0.1  # for each gold passage first retrieved
-    c.task.rewards.repeated_query = -0.1  # for each call made before
-    c.task.rewards.wasted_call = -0.2  # countdown: for each call with other numbers, or to a value seen before
-    c.task.rewards.state = 1.0  # bfcl: the end state is that of the ground truth
-    c.task.rewards.turn_state = 0.0  # bfcl: and the state after each request
-    c.task.rewards.summary = 0.2  # whereabouts: a summary has everybody where they are
-    c.task.rewards.goal = 1.0  # games: what the end pays
-    c.task.rewards.side = 1.0  # games: what is paid on the way
-
-
-def _question_tasks(c: ConfigDict) -> None:
-    """Tasks that are answered."""
-    c.task.hopworld = ConfigDict()  # multi-hop questions about procedural worlds
-    c.task.hopworld.questions_per_world = 16  # questions asked of one world
-    c.task.hopworld.flaws = ConfigDict()  # rates of the expert's flawed decisions
-    c.task.hopworld.flaws.bridge_answer = 0.52  # answers with what is at hand instead of one more lookup
-    c.task.hopworld.flaws.skip_hop = 0.06  # asks the present subject for what only the next one can tell
-    c.task.hopworld.flaws.repeat_query = 0.06  # sends a query again
-    c.task.hopworld.flaws.malformed_call = 0.06  # forgets a brace of the call
-
-    c.task.multihop = ConfigDict()  # real multi-hop questions
-    c.task.multihop.datasets = ("hotpotqa", "2wikimultihopqa")  # whose questions and passages
-    c.task.multihop.eval_datasets = ()  # whose questions evaluate; () for those of task.multihop.datasets
-    c.task.multihop.corpus = "full"  # full | mini
-    c.task.multihop.files = ConfigDict()  # read in place of the data folder's; see docs/data.md
-    c.task.multihop.files.train = ()  # paths; ~ and {data} are replaced
-    c.task.multihop.files.eval = ()
-    c.task.multihop.files.corpus = ()  # further passages to search
-    c.task.multihop.mixture = ()  # weights of the data sets in training, e.g. ("hotpotqa=1", ...); () for by size
-    c.task.multihop.held_out = 0  # training questions of each data set below that are the split held_out instead
-    c.task.multihop.held_out_datasets = ()  # () for all training data sets
-    c.task.multihop.instruction = ""  # what follows the question in the prompt; "" for the task's own
-    c.task.multihop.passage_characters = 0  # longest text of a passage in a search result; 0 for no limit
-    c.task.multihop.reward = "weighted"  # weighted (task.rewards) | agentr1_v1 (fixed); see docs/data.md
-    c.task.multihop.reward_functions = ()  # of one's own that are paid too, e.g. ("my_rewards:brevity=0.2",)
-    c.task.multihop.retriever = ConfigDict()  # what finds passages; see docs/search.md
-    c.task.multihop.retriever.kind = "bm25"  # bm25 | dense | http
-    c.task.multihop.retriever.index = ""  # bm25, dense: folder that keeps the index between runs; "" for none
-    c.task.multihop.retriever.encoder = ""  # dense: folder or hub id of a BERT, RoBERTa or XLM-RoBERTa checkpoint
-    c.task.multihop.retriever.pooling = "mean"  # dense: mean | cls: what of a text's hidden states is its vector
-    c.task.multihop.retriever.normalised = True  # dense: vectors have length 1 (E5, BGE); False for Contriever
-    c.task.multihop.retriever.query_prefix = ""  # dense: stands before a query; "query: " for E5
-    c.task.multihop.retriever.passage_prefix = ""  # dense: stands before a passage; "passage: " for E5
-    c.task.multihop.retriever.tokens = 512  # dense: of a text; what exceeds them is cut
-    c.task.multihop.retriever.dtype = "float32"  # dense: float32 | bfloat16, of activations and of vectors on devices
-    c.task.multihop.retriever.url = ""  # http: of the server's search, e.g. http://localhost:8000/retrieve
-    c.task.multihop.retriever.seconds = 10.0  # http: time limit of a request
-    c.task.multihop.retriever.attempts = 1  # http: requests for one search; tools.attempts repeats failed calls, too
-    c.task.multihop.retriever.cache = 10_000  # http: answers kept in memory; 0 for none
-
-
-def _memory(c: ConfigDict) -> None:
-    """Tasks that are remembered."""
-    c.task.whereabouts = ConfigDict()  # reports of who goes where, and then the question where somebody is
-    c.task.whereabouts.people = 6  # who moves
-    c.task.whereabouts.places = 8  # where they can be
-    c.task.whereabouts.reports = 10  # before the question
-    c.task.whereabouts.moves = 1  # in each, if nobody moves in it for the last time
-    c.task.whereabouts.forgets = 0.25  # probability that a summary of the expert leaves out somebody
-    c.task.whereabouts.mistakes = 0.1  # probability that its answer is a guess
-
-
-def _calculations(c: ConfigDict) -> None:
-    """Tasks that are calculated."""
-    c.task.gsm8k = ConfigDict()  # word problems
-    c.task.gsm8k.tool = "calculator"  # calculator | python
-
-    c.task.countdown = ConfigDict()  # an expression of given numbers that comes to a target
-    c.task.countdown.numbers = 3  # how many
-    c.task.countdown.largest = 12  # of them
-    c.task.countdown.operators = "+-"  # of + - * /
-    c.task.countdown.hasty = 0.7  # probability that the expert answers with what it has just seen miss the target
-    c.task.countdown.stubborn = 0.3  # probability that it tries the same again
-
-
-def _games(c: ConfigDict) -> None:
-    """Tasks that are played."""
-    c.task.keydoor = ConfigDict()  # a key picked up at first, for a door at the end
-    c.task.keydoor.mistakes = 0.7  # probability that the expert errs, at each step
-    c.task.keydoor.rooms = 5  # between the key and the door; an episode has two steps more
-    c.task.keydoor.key_count = 3  # in the first room, one of which fits
-    c.task.keydoor.noise = 0.3  # a thing pays its mean plus or minus this
-
-    c.task.frozenlake = ConfigDict()  # over the ice, past the holes
-    c.task.frozenlake.mistakes = 0.7  # probability that the expert errs, at each step
-    c.task.frozenlake.size = 4  # cells of a side
-    c.task.frozenlake.holes = 0.2  # share of the cells
-    c.task.frozenlake.slip = 0.0  # probability that a step slides to a side; 2/3 is Gymnasium's slippery lake
-
-    c.task.sokoban = ConfigDict()  # boxes are pushed onto targets
-    c.task.sokoban.mistakes = 0.7  # probability that the expert errs, at each step
-    c.task.sokoban.size = 4  # cells of a side
-    c.task.sokoban.boxes = 1  # with size at most 2000 states: 6 and 1, or 4 and 2
-    c.task.sokoban.walls = 0.15  # share of the cells
-    c.task.sokoban.least_moves = 3  # of the shortest solution of a level
-    c.task.sokoban.most_moves = 10
-    c.task.sokoban.on_target = 0.1  # a box that is not the last pays this on a target, and costs it where it leaves one
-
-
-def _adapters(c: ConfigDict) -> None:
-    """Environments of others; see docs/contrib/."""
-    c.task.gymnasium = ConfigDict()
-    c.task.gymnasium.id = ""  # of Gymnasium's registry, e.g. FrozenLake-v1; module:Name-v0 imports the module first
-    c.task.gymnasium.kwargs = ""  # of gymnasium.make: the text of a JSON object
-    c.task.gymnasium.actions = ()  # names of a Discrete space's actions, in their order; () for numbers
-    c.task.gymnasium.instruction = ""  # opens an episode
-    c.task.gymnasium.observation = "text"  # text (of its space) | ansi (what it draws)
-    c.task.gymnasium.digits = 3  # significant digits of a Box's numbers
-    c.task.gymnasium.most_numbers = 256  # of an observation
-    c.task.gymnasium.success_return = 1.0  # an episode that returns so much has em 1, unless it says so itself
-
-    c.task.http = ConfigDict()  # a server of its own protocol, which weighs its rewards itself
-    c.task.http.url = ""  # e.g. http://localhost:8100
-    c.task.http.seconds = 30.0  # time limit of a request
-    c.task.http.attempts = 3  # requests for one call that does not come through
-    c.task.http.backoff = 0.5  # seconds before the second request; doubles
-
-    c.task.verifiers = ConfigDict()  # a file in the form of the verifiers library, which weighs its rewards itself
-    c.task.verifiers.source = ""  # path of the Python file, or an installed module
-    c.task.verifiers.args = ""  # of its load_environment: the text of a JSON object
+    c.task.mixture = ()  # mixture: its tasks and their weights, e.g. ("gsm8k(weight=2)", "countdown(weight=1)")
+    c.task.curriculum = ()  # steps allowed, e.g. ("max_steps(3)", "max_steps(6, update=40)"); () for budget.max_steps
 
 
 def _agent(c: ConfigDict) -> None:

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import ml_collections
 
-from configs import multihop_tiny
+from configs import base, multihop_tiny
 
 
 def get_config() -> ml_collections.ConfigDict:
     """Real tasks, with the decoder of `multihop_tiny`; episodes have up to 15 steps and 4,400 tokens."""
     c = multihop_tiny.get_config()
     c.run_dir = "runs/bfcl_tiny"
-    c.task.name = "bfcl"
+    base.set_task(c, "bfcl")
     c.budget.max_steps = 20
     c.budget.response_tokens = 96
     c.budget.context_tokens = 4608

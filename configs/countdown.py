@@ -12,11 +12,10 @@ from configs import base
 
 def get_config() -> ml_collections.ConfigDict:
     """Countdown, a decoder of 0.3M parameters, step-level credit."""
-    c = base.get_config()
+    c = base.get_config("countdown")
     c.run_dir = "runs/countdown"
     c.updates = 180
     c.warm_start_updates = 500
-    c.task.name = "countdown"
     c.tokenizer.vocab_size = 512  # every number is one piece
     c.policy.preset = "tiny"
     c.policy.width = 96

@@ -16,11 +16,10 @@ from configs import base
 
 def get_config() -> ml_collections.ConfigDict:
     """FrozenLake, a decoder of 0.1M parameters, group-relative credit."""
-    c = base.get_config()
+    c = base.get_config("frozenlake")
     c.run_dir = "runs/frozenlake"
     c.updates = 80
     c.warm_start_updates = 200
-    c.task.name = "frozenlake"
     c.task.frozenlake.mistakes = 0.65
     c.tokenizer.vocab_size = 464  # every word is one piece
     c.policy.preset = "tiny"

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import ml_collections
 
-from configs import multihop_tiny
+from configs import base, multihop_tiny
 
 
 def get_config() -> ml_collections.ConfigDict:
     """Real problems, with the decoder and the batch of `multihop_tiny`."""
     c = multihop_tiny.get_config()
     c.run_dir = "runs/gsm8k_tiny"
-    c.task.name = "gsm8k"
+    base.set_task(c, "gsm8k")
     c.budget.max_steps = 6
     c.budget.response_tokens = 64
     c.budget.observation_tokens = 96

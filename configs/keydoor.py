@@ -16,11 +16,10 @@ from configs import base
 
 def get_config() -> ml_collections.ConfigDict:
     """KeyDoor, a decoder of 0.1M parameters, group-relative credit."""
-    c = base.get_config()
+    c = base.get_config("keydoor")
     c.run_dir = "runs/keydoor"
     c.updates = 80
     c.warm_start_updates = 200
-    c.task.name = "keydoor"
     c.task.keydoor.mistakes = 0.75
     c.task.keydoor.noise = 0.5
     c.tokenizer.vocab_size = 448  # every word is one piece

@@ -16,7 +16,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.run_dir = "runs/multihop_medium"
     c.updates = 100
     c.warm_start_updates = 2000
-    c.task.top_k = 3
+    c.task.multihop.top_k = 3
     c.task.multihop.passage_characters = 384
     c.policy.width = 512
     c.policy.layers = 8

@@ -19,20 +19,19 @@ from configs import base
 
 def get_config() -> ml_collections.ConfigDict:
     """BM25, two short passages a search, four searches and an answer, a tokenizer of 6,400 ids."""
-    c = base.get_config()
+    c = base.get_config("multihop")
     c.run_dir = "runs/multihop_small"
     c.updates = 40
     c.warm_start_updates = 1200
-    c.task.name = "multihop"
     c.task.multihop.eval_datasets = ("hotpotqa", "2wikimultihopqa", "musique")
     c.task.multihop.held_out = 400
     c.task.multihop.held_out_datasets = ("2wikimultihopqa",)
     c.task.multihop.instruction = "Search, then answer."
-    c.task.top_k = 2
+    c.task.multihop.top_k = 2
     c.task.multihop.passage_characters = 192  # names are mostly told in the first sentence
-    c.task.rewards.answer = 0.1  # a policy of this size guesses: much of it is noise
-    c.task.rewards.gold_passage = 0.25
-    c.task.rewards.repeated_query = 0.0  # else trying once more costs before it pays
+    c.task.multihop.rewards.answer = 0.1  # a policy of this size guesses: much of it is noise
+    c.task.multihop.rewards.gold_passage = 0.25
+    c.task.multihop.rewards.repeated_query = 0.0  # else trying once more costs before it pays
     c.tokenizer.path = "{data}/tokenizers/minimind-6400"
     c.agent.tell_tools = False
     c.policy.preset = "tiny"

@@ -16,12 +16,11 @@ from configs import base
 
 def get_config() -> ml_collections.ConfigDict:
     """Real questions, a decoder of 10M parameters that is nearly all embedding."""
-    c = base.get_config()
+    c = base.get_config("multihop")
     c.run_dir = "runs/multihop_tiny"
     c.updates = 2
     c.warm_start_updates = 4
-    c.task.name = "multihop"
-    c.task.top_k = 3
+    c.task.multihop.top_k = 3
     c.tokenizer.path = "{data}/tokenizers/qwen2.5"
     c.policy.preset = "tiny"
     c.policy.width = 64

@@ -15,13 +15,12 @@ from configs import base
 
 def get_config() -> ml_collections.ConfigDict:
     """HopWorld, a decoder of 0.75M parameters, step-level credit."""
-    c = base.get_config()
+    c = base.get_config("hopworld")
     c.run_dir = "runs/quickstart"
     c.updates = 40
     c.warm_start_updates = 900
     c.control_seconds = 450.0
-    c.task.name = "hopworld"
-    c.task.top_k = 2
+    c.task.hopworld.top_k = 2
     c.policy.preset = "tiny"
     c.tokenizer.vocab_size = 1536  # every word of HopWorld is one piece
     c.budget.max_steps = 6

@@ -16,7 +16,9 @@ from configs import base
 
 def get_config(path: str) -> ml_collections.ConfigDict:
     """The base config with every value of the file."""
-    config = base.get_config()
-    with open(path, encoding="utf-8") as lines, config.unlocked():
-        config.update(json.load(lines))
+    with open(path, encoding="utf-8") as lines:
+        values = json.load(lines)
+    config = base.get_config(*base.task_names(values["task"]))
+    with config.unlocked():
+        config.update(values)
     return config

@@ -20,11 +20,10 @@ from configs import base
 
 def get_config() -> ml_collections.ConfigDict:
     """3.1B parameters, AdamW in float32 over 16 devices, step-level credit by groups."""
-    c = base.get_config()
+    c = base.get_config("multihop")
     c.run_dir = "runs/scale_qwen2_5_3b"
     c.updates = 200
-    c.task.name = "multihop"
-    c.task.top_k = 3
+    c.task.multihop.top_k = 3
     c.tokenizer.path = "{data}/tokenizers/qwen2.5"
     c.policy.preset = "qwen2.5-3b"
     c.policy.dtype = "bfloat16"

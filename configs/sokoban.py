@@ -16,8 +16,7 @@ def get_config() -> ml_collections.ConfigDict:
     """Sokoban, with the decoder and the algorithm of FrozenLake."""
     c = frozenlake.get_config()
     c.run_dir = "runs/sokoban"
-    c.task.name = "sokoban"
-    c.task.frozenlake = base.get_config().task.frozenlake
+    base.set_task(c, "sokoban")
     c.task.sokoban.mistakes = 0.6
     c.tokenizer.vocab_size = 384  # every word and every cell is one piece
     c.budget.max_steps = 12

@@ -16,11 +16,10 @@ def get_config(pretrained: str = "") -> ml_collections.ConfigDict:
 
     `configs/whereabouts.py:FOLDER` starts from a policy that `experiments.export_hf` wrote, without pretraining.
     """
-    c = base.get_config()
+    c = base.get_config("whereabouts")
     c.run_dir = "runs/whereabouts"
     c.updates = 50
     c.warm_start_updates = 120
-    c.task.name = "whereabouts"
     if pretrained:
         c.policy.weights = c.tokenizer.path = pretrained
     else:

@@ -25,13 +25,13 @@ from agentr1_jax.agents.base import Completion, Session
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity
 from agentr1_jax.envs.base import Row, Task
-from agentr1_jax.envs.hopworld.world import world_key
 from agentr1_jax.errors import UserError
 from agentr1_jax.policy.config import Lora
 from agentr1_jax.rollout.runner import Group, run_groups
 from agentr1_jax.rollout.sampling import Sampling
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import mesh as meshes
+from agentr1_jax.tasks.hopworld.world import world_key
 from agentr1_jax.text.tokenizer import Tokenizer
 from agentr1_jax.text.tool_calls import extract_answer
 from agentr1_jax.trajectory import Outcome, Step, Trajectory

@@ -14,6 +14,7 @@ from agentr1_jax.agents.context import RULES, Rule, context_rule
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.credit import SCHEMES, Scheme, get_scheme
 from agentr1_jax.envs.base import Observation, Row, Task, sums_up
+from agentr1_jax.envs.curriculum import parse_curriculum
 from agentr1_jax.envs.mixture import MixtureTask
 from agentr1_jax.errors import UserError
 from agentr1_jax.learner.correction import CORRECTIONS
@@ -29,7 +30,7 @@ from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime.profile import parse_updates
 from agentr1_jax.runtime.sinks import check_sinks
-from experiments import build, curriculum
+from experiments import build
 
 OPENINGS_CHECKED = 8
 IN_BUCKETS = ("run_dir", "warm_start.run", "tokenizer.path", "compilation_cache")
@@ -92,11 +93,18 @@ def check(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | Non
     _check_credit(config, scheme)
     _check_kl(config)
     _check_pretraining(config)
-    curriculum.stages(config)
+    _check_curriculum(config)
     parse_updates(config.profile_updates)
     _check_sampling(config)
     _check_lengths(config)
     _check_placement(config, jax.devices() if devices is None else devices)
+
+
+def _check_curriculum(config: ml_collections.ConfigDict) -> None:
+    try:
+        parse_curriculum(config.task.curriculum, config.budget.max_steps)
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 def _check_places(config: ml_collections.ConfigDict) -> None:

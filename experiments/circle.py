@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import ScriptedSession
 from agentr1_jax.envs.base import Row, Task
+from agentr1_jax.envs.curriculum import limit_steps, parse_curriculum
 from agentr1_jax.envs.rewards import totals
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
@@ -28,7 +29,7 @@ from agentr1_jax.runtime.seeds import generator
 from agentr1_jax.text.tokenizer import Tokenizer
 from agentr1_jax.tools.meter import Meter
 from agentr1_jax.trajectory import POLICIES, Outcome, Step, Trajectory
-from experiments import build, curriculum
+from experiments import build
 
 PRACTICE = "practice"
 POLL_SECONDS = 0.2
@@ -122,7 +123,8 @@ def row_of(run: Run, split: str, visit: int) -> Row:
     row = run.task.row(split, visit)
     if split != "train":
         return row
-    return curriculum.limited(row, curriculum.stages(run.config), visit, run.config.rollout.groups)
+    stages = parse_curriculum(run.config.task.curriculum, run.config.budget.max_steps)
+    return limit_steps(row, stages, visit, run.config.rollout.groups)
 
 
 def compile_engine(run: Run, params: Params) -> None:

@@ -39,9 +39,10 @@ def stored_config(run_dir: str) -> ml_collections.ConfigDict:
     path = os.path.join(run_dir, "config.json")
     if not files.is_file(path):
         raise UserError(f"{run_dir}: no run (it has no config.json); RUN is the config.run_dir of experiments.train")
-    config = base.get_config()
     try:
-        config.update(json.loads(files.read_bytes(path)))
+        values = json.loads(files.read_bytes(path))
+        config = base.get_config(*base.task_names(values["task"]))
+        config.update(values)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: not a config of this version ({str(error.args[0]).partition('. ')[0]})") from error
     config.run_dir, config.tools.record, config.tools.replay = run_dir, "", ""

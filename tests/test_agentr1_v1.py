@@ -8,8 +8,8 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from agentr1_jax.envs import qa
 from agentr1_jax.envs.rewards import Turn, normalise, totals
+from agentr1_jax.tasks import qa
 from agentr1_jax.text.tool_calls import extract_answer, parse_tool_calls
 from agentr1_jax.tools.base import ToolResult
 

@@ -17,10 +17,10 @@ from rich.console import Console
 from test_train import ROOT, train
 
 from agentr1_jax.agents.session import Identity, ScriptedSession
-from agentr1_jax.envs.hopworld.expert import NO_FLAWS
-from agentr1_jax.envs.hopworld.task import HopWorldTask
 from agentr1_jax.errors import UserError
 from agentr1_jax.runtime.config import write_config
+from agentr1_jax.tasks.hopworld.expert import NO_FLAWS
+from agentr1_jax.tasks.hopworld.task import HopWorldTask
 from agentr1_jax.trajectory import Outcome, Trajectory
 from configs import quickstart
 from experiments import build, sources

@@ -8,10 +8,10 @@ import types
 import pytest
 from letters import Letters
 
-from agentr1_jax.envs.hopworld.task import HopWorldTask
 from agentr1_jax.errors import UserError
 from agentr1_jax.policy import weights
 from agentr1_jax.policy.config import DecoderConfig
+from agentr1_jax.tasks.hopworld.task import HopWorldTask
 from configs import quickstart
 from experiments import build
 

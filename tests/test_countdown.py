@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from plays import play, play_expert
 
 from agentr1_jax.envs.base import Task
-from agentr1_jax.envs.countdown import CountdownTask, solves
+from agentr1_jax.tasks.countdown import CountdownTask, solves
 from agentr1_jax.text.tool_calls import render_answer, render_call
 from agentr1_jax.trajectory import Outcome
 

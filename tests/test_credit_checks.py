@@ -111,12 +111,8 @@ def test_the_discount_per_step_is_the_scheme_s(name, args, discount):
 
 
 def test_each_part_of_a_reward_has_its_weight():
-    made = tasks.make_task(changed(keydoor, task__rewards__goal=3.0, task__rewards__side=0.5))
+    made = tasks.make_task(changed(keydoor, task__keydoor__rewards__goal=3.0, task__keydoor__rewards__side=0.5))
     assert made.reward_weights == {"goal": 3.0, "side": 0.5}
-    with pytest.raises(UserError, match=r"task.rewards.answer is 2.0, but task 'keydoor' has no such reward part; it"):
-        tasks.make_task(changed(keydoor, task__rewards__answer=2.0))
-    with pytest.raises(UserError, match=r"task.rewards.side is 0.0, but task 'hopworld' has no such reward part; it"):
-        tasks.make_task(changed(quickstart, task__rewards__side=0.0))
 
 
 def test_greedy_rollouts_are_of_the_rows_of_the_batch(monkeypatch):
@@ -165,8 +161,8 @@ def test_an_arm_cannot_be_asked_other_questions():
     for change in ("task.keydoor.noise=1.0", "task.name=frozenlake", "eval.questions=8"):
         with pytest.raises(UserError, match="which is the same for all arms"):
             grid.make_grid(keydoor.get_config(), grid.parse_arms(f"grpo+{change}"), [0], "out")
-    _, (cell,) = grid.make_grid(keydoor.get_config(), grid.parse_arms("grpo+task.rewards.side=0.0"), [0], "out")
-    assert cell.config.task.rewards.side == 0
+    _, (cell,) = grid.make_grid(keydoor.get_config(), grid.parse_arms("grpo+task.keydoor.rewards.side=0.0"), [0], "out")
+    assert cell.config.task.keydoor.rewards.side == 0
 
 
 def test_a_user_s_file_may_hold_dataclasses_and_register_what_it_imports(registry, tmp_path):

@@ -15,10 +15,10 @@ from schedules import engine_of
 
 from agentr1_jax.agents.session import Identity
 from agentr1_jax.envs.base import Action
-from agentr1_jax.envs.multihop import MultihopTask
 from agentr1_jax.policy.embedder import QUERY_TOKENS, Embedder
 from agentr1_jax.rollout.runner import Group, run_groups
 from agentr1_jax.rollout.sampling import Sampling
+from agentr1_jax.tasks.multihop import MultihopTask
 from agentr1_jax.tools.limits import ToolLimits, wrapped
 from agentr1_jax.tools.meter import Meter
 from agentr1_jax.tools.search import Passage, SearchTool

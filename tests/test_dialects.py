@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from letters import Letters
 from test_llama_tokenizer import BARE, write
 
-from agentr1_jax.envs import qa
 from agentr1_jax.envs.base import Action, Transition
+from agentr1_jax.tasks import qa
 from agentr1_jax.text.dialects import DIALECTS, code, hermes, llama3, make_dialect, react
 from agentr1_jax.text.tokenizer import load_tokenizer
 from agentr1_jax.text.tool_calls import (

@@ -23,11 +23,11 @@ from hypothesis import strategies as st
 from agentr1_jax.agents.context import context_rule
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity, ScriptedSession
-from agentr1_jax.envs import qa
 from agentr1_jax.envs.rewards import exact_match, f1
 from agentr1_jax.errors import UserError
 from agentr1_jax.report.evaluation import markdown, quality_rows
 from agentr1_jax.report.statistics import two_stage_interval
+from agentr1_jax.tasks import qa
 from agentr1_jax.text.chat import chat_format
 from agentr1_jax.text.tokenizer import encode_parts, split_added
 from agentr1_jax.text.tool_calls import render_answer, render_call

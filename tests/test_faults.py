@@ -15,10 +15,10 @@ import pytest
 from doing import no_thread_is_left
 from letters import ROW, ScriptedEnv
 
-from agentr1_jax.envs import qa
 from agentr1_jax.envs.base import Action
 from agentr1_jax.envs.faulty import KINDS as ENV_KINDS
 from agentr1_jax.envs.faulty import faulty_env
+from agentr1_jax.tasks import qa
 from agentr1_jax.text.tool_calls import render_answer, render_call
 from agentr1_jax.tools import base
 from agentr1_jax.tools.base import ToolError, ToolResult

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from plays import play
 
 from agentr1_jax.envs.base import Action, Task
-from agentr1_jax.envs.frozenlake import distances, frozenlake_task, game
 from agentr1_jax.envs.tabular import policy_return
+from agentr1_jax.tasks.frozenlake import distances, frozenlake_task, game
 from agentr1_jax.trajectory import Outcome
 from configs import frozenlake
 from experiments import tasks

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from plays import play_expert
 
 from agentr1_jax.envs.base import Action, Task
-from agentr1_jax.envs.gsm8k import Gsm8kTask, number
+from agentr1_jax.tasks.gsm8k import Gsm8kTask, number
 from agentr1_jax.text.tool_calls import render_answer, render_call
 from agentr1_jax.trajectory import Outcome
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from agentr1_jax.envs.base import Action, Task
-from agentr1_jax.envs.hopworld import NO_FLAWS, HopWorldTask, names
-from agentr1_jax.envs.hopworld.expert import FLAWS
-from agentr1_jax.envs.hopworld.questions import RELATIONS
-from agentr1_jax.envs.hopworld.world import retriever, world
+from agentr1_jax.tasks.hopworld import NO_FLAWS, HopWorldTask, names
+from agentr1_jax.tasks.hopworld.expert import FLAWS
+from agentr1_jax.tasks.hopworld.questions import RELATIONS
+from agentr1_jax.tasks.hopworld.world import retriever, world
 from agentr1_jax.trajectory import Outcome
 from configs import quickstart
 
@@ -22,8 +22,8 @@ KINDS = {"bridge2": 2, "bridge3": 3, "comparison": 3, "yes_no": 2}
 PRACTICE_KINDS = {"lookup": 1, "direct_comparison": 2, "direct_yes_no": 1, "recital": 0, "older_of": 0, "before": 0}
 QUICKSTART = quickstart.get_config()
 WORDS = [word for pool in names.POOLS for word in pool]
-TASK = HopWorldTask(top_k=QUICKSTART.task.top_k)
-PERFECT = HopWorldTask(top_k=QUICKSTART.task.top_k, flaws=NO_FLAWS)
+TASK = HopWorldTask(top_k=QUICKSTART.task.hopworld.top_k)
+PERFECT = HopWorldTask(top_k=QUICKSTART.task.hopworld.top_k, flaws=NO_FLAWS)
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from agentr1_jax.agents.context import context_rule
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity, ScriptedSession
-from agentr1_jax.envs import qa
-from agentr1_jax.envs.rag import RagEnv
+from agentr1_jax.tasks import qa
+from agentr1_jax.tasks.rag import RagEnv
 from agentr1_jax.text.chat import chat_format, escape
 from agentr1_jax.text.dialects import make_dialect
 from agentr1_jax.text.sentencepiece import train_sentencepiece

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from plays import play
 
 from agentr1_jax.envs.base import Task
-from agentr1_jax.envs.keydoor import WORTH, game, keydoor_task
 from agentr1_jax.envs.tabular import policy_return
 from agentr1_jax.envs.tabular_task import NO_ACTION
 from agentr1_jax.errors import UserError
+from agentr1_jax.tasks.keydoor import WORTH, game, keydoor_task
 from agentr1_jax.trajectory import Outcome
 from configs import keydoor
 from experiments import tasks

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from plays import play_expert
 
-from agentr1_jax.envs import data_folder, multihop
+from agentr1_jax.envs import data_folder
 from agentr1_jax.envs.base import Action
-from agentr1_jax.envs.multihop import MultihopTask
 from agentr1_jax.envs.shares import draw
+from agentr1_jax.tasks import multihop
+from agentr1_jax.tasks.multihop import MultihopTask
 from agentr1_jax.tools.search import BM25
 from agentr1_jax.trajectory import Outcome
 
@@ -265,7 +266,7 @@ def test_questions_of_evaluation_are_kept_out_of_training(folder):
 
 
 def test_the_mixture_holds_over_each_stretch(folder):
-    task = MultihopTask(folder, mixture=("2wikimultihopqa=2", "hotpotqa=1"))
+    task = MultihopTask(folder, mixture=("2wikimultihopqa(weight=2)", "hotpotqa(weight=1)"))
     rows = [task.row("train", i) for i in range(90)]
     wiki = np.array([row["dataset"] == "2wikimultihopqa" for row in rows])
     for start in range(80):
@@ -275,8 +276,10 @@ def test_the_mixture_holds_over_each_stretch(folder):
     own = [row["id"] for row in rows if row["dataset"] == "hotpotqa"]
     passes = [own[i : i + 5] for i in range(0, 30, 5)]
     assert all(len(set(one)) == 5 for one in passes) and len({tuple(one) for one in passes}) > 1
-    assert MultihopTask(folder, mixture=("2wikimultihopqa=2", "hotpotqa=1")).row("train", 77) == rows[77]
-    only = MultihopTask(folder, mixture=("hotpotqa=0.5", "2wikimultihopqa=0"))
+    assert (
+        MultihopTask(folder, mixture=("2wikimultihopqa(weight=2)", "hotpotqa(weight=1)")).row("train", 77) == rows[77]
+    )
+    only = MultihopTask(folder, mixture=("hotpotqa(weight=0.5)", "2wikimultihopqa(weight=0)"))
     assert {only.row("train", i)["dataset"] for i in range(20)} == {"hotpotqa"}
 
 
@@ -300,13 +303,13 @@ def test_draws_by_any_shares(sizes, seed):
 @pytest.mark.parametrize(
     ("mixture", "message"),
     [
-        (("hotpotqa",), "'hotpotqa' is not 'name=weight'"),
-        (("hotpotqa=-1", "2wikimultihopqa=1"), "'hotpotqa=-1' is not 'name=weight' with a weight of 0 or more"),
-        (("hotpotqa=nan", "2wikimultihopqa=1"), "is not 'name=weight'"),
-        (("hotpotqa=1",), "no weight of '2wikimultihopqa'"),
-        (("hotpotqa=1", "hotpotqa=2"), "names 'hotpotqa' twice"),
-        (("hotpotqa=0", "2wikimultihopqa=0"), "are all 0"),
-        (("hotpot=1", "2wikimultihopqa=1"), "'hotpot'; did you mean 'hotpotqa'"),
+        (("hotpotqa",), ": write name\\(weight=2\\)"),
+        (("hotpotqa(weight=-1)", "2wikimultihopqa(weight=1)"), "write name\\(weight=2\\), with a weight of 0 or more"),
+        (("hotpotqa(weight=nan)", "2wikimultihopqa(weight=1)"), "write name\\(weight=2\\)"),
+        (("hotpotqa(weight=1)",), "no weight of '2wikimultihopqa'"),
+        (("hotpotqa(weight=1)", "hotpotqa(weight=2)"), "names 'hotpotqa' twice"),
+        (("hotpotqa(weight=0)", "2wikimultihopqa(weight=0)"), "are all 0"),
+        (("hotpot(weight=1)", "2wikimultihopqa(weight=1)"), "'hotpot'; did you mean 'hotpotqa'"),
     ],
 )
 def test_wrong_mixtures_are_refused(folder, mixture, message):

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from agentr1_jax.envs.multihop import MultihopTask
-from agentr1_jax.envs.multihop.expert import MOST_SEARCHES, expert, in_order, mention
+from agentr1_jax.tasks.multihop import MultihopTask
+from agentr1_jax.tasks.multihop.expert import MOST_SEARCHES, expert, in_order, mention
 from agentr1_jax.text.tool_calls import extract_answer, parse_tool_calls
 from agentr1_jax.tools.search import Passage
 

@@ -10,9 +10,9 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from agentr1_jax.envs import qa
-from agentr1_jax.envs.multihop import Files, MultihopTask, read_source
-from agentr1_jax.envs.multihop.originals import context_passage, read_aliases
+from agentr1_jax.tasks import qa
+from agentr1_jax.tasks.multihop import Files, MultihopTask, read_source
+from agentr1_jax.tasks.multihop.originals import context_passage, read_aliases
 from agentr1_jax.tools import records
 from agentr1_jax.tools.search import read_corpus
 

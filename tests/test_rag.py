@@ -10,7 +10,7 @@ import pytest
 from test_evaluation_figures import BUDGET, SEARCH, TOKENIZER, Broken, agent
 
 from agentr1_jax.agents.session import Identity, ScriptedSession
-from agentr1_jax.envs import qa, rag
+from agentr1_jax.tasks import qa, rag
 from agentr1_jax.text.tool_calls import render_answer, render_call
 from agentr1_jax.tools.base import ToolResult
 from agentr1_jax.trajectory import Outcome

@@ -16,14 +16,13 @@ from letters import TOKENIZER, ScriptedEnv, play
 
 from agentr1_jax.agents.context import RULES
 from agentr1_jax.credit import streams
-from agentr1_jax.envs import qa
 from agentr1_jax.envs.base import Action, Row
 from agentr1_jax.envs.registry import TASKS
+from agentr1_jax.tasks import qa
 from agentr1_jax.text.tool_calls import render_answer, render_call
 from agentr1_jax.tools import base
 from agentr1_jax.trajectory import Outcome, Step, Trajectory
 from configs import base as base_config
-from configs import keydoor
 from experiments import tasks
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
@@ -77,9 +76,12 @@ def episode(env: Any, row: Row, texts: Sequence[str]) -> list:
 
 
 def test_environment(own: Callable[[str], str]) -> None:
-    config = changed(keydoor, task__file=own("Add an environment"), task__name="guess", warm_start_updates=0)
+    config = changed(
+        base_config.get_config(),
+        task__file=own("Add an environment"),
+        task__name="guess",
+    )
     with config.unlocked():
-        config.task.keydoor = base_config.get_config().task.keydoor
         config.task.args.most = 7
     task = tasks.make_task(config)
     assert task.size("train") == task.size("eval") == 4 and task.row("eval", 3)["answers"] == ["7"]

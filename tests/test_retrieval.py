@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import numpy as np
 import pytest
@@ -10,19 +11,17 @@ from encoders import checkpoint
 
 from agentr1_jax.errors import UserError
 from agentr1_jax.runtime.compiles import CompileCounter
+from agentr1_jax.tasks.multihop.task import RETRIEVER_KEYS, RetrieverConfig
 from agentr1_jax.tools.search import BM25, Passage, RemoteRetriever
-from configs import base
-from experiments.retrieval import KEYS, LateDispatch, check_retriever, make_retriever
+from agentr1_jax.validation import from_section
+from experiments.retrieval import LateDispatch, make_retriever
 
 CORPUS = [Passage(f"p{i}", f"Title {i}", f"text {word} number {i}") for i, word in enumerate("red green blue".split())]
 WORDS = [*"title text number red green blue query".split(), ":", "0", "1", "2"]
 
 
 def config_of(**keys):
-    config = base.get_config()
-    config.task.top_k = 2
-    config.task.multihop.retriever.update(keys)
-    return config
+    return from_section(RetrieverConfig, "task.multihop.retriever", keys)
 
 
 def ids(retriever, *queries):
@@ -36,37 +35,40 @@ def encoder(tmp_path_factory):
 
 
 def test_every_key_belongs_to_a_kind():
-    assert set(base.get_config().task.multihop.retriever) == {"kind", *(key for keys in KEYS.values() for key in keys)}
+    names = {field.name for field in dataclasses.fields(RetrieverConfig)}
+    assert names == {"kind", *(key for keys in RETRIEVER_KEYS.values() for key in keys)}
 
 
 def test_bm25_is_the_default_and_keeps_its_index(tmp_path):
-    assert isinstance(make_retriever(base.get_config(), CORPUS), BM25)
+    assert isinstance(make_retriever(RetrieverConfig(), CORPUS, 2), BM25)
     config = config_of(index=str(tmp_path / "kept"))
-    assert ids(make_retriever(config, CORPUS), "green") == ids(make_retriever(config, CORPUS), "green") == [["p1"]]
+    assert (
+        ids(make_retriever(config, CORPUS, 2), "green") == ids(make_retriever(config, CORPUS, 2), "green") == [["p1"]]
+    )
     assert (tmp_path / "kept" / "bm25").is_dir()
     with pytest.raises(UserError, match="task.multihop.retriever: .*kept/bm25: this search index cannot be used"):
-        make_retriever(config, CORPUS[:2])
+        make_retriever(config, CORPUS[:2], 2)
 
 
 def test_http(tmp_path):
-    retriever = make_retriever(config_of(kind="http", url="http://localhost:9/retrieve", seconds=3.0), CORPUS)
+    retriever = make_retriever(config_of(kind="http", url="http://localhost:9/retrieve", seconds=3.0), CORPUS, 2)
     assert isinstance(retriever, RemoteRetriever)
     assert (retriever.url, retriever.seconds, retriever.attempts) == ("http://localhost:9/retrieve", 3.0, 1)
     assert set(retriever._ids.values()) == {"p0", "p1", "p2"}  # What it finds takes these ids.
     with pytest.raises(UserError, match="task.multihop.retriever.url is 'localhost'; it must be like"):
-        make_retriever(config_of(kind="http", url="localhost"), CORPUS)
+        make_retriever(config_of(kind="http", url="localhost"), CORPUS, 2)
 
 
 def test_dense_keeps_its_vectors_and_compiles_before_the_first_search(encoder, tmp_path):
     config = config_of(kind="dense", encoder=encoder, index=str(tmp_path), query_prefix="query: ", tokens=16)
     late = LateDispatch()
-    first = make_retriever(config, CORPUS, late)
+    first = make_retriever(config, CORPUS, 2, late)
     compiles = CompileCounter()
     found = ids(first, "title 1 text green number 1", "red")
     assert compiles.count == 0 and all(len(hits) == 2 for hits in found)
     written = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "dense").iterdir()}
     assert set(written) == {"meta.json", "vectors-00000.npy"}
-    again = make_retriever(config, CORPUS)
+    again = make_retriever(config, CORPUS, 2)
     assert ids(again, "title 1 text green number 1", "red") == found
     assert written == {path.name: path.stat().st_mtime_ns for path in (tmp_path / "dense").iterdir()}
 
@@ -80,17 +82,16 @@ def test_dense_keeps_its_vectors_and_compiles_before_the_first_search(encoder, t
     assert ids(first, "title 1 text green number 1", "red") == found and len(asked) == 1
 
     for changes, corpus in (({"passage_prefix": "text "}, CORPUS), ({"pooling": "cls"}, CORPUS), ({}, CORPUS[:2])):
-        config.task.multihop.retriever.update(changes)
+        other = dataclasses.replace(config, **changes)
         with pytest.raises(
             UserError, match=r"task.multihop.retriever: .*dense: these vectors cannot be used: they were made with"
         ):
-            make_retriever(config, corpus)
-        config.task.multihop.retriever.update(passage_prefix="", pooling="mean")
+            make_retriever(other, corpus, 2)
 
 
 def test_prefixes_go_to_what_they_are_for(encoder, tmp_path):
     plain, prefixed, both = (
-        make_retriever(config_of(kind="dense", encoder=encoder, tokens=16, **prefixes), CORPUS)
+        make_retriever(config_of(kind="dense", encoder=encoder, tokens=16, **prefixes), CORPUS, 2)
         for prefixes in ({}, {"query_prefix": "query: "}, {"query_prefix": "query: ", "passage_prefix": "query: "})
     )
 
@@ -105,29 +106,29 @@ def test_prefixes_go_to_what_they_are_for(encoder, tmp_path):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"kind": "sparse"}, "task.multihop.retriever.kind is 'sparse'; choose one of bm25, dense, http"),
-        ({"kind": "dense"}, "which needs task.multihop.retriever.encoder; set it"),
-        ({"kind": "http"}, "task.multihop.retriever.kind is 'http', which needs task.multihop.retriever.url; set it"),
-        ({"encoder": "x"}, "retriever.encoder is 'x', which only kind 'dense' reads; .*kind is 'bm25': change"),
-        ({"url": "http://x"}, "task.multihop.retriever.url is 'http://x', which only kind 'http' reads"),
+        ({"kind": "sparse"}, "task.multihop.retriever.kind is 'sparse'; it must be 'bm25', 'dense' or 'http'"),
+        ({"kind": "dense"}, "which needs encoder; set it"),
+        ({"kind": "http"}, "task.multihop.retriever: kind is 'http', which needs url; set it"),
+        ({"encoder": "x"}, "retriever: encoder is 'x', which only kind 'dense' reads; .*kind is 'bm25': change"),
+        ({"url": "http://x"}, "task.multihop.retriever: url is 'http://x', which only kind 'http' reads"),
         ({"kind": "http", "url": "http://x", "index": "y"}, "index is 'y', which only kind 'bm25' or 'dense' reads"),
         ({"kind": "dense", "encoder": "x", "seconds": 1.0}, "seconds is 1.0, which only kind 'http' reads"),
-        ({"kind": "dense", "encoder": "x", "pooling": "max"}, "pooling is 'max'; choose one of mean, cls"),
-        ({"kind": "dense", "encoder": "x", "dtype": "int8"}, "dtype is 'int8'; choose one of float32, bfloat16"),
+        ({"kind": "dense", "encoder": "x", "pooling": "max"}, "pooling is 'max'; it must be 'mean' or 'cls'"),
+        ({"kind": "dense", "encoder": "x", "dtype": "int8"}, "dtype is 'int8'; it must be 'float32' or 'bfloat16'"),
     ],
 )
 def test_keys_that_do_not_fit_are_refused(keys, message):
     with pytest.raises(UserError, match=message):
-        check_retriever(config_of(**keys))
+        config_of(**keys)
 
 
 def test_an_encoder_that_is_not_there_or_broken_is_refused(encoder, tmp_path):
     def dense(path, **keys):
-        return make_retriever(config_of(kind="dense", encoder=str(path), **keys), CORPUS)
+        return make_retriever(config_of(kind="dense", encoder=str(path), **keys), CORPUS, 2)
 
     with pytest.raises(UserError, match=r"task.multihop.retriever: .*nowhere: no such folder"):
         dense(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="task.multihop.retriever: tokens is 4; it must be at least 16"):
+    with pytest.raises(UserError, match="task.multihop.retriever.tokens is 4; it must be greater than or equal to 16"):
         dense(encoder, tokens=4)
     checkpoint(tmp_path / "cut", words=WORDS)
     file = tmp_path / "cut" / "model.safetensors"

@@ -7,11 +7,11 @@ import asyncio
 import numpy as np
 import pytest
 
-from agentr1_jax.envs import qa
 from agentr1_jax.envs.base import Action
 from agentr1_jax.envs.reward_functions import RewardError, load_functions
 from agentr1_jax.envs.rewards import Turn
 from agentr1_jax.envs.tool_env import ToolEnv
+from agentr1_jax.tasks import qa
 
 ROW = {"id": 1, "question": "?", "answers": ["Ada"]}
 MODULE = """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from agentr1_jax.envs import qa
 from agentr1_jax.envs.rewards import Reward, Turn, exact_match, f1, normalise
+from agentr1_jax.tasks import qa
 from agentr1_jax.text.tool_calls import PARSE_MESSAGES, ParseError, ToolCall
 from agentr1_jax.tools.base import ToolResult, failed
 

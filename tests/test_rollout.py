@@ -17,11 +17,11 @@ from schedules import MANY, Planned, all_ids, assert_exact, engine_of, planned, 
 from agentr1_jax.agents.context import context_rule
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity
-from agentr1_jax.envs.hopworld import HopWorldTask
 from agentr1_jax.rollout.config import EngineConfig
 from agentr1_jax.rollout.engine import Engine
 from agentr1_jax.rollout.runner import Group, run_groups
 from agentr1_jax.rollout.sampling import Sampling
+from agentr1_jax.tasks.hopworld import HopWorldTask
 from agentr1_jax.text.chat import chat_format
 from agentr1_jax.text.sentencepiece import train_sentencepiece
 from agentr1_jax.text.tokenizer import load_tokenizer

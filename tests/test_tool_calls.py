@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentr1_jax.envs import qa
 from agentr1_jax.envs.base import Action
 from agentr1_jax.report.inspector import page_data
+from agentr1_jax.tasks import qa
 from agentr1_jax.text.tool_calls import (
     MOST_NESTED,
     ParseError,

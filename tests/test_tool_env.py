@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentr1_jax.envs import qa
 from agentr1_jax.envs.base import Action
 from agentr1_jax.envs.rewards import Reward
 from agentr1_jax.envs.tool_env import NO_ACTION, ToolEnv
+from agentr1_jax.tasks import qa
 from agentr1_jax.text.tool_calls import PARSE_MESSAGES, render_answer, render_call
 from agentr1_jax.tools.base import ToolResult, failed
 from agentr1_jax.tools.limits import ToolLimits, wrapped

@@ -16,7 +16,7 @@ from doing import (
     run,
 )
 
-from agentr1_jax.envs.hopworld.task import HopWorldTask
+from agentr1_jax.tasks.hopworld.task import HopWorldTask
 from agentr1_jax.tools import base
 from agentr1_jax.tools.base import failed
 from agentr1_jax.tools.limits import ToolLimits, wrapped

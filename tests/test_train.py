@@ -412,10 +412,16 @@ def test_summaries_are_steps_of_a_run(tmp_path: Path, trained: bool) -> None:
 
 @pytest.mark.slow
 def test_a_mixture_under_a_curriculum(tmp_path: Path) -> None:
-    mixed = {"task__name": "mixture", "task__mixture": "('countdown=1', 'keydoor=1')", "budget__max_steps": 7}
+    mixed = {
+        "task__name": "mixture",
+        "task__mixture": "('countdown(weight=1)', 'keydoor(weight=1)')",
+        "budget__max_steps": 7,
+    }
     small = {"policy__width": 16, "policy__head_dim": 8, "updates": 2, "rollout__groups": 4, "rollout__samples": 2}
     small |= {"tokenizer__texts": 500, "warm_start__batch": 4, "warm_start__demonstrations": 8}
-    done = train("countdown", tmp_path / "run", task__curriculum="('0:2', '1:7')", **mixed, **small)
+    done = train(
+        "countdown", tmp_path / "run", task__curriculum="('max_steps(2)', 'max_steps(7, update=1)')", **mixed, **small
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     for update, most in ((0, 2), (1, 7)):
         batch = list(read_jsonl(tmp_path / "run" / "trajectories" / f"rl_{update:06d}.jsonl.gz"))

@@ -15,8 +15,8 @@ from agentr1_jax.agents.context import context_rule
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.envs.base import Action, Task
-from agentr1_jax.envs.whereabouts import PLACES, WhereaboutsTask, kept, known, told, written
 from agentr1_jax.errors import UserError
+from agentr1_jax.tasks.whereabouts import PLACES, WhereaboutsTask, kept, known, told, written
 from agentr1_jax.text.chat import chat_format
 from agentr1_jax.trajectory import Budget, Outcome
 from configs import whereabouts

@@ -1,21 +1,17 @@
-"""Tasks and tools that the core never imports: each module is imported when a config names it."""
+"""Tasks and tools that the core never imports: a module is imported when a config names what it registers."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 
-TASKS: Mapping[str, str] = {
-    "bfcl": "bfcl.task",
-    "gymnasium": "gymnasium.task",
-    "http": "http_env.client",
-    "sokoban": "sokoban",
-    "verifiers": "verifiers",
+TASK_MODULES: Mapping[str, str] = {
+    "bfcl": "agentr1_jax.contrib.bfcl.task",
+    "gymnasium": "agentr1_jax.contrib.gymnasium.task",
+    "http": "agentr1_jax.contrib.http_env.client",
+    "sokoban": "agentr1_jax.contrib.sokoban",
+    "verifiers": "agentr1_jax.contrib.verifiers",
 }
-"""Task name -> the module in this package that registers it."""
+"""Task name -> the module that registers it."""
 
-
-def import_task(name: str) -> None:
-    """Import the module that registers the task `name`; do nothing where the task is not one of `TASKS`."""
-    if name in TASKS:
-        importlib.import_module(f"{__name__}.{TASKS[name]}")
+TOOLS: Mapping[str, str] = {"python": "agentr1_jax.contrib.python_sandbox:PythonTool"}
+"""Tool name -> `module:class` of a tool that is made without arguments."""

@@ -11,16 +11,22 @@ of the room is wall. Levels are drawn by playing backwards from a solved state, 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
 import random
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from annotated_types import Ge, Lt
+from pydantic.dataclasses import dataclass
 
 from agentr1_jax.envs.base import Row
+from agentr1_jax.envs.registry import TaskContext, register
 from agentr1_jax.envs.tabular import Chance, Game
-from agentr1_jax.envs.tabular_task import TabularTask, check_rates
+from agentr1_jax.envs.tabular_task import GameRewards, TabularTask, check_rates
+from agentr1_jax.validation import STRICT, Count, Fraction
 
 MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 RULES = "You are @. Push each box $ onto a target. Say up, down, left or right. # is wall, * a box on a target."
@@ -30,6 +36,38 @@ Cell = tuple[int, int]
 Boxes = tuple[Cell, ...]
 State = tuple[Cell, Boxes]
 """Cell of the player, and the sorted cells of the boxes."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class SokobanConfig:
+    """Keys of `task.sokoban`."""
+
+    mistakes: Fraction = 0.7
+    """probability that the expert errs, at each step"""
+    size: Annotated[int, Ge(3)] = 4
+    """cells of a side"""
+    boxes: Count = 1
+    """boxes; with size they may make 2000 states at most, as 6 and 1 or 4 and 2 do"""
+    walls: Fraction = 0.15
+    """share of walls among all cells"""
+    least_moves: Count = 3
+    """moves of the shortest solution of a level, at least"""
+    most_moves: Count = 10
+    """moves of the shortest solution of a level, at most"""
+    on_target: Annotated[float, Ge(0), Lt(1)] = 0.1
+    """what a box that is not the last one pays on a target, and costs where it leaves one"""
+    rewards: GameRewards = GameRewards()
+    """weights of the reward parts"""
+
+
+@register("sokoban", SokobanConfig)
+def make_sokoban(config: SokobanConfig, run: TaskContext) -> TabularTask:
+    """Make Sokoban. Raises ValueError where the settings leave too few levels, or the budget too few moves."""
+    most = config.most_moves
+    why = f"solutions have up to task.sokoban.most_moves ({most}) moves"
+    run.check_steps(most, "sokoban", why, "lower task.sokoban.most_moves")
+    settings = dataclasses.asdict(config)
+    return sokoban_task(reward_weights=settings.pop("rewards"), **settings)
 
 
 class Room(NamedTuple):

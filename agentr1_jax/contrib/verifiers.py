@@ -17,13 +17,18 @@ import os
 import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from annotated_types import MinLen
+from pydantic.dataclasses import dataclass
 
 from agentr1_jax.envs.base import Action, Observation, Row, Transition
+from agentr1_jax.envs.registry import TaskContext, register
 from agentr1_jax.envs.rows_task import RowsTask
 from agentr1_jax.text.tool_calls import ParseError, ToolCall, parse_tool_calls
 from agentr1_jax.tools.threads import in_thread
 from agentr1_jax.trajectory import Outcome
+from agentr1_jax.validation import STRICT
 
 EVALUATION_ONE_IN = 8
 """One row in so many is held out for evaluation where the environment has no evaluation data set."""
@@ -44,6 +49,22 @@ class RewardFunction(NamedTuple):
     name: str
     function: Callable[..., Any]
     weight: float
+
+
+@dataclass(frozen=True, config=STRICT)
+class VerifiersConfig:
+    """Keys of `task.verifiers`."""
+
+    source: Annotated[str, MinLen(1)] = ""
+    """path of a Python file with load_environment, or an installed module"""
+    args: str = ""
+    """arguments of load_environment: the text of a JSON object; "" for none"""
+
+
+@register("verifiers", VerifiersConfig)
+def make_verifiers(config: VerifiersConfig, run: TaskContext) -> RowsTask:
+    """Make the task of a file in the form of verifiers. Raises ValueError as `verifiers_task` does."""
+    return verifiers_task(config.source, config.args, run.seed)
 
 
 class Message(dict[str, Any]):

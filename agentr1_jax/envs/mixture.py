@@ -5,7 +5,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from agentr1_jax.envs.base import Action, Env, Expert, Observation, Row, Task, Transition, judged, sums_up
+from agentr1_jax.envs.base import (
+    Action,
+    Env,
+    Expert,
+    Observation,
+    Row,
+    Task,
+    Transition,
+    has_expert,
+    has_texts,
+    judged,
+    sums_up,
+)
 from agentr1_jax.envs.shares import draw, offsets_of, parse_weights, shares_of
 
 KEY = "task.mixture"
@@ -45,6 +57,16 @@ class MixtureTask:
     def expert_sums_up(self) -> bool:
         """Whether the experts of all tasks do."""
         return all(sums_up(task) for task in self._tasks.values())
+
+    @property
+    def has_expert(self) -> bool:
+        """Whether all tasks have one."""
+        return all(has_expert(task) for task in self._tasks.values())
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether all tasks have some."""
+        return all(has_texts(task) for task in self._tasks.values())
 
     @property
     def reward_parts(self) -> Sequence[str]:

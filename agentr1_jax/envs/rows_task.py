@@ -44,7 +44,7 @@ class RowsTask:
                 if not isinstance(row, Mapping) or "id" not in row:
                     raise ValueError(f"{name}: row {number} of {split!r} is no mapping with an 'id': {row!r:.80}")
         self.name, self.reward_parts, self.env = name, tuple(reward_parts), make_env
-        self.expert_sums_up = expert_sums_up
+        self.expert_sums_up, self.has_expert = expert_sums_up, expert is not None
         self._rows, self._expert = FiniteRows(name, splits, seed), expert
         self._texts = texts or [
             text for row in splits["train"] for text in (row.get("question", ""), *row.get("answers", ())) if text

@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from agentr1_jax.registry import parse_call
+
 
 def parse_weights(entries: Sequence[str], key: str) -> dict[str, float]:
-    """Weights of a mixture, written as `name=weight`.
+    """Weights of a mixture, written as `name(weight=2)`.
 
     Args:
       entries: one for each source.
@@ -20,13 +22,13 @@ def parse_weights(entries: Sequence[str], key: str) -> dict[str, float]:
     """
     weights: dict[str, float] = {}
     for entry in entries:
-        name, _, text = (part.strip() for part in str(entry).partition("="))
+        name, values, named = parse_call(str(entry), key)
         try:
-            weight = float(text)
-        except ValueError:
+            weight = float(named["weight"])
+        except (KeyError, ValueError):
             weight = math.nan
-        if not name or not 0 <= weight < math.inf:
-            raise ValueError(f"{key}: {entry!r} is not 'name=weight' with a weight of 0 or more, e.g. 'hotpotqa=2'")
+        if values or named.keys() != {"weight"} or not 0 <= weight < math.inf:
+            raise ValueError(f"{key}: {entry!r}: write name(weight=2), with a weight of 0 or more")
         if name in weights:
             raise ValueError(f"{key} names {name!r} twice")
         weights[name] = weight

@@ -11,9 +11,12 @@ import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
+from pydantic.dataclasses import dataclass
+
 from agentr1_jax.envs.base import Action, Expert, Observation, Row, Transition
 from agentr1_jax.envs.tabular import Chance, Game, State, action_values, reachable
 from agentr1_jax.trajectory import Outcome
+from agentr1_jax.validation import STRICT
 
 NO_ACTION = "That is no action here."
 SPLITS = ("eval", "dev", "train", "train", "train", "train", "train", "train")
@@ -22,6 +25,16 @@ REWARD_PARTS = ("goal", "side")
 DRAWS = 3000
 EXPERT_GAMMA = 0.95
 """Discount under which the expert's actions are best: it also hurries."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class GameRewards:
+    """Weights of the reward parts of a game."""
+
+    goal: float = 1.0
+    """of the reward of the step that ends the game well"""
+    side: float = 1.0
+    """of all other rewards"""
 
 
 @dataclasses.dataclass(frozen=True)

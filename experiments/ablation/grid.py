@@ -26,8 +26,7 @@ from experiments import build, inherited
 
 WARM_START = "warm_start"
 SAME_FOR_ALL = ("seed", "run_dir", "compilation_cache", "control", "control_seconds", "eval", "task")
-OF_ARMS = ("task.rewards.",)
-"""What an arm cannot change, since its runs would not be compared with those of other arms."""
+"""What an arm cannot change, since its runs would not be compared with those of other arms; reward weights it can."""
 OF_WARM_START = ("pretrain", "warm_start", "warm_start_updates")
 OF_PROMPTS = ("context.rule", "context.file", "context.summary_tokens", "agent.dialect", "agent.tell_tools")
 """How demonstrations look to the policy: one that imitated others than it meets in RL would start with a handicap, so
@@ -183,7 +182,7 @@ def configured(config: ml_collections.ConfigDict, arm: Arm) -> tuple[ml_collecti
     }
     for key in changes:
         fixed = key in SAME_FOR_ALL or key.startswith(tuple(f"{same}." for same in SAME_FOR_ALL))
-        if fixed and not key.startswith(OF_ARMS):
+        if fixed and ".rewards." not in key:
             raise UserError(f"{where} changes {key}, which is the same for all arms; change it by --config.{key}")
     config, notes = changed(config, changes, where), list[str]()
     if scheme.needs_critic and config.critic == "none":

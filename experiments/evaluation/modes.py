@@ -11,8 +11,8 @@ import ml_collections
 
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.envs.base import Action, Env, Observation, Row, Task, Transition, judged
-from agentr1_jax.envs.rag import RagEnv, searches
 from agentr1_jax.errors import UserError
+from agentr1_jax.tasks.rag import RagEnv, searches
 from agentr1_jax.text.chat import chat_format
 from agentr1_jax.text.dialects import hermes
 from agentr1_jax.text.tokenizer import Tokenizer

@@ -19,7 +19,7 @@ from agentr1_jax.envs.tabular_task import NO_ACTION
 from agentr1_jax.errors import UserError
 from agentr1_jax.rollout import runner
 from agentr1_jax.trajectory import Outcome
-from configs import frozenlake
+from configs import base, frozenlake
 from experiments import tasks
 
 gymnasium = pytest.importorskip("gymnasium")
@@ -302,10 +302,9 @@ def test_the_expert_says_random_actions_and_texts_show_play():
 
 def test_a_config_makes_it():
     config = frozenlake.get_config()
-    config.task.name = "gymnasium"
-    config.task.frozenlake.mistakes = 0.7
+    base.set_task(config, "gymnasium")
     config.task.gymnasium.id, config.task.gymnasium.actions = "FrozenLake-v1", LAKE
     assert tasks.make_task(config).actions == LAKE
     config.task.gymnasium.id = ""
-    with pytest.raises(UserError, match=r"task\.gymnasium\.id is empty"):
+    with pytest.raises(UserError, match=r"task\.gymnasium\.id is ''; it must have"):
         tasks.make_task(config)

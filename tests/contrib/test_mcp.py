@@ -26,8 +26,8 @@ from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.contrib import mcp
 from agentr1_jax.contrib.mcp import McpTools, session
-from agentr1_jax.envs import qa
 from agentr1_jax.envs.registry import TASKS
+from agentr1_jax.tasks import qa
 from agentr1_jax.text.chat import chat_format
 from agentr1_jax.text.tool_calls import render_answer, render_call
 from agentr1_jax.tools import base

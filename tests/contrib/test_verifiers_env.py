@@ -17,7 +17,7 @@ from agentr1_jax.errors import UserError
 from agentr1_jax.rollout import runner
 from agentr1_jax.text.tool_calls import render_call
 from agentr1_jax.trajectory import Outcome
-from configs import frozenlake
+from configs import base, frozenlake
 from experiments import tasks
 
 STAND_IN = """
@@ -294,14 +294,14 @@ def test_messages_are_read_as_dicts_and_by_attributes():
 
 def test_a_config_makes_it(file):
     config = frozenlake.get_config()
-    changes = {"task.name": "verifiers", "task.frozenlake.mistakes": 0.7, "task.verifiers.source": file(SINGLE)}
-    config.update_from_flattened_dict(changes)
-    with pytest.raises(UserError, match="task 'verifiers' has no expert to imitate, and warm_start_updates is 200"):
+    base.set_task(config, "verifiers")
+    config.task.verifiers.source = file(SINGLE)
+    with pytest.raises(UserError, match="task 'mine' has no expert to imitate, and warm_start_updates is 200"):
         tasks.make_task(config)
     config.warm_start_updates = 0
     assert tasks.make_task(config).name == "mine"
     config.task.verifiers.source = ""
-    with pytest.raises(UserError, match=r"task\.verifiers\.source is empty"):
+    with pytest.raises(UserError, match=r"task\.verifiers\.source is ''; it must have"):
         tasks.make_task(config)
 
 

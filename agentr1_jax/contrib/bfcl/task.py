@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from absl import logging
+from pydantic.dataclasses import dataclass
 
 from agentr1_jax.contrib.bfcl import scoring
 from agentr1_jax.contrib.bfcl.base import CallFailed
@@ -20,11 +21,13 @@ from agentr1_jax.contrib.bfcl.state import World
 from agentr1_jax.envs.base import Expert, Row
 from agentr1_jax.envs.data_folder import data_folder
 from agentr1_jax.envs.passes import FiniteRows
+from agentr1_jax.envs.registry import TaskContext, register
 from agentr1_jax.envs.rewards import Reward
 from agentr1_jax.envs.tool_env import ToolEnv
 from agentr1_jax.text.tool_calls import render_call
 from agentr1_jax.tools import base
 from agentr1_jax.tools.base import Tool, ToolResult
+from agentr1_jax.validation import STRICT
 
 INSTRUCTION = (
     "Do what the user asks by calling the tools. Calls of one response run one after another. When a request is done, "
@@ -33,6 +36,32 @@ INSTRUCTION = (
 DONE = "Done."
 DEFAULT_WEIGHTS: Mapping[str, float] = {"state": 1.0, "format": 0.1}
 EVALUATION_ONE_IN = 3
+
+
+@dataclass(frozen=True, config=STRICT)
+class BfclRewards:
+    """Weights of the reward parts of BFCL."""
+
+    state: float = 1.0
+    """of the end state, where it is that of the ground truth"""
+    turn_state: float = 0.0
+    """of the state after each request"""
+    format: float = 0.1
+    """of the format, whose raw value is -1 for an ill-formed step"""
+
+
+@dataclass(frozen=True, config=STRICT)
+class BfclConfig:
+    """Keys of `task.bfcl`."""
+
+    rewards: BfclRewards = BfclRewards()
+    """weights of the reward parts"""
+
+
+@register("bfcl", BfclConfig)
+def make_bfcl(config: BfclConfig, run: TaskContext) -> BfclTask:
+    """Make BFCL's multi-turn tasks. Raises FileNotFoundError or ValueError where data are missing or damaged."""
+    return BfclTask(run.data_dir, dataclasses.asdict(config.rewards), run.seed, run.wrap)
 
 
 class BfclTask:

@@ -11,13 +11,18 @@ import random
 import re
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from annotated_types import MinLen
+from pydantic.dataclasses import dataclass
 
 from agentr1_jax.contrib.gymnasium.spaces import ActionFormat, action_format, check_observation_space, observation_text
 from agentr1_jax.envs.base import Action, Expert, Observation, Row, Transition
-from agentr1_jax.envs.tabular_task import NO_ACTION, REWARD_PARTS
+from agentr1_jax.envs.registry import TaskContext, register
+from agentr1_jax.envs.tabular_task import NO_ACTION, REWARD_PARTS, GameRewards
 from agentr1_jax.tools.threads import in_thread
 from agentr1_jax.trajectory import Outcome
+from agentr1_jax.validation import STRICT, Count
 
 SEEDS = {"train": 0, "eval": 10**9, "dev": 2 * 10**9}
 """Seed of a split's first row; a split has 10^9 rows."""
@@ -27,6 +32,37 @@ SAMPLE_STEPS = 50
 """Limit on the random steps of one row in `texts`."""
 _COLOURED = re.compile(r"\x1b\[[0-9;]+m(.*?)\x1b\[0?m", re.DOTALL)
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+@dataclass(frozen=True, config=STRICT)
+class GymnasiumConfig:
+    """Keys of `task.gymnasium`."""
+
+    id: Annotated[str, MinLen(1)] = ""
+    """id in Gymnasium's registry, e.g. FrozenLake-v1; module:Name-v0 imports the module first"""
+    kwargs: str = ""
+    """arguments of gymnasium.make: the text of a JSON object; "" for none"""
+    actions: tuple[str, ...] = ()
+    """names of a Discrete space's actions, in their order; () for numbers"""
+    instruction: str = ""
+    """text that opens an episode"""
+    observation: Literal["text", "ansi"] = "text"
+    """text: of the space; ansi: what the environment draws"""
+    digits: Count = 3
+    """significant digits of a Box's numbers"""
+    most_numbers: Count = 256
+    """numbers of an observation, at most"""
+    success_return: float = 1.0
+    """return from which an episode has em 1, unless the environment says so itself"""
+    rewards: GameRewards = GameRewards()
+    """weights of the reward parts"""
+
+
+@register("gymnasium", GymnasiumConfig)
+def make_gymnasium(config: GymnasiumConfig, run: TaskContext) -> GymnasiumTask:
+    """Make the task of an environment of Gymnasium. Raises ValueError as `GymnasiumTask` does."""
+    settings = dataclasses.asdict(config)
+    return GymnasiumTask(reward_weights=settings.pop("rewards"), **settings)
 
 
 @dataclasses.dataclass(frozen=True)

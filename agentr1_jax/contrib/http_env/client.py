@@ -15,13 +15,18 @@ import time
 import urllib.parse
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge, MinLen
+from pydantic.dataclasses import dataclass
 
 from agentr1_jax.envs.base import Action, Expert, Observation, Row, Transition
+from agentr1_jax.envs.registry import TaskContext, register
 from agentr1_jax.errors import PassingError
 from agentr1_jax.http import PASSING, HttpError, is_http, pause, request, shown
 from agentr1_jax.tools.threads import in_thread
 from agentr1_jax.trajectory import Outcome
+from agentr1_jax.validation import STRICT, Count, NonNegative
 
 PROTOCOL = 1
 OBSERVATION_FIELDS = ("messages", "text", "texts", "role", "tools", "state_key", "potential", "evidence")
@@ -87,6 +92,26 @@ class Server:
         return fields
 
 
+@dataclass(frozen=True, config=STRICT)
+class HttpConfig:
+    """Keys of `task.http`."""
+
+    url: Annotated[str, MinLen(1)] = ""
+    """URL of the environment server, e.g. http://localhost:8100"""
+    seconds: Annotated[float, Ge(1e-3)] = 30.0
+    """time limit of a request, in seconds"""
+    attempts: Count = 3
+    """requests for one call that does not come through"""
+    backoff: NonNegative = 0.5
+    """seconds before the second request; doubles"""
+
+
+@register("http", HttpConfig)
+def make_http(config: HttpConfig, run: TaskContext) -> HttpTask:
+    """Make the task of an environment server. Raises ValueError where none answers."""
+    return HttpTask(Server(**dataclasses.asdict(config)))
+
+
 class HttpTask:
     """Task of an environment server, which weights its rewards itself; it has no expert and no texts.
 
@@ -96,6 +121,9 @@ class HttpTask:
     Raises:
       ValueError: the server cannot be reached or does not speak the protocol; the message names the URL.
     """
+
+    has_expert = False
+    has_texts = False
 
     def __init__(self, server: Server) -> None:
         self._server = server

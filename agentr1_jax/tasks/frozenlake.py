@@ -13,19 +13,48 @@ The rules are Gymnasium's (https://gymnasium.farama.org/environments/toy_text/fr
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge, Le
+from pydantic.dataclasses import dataclass
 
 from agentr1_jax.envs.base import Row
+from agentr1_jax.envs.registry import TaskContext, register
 from agentr1_jax.envs.tabular import Chance, Game
-from agentr1_jax.envs.tabular_task import TabularTask, check_rates
+from agentr1_jax.envs.tabular_task import GameRewards, TabularTask, check_rates
+from agentr1_jax.validation import STRICT, Fraction
 
 MOVES = {"east": (0, 1), "south": (1, 0), "west": (0, -1), "north": (-1, 0)}
 CELLS = {"S": "ice", "F": "ice", "H": "hole", "G": "goal"}
 RULES = "Go over the ice F from S to G, not into H."
 Cell = tuple[int, int]
+
+
+@dataclass(frozen=True, config=STRICT)
+class FrozenLakeConfig:
+    """Keys of `task.frozenlake`."""
+
+    mistakes: Fraction = 0.7
+    """probability that the expert errs, at each step"""
+    size: Annotated[int, Ge(3), Le(9)] = 4
+    """cells of a side"""
+    holes: Fraction = 0.2
+    """share of holes among all cells but the two corners"""
+    slip: Fraction = 0.0
+    """probability that a step slides to a side; 2/3 is Gymnasium's slippery lake"""
+    rewards: GameRewards = GameRewards()
+    """weights of the reward parts"""
+
+
+@register("frozenlake", FrozenLakeConfig)
+def make_frozenlake(config: FrozenLakeConfig, run: TaskContext) -> TabularTask:
+    """Make FrozenLake. Raises ValueError where the settings leave too few maps."""
+    settings = dataclasses.asdict(config)
+    return frozenlake_task(reward_weights=settings.pop("rewards"), **settings)
 
 
 def frozenlake_task(

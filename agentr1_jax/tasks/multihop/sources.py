@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentr1_jax.envs.multihop import originals
-from agentr1_jax.envs.multihop.parquet import parquet_records, verl
-from agentr1_jax.envs.multihop.rows import Question, make_row
+from agentr1_jax.tasks.multihop import originals
+from agentr1_jax.tasks.multihop.parquet import parquet_records, verl
+from agentr1_jax.tasks.multihop.rows import Question, make_row
 from agentr1_jax.tools.records import DAMAGE, damaged, read_records
 
 WHAT = "not a question"

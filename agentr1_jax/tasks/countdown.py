@@ -13,20 +13,64 @@ import itertools
 import random
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Annotated
 
-from agentr1_jax.envs import qa
+from annotated_types import Ge, Le
+from pydantic import StringConstraints
+from pydantic.dataclasses import dataclass
+
 from agentr1_jax.envs.base import Expert, Row
+from agentr1_jax.envs.registry import TaskContext, register
 from agentr1_jax.envs.rewards import Part, Reward, Turn
 from agentr1_jax.envs.tabular_task import SPLITS, check_rates, split_of
 from agentr1_jax.envs.tool_env import NO_ACTION, ToolEnv
+from agentr1_jax.tasks import qa
 from agentr1_jax.text.tool_calls import PARSE_MESSAGES, ToolCall, render_answer, render_call
 from agentr1_jax.tools.base import Tool
 from agentr1_jax.tools.calculator import CalculationError, CalculatorTool, evaluate
+from agentr1_jax.validation import STRICT, Fraction
 
 SYSTEM = "Make the first number from the others, each used once. Calculate, then answer."
 OPERATORS = "+-*/"
 MOST_DRAWS = 10_000
 DEFAULT_WEIGHTS: Mapping[str, float] = {"answer": 1.0, "format": 0.1, "wasted_call": -0.2}
+
+
+@dataclass(frozen=True, config=STRICT)
+class CountdownRewards:
+    """Weights of the reward parts of Countdown."""
+
+    answer: float = 1.0
+    """of an answer that solves the row"""
+    format: float = 0.1
+    """of the format, whose raw value is -1 for an ill-formed step"""
+    wasted_call: float = -0.2
+    """of each call with other numbers, or to a value seen before"""
+
+
+@dataclass(frozen=True, config=STRICT)
+class CountdownConfig:
+    """Keys of `task.countdown`."""
+
+    numbers: Annotated[int, Ge(2), Le(6)] = 3
+    """how many numbers a row has"""
+    largest: Annotated[int, Ge(2)] = 12
+    """the largest of the numbers, which are drawn from 1 on"""
+    operators: Annotated[str, StringConstraints(pattern=r"^[-+*/]+$")] = "+-"
+    """operators that solve a row; some of + - * /"""
+    hasty: Fraction = 0.7
+    """probability that the expert answers with what it has just seen miss the target"""
+    stubborn: Fraction = 0.3
+    """probability that the expert tries the same expression again"""
+    rewards: CountdownRewards = CountdownRewards()
+    """weights of the reward parts"""
+
+
+@register("countdown", CountdownConfig)
+def make_countdown(config: CountdownConfig, run: TaskContext) -> CountdownTask:
+    """Make Countdown. Raises ValueError where the settings leave too few rows."""
+    settings = dataclasses.asdict(config)
+    return CountdownTask(reward_weights=settings.pop("rewards"), wrap=run.wrap, **settings)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gzip
 import itertools
@@ -12,17 +13,21 @@ import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from agentr1_jax.envs import qa
+from pydantic.dataclasses import dataclass
+
 from agentr1_jax.envs.base import Expert, Row
 from agentr1_jax.envs.data_folder import data_folder
 from agentr1_jax.envs.passes import FiniteRows
+from agentr1_jax.envs.registry import TaskContext, register
 from agentr1_jax.envs.rewards import Part, Reward, Turn
 from agentr1_jax.envs.tool_env import ToolEnv
+from agentr1_jax.tasks import qa
 from agentr1_jax.text.tool_calls import render_answer, render_call
 from agentr1_jax.tools.base import Tool
 from agentr1_jax.tools.calculator import CalculatorTool
+from agentr1_jax.validation import STRICT
 
 INSTRUCTION = (
     "Solve the problem with the help of the tool. When you know the result, give it as a plain number inside <answer> "
@@ -32,6 +37,35 @@ DEFAULT_WEIGHTS: Mapping[str, float] = {"answer": 1.0, "format": 0.1}
 FILES = {"train": "train.jsonl.gz", "eval": "test.jsonl.gz"}
 CALCULATION = re.compile(r"<<([^<>=]+)=[^<>]*>>")
 NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)")
+
+
+@dataclass(frozen=True, config=STRICT)
+class Gsm8kRewards:
+    """Weights of the reward parts of GSM8K."""
+
+    answer: float = 1.0
+    """of the right number"""
+    format: float = 0.1
+    """of the format, whose raw value is -1 for an ill-formed step"""
+    repeated_query: float = -0.1
+    """of each call made before"""
+
+
+@dataclass(frozen=True, config=STRICT)
+class Gsm8kConfig:
+    """Keys of `task.gsm8k`."""
+
+    tool: Literal["calculator", "python"] = "calculator"
+    """the tool that helps"""
+    rewards: Gsm8kRewards = Gsm8kRewards()
+    """weights of the reward parts"""
+
+
+@register("gsm8k", Gsm8kConfig)
+def make_gsm8k(config: Gsm8kConfig, run: TaskContext) -> Gsm8kTask:
+    """Make GSM8K. Raises FileNotFoundError or ValueError where its data are missing or damaged."""
+    tool = CalculatorTool() if config.tool == "calculator" else run.make_tool(config.tool)
+    return Gsm8kTask(run.data_dir, tool, dataclasses.asdict(config.rewards), run.seed, run.wrap)
 
 
 class Gsm8kTask:

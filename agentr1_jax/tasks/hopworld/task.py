@@ -10,21 +10,60 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from agentr1_jax.envs import qa
+from pydantic.dataclasses import dataclass
+
 from agentr1_jax.envs.base import Expert, Row
-from agentr1_jax.envs.hopworld import expert as experts
-from agentr1_jax.envs.hopworld.questions import PRACTICE_SHARES, SHARES, questions
-from agentr1_jax.envs.hopworld.world import retriever, search_tool, world, world_key
+from agentr1_jax.envs.registry import TaskContext, register
 from agentr1_jax.envs.tool_env import NO_ACTION, ToolEnv
+from agentr1_jax.tasks import qa
+from agentr1_jax.tasks.hopworld import expert as experts
+from agentr1_jax.tasks.hopworld.questions import PRACTICE_SHARES, SHARES, questions
+from agentr1_jax.tasks.hopworld.world import retriever, search_tool, world, world_key
 from agentr1_jax.text.tool_calls import PARSE_MESSAGES, render_answer
 from agentr1_jax.tools.base import Tool
 from agentr1_jax.tools.search import EMPTY_RESULT
+from agentr1_jax.validation import STRICT, Count, Fraction
 
 SPLITS = {"train": SHARES, "eval": SHARES, "dev": SHARES, "practice": PRACTICE_SHARES}
 SYSTEM = "Search, then answer."
 # Little of many worlds, so that sample texts hold every name often.
 _PASSAGES_OF_A_WORLD, _ROWS_OF_A_WORLD = 120, 4
 DEFAULT_WEIGHTS = {"answer": 1.0, "format": 0.1, "gold_passage": 0.1, "repeated_query": -0.05}
+
+
+@dataclass(frozen=True, config=STRICT)
+class Flaws:
+    """Rates of the expert's flawed decisions, for each lookup of a question."""
+
+    bridge_answer: Fraction = 0.52
+    """answers with what is at hand instead of one more lookup"""
+    skip_hop: Fraction = 0.06
+    """asks the present subject for what only the next one can tell"""
+    repeat_query: Fraction = 0.06
+    """sends a query again"""
+    malformed_call: Fraction = 0.06
+    """forgets a brace of the call"""
+
+
+@dataclass(frozen=True, config=STRICT)
+class HopWorldConfig:
+    """Keys of `task.hopworld`."""
+
+    top_k: Count = 3
+    """passages that a search returns"""
+    questions_per_world: Count = 16
+    """questions asked of one world, one after another"""
+    flaws: Flaws = Flaws()
+    """rates of the expert's flawed decisions"""
+    rewards: qa.QaRewards = qa.QaRewards()
+    """weights of the reward parts"""
+
+
+@register("hopworld", HopWorldConfig)
+def make_hopworld(config: HopWorldConfig, run: TaskContext) -> HopWorldTask:
+    """Make HopWorld."""
+    settings = dataclasses.asdict(config)
+    return HopWorldTask(reward_weights=settings.pop("rewards"), wrap=run.wrap, **settings)
 
 
 @dataclasses.dataclass(frozen=True)

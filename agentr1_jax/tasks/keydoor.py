@@ -12,18 +12,51 @@ https://arxiv.org/abs/2011.09464). One step a room:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge, Le
+from pydantic.dataclasses import dataclass
 
 from agentr1_jax.envs.base import Row
+from agentr1_jax.envs.registry import TaskContext, register
 from agentr1_jax.envs.tabular import Chance, Game
-from agentr1_jax.envs.tabular_task import TabularTask
+from agentr1_jax.envs.tabular_task import GameRewards, TabularTask
+from agentr1_jax.validation import STRICT, Fraction, NonNegative, Whole
 
 COLOURS = ("red", "blue", "green", "gold", "black", "white", "brown", "pink", "grey", "orange")
 WORTH = {"stone": 0.0, "leaf": 0.02, "nut": 0.04, "apple": 0.06, "pear": 0.08, "coin": 0.1}
 """What a thing pays in the mean."""
 GO_ON, OPEN = "go on", "open door"
+
+
+@dataclass(frozen=True, config=STRICT)
+class KeyDoorConfig:
+    """Keys of `task.keydoor`."""
+
+    mistakes: Fraction = 0.7
+    """probability that the expert errs, at each step"""
+    rooms: Whole = 5
+    """rooms between the key and the door; an episode has two steps more"""
+    key_count: Annotated[int, Ge(2), Le(len(COLOURS))] = 3
+    """keys in the first room, one of which fits"""
+    noise: NonNegative = 0.3
+    """a thing pays its mean plus or minus this"""
+    rewards: GameRewards = GameRewards()
+    """weights of the reward parts"""
+
+
+@register("keydoor", KeyDoorConfig)
+def make_keydoor(config: KeyDoorConfig, run: TaskContext) -> TabularTask:
+    """Make KeyDoor. Raises ValueError where the budget ends an episode before the door."""
+    steps = config.rooms + 2
+    run.check_steps(
+        steps, "keydoor", f"its door is {steps} steps away (task.keydoor.rooms + 2)", "lower task.keydoor.rooms"
+    )
+    settings = dataclasses.asdict(config)
+    return keydoor_task(reward_weights=settings.pop("rewards"), **settings)
 
 
 def keydoor_task(

@@ -7,7 +7,7 @@ import functools
 import random
 from collections.abc import Mapping, Sequence
 
-from agentr1_jax.envs.hopworld import names
+from agentr1_jax.tasks.hopworld import names
 from agentr1_jax.tools.search import BM25, Passage, SearchTool
 
 FILMS, PEOPLE, CITIES, STUDIOS, COUNTRIES = 56, 80, 16, 14, 10

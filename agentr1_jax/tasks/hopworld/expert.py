@@ -8,8 +8,8 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from agentr1_jax.envs.base import Expert, Row
-from agentr1_jax.envs.hopworld.questions import RELATIONS
-from agentr1_jax.envs.hopworld.world import world
+from agentr1_jax.tasks.hopworld.questions import RELATIONS
+from agentr1_jax.tasks.hopworld.world import world
 from agentr1_jax.text.tool_calls import render_answer, render_call
 
 FLAWS: Mapping[str, float] = {

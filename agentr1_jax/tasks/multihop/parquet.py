@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from agentr1_jax.envs.multihop.rows import Question, dataset_name, make_row
+from agentr1_jax.tasks.multihop.rows import Question, dataset_name, make_row
 
 COLUMNS = ("data_source", "prompt", "reward_model", "extra_info", "id", "question")
 _BATCH = 1024

@@ -7,8 +7,8 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from agentr1_jax.envs.hopworld.names import POOLS, name_split
-from agentr1_jax.envs.hopworld.world import BIRTH_YEARS, World
+from agentr1_jax.tasks.hopworld.names import POOLS, name_split
+from agentr1_jax.tasks.hopworld.world import BIRTH_YEARS, World
 
 MIN_YEARS_APART = 4
 CLAIMED_YEARS = range(1936, 1945)

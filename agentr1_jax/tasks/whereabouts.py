@@ -16,11 +16,16 @@ import itertools
 import random
 import re
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from annotated_types import Ge, Le
+from pydantic.dataclasses import dataclass
 
 from agentr1_jax.envs.base import SUMMARY_REQUEST, Action, Expert, Observation, Row, Transition
+from agentr1_jax.envs.registry import TaskContext, register
 from agentr1_jax.envs.tabular_task import check_rates
 from agentr1_jax.trajectory import Outcome
+from agentr1_jax.validation import STRICT, Count, Fraction
 
 PEOPLE = ("Ann", "Bob", "Cid", "Dan", "Eve", "Fay", "Gus", "Hal", "Ida", "Jon", "Kim", "Leo")
 PLACES = ("mill", "barn", "lake", "pond", "hill", "farm", "camp", "cave", "dock", "fort", "well", "yard")
@@ -37,6 +42,50 @@ GO_ON = "go on"
 LAST = "Where is {}?"
 REWARD_PARTS = ("answer", "summary")
 FACT = re.compile(r"([A-Z]\w*) (\w+)")
+
+
+@dataclass(frozen=True, config=STRICT)
+class WhereaboutsRewards:
+    """Weights of the reward parts of Whereabouts."""
+
+    answer: float = 1.0
+    """of person and right place"""
+    summary: float = 0.2
+    """of each summary: the share of people whom it has where they are, less that of those whom it has elsewhere"""
+
+
+@dataclass(frozen=True, config=STRICT)
+class WhereaboutsConfig:
+    """Keys of `task.whereabouts`."""
+
+    people: Annotated[int, Ge(2), Le(len(PEOPLE))] = 6
+    """people who move"""
+    places: Annotated[int, Ge(2), Le(len(PLACES))] = 8
+    """places where they can be"""
+    reports: Annotated[int, Ge(1), Le(64)] = 10
+    """reports before the question"""
+    moves: Count = 1
+    """people who move in a report in which nobody moves for the last time; at most `people`"""
+    forgets: Fraction = 0.25
+    """probability that a summary of the expert leaves out somebody"""
+    mistakes: Fraction = 0.1
+    """probability that the expert's answer is a guess"""
+    rewards: WhereaboutsRewards = WhereaboutsRewards()
+    """weights of the reward parts"""
+
+    def __post_init__(self) -> None:
+        if self.moves > self.people:
+            raise ValueError(f"moves ({self.moves}) is more than people ({self.people}); lower it")
+
+
+@register("whereabouts", WhereaboutsConfig)
+def make_whereabouts(config: WhereaboutsConfig, run: TaskContext) -> WhereaboutsTask:
+    """Make Whereabouts. Raises ValueError where the budget ends an episode before its question."""
+    steps = config.reports + 1
+    why = f"its question comes at step {steps} (task.whereabouts.reports + 1)"
+    run.check_steps(steps, "whereabouts", why, "lower task.whereabouts.reports")
+    settings = dataclasses.asdict(config)
+    return WhereaboutsTask(reward_weights=settings.pop("rewards"), **settings)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentr1_jax.envs.multihop.rows import Question, make_row
+from agentr1_jax.tasks.multihop.rows import Question, make_row
 from agentr1_jax.tools.records import DAMAGE, damaged, read_records
 from agentr1_jax.tools.search import Passage
 

@@ -5,27 +5,32 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from agentr1_jax.envs.multihop.originals import GOLD_UNKNOWN
-from agentr1_jax.envs.multihop.rows import Question
-from agentr1_jax.envs.multihop.sources import Source, read_source
+from pydantic.dataclasses import dataclass
+
+from agentr1_jax.tasks.multihop.originals import GOLD_UNKNOWN
+from agentr1_jax.tasks.multihop.rows import Question
+from agentr1_jax.tasks.multihop.sources import Source, read_source
 from agentr1_jax.tools.search import Corpus, Passage, read_corpus
 from agentr1_jax.tools.search.corpus import content, ids_by_content
+from agentr1_jax.validation import STRICT
 
 MINI_EVAL_EVERY = 5
 _PREFIXES = {"h": "hotpotqa", "w": "2wikimultihopqa", "m": "musique"}  # of ids in the data folder's corpora
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Files:
-    """Files to read in place of the data folder's; an empty tuple keeps those."""
+    """Files to read in place of the data folder's; an empty tuple keeps those. See docs/data.md."""
 
-    train: Sequence[str | os.PathLike[str]] = ()
-    eval: Sequence[str | os.PathLike[str]] = ()
-    corpus: Sequence[str | os.PathLike[str]] = ()
+    train: tuple[str | Path, ...] = ()
+    """questions to train on; ~ and {data}, the data folder, are replaced in paths"""
+    eval: tuple[str | Path, ...] = ()
+    """questions to evaluate on"""
+    corpus: tuple[str | Path, ...] = ()
+    """further passages to search"""
 
 
 @dataclasses.dataclass(frozen=True)

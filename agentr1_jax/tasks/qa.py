@@ -9,14 +9,34 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from agentr1_jax.envs import agentr1_v1, rewards
+from pydantic.dataclasses import dataclass
+
+from agentr1_jax.envs import rewards
 from agentr1_jax.envs.base import Row
 from agentr1_jax.envs.reward_functions import load_functions
 from agentr1_jax.envs.rewards import Reward, Turn
 from agentr1_jax.envs.tool_env import OnParseFailure, ToolEnv, Tools
+from agentr1_jax.tasks import agentr1_v1
 from agentr1_jax.text.tool_calls import ToolCall
+from agentr1_jax.validation import STRICT
 
 Scheme = Literal["weighted", "agentr1_v1"]
+
+
+@dataclass(frozen=True, config=STRICT)
+class QaRewards:
+    """Weights of the reward parts of question answering by search."""
+
+    answer: float = 1.0
+    """of the exact match of the final answer"""
+    f1: float = 0.0
+    """of the F1 of the final answer"""
+    format: float = 0.1
+    """of the format, whose raw value is -1 for an ill-formed step"""
+    gold_passage: float = 0.1
+    """of each gold passage first retrieved"""
+    repeated_query: float = -0.1
+    """of each call made before"""
 
 
 def search_env(

@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 
 from agentr1_jax.envs.base import Row
-from agentr1_jax.envs.multihop.rows import DATASETS, Question, known
 from agentr1_jax.envs.rewards import normalise
+from agentr1_jax.tasks.multihop.rows import DATASETS, Question, known
 from agentr1_jax.tools.search import Corpus
 
 KEPT_OUT = "same_as_evaluation"

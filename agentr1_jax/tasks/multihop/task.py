@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Literal
 
 from absl import logging
+from annotated_types import Ge
+from pydantic.dataclasses import dataclass
 
-from agentr1_jax.envs import qa
 from agentr1_jax.envs.base import Expert, Row
 from agentr1_jax.envs.data_folder import data_folder
-from agentr1_jax.envs.multihop import reading, splits
-from agentr1_jax.envs.multihop.expert import expert
-from agentr1_jax.envs.multihop.reading import Files
-from agentr1_jax.envs.multihop.rows import DATASETS, known
 from agentr1_jax.envs.passes import in_passes
+from agentr1_jax.envs.registry import TaskContext, register
 from agentr1_jax.envs.shares import draw, offsets_of, parse_weights, shares_of
 from agentr1_jax.envs.tool_env import OnParseFailure, ToolEnv
+from agentr1_jax.tasks import qa
+from agentr1_jax.tasks.multihop import reading, splits
+from agentr1_jax.tasks.multihop.expert import expert
+from agentr1_jax.tasks.multihop.reading import Files
+from agentr1_jax.tasks.multihop.rows import DATASETS, known
 from agentr1_jax.tools.base import Tool
 from agentr1_jax.tools.search import BM25, Corpus, Passage, Retriever, SearchTool
 from agentr1_jax.tools.search.tool import check_shown
+from agentr1_jax.validation import STRICT, Count, Positive, Whole
 
 INSTRUCTION = (
     "Answer the question with the help of the search tool. Before each action, reason inside <think> and </think>. "
@@ -32,6 +37,146 @@ INSTRUCTION = (
 DEFAULT_WEIGHTS: Mapping[str, float] = {"answer": 1.0, "format": 0.1}
 NO_FILES = Files()
 MIXTURE = "task.multihop.mixture"
+RETRIEVER_KEYS = {
+    "bm25": ("index",),
+    "dense": ("encoder", "index", "pooling", "normalised", "query_prefix", "passage_prefix", "tokens", "dtype"),
+    "http": ("url", "seconds", "attempts", "cache"),
+}
+"""Keys that each kind of retriever reads."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class RetrieverConfig:
+    """What finds passages; see docs/search.md."""
+
+    kind: Literal["bm25", "dense", "http"] = "bm25"
+    """bm25: words in common; dense: nearest vectors; http: a server"""
+    index: str = ""
+    """bm25, dense: folder that keeps the index between runs; "" for none"""
+    encoder: str = ""
+    """dense: folder or hub id of a BERT, RoBERTa or XLM-RoBERTa checkpoint"""
+    pooling: Literal["mean", "cls"] = "mean"
+    """dense: which of a text's hidden states make its vector"""
+    normalised: bool = True
+    """dense: vectors have length 1 (E5, BGE); False for Contriever"""
+    query_prefix: str = ""
+    """dense: stands before a query; "query: " for E5"""
+    passage_prefix: str = ""
+    """dense: stands before a passage; "passage: " for E5"""
+    tokens: Annotated[int, Ge(16)] = 512
+    """dense: tokens of a text; the rest is left out"""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """dense: dtype of activations, and of vectors on devices"""
+    url: str = ""
+    """http: URL of the server's search, e.g. http://localhost:8000/retrieve"""
+    seconds: Positive = 10.0
+    """http: time limit of a request, in seconds"""
+    attempts: Count = 1
+    """http: requests for one search; tools.attempts repeats failed calls, too"""
+    cache: Whole = 10_000
+    """http: answers kept in memory; 0 for none"""
+
+    def __post_init__(self) -> None:
+        needed = {"dense": "encoder", "http": "url"}.get(self.kind)
+        if needed and not getattr(self, needed):
+            raise ValueError(f"kind is {self.kind!r}, which needs {needed}; set it")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name != "kind" and field.name not in RETRIEVER_KEYS[self.kind] and value != field.default:
+                kinds = " or ".join(repr(kind) for kind, keys in RETRIEVER_KEYS.items() if field.name in keys)
+                raise ValueError(
+                    f"{field.name} is {value!r}, which only kind {kinds} reads; kind is {self.kind!r}: change one"
+                )
+
+
+@dataclass(frozen=True, config=STRICT)
+class MultihopConfig:
+    """Keys of `task.multihop`."""
+
+    datasets: tuple[str, ...] = ("hotpotqa", "2wikimultihopqa")
+    """data sets whose questions and passages are used"""
+    eval_datasets: tuple[str, ...] = ()
+    """data sets whose questions evaluate; () for those of `datasets`"""
+    corpus: Literal["full", "mini"] = "full"
+    """full: all passages of the data sets; mini: 1,890 passages and 160 questions"""
+    files: Files = Files()
+    """files read in place of the data folder's; see docs/data.md"""
+    mixture: tuple[str, ...] = ()
+    """weights of the data sets in training, e.g. ("hotpotqa(weight=1)", ...); () for weights by size"""
+    held_out: Whole = 0
+    """training questions of each data set below that are the split held_out instead"""
+    held_out_datasets: tuple[str, ...] = ()
+    """data sets of the split held_out; () for all training data sets"""
+    instruction: str = ""
+    """what follows the question in the prompt; "" for the default"""
+    top_k: Count = 3
+    """passages that a search returns"""
+    passage_characters: Whole = 0
+    """longest text of a passage in a search result; 0 for no limit"""
+    reward: qa.Scheme = "weighted"
+    """weighted: the parts by `rewards`; agentr1_v1: fixed weights, see docs/data.md"""
+    rewards: qa.QaRewards = qa.QaRewards()
+    """weights of the reward parts"""
+    reward_functions: tuple[str, ...] = ()
+    """functions of the user that are paid too, e.g. ("my_rewards:brevity=0.2",)"""
+    retriever: RetrieverConfig = RetrieverConfig()
+    """what finds passages; see docs/search.md"""
+
+    def __post_init__(self) -> None:
+        for split, key in (("train", "datasets"), ("eval", "eval_datasets")):
+            default = type(self).__dataclass_fields__[key].default
+            if getattr(self.files, split) and getattr(self, key) != default:
+                raise ValueError(
+                    f"files.{split} names the files that are read, whatever their data sets are, and {key} is "
+                    f"{getattr(self, key)}; leave one of them out"
+                )
+        if self.reward != "weighted":
+            given, default = dataclasses.asdict(self.rewards), dataclasses.asdict(qa.QaRewards())
+            changed = [name for name, weight in given.items() if weight not in (0, default[name])]
+            if changed:
+                raise ValueError(f"reward {self.reward!r} has fixed weights; leave out rewards.{changed[0]}")
+
+
+@register("multihop", MultihopConfig)
+def make_multihop(config: MultihopConfig, run: TaskContext) -> MultihopTask:
+    """Make the task of real questions. Raises UserError, or what `MultihopTask` raises."""
+    files = (tuple(_paths(paths, run.data_dir)) for paths in dataclasses.astuple(config.files))
+    factory: Callable[[Corpus], Retriever] = BM25
+    if run.make_retriever is not None:
+        make, dispatch = run.make_retriever, run.dispatch
+        factory = lambda corpus: make(config.retriever, corpus, config.top_k, dispatch)  # noqa: E731
+    task = MultihopTask(
+        data_dir=run.data_dir,
+        datasets=config.datasets,
+        eval_datasets=config.eval_datasets or None,
+        corpus=config.corpus,
+        files=Files(*files),
+        mixture=config.mixture,
+        held_out=config.held_out,
+        held_out_datasets=config.held_out_datasets,
+        instruction=config.instruction,
+        top_k=config.top_k,
+        passage_characters=config.passage_characters,
+        retriever_factory=factory,
+        reward_weights=dataclasses.asdict(config.rewards) if config.reward == "weighted" else None,
+        reward=config.reward,
+        reward_functions=config.reward_functions,
+        seed=run.seed,
+        wrap=run.wrap,
+    )
+    if not task.corpus and config.retriever.kind != "http":
+        raise ValueError(
+            f"the question files bring no passages, and task.multihop.retriever.kind {config.retriever.kind!r} has to "
+            "search some; name a corpus in task.multihop.files.corpus"
+        )
+    return task
+
+
+def _paths(paths: Iterable[str | os.PathLike[str]], data_dir: str) -> Iterator[str]:
+    """Paths with `~` and `{data}` replaced."""
+    for path in paths:
+        text = os.path.expanduser(os.fspath(path))
+        yield text.replace("{data}", os.fspath(data_folder(data_dir))) if "{data}" in text else text
 
 
 class MultihopTask:
@@ -47,8 +192,8 @@ class MultihopTask:
       eval_datasets: where evaluation questions come from, e.g. with `musique` for a test out of domain.
       corpus: `full`, the merged passages of all data sets named; or `mini`, 160 questions over 1,890 passages.
       files: read in place of the data folder's questions (whatever their data sets are), and further passages.
-      mixture: weights of the data sets among the training rows, e.g. `("hotpotqa=1", "2wikimultihopqa=2")`; empty for
-        weights by size. See `shares.draw`.
+      mixture: weights of the data sets among the training rows, e.g. `("hotpotqa(weight=1)", "musique(weight=2)")`;
+        empty for weights by size. See `shares.draw`.
       held_out: questions of each data set in `held_out_datasets` that are the split `held_out`.
       held_out_datasets: empty for all training data sets.
       instruction: what follows the question in the prompt; "" for `INSTRUCTION`.

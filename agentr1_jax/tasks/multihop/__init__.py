@@ -1,10 +1,10 @@
 """Real multi-hop questions: the files they come from, their splits, and the Task."""
 
 from agentr1_jax.envs.data_folder import data_folder
-from agentr1_jax.envs.multihop.reading import Files
-from agentr1_jax.envs.multihop.rows import DATASETS, Question, make_row
-from agentr1_jax.envs.multihop.sources import Source, read_source
-from agentr1_jax.envs.multihop.task import INSTRUCTION, MultihopTask, opening
+from agentr1_jax.tasks.multihop.reading import Files
+from agentr1_jax.tasks.multihop.rows import DATASETS, Question, make_row
+from agentr1_jax.tasks.multihop.sources import Source, read_source
+from agentr1_jax.tasks.multihop.task import INSTRUCTION, MultihopTask, opening
 
 __all__ = [
     "DATASETS",
