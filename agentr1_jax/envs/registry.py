@@ -52,7 +52,7 @@ class TaskContext:
       max_steps: most steps of an episode (`budget.max_steps`); None where there is no limit.
       wrap: puts the run's limits around a tool, and measures it.
       dispatch: runs what a dense retriever does on the devices.
-      make_retriever: (settings, corpus, passages per search, dispatch) -> the retriever of a search task; None for BM25.
+      make_retriever: (settings, corpus, passages per search, dispatch) -> retriever of a search task; None for BM25.
       make_tool: name -> a tool that the core does not have; raises ValueError where there is none.
     """
 
