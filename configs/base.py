@@ -118,16 +118,14 @@ def _task(c: ConfigDict) -> None:
 def _agent(c: ConfigDict) -> None:
     """Tools, and how the policy speaks to them."""
     c.tools = ConfigDict()  # limits of every tool call; 0 for none
-    c.tools.seconds = 30.0  # of a call
-    c.tools.attempts = 3  # of a call that fails for no fault of the policy
-    c.tools.backoff = 0.5  # seconds before the second attempt; doubles
-    c.tools.calls = 64  # calls of a tool at once, in each process
-    c.tools.batch = 32  # calls in one batch, of a tool that takes batches
-    c.tools.batch_milliseconds = 2.0  # a batch waits for others
-    c.tools.characters = 20_000  # of a result; what exceeds them is cut
+    c.tools.timeout_seconds = 30.0  # time limit of one attempt at a call
+    c.tools.max_attempts = 3  # attempts at a call that fails for no fault of the policy; at least 1
+    c.tools.backoff_seconds = 0.5  # pause before the second attempt; doubles for each further one
+    c.tools.max_concurrent = 64  # calls of one tool that run at once, in each process
+    c.tools.max_batch = 32  # calls in one batch, for a tool that takes batches
+    c.tools.batch_milliseconds = 2.0  # time for which calls are collected for a batch
+    c.tools.max_characters = 20_000  # length of a result; the rest is truncated
     c.tools.lenient = False  # mends calls whose JSON is broken, and counts them; see docs/formats.md
-    c.tools.record = ""  # file that every call and its result is appended to; see agentr1_jax/tools/replay.py
-    c.tools.replay = ""  # such a file, from which calls are answered in place of the tools
 
     c.agent = ConfigDict()
     c.agent.dialect = "auto"  # how calls are written: hermes | llama3 | code | react; auto: as the tokenizer's template

@@ -27,7 +27,7 @@ from agentr1_jax.rollout.sampling import Sampling
 from agentr1_jax.runtime import processes
 from agentr1_jax.runtime.seeds import generator
 from agentr1_jax.text.tokenizer import Tokenizer
-from agentr1_jax.tools.meter import Meter
+from agentr1_jax.tools.metrics import ToolMetrics
 from agentr1_jax.trajectory import POLICIES, Outcome, Step, Trajectory
 from experiments import build
 
@@ -57,7 +57,7 @@ class Run:
     engine: Engine
     learner_mesh: Mesh
     view: Callable[[Params, Params], Params]
-    tools: Meter
+    tools: ToolMetrics
 
 
 def demonstrations(run: Run) -> list[Trajectory]:

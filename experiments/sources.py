@@ -30,7 +30,7 @@ def is_run(source: str) -> bool:
 
 
 def stored_config(run_dir: str) -> ml_collections.ConfigDict:
-    """The config of the run in a folder, without its tape: who looks back records no tool calls, and replays none.
+    """The config of the run in a folder.
 
     Raises:
       UserError: there is no run, or one of another version of the config.
@@ -45,7 +45,7 @@ def stored_config(run_dir: str) -> ml_collections.ConfigDict:
         config.update(values)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: not a config of this version ({str(error.args[0]).partition('. ')[0]})") from error
-    config.run_dir, config.tools.record, config.tools.replay = run_dir, "", ""
+    config.run_dir = run_dir
     return config
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Callable
-from typing import Any
 
 import ml_collections
 
@@ -17,11 +15,9 @@ from agentr1_jax.envs.mixture import MixtureTask
 from agentr1_jax.envs.registry import TASKS, TaskContext, call_directly
 from agentr1_jax.envs.shares import parse_weights
 from agentr1_jax.errors import UserError
-from agentr1_jax.runtime import processes
 from agentr1_jax.tools.base import Tool
-from agentr1_jax.tools.limits import ToolLimits, wrapped
-from agentr1_jax.tools.meter import Meter
-from agentr1_jax.tools.replay import Recording, Replay
+from agentr1_jax.tools.config import ToolsConfig, wrap_tool
+from agentr1_jax.tools.metrics import ToolMetrics
 from agentr1_jax.tools.search.dense import Dispatch
 from agentr1_jax.validation import from_section, to_section
 from configs import base
@@ -29,19 +25,19 @@ from experiments import retrieval
 
 
 def make_task(
-    config: ml_collections.ConfigDict, meter: Meter | None = None, dispatch: Dispatch = call_directly
+    config: ml_collections.ConfigDict, tool_metrics: ToolMetrics | None = None, dispatch: Dispatch = call_directly
 ) -> Task:
     """Make the task that `config.task` names.
 
     Args:
       config: of the run.
-      meter: counts what its tools do.
+      tool_metrics: metrics of its tools.
       dispatch: runs what a dense retriever does on the devices; see `retrieval.LateDispatch`.
 
     Raises:
       UserError: keys that make no sense, alone or together, or data that are missing or damaged.
     """
-    c = config.task
+    c, limits = config.task, from_section(ToolsConfig, "tools", config.tools.to_dict())
     try:
         if c.file:
             TASKS.load(c.file)
@@ -50,7 +46,7 @@ def make_task(
             seed=config.seed,
             data_dir=c.data_dir,
             max_steps=config.budget.max_steps,
-            wrap=_wrapper(config, meter or Meter()),
+            wrap=functools.partial(wrap_tool, config=limits, metrics=tool_metrics or ToolMetrics()),
             dispatch=dispatch,
             make_retriever=retrieval.make_retriever,
             make_tool=_make_tool,
@@ -115,14 +111,6 @@ def _make_tool(name: str) -> Tool:
     return tool
 
 
-def _wrapper(config: ml_collections.ConfigDict, meter: Meter) -> Callable[[Tool], Tool]:
-    """Return what puts the run's limits around a tool, and measures and records it."""
-    limits: dict[str, Any] = config.tools.to_dict()
-    limits.pop("lenient")  # Of the agent: it reads calls.
-    tape = _tape(limits.pop("record"), limits.pop("replay"))
-    return functools.partial(wrapped, limits=ToolLimits(**limits), meter=meter, tape=tape)
-
-
 def _check_expert(config: ml_collections.ConfigDict, task: Task) -> None:
     """Refuse a warm start of a task without experts, without texts, or without the split `practice` that it needs."""
     c = config.warm_start
@@ -142,16 +130,6 @@ def _check_expert(config: ml_collections.ConfigDict, task: Task) -> None:
         task.row("practice", 0)
     except ValueError as error:
         raise UserError(f"{task.name} has no split 'practice'; set warm_start.practice=0 ({error})") from error
-
-
-def _tape(record: str, replay: str) -> Recording | Replay | None:
-    """What records tool calls or replays them; of several processes each has a file of its own, `<path>.p<index>`."""
-    if record and replay:
-        raise UserError(f"tools.record ({record}) and tools.replay ({replay}) exclude each other; leave one empty")
-    if not record and not replay:
-        return None
-    suffix = f".p{processes.process_index()}" if processes.process_count() > 1 else ""
-    return Recording(record + suffix) if record else Replay(replay + suffix)
 
 
 def data_folder_of(config: ml_collections.ConfigDict) -> os.PathLike[str]:

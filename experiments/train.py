@@ -34,7 +34,7 @@ from agentr1_jax.runtime.progress import progress
 from agentr1_jax.runtime.seeds import generator
 from agentr1_jax.runtime.shared import check_shared
 from agentr1_jax.runtime.sinks import make_sinks
-from agentr1_jax.tools.meter import Meter
+from agentr1_jax.tools.metrics import ToolMetrics
 from agentr1_jax.trajectory import Trajectory
 from experiments import build, checks, circle, closing, dry_run, inherited, learning, phases, recordings, tasks
 from experiments.batches import Batches, ages, sampler
@@ -140,7 +140,7 @@ def set_up(config: ml_collections.ConfigDict) -> Run:
     resumes = configs.check_same_config(config.run_dir, config)
     if config.warm_start.run and not resumes:
         inherited.check(config)
-    tools, dispatch = Meter(), LateDispatch()
+    tools, dispatch = ToolMetrics(), LateDispatch()
     task = tasks.make_task(config, tools, dispatch)
     checks.check_task(config, task)
     processes.barrier()

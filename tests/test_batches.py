@@ -19,7 +19,7 @@ from schedules import POLICY, Planned, all_ids, assert_exact, engine_of, planned
 
 from agentr1_jax.errors import UserError
 from agentr1_jax.runtime import processes
-from agentr1_jax.tools.meter import Meter
+from agentr1_jax.tools.metrics import ToolMetrics
 from configs import quickstart
 from experiments import checks, circle, recordings
 from experiments.batches import Ahead, InTurn, ages
@@ -59,7 +59,14 @@ def run_of(staleness, delays=(None,)):
     # Laid out as the engine was compiled for, which other tests share; else it compiles its programs again.
     layout = NamedSharding(tiny.mesh(1), P())
     view = lambda params, frozen: jax.device_put(jax.tree.map(jax.numpy.copy, params), layout)  # noqa: E731
-    parts = {"engine": engine, "agent": Planned(), "task": Rows(delays), "tools": Meter(), "view": view, "frozen": {}}
+    parts = {
+        "engine": engine,
+        "agent": Planned(),
+        "task": Rows(delays),
+        "tools": ToolMetrics(),
+        "view": view,
+        "frozen": {},
+    }
     return types.SimpleNamespace(config=config, **parts)
 
 

@@ -37,7 +37,7 @@ def test_what_no_bucket_can_hold_is_refused_at_the_start(tmp_path):
             config.update_from_flattened_dict(keys)
         return config.lock()
 
-    for key in ("tools.record", "policy.weights", "task.data_dir"):
+    for key in ("policy.weights", "task.data_dir"):
         with pytest.raises(UserError, match=rf"{key} is gs://b/x, and only run_dir, .* copy it to this machine"):
             checks.check(config(**{key: "gs://b/x"}))
     with pytest.raises(UserError, match="OUT must be a local folder"):

@@ -328,21 +328,6 @@ def test_exported_weights_answer_as_their_run_does(run, whole, tmp_path):
     base.load(tokenizer, mesh)  # There is nothing to compare.
 
 
-def test_the_tape_of_a_run_is_neither_written_nor_read(run, tmp_path):
-    other = tmp_path / "other"
-    shutil.copytree(run, other)
-    for key in ("record", "replay"):
-        record = json.loads(text(f"{run}/config.json"))
-        record["tools"][key] = str(tmp_path / "tape")
-        (other / "config.json").write_text(json.dumps(record))
-        config, _, _ = setting.whose(None, str(other), Request(modes=["agent"]))
-        assert config.tools.record == config.tools.replay == ""
-        given = quickstart.get_config()
-        given.tools[key] = str(tmp_path / "own")
-        config, _, _ = setting.whose(given, str(other), Request(modes=["agent"]))
-        assert config.tools[key] == str(tmp_path / "own")
-
-
 def test_progress_comes_with_each_question_and_recompiling_is_told(run, tmp_path, monkeypatch, caplog):
     shown, answer = [], evaluation_run.answer
 

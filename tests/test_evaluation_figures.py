@@ -31,7 +31,7 @@ from agentr1_jax.tasks import qa
 from agentr1_jax.text.chat import chat_format
 from agentr1_jax.text.tokenizer import encode_parts, split_added
 from agentr1_jax.text.tool_calls import render_answer, render_call
-from agentr1_jax.tools.base import failed
+from agentr1_jax.tools.base import failure
 from agentr1_jax.tools.search import BM25, Passage, SearchTool
 from agentr1_jax.trajectory import Budget, Outcome, write_jsonl
 from experiments.evaluation import chunks, scores
@@ -82,7 +82,7 @@ class Broken:
     name, description, parameters = "search", "", SEARCH.parameters
 
     def execute(self, arguments):
-        return failed("down", "Error: down.", "infrastructure")
+        return failure("down", "Error: down.", "infrastructure")
 
 
 TOKENIZER = Bytes()

@@ -7,7 +7,7 @@ import pytest
 from agentr1_jax.envs.rewards import Reward, Turn, exact_match, f1, normalise
 from agentr1_jax.tasks import qa
 from agentr1_jax.text.tool_calls import PARSE_MESSAGES, ParseError, ToolCall
-from agentr1_jax.tools.base import ToolResult, failed
+from agentr1_jax.tools.base import ToolResult, failure
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def answered(text: str) -> Turn:
 
 def broken() -> Turn:
     error = ParseError("bad_json", PARSE_MESSAGES["bad_json"])
-    return Turn("", [error], [failed("bad_json", error.message)], None)
+    return Turn("", [error], [failure("bad_json", error.message)], None)
 
 
 def test_a_gold_passage_pays_once():
@@ -90,7 +90,7 @@ def test_a_repeated_query_counts_within_and_across_turns():
 
 def test_format_is_a_penalty():
     both = Turn("", searched("a").calls, searched("a").results, "Ada")
-    infrastructure = Turn("", searched("a").calls, [failed("timeout", "", "infrastructure")], None)
+    infrastructure = Turn("", searched("a").calls, [failure("timeout", "", "infrastructure")], None)
     bad = {"neither": Turn("", [], [], None), "both": both, "broken": broken()}
     for name, turn in bad.items():
         assert qa.format_part(ROW, [turn]) == -1, name

@@ -16,9 +16,9 @@ from agentr1_jax.envs.rewards import Reward
 from agentr1_jax.envs.tool_env import NO_ACTION, ToolEnv
 from agentr1_jax.tasks import qa
 from agentr1_jax.text.tool_calls import PARSE_MESSAGES, render_answer, render_call
-from agentr1_jax.tools.base import ToolResult, failed
-from agentr1_jax.tools.limits import ToolLimits, wrapped
-from agentr1_jax.tools.meter import Meter
+from agentr1_jax.tools.base import ToolResult, failure
+from agentr1_jax.tools.config import ToolsConfig, wrap_tool
+from agentr1_jax.tools.metrics import ToolMetrics
 from agentr1_jax.tools.search import BM25, Passage, SearchTool
 from agentr1_jax.trajectory import Outcome
 
@@ -50,7 +50,7 @@ class Faulty:
 
     def execute(self, arguments):
         if "kind" in arguments:
-            return failed(arguments["kind"], "Error: too large.")
+            return failure(arguments["kind"], "Error: too large.")
         raise RuntimeError("no connection")
 
 
@@ -150,7 +150,7 @@ def test_what_is_the_policys_fault_comes_back_to_it(text, kind, told):
 def test_every_kind_of_fault_of_the_policy_is_counted_in_one_response():
     calls = ["<tool_call>{</tool_call>", "<tool_call>[]</tool_call>", render_call("find", {}), render_call("slow", {})]
     calls += [render_call("search", {"q": "x"})] * 2 + [search("Glass Harbor")]
-    tools = [wrapped(tool, ToolLimits(characters=10), Meter()) for tool in TOOLS]
+    tools = [wrap_tool(tool, ToolsConfig(max_characters=10), ToolMetrics()) for tool in TOOLS]
     (only,), _ = play("".join(calls), tools=tools)
     counts = {"bad_json": 1, "not_an_object": 1, "unknown_tool": 2, "bad_arguments": 2, "oversized": 1}
     assert only.outcome is None and only.info["errors"] == counts
@@ -160,7 +160,7 @@ def test_every_kind_of_fault_of_the_policy_is_counted_in_one_response():
 
 
 def test_a_tool_that_is_down_ends_the_episode_beside_calls_that_are_not():
-    tools = [wrapped(tool, ToolLimits(attempts=2, backoff=0.001), Meter()) for tool in TOOLS]
+    tools = [wrap_tool(tool, ToolsConfig(max_attempts=2, backoff_seconds=0.001), ToolMetrics()) for tool in TOOLS]
     (only,), _ = play(search("Glass Harbor") + render_call("faulty", {}) + "<tool_call>{</tool_call>", tools=tools)
     assert only.outcome is Outcome.TOOL_FAILURE and only.info["errors"] == {"exception": 1, "bad_json": 1}
     assert [call["ok"] for call in only.tool_calls] == [True, False, False]

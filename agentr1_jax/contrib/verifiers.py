@@ -26,7 +26,7 @@ from agentr1_jax.envs.base import Action, Observation, Row, Transition
 from agentr1_jax.envs.registry import TaskContext, register
 from agentr1_jax.envs.rows_task import RowsTask
 from agentr1_jax.text.tool_calls import ParseError, ToolCall, parse_tool_calls
-from agentr1_jax.tools.threads import in_thread
+from agentr1_jax.tools.threads import run_in_thread
 from agentr1_jax.trajectory import Outcome
 from agentr1_jax.validation import STRICT
 
@@ -387,5 +387,5 @@ async def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a sync or async function; a sync one may block and runs in a thread."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
-    value = await in_thread(function, *args, **kwargs)
+    value = await run_in_thread(function, *args, **kwargs)
     return await value if inspect.isawaitable(value) else value

@@ -126,9 +126,9 @@ class ToolEnv:
 
     async def _run(self, call: ToolCall | ParseError) -> ToolResult:
         if isinstance(call, ParseError):
-            return base.failed(call.kind, call.message)
+            return base.failure(call.kind, call.message)
         if call.name not in self._tools:
-            return base.failed("unknown_tool", f"Error: no such tool; tools are {', '.join(self._tools)}.")
+            return base.failure("unknown_tool", f"Error: no such tool; tools are {', '.join(self._tools)}.")
         return await base.call(self._tools[call.name], call.arguments)
 
     def _outcome(self, turn: Turn, said: str | None) -> Outcome | None:

@@ -1,4 +1,4 @@
-"""The Tool contract: a tool says *what happened*; what it means for the task is the environment's business."""
+"""The Tool contract: a tool says *what happened*; the environment decides what that means for the task."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import jsonschema
 
-from agentr1_jax.tools.threads import in_thread
+from agentr1_jax.tools.threads import run_in_thread
 
 Fault = Literal["model", "infrastructure"]
-MOST_OF_A_MESSAGE = 500  # characters of an exception's text that are kept
+MAX_MESSAGE = 500  # characters of an exception's text
 
 
 @dataclasses.dataclass(frozen=True)
 class ToolError:
-    """Why a call failed and whose fault it was.
+    """Kind and fault of a failed call.
 
     Attributes:
       kind: a short typed name, e.g. `unknown_tool`, `bad_arguments`, `oversized`, `exception`, `bad_result`, `timeout`.
@@ -60,17 +60,17 @@ class Tool(Protocol):
     loop, where no time limit can interrupt it. An async `execute` must not block.
 
     A tool that gains from many calls at once may have `execute_batch(sequence of arguments) -> sequence of ToolResult`,
-    sync or async too; see `wrappers.Batched`.
+    sync or async too; see `batching.Batched`.
     """
 
     @property
     def name(self) -> str:
-        """By which the policy calls it."""
+        """Name by which the policy calls it."""
         ...
 
     @property
     def description(self) -> str:
-        """What the policy is told of it."""
+        """Description for the policy."""
         ...
 
     @property
@@ -79,41 +79,41 @@ class Tool(Protocol):
         ...
 
     def execute(self, arguments: Mapping[str, Any]) -> ToolResult | Awaitable[ToolResult]:
-        """Runs the call. `arguments` have been validated against `parameters`."""
+        """Run the call. `arguments` have been validated against `parameters`."""
         ...
 
 
-def failed(kind: str, content: str, fault: Fault = "model") -> ToolResult:
-    """A failed call, with the text that the policy will read."""
+def failure(kind: str, content: str, fault: Fault = "model") -> ToolResult:
+    """Return a failed call, with the text that the policy will read."""
     return ToolResult(content=content, ok=False, error=ToolError(kind, fault))
 
 
 def schema(tool: Tool) -> dict[str, Any]:
-    """The tool as chat templates expect it: `{"type": "function", "function": {...}}`."""
+    """Return the tool as chat templates expect it: `{"type": "function", "function": {...}}`."""
     function = {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
     return {"type": "function", "function": function}
 
 
 def argument_error(tool: Tool, arguments: Any) -> str | None:
-    """What is wrong with `arguments` by the tool's schema, in one line; None if nothing is."""
+    """Return in one line what is wrong with `arguments` by the tool's schema; None if nothing is."""
     validator = jsonschema.Draft202012Validator(dict(tool.parameters))
     error = next(iter(sorted(validator.iter_errors(arguments), key=lambda e: list(map(str, e.absolute_path)))), None)
     return None if error is None else error.message
 
 
 async def call(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
-    """Validates the arguments and executes one call. Raises nothing but what `execute` raises."""
+    """Validate the arguments and execute one call. Raises nothing but what `execute` raises."""
     try:
         problem = argument_error(tool, arguments)
     except Exception as error:  # The tool's schema is none.
-        return raised(tool, error)
+        return exception_result(tool, error)
     if problem is not None:
-        return failed("bad_arguments", f"Error: bad arguments for {tool.name}: {problem}")
+        return failure("bad_arguments", f"Error: bad arguments for {tool.name}: {problem}")
     return await execute(tool, arguments)
 
 
 async def execute(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
-    """Executes one call with valid arguments; whatever the tool does comes back as a result.
+    """Execute one call with valid arguments; whatever the tool does comes back as a result.
 
     What goes wrong in the tool's own code is an infrastructure fault (the policy could not have known better): kind
     `exception` for whatever it raises, `bad_result` where it returns anything but a proper ToolResult.
@@ -121,53 +121,53 @@ async def execute(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
     Raises:
       asyncio.CancelledError: the task that waits was cancelled; never because the tool raised it.
     """
-    result, failure = await guarded(tool, tool.execute, arguments)
-    return failure or checked(tool, result)
+    result, problem = await run_guarded(tool, tool.execute, arguments)
+    return problem or check_result(tool, result)
 
 
-async def guarded(tool: Tool, function: Callable[[Any], Any], argument: Any) -> tuple[Any, ToolResult | None]:
-    """What a sync or async function of a tool's returns, or the failure that stands for what it raised.
+async def run_guarded(tool: Tool, function: Callable[[Any], Any], argument: Any) -> tuple[Any, ToolResult | None]:
+    """Run a sync or async function of a tool; return its value, or the failure that stands for what it raised.
 
     Raises:
       asyncio.CancelledError: the waiting task was cancelled, also where the tool hid it.
     """
     task = asyncio.current_task()
     cancels = task.cancelling() if task else 0
-    value, failure = None, None
+    value, problem = None, None
     try:
         if inspect.iscoroutinefunction(function) or not getattr(tool, "blocking", True):
             value = function(argument)
         else:
-            value = await in_thread(_in_worker, function, argument)
+            value = await run_in_thread(_in_worker, function, argument)
         if inspect.isawaitable(value):
             value = await value
     except BaseException as error:  # Nothing that a tool does may end the batch.
-        if _is_the_programs(error, task):
+        if _ends_the_program(error, task):
             raise
-        value, failure = None, raised(tool, error)
+        value, problem = None, exception_result(tool, error)
     if task and task.cancelling() > cancels:
         raise asyncio.CancelledError
-    return value, failure
+    return value, problem
 
 
-def raised(tool: Tool, error: BaseException) -> ToolResult:
-    """The failed call that stands for an exception."""
+def exception_result(tool: Tool, error: BaseException) -> ToolResult:
+    """Return the failed call that stands for an exception."""
     try:
-        said = str(error)
+        message = str(error)
     except Exception:
-        said = ""
-    content = f"Error: {tool.name} raised {type(error).__name__}: {said[:MOST_OF_A_MESSAGE]}"
-    return failed("exception", content, "infrastructure")
+        message = ""
+    content = f"Error: {tool.name} raised {type(error).__name__}: {message[:MAX_MESSAGE]}"
+    return failure("exception", content, "infrastructure")
 
 
-def checked(tool: Tool, result: Any) -> ToolResult:
-    """`result` if it keeps the contract, else the failed call that says how it does not."""
+def check_result(tool: Tool, result: Any) -> ToolResult:
+    """Return `result` if it keeps the contract, else the failed call that says how it does not."""
     problem = result_problem(result)
-    return failed("bad_result", f"Error: {tool.name} {problem}", "infrastructure") if problem else result
+    return failure("bad_result", f"Error: {tool.name} {problem}", "infrastructure") if problem else result
 
 
 def result_problem(result: Any) -> str | None:
-    """How a tool that returned this breaks the contract, as `returned ...`; None if it does not."""
+    """Return how this result breaks the contract, as `returned ...`; None if it does not."""
     if not isinstance(result, ToolResult):
         return f"returned a {type(result).__name__}, not a ToolResult"
     content, ok, error, reward, data = (getattr(result, field.name) for field in dataclasses.fields(ToolResult))
@@ -182,8 +182,8 @@ def result_problem(result: Any) -> str | None:
     return None
 
 
-def _is_the_programs(error: BaseException, task: asyncio.Task[Any] | None) -> bool:
-    """Whether an exception is an interrupt by the user, or closes a coroutine that nobody will resume."""
+def _ends_the_program(error: BaseException, task: asyncio.Task[Any] | None) -> bool:
+    """Return True for an interrupt by the user, and for the end of a coroutine that nobody will resume."""
     if isinstance(error, KeyboardInterrupt):
         return threading.current_thread() is threading.main_thread()
     if isinstance(error, GeneratorExit):

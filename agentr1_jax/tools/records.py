@@ -48,10 +48,10 @@ def read_records(path: str | os.PathLike[str], what: str) -> Iterator[tuple[str,
                     yield f"{path}, {unit} {number}", record[0]
                 number += 1
     except DAMAGE as error:
-        raise damaged(f"{path}, {unit} {number}", what, error) from error
+        raise damage_error(f"{path}, {unit} {number}", what, error) from error
 
 
-def damaged(where: str, what: str, error: BaseException) -> ValueError:
+def damage_error(where: str, what: str, error: BaseException) -> ValueError:
     """The error that says where a file is not `what` it should be, why, and what to do."""
     return ValueError(f"{where}: {what} ({type(error).__name__}: {error}); repair or download the file again")
 

@@ -1,4 +1,4 @@
-"""Blocking calls in threads of their own, which nobody has to wait for."""
+"""Blocking calls in threads of their own."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _abandoned: set[threading.Thread] = set()
 _lock = threading.Lock()
 
 
-async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Runs a blocking call in a daemon thread of its own; returns or raises what it does.
+async def run_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run a blocking call in a daemon thread of its own; return or raise what it does.
 
     A thread pool will not do: its threads are joined at exit, and calls that hang would take its places from others.
     Where the waiter is cancelled the call is not, for Python cannot stop a thread: it ends by itself, its result is
-    dropped, and until then `left_behind` counts it. The event loop may be closed before that.
+    dropped, and until then `abandoned_threads` counts it. The event loop may be closed before that.
     """
     loop = asyncio.get_running_loop()
     # A pair, since a future refuses some exceptions (StopIteration) and treats others (CancelledError) as its own.
@@ -42,7 +42,7 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
             loop.call_soon_threadsafe(deliver, values, raised)
 
     context = contextvars.copy_context()
-    name = f"in_thread:{getattr(function, '__qualname__', 'call')}"
+    name = f"run_in_thread:{getattr(function, '__qualname__', 'call')}"
     thread = threading.Thread(target=context.run, args=(work,), daemon=True, name=name)
     thread.start()
     try:
@@ -55,8 +55,8 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
     return values[0]
 
 
-def left_behind() -> int:
-    """How many threads of this process still run a call whose waiter was cancelled."""
+def abandoned_threads() -> int:
+    """Return the number of threads that still run a call whose waiter was cancelled."""
     with _lock:
         _forget_ended()
         return len(_abandoned)

@@ -1,27 +1,29 @@
-"""Wrappers around a tool, each a Tool itself: time limit, retries, a cap on concurrent calls, a cut, a meter.
+"""Wrappers around a tool, each a Tool itself: time limit, retries, concurrency limit, truncation, measurement.
 
 They take valid arguments (`base.call` validates once, outside of them) and hand on results, never exceptions.
-`batched.Batched` is one more, and `limits.wrapped` puts them in the order that makes sense.
+`batching.Batched` is one more, and `config.wrap_tool` nests them in the order that makes sense.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
+import json
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from agentr1_jax.tools import base
 from agentr1_jax.tools.base import Fault, Tool, ToolError, ToolResult
-from agentr1_jax.tools.keyed import canonical, uniform
-from agentr1_jax.tools.meter import Meter
-from agentr1_jax.tools.per_loop import PerLoop
+from agentr1_jax.tools.metrics import ToolMetrics
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
 class Wrapper:
-    """What all wrappers share: the tool inside lends its name, description and parameters."""
+    """Base of all wrappers: name, description and parameters are those of the tool inside."""
 
     tool: Tool
 
@@ -37,10 +39,26 @@ class Wrapper:
     def parameters(self) -> Mapping[str, Any]:
         return self.tool.parameters
 
-    @property
-    def scope(self) -> str:
-        """What tells tools of one name apart where their calls are recorded; `""` for those that do not say."""
-        return getattr(self.tool, "scope", "")
+
+class PerLoop(Generic[T]):
+    """A value for each running event loop: each rollout has its own, and asyncio's locks and futures do not travel.
+
+    Args:
+      make: makes the value where it is first asked for; values of closed loops are dropped.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._values: dict[asyncio.AbstractEventLoop, T] = {}
+
+    def get(self) -> T:
+        """Return the running loop's value."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._values:
+            for other in [loop for loop in list(self._values) if loop.is_closed()]:
+                self._values.pop(other, None)
+            self._values[loop] = self._make()
+        return self._values[loop]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,29 +77,29 @@ class TimeLimited(Wrapper):
                 return call.result()
         finally:
             call.cancel()
-        return base.failed("timeout", f"Error: {self.name} took more than {self.seconds:g} s.", self.fault)
+        return base.failure("timeout", f"Error: {self.name} took more than {self.seconds:g} s.", self.fault)
 
 
 @dataclasses.dataclass(frozen=True)
 class Retried(Wrapper):
-    """Makes a call that fails by a fault of the infrastructure again, at most `attempts` times in all.
+    """Repeat a call that fails by a fault of the infrastructure, up to `max_attempts` attempts in all.
 
-    The pause before retry n = 1, 2, ... is u · min(backoff · 2ⁿ⁻¹, most_backoff) seconds with ½ <= u < 1 keyed by tool,
-    arguments and n, so that calls that failed together do not come back together.
+    The pause before retry n = 1, 2, ... is u · min(backoff_seconds · 2ⁿ⁻¹, max_pause) seconds with ½ <= u < 1 keyed by
+    tool, arguments and n, so that calls that failed together do not come back together.
 
     Attributes:
       on_retry: gets each failed result that is not the last.
     """
 
-    attempts: int
-    backoff: float
-    most_backoff: float = 30.0
+    max_attempts: int
+    backoff_seconds: float
+    max_pause: float = 30.0
     on_retry: Callable[[ToolResult], None] = lambda result: None
 
     async def execute(self, arguments: Mapping[str, Any]) -> ToolResult:
         attempt = 1
         result = await base.execute(self.tool, arguments)
-        while result.error is not None and result.error.fault == "infrastructure" and attempt < self.attempts:
+        while result.error is not None and result.error.fault == "infrastructure" and attempt < self.max_attempts:
             self.on_retry(result)
             await asyncio.sleep(self.pause(arguments, attempt))
             result = await base.execute(self.tool, arguments)
@@ -89,41 +107,41 @@ class Retried(Wrapper):
         return result
 
     def pause(self, arguments: Mapping[str, Any], retry: int) -> float:
-        """Seconds before retry number `retry`, counted from 1."""
-        jitter = 0.5 + uniform("retry", self.name, canonical(arguments), retry) / 2
-        return jitter * min(self.backoff * 2.0 ** (retry - 1), self.most_backoff)
+        """Return the seconds before retry number `retry`, counted from 1."""
+        jitter = 0.5 + keyed_uniform("retry", self.name, canonical_json(arguments), retry) / 2
+        return jitter * min(self.backoff_seconds * 2.0 ** (retry - 1), self.max_pause)
 
 
 @dataclasses.dataclass(frozen=True)
-class Capped(Wrapper):
-    """Lets at most `calls` calls run at once in each event loop; the others queue in order of arrival."""
+class ConcurrencyLimited(Wrapper):
+    """Run at most `max_concurrent` calls at once in each event loop; the others queue in order of arrival."""
 
-    calls: int
-    _places: PerLoop[asyncio.Semaphore] = dataclasses.field(init=False, repr=False, compare=False)
+    max_concurrent: int
+    _semaphores: PerLoop[asyncio.Semaphore] = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_places", PerLoop(lambda: asyncio.Semaphore(self.calls)))
+        object.__setattr__(self, "_semaphores", PerLoop(lambda: asyncio.Semaphore(self.max_concurrent)))
 
     async def execute(self, arguments: Mapping[str, Any]) -> ToolResult:
-        async with self._places.get():
+        async with self._semaphores.get():
             return await base.execute(self.tool, arguments)
 
 
 @dataclasses.dataclass(frozen=True)
-class Shortened(Wrapper):
-    """Cuts content beyond `characters` and says so; what is cut is the model's fault, kind `oversized`.
+class Truncated(Wrapper):
+    """Truncate content beyond `max_characters` and say so; the fault is the model's, kind `oversized`.
 
     Data and reward stay, and so does the error of a call that had failed anyway.
     """
 
-    characters: int
+    max_characters: int
 
     async def execute(self, arguments: Mapping[str, Any]) -> ToolResult:
         result = await base.execute(self.tool, arguments)
         total = len(result.content)
-        if total <= self.characters:
+        if total <= self.max_characters:
             return result
-        content = f"{result.content[: self.characters]}\n[Error: result too long, {total - self.characters} of "
+        content = f"{result.content[: self.max_characters]}\n[Error: result too long, {total - self.max_characters} of "
         content += f"{total} characters cut.]"
         return dataclasses.replace(
             result, content=content, ok=False, error=result.error or ToolError("oversized", "model")
@@ -132,16 +150,27 @@ class Shortened(Wrapper):
 
 @dataclasses.dataclass(frozen=True)
 class Measured(Wrapper):
-    """Tells a meter how each call went and how long it took, waiting and retries included."""
+    """Record how each call went and how long it took, waiting and retries included."""
 
-    meter: Meter
+    metrics: ToolMetrics
 
     async def execute(self, arguments: Mapping[str, Any]) -> ToolResult:
         start = time.perf_counter()
         try:
             result = await base.execute(self.tool, arguments)
         except asyncio.CancelledError:
-            self.meter.cancelled(time.perf_counter() - start)
+            self.metrics.record_cancellation(time.perf_counter() - start)
             raise
-        self.meter.finished(result, time.perf_counter() - start)
+        self.metrics.record_call(result, time.perf_counter() - start)
         return result
+
+
+def canonical_json(arguments: Mapping[str, Any]) -> str:
+    """Return arguments as JSON text, equal for equal arguments."""
+    return json.dumps(dict(arguments), sort_keys=True, default=repr)
+
+
+def keyed_uniform(*key: str | int) -> float:
+    """Return u with 0 <= u < 1, uniform over keys; equal keys have equal numbers in every process."""
+    digest = hashlib.blake2b(json.dumps(key).encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "big") >> 11) / 2**53

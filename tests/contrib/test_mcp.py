@@ -17,9 +17,9 @@ import threading
 import time
 
 import pytest
-from doing import run
 from plays import play
 from test_evaluation_figures import TOKENIZER
+from tool_doubles import run
 
 from agentr1_jax.agents.context import context_rule
 from agentr1_jax.agents.loop import EnvLoop
@@ -32,8 +32,8 @@ from agentr1_jax.text.chat import chat_format
 from agentr1_jax.text.tool_calls import render_answer, render_call
 from agentr1_jax.tools import base
 from agentr1_jax.tools.base import Tool, ToolError
-from agentr1_jax.tools.limits import ToolLimits, wrapped
-from agentr1_jax.tools.meter import Meter
+from agentr1_jax.tools.config import ToolsConfig, wrap_tool
+from agentr1_jax.tools.metrics import ToolMetrics
 from agentr1_jax.trajectory import Budget, Outcome
 from configs import base as base_config
 from experiments.tasks import make_task
@@ -90,7 +90,7 @@ def test_a_reference_server_is_used_by_an_agent():
             render_answer("21:00"),
         ]
         says = iter(script)
-        limited = [wrapped(tool, ToolLimits(), Meter()) for tool in tools]
+        limited = [wrap_tool(tool, ToolsConfig(), ToolMetrics()) for tool in tools]
         budget = Budget(9, response_tokens=400, observation_tokens=900, context_tokens=9000, trajectory_tokens=9000)
         agent = EnvLoop(
             lambda: qa.search_env(limited, {"answer": 1.0}, "Use the tools."),
@@ -155,8 +155,8 @@ def test_what_a_server_answers(pids):
 
 
 def test_names_can_be_chosen_and_prefixed(pids):
-    with McpTools(command(pids), only=["other"], prefix="my_", scope="here") as tools:
-        assert [(tool.name, tool.scope) for tool in tools] == [("my_other", "here")]
+    with McpTools(command(pids), only=["other"], prefix="my_") as tools:
+        assert [tool.name for tool in tools] == ["my_other"]
         assert does(tools[0], "say", "it").content == "say it"
     with pytest.raises(ValueError, match="has no tool missing; it has does, other"):
         McpTools(command(pids), only=["missing"])
@@ -169,7 +169,7 @@ def test_a_server_that_dies_in_mid_call_is_a_typed_failure_and_is_started_again(
             assert kind(result) == ("connection_lost", "infrastructure") and starts(pids) == start
             assert "last words" in result.content
         assert does(tools[0], "say", "again").content == "say again" and starts(pids) == 3
-        limited = wrapped(tools[0], ToolLimits(backoff=0), Meter())
+        limited = wrap_tool(tools[0], ToolsConfig(backoff_seconds=0), ToolMetrics())
         assert does(limited, "once", str(tmp_path / "flag")).content.startswith("once") and starts(pids) == 4
 
 
@@ -198,10 +198,10 @@ def test_a_server_that_hangs_is_started_again_by_whoever_has_less_patience(pids,
     """The run's own limit of a call is the shorter one."""
     monkeypatch.setattr(session, "SILENT_SECONDS", 0.2)
     with McpTools(command(pids)) as tools:
-        tool = wrapped(tools[0], ToolLimits(seconds=0.5, attempts=1), Meter())
+        tool = wrap_tool(tools[0], ToolsConfig(timeout_seconds=0.5, max_attempts=1), ToolMetrics())
         assert kind(does(tool, "stall")) == ("timeout", "infrastructure") and starts(pids) == 1
         # A call that begins before the session knows of it goes down with the old server, and is made again.
-        again = wrapped(tools[0], ToolLimits(seconds=SOON, attempts=2), Meter())
+        again = wrap_tool(tools[0], ToolsConfig(timeout_seconds=SOON, max_attempts=2), ToolMetrics())
         assert does(again, "say", "it").content == "say it" and starts(pids) == 2
 
 
@@ -367,7 +367,7 @@ def test_a_server_behind_http_is_reached_again_after_it_died():
             assert run(offered["die"]).error.fault == "infrastructure"
         assert run(offered["add"], {"a": 2, "b": 3}).error == ToolError("connection_lost", "infrastructure")
         with http_server(port):
-            limited = wrapped(offered["add"], ToolLimits(backoff=0.1), Meter())
+            limited = wrap_tool(offered["add"], ToolsConfig(backoff_seconds=0.1), ToolMetrics())
             assert run(limited, {"a": 2, "b": 4}).content == "6"
 
 

@@ -15,15 +15,15 @@ import time
 import uuid
 
 import pytest
-from doing import run
+from tool_doubles import run
 
 from agentr1_jax.contrib.python_sandbox import PythonTool, SandboxLimits, bubblewrap, process, tool
 from agentr1_jax.contrib.python_sandbox.bubblewrap import Command
 from agentr1_jax.errors import UserError
 from agentr1_jax.tools import base
 from agentr1_jax.tools.base import Tool, ToolError
-from agentr1_jax.tools.limits import ToolLimits, wrapped
-from agentr1_jax.tools.meter import Meter
+from agentr1_jax.tools.config import ToolsConfig, wrap_tool
+from agentr1_jax.tools.metrics import ToolMetrics
 from agentr1_jax.validation import from_section
 
 SECONDS = 20.0
@@ -348,7 +348,7 @@ def test_a_cancelled_call_ends_with_its_children(python, mark):
         return task.cancelled()
 
     assert asyncio.run(main()) and none_is_left(mark)
-    limited = wrapped(python, ToolLimits(seconds=1, attempts=1), Meter())
+    limited = wrap_tool(python, ToolsConfig(timeout_seconds=1, max_attempts=1), ToolMetrics())
     assert does(limited, "while True: pass").error == ToolError("timeout", "infrastructure")
 
 

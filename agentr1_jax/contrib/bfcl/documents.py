@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentr1_jax.contrib.bfcl.base import TEXT, Schema, array, check, mapping
-from agentr1_jax.tools.records import DAMAGE, damaged, read_records
+from agentr1_jax.tools.records import DAMAGE, damage_error, read_records
 
 WHAT = "not a function document"
 TYPES = {"dict": "object", "float": "number", "tuple": "array", "list": "array"}
@@ -84,7 +84,7 @@ def read_documents(path: str | os.PathLike[str]) -> dict[str, Function]:
             if function.name in functions:
                 raise ValueError(f"the function {function.name!r} is described twice")
         except DAMAGE as error:
-            raise damaged(where, WHAT, error) from error
+            raise damage_error(where, WHAT, error) from error
         functions[function.name] = function
     return functions
 

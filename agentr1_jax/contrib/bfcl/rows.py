@@ -16,7 +16,7 @@ from agentr1_jax.contrib.bfcl.base import TEXT, CallFailed, Schema, array, check
 from agentr1_jax.contrib.bfcl.documents import Function, read_documents
 from agentr1_jax.contrib.bfcl.state import FUNCTION_SETS, World
 from agentr1_jax.envs.base import Row
-from agentr1_jax.tools.records import DAMAGE, damaged, read_records
+from agentr1_jax.tools.records import DAMAGE, damage_error, read_records
 
 NO_TASK, NO_ANSWER = "not a multi-turn task", "not the ground truth of a task"
 TASKS = "BFCL_v4_multi_turn_base.jsonl.gz"
@@ -89,7 +89,7 @@ def read_tasks(folder: str | os.PathLike[str]) -> Tasks:
         try:
             rows.append(make_row(task, answer["ground_truth"], documents))
         except DAMAGE as error:
-            raise damaged(f"{where} (ground truth: {place})", NO_TASK, error) from error
+            raise damage_error(f"{where} (ground truth: {place})", NO_TASK, error) from error
     return Tasks(rows, documents, {"other_classes": others})
 
 
@@ -214,6 +214,6 @@ def _records(path: Path, what: str, shape: Schema) -> dict[str, tuple[str, Mappi
             if entry["id"] in records:
                 raise ValueError(f"the id {entry['id']!r} occurs twice, first in {records[entry['id']][0]}")
         except DAMAGE as error:
-            raise damaged(where, what, error) from error
+            raise damage_error(where, what, error) from error
         records[entry["id"]] = (where, entry)
     return records

@@ -152,7 +152,7 @@ class BfclTask:
         """Return the tools of an episode, on a new state."""
         world = World(row["classes"], row["initial_config"])
         offered = offered_functions(row["classes"], row["excluded"], self._documents).values()
-        return [FunctionTool(world, owner, function, scope=row["id"]) for owner, function in offered]
+        return [FunctionTool(world, owner, function) for owner, function in offered]
 
     def _opening(self, row: Row) -> list[dict[str, str]]:
         """Return the instruction with the descriptions of the classes, and the user's first request."""
@@ -174,13 +174,11 @@ class FunctionTool:
       world: state of the episode, shared by its tools.
       owner: name of the function set.
       function: document of the function.
-      scope: id of the row; distinguishes recorded calls.
     """
 
     world: World
     owner: str
     function: Function
-    scope: str
     blocking: ClassVar[bool] = False
 
     @property
@@ -203,7 +201,7 @@ class FunctionTool:
         try:
             result = self.world.call(self.owner, self.name, self.function.convert(arguments))
         except CallFailed as error:
-            answer = base.failed(error.kind, f"Error: {self.name}: {error}")
+            answer = base.failure(error.kind, f"Error: {self.name}: {error}")
         else:
             answer = ToolResult(json.dumps(result, ensure_ascii=False))
         return dataclasses.replace(answer, data=self.world.digests())

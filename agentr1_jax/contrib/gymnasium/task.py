@@ -20,7 +20,7 @@ from agentr1_jax.contrib.gymnasium.spaces import ActionFormat, action_format, ch
 from agentr1_jax.envs.base import Action, Expert, Observation, Row, Transition
 from agentr1_jax.envs.registry import TaskContext, register
 from agentr1_jax.envs.tabular_task import NO_ACTION, REWARD_PARTS, GameRewards
-from agentr1_jax.tools.threads import in_thread
+from agentr1_jax.tools.threads import run_in_thread
 from agentr1_jax.trajectory import Outcome
 from agentr1_jax.validation import STRICT, Count
 
@@ -220,7 +220,7 @@ class GymnasiumEnv:
     async def reset(self, row: Row, seed: int) -> Observation:
         """Start an episode with the row's seed; `seed` is not used."""
         self._row, self._return, self._success = row, 0.0, None
-        self._text = await in_thread(self._begin, row["seed"])
+        self._text = await run_in_thread(self._begin, row["seed"])
         opening = self._task.opening(self._actions, self._text)
         return Observation(messages=[{"role": "user", "content": opening}], state_key=self._key())
 
@@ -235,7 +235,7 @@ class GymnasiumEnv:
                 reward_parts=dict.fromkeys(REWARD_PARTS, 0.0),
                 info={"errors": {"no_action": 1}},
             )
-        text, reward, terminated, truncated, info = await in_thread(self._apply, value)
+        text, reward, terminated, truncated, info = await run_in_thread(self._apply, value)
         if not math.isfinite(reward):
             raise ValueError(f"{self._task.id}: its reward is {reward}, after the action {action.text!r}")
         self._text, self._return = text, self._return + reward

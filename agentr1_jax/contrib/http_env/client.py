@@ -24,7 +24,7 @@ from agentr1_jax.envs.base import Action, Expert, Observation, Row, Transition
 from agentr1_jax.envs.registry import TaskContext, register
 from agentr1_jax.errors import PassingError
 from agentr1_jax.http import PASSING, HttpError, is_http, pause, request, shown
-from agentr1_jax.tools.threads import in_thread
+from agentr1_jax.tools.threads import run_in_thread
 from agentr1_jax.trajectory import Outcome
 from agentr1_jax.validation import STRICT, Count, NonNegative
 
@@ -193,7 +193,7 @@ class HttpEnv:
 
     async def reset(self, row: Row, seed: int) -> Observation:
         """Start an episode in a new session."""
-        answer = await in_thread(self._server.post, "/reset", {"row": row, "seed": seed})
+        answer = await run_in_thread(self._server.post, "/reset", {"row": row, "seed": seed})
         try:
             self._session, self._steps = _of(answer, "session", str), 0
             self._metrics = _numbers(answer, "metrics")
@@ -208,7 +208,7 @@ class HttpEnv:
         """Apply one response. Its step number lets the server recognise a repeated request."""
         fields = {key: getattr(action, key) for key in ("text", "truncated", "final", "lenient")}
         body = {"session": self._session, "step": self._steps, "action": fields}
-        answer = await in_thread(self._server.post, "/step", body)
+        answer = await run_in_thread(self._server.post, "/step", body)
         try:
             transition = _transition(answer)
             self._metrics = _numbers(answer, "metrics")

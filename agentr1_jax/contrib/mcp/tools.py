@@ -13,7 +13,7 @@ import jsonschema
 
 from agentr1_jax.contrib.mcp.server import Place
 from agentr1_jax.contrib.mcp.session import CallError, Session
-from agentr1_jax.tools.base import ToolResult, failed
+from agentr1_jax.tools.base import ToolResult, failure
 
 EMPTY_RESULT = "No result."
 
@@ -30,13 +30,11 @@ class McpTool:
       name: by which the policy calls it.
       description: as the server says.
       parameters: as the server says.
-      scope: tells tools of one name apart where their calls are recorded.
     """
 
     name: str
     description: str
     parameters: Mapping[str, Any]
-    scope: str
     _remote: str
     _session: Session
 
@@ -45,9 +43,9 @@ class McpTool:
         try:
             answer = await self._session.call(self._remote, arguments)
         except CallError as error:
-            return failed(error.kind, f"Error: {self.name}: {error}", error.fault)
+            return failure(error.kind, f"Error: {self.name}: {error}", error.fault)
         text = "\n".join(_text(part) for part in answer.content) or EMPTY_RESULT
-        return failed("tool_error", text) if answer.is_error else ToolResult(text)
+        return failure("tool_error", text) if answer.is_error else ToolResult(text)
 
 
 class McpTools(Sequence[McpTool]):
@@ -67,7 +65,6 @@ class McpTools(Sequence[McpTool]):
       prefix: stands before each name, where several servers have tools of one name.
       start_seconds: for starting or reaching the server, greeting it, and its list of tools, each.
       seconds: for a call.
-      scope: tells tools of one name apart where their calls are recorded.
 
     Raises:
       ValueError: the library mcp is missing, a setting makes no sense, or no server answers properly: a program that is
@@ -86,7 +83,6 @@ class McpTools(Sequence[McpTool]):
         prefix: str = "",
         start_seconds: float = 30.0,
         seconds: float = 60.0,
-        scope: str = "",
     ) -> None:
         place = Place(command, url, environment or {}, folder, headers or {})
         for name, value in {"start_seconds": start_seconds, "seconds": seconds}.items():
@@ -99,7 +95,7 @@ class McpTools(Sequence[McpTool]):
             self.close()
             raise
         self._tools = [
-            McpTool(prefix + tool.name, tool.description or "", tool.input_schema, scope, tool.name, self._session)
+            McpTool(prefix + tool.name, tool.description or "", tool.input_schema, tool.name, self._session)
             for tool in offered
         ]
 

@@ -11,7 +11,7 @@ from typing import Any
 from agentr1_jax.contrib.python_sandbox.bubblewrap import Interpreter, find_interpreter, make_command
 from agentr1_jax.contrib.python_sandbox.limits import SandboxLimits
 from agentr1_jax.contrib.python_sandbox.process import ProgramEnd, run_program
-from agentr1_jax.tools.base import ToolResult, failed
+from agentr1_jax.tools.base import ToolResult, failure
 
 MAX_CODE_CHARACTERS = 100_000
 EMPTY_OUTPUT = "No output."
@@ -85,9 +85,9 @@ def _to_result(end: ProgramEnd, limits: SandboxLimits) -> ToolResult:
     if end.kind is None:
         return ToolResult(output or EMPTY_OUTPUT)
     if end.kind == "sandbox":
-        return failed("sandbox", f"Error: the sandbox does not start: {end.detail}", "infrastructure")
+        return failure("sandbox", f"Error: the sandbox does not start: {end.detail}", "infrastructure")
     if end.kind == "exception":
-        return failed("exception", output)
+        return failure("exception", output)
     reasons = {
         "exit": f"exit status {end.detail}",
         "killed": f"killed by {end.detail or 'a signal'}",
@@ -97,7 +97,7 @@ def _to_result(end: ProgramEnd, limits: SandboxLimits) -> ToolResult:
         "files": f"files above {limits.file_mib} MiB each, or {limits.folder_mib} MiB together",
         "output_limit": f"stopped after {limits.output_bytes} bytes of output",
     }
-    return failed(end.kind, "\n".join(filter(None, [output, f"Error: {reasons[end.kind]}."])))
+    return failure(end.kind, "\n".join(filter(None, [output, f"Error: {reasons[end.kind]}."])))
 
 
 @functools.cache

@@ -77,7 +77,7 @@ def retriever(key: str) -> BM25:
 
 def search_tool(key: str, top_k: int) -> SearchTool:
     """The search tool over a world's passages."""
-    return SearchTool(retriever(key), top_k, scope=key)
+    return SearchTool(retriever(key), top_k)
 
 
 def _members(rng: random.Random, split: names.NameSplit, mixed: bool) -> dict[str, list[str]]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentr1_jax.tasks.multihop.rows import Question, make_row
-from agentr1_jax.tools.records import DAMAGE, damaged, read_records
+from agentr1_jax.tools.records import DAMAGE, damage_error, read_records
 from agentr1_jax.tools.search import Passage
 
 Aliases = Mapping[str, Sequence[str]]
@@ -106,7 +106,7 @@ def read_aliases(path: str | os.PathLike[str]) -> Aliases:
         try:
             aliases[record["Q_id"]] = [str(alias) for alias in record["aliases"]]
         except DAMAGE as error:
-            raise damaged(where, what, error) from error
+            raise damage_error(where, what, error) from error
     return aliases
 
 

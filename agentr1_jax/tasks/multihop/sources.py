@@ -12,7 +12,7 @@ from typing import Any
 from agentr1_jax.tasks.multihop import originals
 from agentr1_jax.tasks.multihop.parquet import parquet_records, verl
 from agentr1_jax.tasks.multihop.rows import Question, make_row
-from agentr1_jax.tools.records import DAMAGE, damaged, read_records
+from agentr1_jax.tools.records import DAMAGE, damage_error, read_records
 
 WHAT = "not a question"
 
@@ -57,7 +57,7 @@ def read_source(path: str | os.PathLike[str]) -> Source:
             if name in questions:
                 raise ValueError(f"the id {name!r} occurs twice")
         except DAMAGE as error:
-            raise damaged(where, WHAT, error) from error
+            raise damage_error(where, WHAT, error) from error
         counts.update(question.notes)
         split = question.split or Path(path).name
         questions[name] = dataclasses.replace(question, where=where, split=split)

@@ -72,7 +72,7 @@ class RetrieverConfig:
     seconds: Positive = 10.0
     """http: time limit of a request, in seconds"""
     attempts: Count = 1
-    """http: requests for one search; tools.attempts repeats failed calls, too"""
+    """http: requests for one search; tools.max_attempts repeats calls, too"""
     cache: Whole = 10_000
     """http: answers kept in memory; 0 for none"""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from agentr1_jax.tools.base import ToolResult, failed
+from agentr1_jax.tools.base import ToolResult, failure
 from agentr1_jax.tools.calculator.arithmetic import CONSTANTS, FUNCTIONS, CalculationError, shown
 from agentr1_jax.tools.calculator.parser import evaluate
 
@@ -33,4 +33,4 @@ class CalculatorTool:
         try:
             return ToolResult(shown(evaluate(arguments["expression"])))
         except CalculationError as error:
-            return failed(error.kind, f"Error: {error.message}.")
+            return failure(error.kind, f"Error: {error.message}.")

@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from agentr1_jax.tools.records import DAMAGE, damaged, read_records
+from agentr1_jax.tools.records import DAMAGE, damage_error, read_records
 
 WHAT = "not a passage with id, title and text"
 
@@ -48,7 +48,7 @@ def read_corpus(path: str | os.PathLike[str]) -> list[Passage]:
             if passage.id in passages:
                 raise ValueError(f"the id {passage.id!r} occurs twice")
         except DAMAGE as error:
-            raise damaged(where, WHAT, error) from error
+            raise damage_error(where, WHAT, error) from error
         passages[passage.id] = passage
     return list(passages.values())
 

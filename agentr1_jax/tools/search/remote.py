@@ -26,7 +26,7 @@ from agentr1_jax.tools.search.retriever import Hit, RetrieverError
 class RemoteRetriever:
     """Asks a retrieval server; many queries in one request, and none that it has asked before.
 
-    A call within `tools.limits.wrapped` is made again by `wrappers.Retried`, which knows the budget of a call, so
+    A call within `tools.config.wrap_tool` is made again by `wrappers.Retried`, which knows the budget of a call, so
     `attempts` is 1 by default; raise it where a retriever is used without that. Two retrying layers would multiply.
 
     Errors are of kind `timeout`, `unreachable` (no connection, or one that broke), `http_429`, `http_5xx`,

@@ -8,7 +8,7 @@ import re
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
-from agentr1_jax.tools.base import ToolResult, failed
+from agentr1_jax.tools.base import ToolResult, failure
 from agentr1_jax.tools.search.corpus import Passage
 from agentr1_jax.tools.search.retriever import Hits, Retriever, RetrieverError
 
@@ -30,8 +30,6 @@ class SearchTool:
       top_k: passages of a result.
       passage_characters: longest text of a passage; what exceeds it is cut between words and ends in ` ...`, which
         counts. 0 for no limit.
-      scope: tells tools of one name apart where their calls are recorded, e.g. by the world they search; see
-        `tools/replay.py`.
       blocking: see `Tool`; the retriever's.
 
     Raises:
@@ -47,14 +45,13 @@ class SearchTool:
         "additionalProperties": False,
     }
 
-    def __init__(self, retriever: Retriever, top_k: int, passage_characters: int = 0, scope: str = "") -> None:
+    def __init__(self, retriever: Retriever, top_k: int, passage_characters: int = 0) -> None:
         check_shown(top_k, passage_characters)
         self.retriever = retriever
         self.top_k = top_k
         self.passage_characters = passage_characters
-        self.scope = scope
         self.blocking = retriever.blocking
-        if retriever.batches:  # `limits.wrapped` collects calls for a tool that has it.
+        if retriever.batches:  # `config.wrap_tool` collects calls for a tool that has it.
             self.execute_batch = self._execute_batch
 
     def execute(self, arguments: Mapping[str, Any]) -> ToolResult | Awaitable[ToolResult]:
@@ -92,7 +89,7 @@ class SearchTool:
     def _results(self, found: Sequence[Hits], count: int) -> Results:
         if len(found) != count:
             message = f"Error: the retriever returned results of {len(found)} queries for {count}"
-            return [failed("bad_result", message, "infrastructure")] * count
+            return [failure("bad_result", message, "infrastructure")] * count
         return [self.result(hits[: self.top_k]) for hits in found]
 
     def _line(self, passage: Passage) -> str:
@@ -123,4 +120,4 @@ async def _first(results: Awaitable[Results]) -> ToolResult:
 
 
 def _failure(error: RetrieverError) -> ToolResult:
-    return failed(error.kind, f"Error: search failed: {error.message}", "infrastructure")
+    return failure(error.kind, f"Error: search failed: {error.message}", "infrastructure")

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from agentr1_jax.tools import base
 from agentr1_jax.tools.base import Tool, ToolError, argument_error
-from agentr1_jax.tools.limits import ToolLimits, wrapped
-from agentr1_jax.tools.meter import Meter
+from agentr1_jax.tools.config import ToolsConfig, wrap_tool
+from agentr1_jax.tools.metrics import ToolMetrics
 from agentr1_jax.tools.search import (
     BM25,
     EMPTY_RESULT,
@@ -179,7 +179,7 @@ def calls(tool, *queries):
 @pytest.mark.parametrize("blocking", [False, True])
 def test_calls_reach_the_retriever_in_batches_where_it_gains_from_them(is_async, batches, blocking):
     retriever = Planned(is_async=is_async, batches=batches, blocking=blocking)
-    tool = wrapped(SearchTool(retriever, 2), ToolLimits(), Meter())
+    tool = wrap_tool(SearchTool(retriever, 2), ToolsConfig(), ToolMetrics())
     results = calls(tool, "a", "b", "c")
     assert [result.data["ids"] for result in results] == [["a0", "a1"], ["b0", "b1"], ["c0", "c1"]]
     assert sorted(retriever.asked) == ([["a", "b", "c"]] if batches else [["a"], ["b"], ["c"]])
@@ -189,13 +189,13 @@ def test_calls_reach_the_retriever_in_batches_where_it_gains_from_them(is_async,
 @pytest.mark.parametrize("batches", [False, True])
 def test_what_a_retriever_cannot_do_is_typed_and_no_fault_of_the_policy(is_async, batches):
     retriever = Planned(RetrieverError("http_5xx", "the server burns"), is_async, batches)
-    meter = Meter()
-    results = calls(wrapped(SearchTool(retriever, 2), ToolLimits(backoff=0), meter), "a", "b")
+    meter = ToolMetrics()
+    results = calls(wrap_tool(SearchTool(retriever, 2), ToolsConfig(backoff_seconds=0), meter), "a", "b")
     for result in results:
         assert result.error == ToolError("http_5xx", "infrastructure") and "the server burns" in result.content
     assert sum(map(len, retriever.asked)) == 6 == meter.metrics()["tools/error/http_5xx"]
     missing = Planned(is_async=is_async, batches=batches, wrong=1)
-    results = calls(wrapped(SearchTool(missing, 2), ToolLimits(attempts=1), meter), "a", "b")
+    results = calls(wrap_tool(SearchTool(missing, 2), ToolsConfig(max_attempts=1), meter), "a", "b")
     assert {result.error for result in results} == {ToolError("bad_result", "infrastructure")}
 
 

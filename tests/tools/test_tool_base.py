@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 import pytest
-from doing import (
+from tool_doubles import (
     FINE,
     FOREVER,
     Does,
@@ -19,15 +19,15 @@ from doing import (
 
 from agentr1_jax.tools import base
 from agentr1_jax.tools.base import ToolError, ToolResult
-from agentr1_jax.tools.threads import in_thread, left_behind
+from agentr1_jax.tools.threads import abandoned_threads, run_in_thread
 
 
 def test_a_thread_returns_and_raises_what_the_call_does():
-    assert asyncio.run(in_thread(divmod, 7, 2)) == (3, 1)
-    assert asyncio.run(in_thread(threading.current_thread)).daemon
+    assert asyncio.run(run_in_thread(divmod, 7, 2)) == (3, 1)
+    assert asyncio.run(run_in_thread(threading.current_thread)).daemon
     for error in (KeyError("k"), SystemExit(3), asyncio.CancelledError()):
         with pytest.raises(type(error)) as raised:
-            asyncio.run(in_thread(raising(error), None))
+            asyncio.run(run_in_thread(raising(error), None))
         assert raised.value is error
 
 
@@ -36,12 +36,12 @@ def test_a_thread_that_nobody_waits_for_is_counted_until_it_ends():
 
     async def give_up():
         async with asyncio.timeout(0.01):
-            await in_thread(release.wait, FOREVER)
+            await run_in_thread(release.wait, FOREVER)
 
     for _ in range(3):
         with pytest.raises(TimeoutError):
             asyncio.run(give_up())
-    assert left_behind() == 3
+    assert abandoned_threads() == 3
     release.set()  # the loops they would report to are closed by now
     assert no_thread_is_left()
 
@@ -50,9 +50,9 @@ def test_hanging_calls_take_no_place_from_others():
     release = threading.Event()
 
     async def main():
-        hung = [asyncio.create_task(in_thread(release.wait, FOREVER)) for _ in range(60)]
+        hung = [asyncio.create_task(run_in_thread(release.wait, FOREVER)) for _ in range(60)]
         await asyncio.sleep(0)
-        assert await in_thread(abs, -1) == 1
+        assert await run_in_thread(abs, -1) == 1
         release.set()
         assert all(await asyncio.gather(*hung))
 
@@ -64,7 +64,7 @@ def test_a_sync_tool_runs_in_a_thread_unless_it_does_not_block():
     def where(arguments):
         return ToolResult(threading.current_thread().name)
 
-    assert run(Does(where)).content.startswith("in_thread")
+    assert run(Does(where)).content.startswith("run_in_thread")
     assert run(Does(where, blocking=False)).content == threading.current_thread().name
 
 

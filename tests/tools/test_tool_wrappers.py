@@ -10,7 +10,9 @@ import threading
 
 import numpy as np
 import pytest
-from doing import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tool_doubles import (
     DOWN,
     FINE,
     FOREVER,
@@ -21,20 +23,18 @@ from doing import (
     run,
     ways,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from agentr1_jax.tools import base
-from agentr1_jax.tools.base import Tool, ToolError, ToolResult, failed
-from agentr1_jax.tools.limits import ToolLimits, wrapped
-from agentr1_jax.tools.meter import Meter
-from agentr1_jax.tools.threads import left_behind
-from agentr1_jax.tools.wrappers import Capped, Retried, Shortened, TimeLimited
+from agentr1_jax.tools.base import Tool, ToolError, ToolResult, failure
+from agentr1_jax.tools.config import ToolsConfig, wrap_tool
+from agentr1_jax.tools.metrics import ToolMetrics
+from agentr1_jax.tools.threads import abandoned_threads
+from agentr1_jax.tools.wrappers import ConcurrencyLimited, Retried, TimeLimited, Truncated
 
 
 def test_a_wrapper_shows_the_tool_inside():
     inner = Does(lambda arguments: FINE)
-    tool = wrapped(inner, ToolLimits(), Meter())
+    tool = wrap_tool(inner, ToolsConfig(), ToolMetrics())
     assert isinstance(tool, Tool)
     assert base.schema(tool) == base.schema(inner)
 
@@ -50,7 +50,7 @@ def test_a_blocking_hang_is_given_up(fault):
     release = threading.Event()
     result = run(TimeLimited(Does(lambda arguments: release.wait(FOREVER)), 0.01, fault))
     assert result.error == ToolError("timeout", fault) and "more than 0.01 s" in result.content
-    assert left_behind() == 1
+    assert abandoned_threads() == 1
     release.set()
     assert no_thread_is_left()
 
@@ -97,7 +97,7 @@ def test_faults_of_the_infrastructure_are_retried_and_only_they():
     for outcomes, attempts, last in [
         ([DOWN, DOWN, FINE], 3, FINE),
         ([DOWN, DOWN, DOWN, FINE], 3, DOWN),
-        ([failed("bad", "no"), FINE], 3, failed("bad", "no")),
+        ([failure("bad", "no"), FINE], 3, failure("bad", "no")),
         ([DOWN, FINE], 1, DOWN),
     ]:
         retried = []
@@ -114,7 +114,7 @@ def test_pauses_double_up_to_the_most_and_are_spread(monkeypatch):
         await sleep(0)
 
     monkeypatch.setattr(asyncio, "sleep", record)
-    tool = Retried(Does(lambda arguments: DOWN), 7, 0.5, most_backoff=6)
+    tool = Retried(Does(lambda arguments: DOWN), 7, 0.5, max_pause=6)
     run(tool, {"n": 1})
     full = np.minimum(0.5 * 2.0 ** np.arange(6), 6)
     assert np.all(slept >= full / 2) and np.all(slept < full)
@@ -150,7 +150,7 @@ CALLS = st.lists(st.tuples(st.integers(0, 8), st.none() | st.integers(0, 12)), m
 def test_no_more_run_at_once_than_the_cap_says(first, second, cap, limited):
     """Each call lasts some ticks of the loop; some are cancelled after some ticks. Two rollouts, two loops."""
     crowd = Crowd()
-    tool = Capped(TimeLimited(crowd, FOREVER) if limited else crowd, cap)
+    tool = ConcurrencyLimited(TimeLimited(crowd, FOREVER) if limited else crowd, cap)
 
     async def one(ticks, cancel_after):
         task = asyncio.create_task(base.call(tool, {"ticks": ticks}))
@@ -174,7 +174,7 @@ def test_no_more_run_at_once_than_the_cap_says(first, second, cap, limited):
 
 def test_a_loop_that_ends_amid_its_calls_takes_no_place_from_the_next():
     crowd = Crowd()
-    tool = Capped(crowd, 1)
+    tool = ConcurrencyLimited(crowd, 1)
 
     async def leave():
         left = asyncio.gather(*(base.call(tool, {"ticks": 10**9}) for _ in range(3)))
@@ -184,14 +184,14 @@ def test_a_loop_that_ends_amid_its_calls_takes_no_place_from_the_next():
     asyncio.run(leave())
     assert run(tool, {"ticks": 1}) is FINE
     gc.collect()
-    assert len(tool._places._values) == 1  # the first loop and its state are forgotten
+    assert len(tool._semaphores._values) == 1  # the first loop and its state are forgotten
 
 
 def test_a_cut_is_visible_typed_and_keeps_the_rest():
     long = ToolResult("abcdefghij", reward=0.5, data={"ids": [1]})
-    result = run(Shortened(Does(lambda arguments: long), 4))
+    result = run(Truncated(Does(lambda arguments: long), 4))
     assert result.content == "abcd\n[Error: result too long, 6 of 10 characters cut.]"
     assert result == ToolResult(result.content, False, ToolError("oversized", "model"), 0.5, {"ids": [1]})
-    assert run(Shortened(Does(lambda arguments: long), 10)) is long
+    assert run(Truncated(Does(lambda arguments: long), 10)) is long
     broken = dataclasses.replace(DOWN, content="abcdefghij")
-    assert run(Shortened(Does(lambda arguments: broken), 4)).error == DOWN.error
+    assert run(Truncated(Does(lambda arguments: broken), 4)).error == DOWN.error

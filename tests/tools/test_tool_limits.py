@@ -1,4 +1,4 @@
-"""The wrappers together, and what the meter tells of them."""
+"""The wrappers together, and what the metrics tells of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from doing import (
+from tool_doubles import (
     DOWN,
     FINE,
     FOREVER,
@@ -16,31 +16,33 @@ from doing import (
     run,
 )
 
+from agentr1_jax.errors import UserError
 from agentr1_jax.tasks.hopworld.task import HopWorldTask
 from agentr1_jax.tools import base
-from agentr1_jax.tools.base import failed
-from agentr1_jax.tools.limits import ToolLimits, wrapped
-from agentr1_jax.tools.meter import Meter
+from agentr1_jax.tools.base import failure
+from agentr1_jax.tools.config import ToolsConfig, wrap_tool
+from agentr1_jax.tools.metrics import ToolMetrics
 from agentr1_jax.tools.search import BM25, Passage, SearchTool
 from agentr1_jax.tools.search.bm25 import SMALL
 from agentr1_jax.tools.wrappers import Measured
+from agentr1_jax.validation import from_section
 
 
-def test_the_meter_adds_up():
-    meter = Meter()
-    assert meter.metrics()["tools/calls"] == 0 and "time/tool_mean" not in meter.metrics()
+def test_the_metrics_add_up():
+    metrics = ToolMetrics()
+    assert metrics.metrics()["tools/calls"] == 0 and "time/tool_mean" not in metrics.metrics()
     for n in range(1, 101):
-        meter.finished(FINE if n % 10 else DOWN, n / 100)
+        metrics.record_call(FINE if n % 10 else DOWN, n / 100)
     for _ in range(4):
-        meter.retried(failed("timeout", "", "infrastructure"))
-    figures = meter.metrics()
+        metrics.record_retry(failure("timeout", "", "infrastructure"))
+    figures = metrics.metrics()
     assert figures == pytest.approx(
         {
             "tools/calls": 100,
             "tools/cancelled": 0,
             "tools/failures": 10,
             "tools/retries": 4,
-            "tools/threads_left_behind": 0,
+            "tools/abandoned_threads": 0,
             "time/tool_mean": 0.505,
             "time/tool_max": 1.0,
             "time/tool_p50": np.percentile(np.arange(1, 101) / 100, 50),
@@ -49,15 +51,15 @@ def test_the_meter_adds_up():
             "tools/error/timeout": 4,
         }
     )
-    meter.reset()
-    assert sum(meter.metrics().values()) == 0
+    metrics.reset()
+    assert sum(metrics.metrics().values()) == 0
 
 
-def test_retries_and_cancelled_calls_are_metered():
-    meter = Meter()
-    limits = ToolLimits(seconds=30, attempts=3, backoff=0)
-    assert run(wrapped(Does(results_in_turn(DOWN, None, FINE)), limits, meter)) is FINE
-    figures = meter.metrics()
+def test_retries_and_cancelled_calls_are_counted():
+    metrics = ToolMetrics()
+    limits = ToolsConfig(timeout_seconds=30, max_attempts=3, backoff_seconds=0)
+    assert run(wrap_tool(Does(results_in_turn(DOWN, None, FINE)), limits, metrics)) is FINE
+    figures = metrics.metrics()
     assert (figures["tools/calls"], figures["tools/retries"], figures["tools/failures"]) == (1, 2, 0)
     assert (figures["tools/error/down"], figures["tools/error/bad_result"]) == (1, 1)
 
@@ -65,8 +67,8 @@ def test_retries_and_cancelled_calls_are_metered():
         await asyncio.sleep(FOREVER)
 
     with pytest.raises(TimeoutError):
-        asyncio.run(asyncio.wait_for(base.call(wrapped(Does(hang), limits, meter), {}), 0.01))
-    figures = meter.metrics()
+        asyncio.run(asyncio.wait_for(base.call(wrap_tool(Does(hang), limits, metrics), {}), 0.01))
+    figures = metrics.metrics()
     assert figures["tools/calls"] == 2 and figures["tools/cancelled"] == 1 and figures["time/tool_max"] >= 0.009
 
 
@@ -74,11 +76,11 @@ def test_wrappers_come_in_the_order_that_makes_sense():
     def names(tool):
         return [type(tool).__name__, *names(tool.tool)] if hasattr(tool, "tool") else []
 
-    every = ["Measured", "Shortened", "Retried", "Capped", "TimeLimited"]
-    assert names(wrapped(Squares(), ToolLimits(), Meter())) == [*every, "Batched"]
-    assert names(wrapped(Does(None), ToolLimits(), Meter())) == every
-    none = ToolLimits(seconds=0, attempts=0, calls=0, batch=0, characters=0)
-    assert names(wrapped(Squares(), none, Meter())) == ["Measured"]
+    every = ["Measured", "Truncated", "Retried", "ConcurrencyLimited", "TimeLimited"]
+    assert names(wrap_tool(Squares(), ToolsConfig(), ToolMetrics())) == [*every, "Batched"]
+    assert names(wrap_tool(Does(None), ToolsConfig(), ToolMetrics())) == every
+    none = ToolsConfig(timeout_seconds=0, max_attempts=1, max_concurrent=0, max_batch=0, max_characters=0)
+    assert names(wrap_tool(Squares(), none, ToolMetrics())) == ["Measured"]
 
 
 def test_waiting_for_a_place_is_not_timed():
@@ -87,7 +89,9 @@ def test_waiting_for_a_place_is_not_timed():
         return FINE
 
     async def main():
-        tool = wrapped(Does(execute), ToolLimits(seconds=0.3, attempts=1, calls=1), Meter())
+        tool = wrap_tool(
+            Does(execute), ToolsConfig(timeout_seconds=0.3, max_attempts=1, max_concurrent=1), ToolMetrics()
+        )
         return await asyncio.gather(*(base.call(tool, {}) for _ in range(8)))
 
     assert asyncio.run(main()) == [FINE] * 8
@@ -95,7 +99,9 @@ def test_waiting_for_a_place_is_not_timed():
 
 def test_a_pause_holds_no_place():
     async def main():
-        tool = wrapped(Does(results_in_turn(DOWN, FINE)), ToolLimits(backoff=FOREVER, calls=1), Meter())
+        tool = wrap_tool(
+            Does(results_in_turn(DOWN, FINE)), ToolsConfig(backoff_seconds=FOREVER, max_concurrent=1), ToolMetrics()
+        )
         pausing = asyncio.create_task(base.call(tool, {}))
         await asyncio.sleep(0.05)
         assert await asyncio.wait_for(base.call(tool, {}), 10) is FINE
@@ -106,12 +112,13 @@ def test_a_pause_holds_no_place():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("seconds", -1), ("seconds", float("nan")), ("backoff", float("inf")), ("attempts", 1.5), ("calls", -2)]
-    + [("batch_milliseconds", -1), ("batch", True), ("characters", "10"), ("seconds", None)],
+    [("timeout_seconds", -1), ("timeout_seconds", float("nan")), ("backoff_seconds", float("inf"))]
+    + [("max_attempts", 0), ("max_attempts", 1.5), ("max_concurrent", -2), ("batch_milliseconds", -1)]
+    + [("max_batch", True), ("max_characters", "10"), ("timeout_seconds", None)],
 )
 def test_limits_that_make_no_sense_are_refused(field, value):
-    with pytest.raises(ValueError, match=rf"tools\.{field} is "):
-        ToolLimits(**{field: value})
+    with pytest.raises(UserError, match=rf"tools\.{field} is "):
+        from_section(ToolsConfig, "tools", {field: value})
 
 
 def test_only_a_large_index_needs_threads():
@@ -123,7 +130,7 @@ def test_the_episodes_of_a_world_share_one_wrapped_tool():
     made = []
 
     def wrap(tool):
-        made.append(Measured(tool, Meter()))
+        made.append(Measured(tool, ToolMetrics()))
         return made[-1]
 
     task = HopWorldTask(wrap=wrap)

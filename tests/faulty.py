@@ -1,4 +1,4 @@
-"""Fault injection: a tool that misbehaves by plan, repeatably."""
+"""Fault injection: tools and environments that misbehave by plan, repeatably."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import collections
 import dataclasses
 import math
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
+from agentr1_jax.envs.base import Action, Env, Observation, Row, Transition, judged
 from agentr1_jax.tools import base
 from agentr1_jax.tools.base import ToolResult
-from agentr1_jax.tools.keyed import canonical, uniform
-from agentr1_jax.tools.threads import in_thread
-from agentr1_jax.tools.wrappers import Wrapper
+from agentr1_jax.tools.threads import run_in_thread
+from agentr1_jax.tools.wrappers import Wrapper, canonical_json, keyed_uniform
 
 KINDS = ("exception", "hang", "garbage", "huge", "crash", "latency")
+ENV_KINDS = ("exception", "hang", "garbage", "crash", "latency")
 
 
 class InjectedError(Exception):
@@ -64,7 +65,7 @@ class FaultPlan:
 
     def fault(self, *key: str | int) -> str | None:
         """The kind of fault that an attempt gets, by its key alone; None for none."""
-        u = uniform("fault", self.seed, *key)
+        u = keyed_uniform("fault", self.seed, *key)
         return self.kinds[int(u / self.rate * len(self.kinds))] if u < self.rate else None
 
     async def happen(self, kind: str | None) -> None:
@@ -79,7 +80,7 @@ class FaultPlan:
             raise SystemExit("injected")
         if kind in ("hang", "latency"):
             seconds = self.hang_seconds if kind == "hang" else self.latency_seconds
-            await (in_thread(time.sleep, seconds) if self.blocking else asyncio.sleep(seconds))
+            await (run_in_thread(time.sleep, seconds) if self.blocking else asyncio.sleep(seconds))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -100,7 +101,7 @@ class FaultyTool(Wrapper):
 
     async def execute(self, arguments: Mapping[str, Any]) -> Any:
         """A ToolResult, unless it is garbage. Raises as `FaultPlan.happen` does."""
-        key = canonical(arguments)
+        key = canonical_json(arguments)
         kind = self.plan.fault(key, self.attempts[key])
         self.attempts[key] += 1
         if kind is not None:
@@ -111,3 +112,73 @@ class FaultyTool(Wrapper):
         if kind == "huge":
             return ToolResult("x" * self.plan.huge_characters)
         return await base.execute(self.tool, arguments)
+
+
+@dataclasses.dataclass(eq=False)
+class FaultyEnv:
+    """An environment whose `reset` and `step` get the faults of a plan.
+
+    A fault depends on the plan's seed, the episode's seed, how often that seed was reset before (its attempt) and the
+    index of the step, where the reset is number 0. Garbage is None or, after a step, messages for an observation.
+
+    Attributes:
+      injected: counts the faults by kind; shared by all environments of a run.
+      attempts: counts the resets by seed; shared likewise.
+
+    Raises:
+      ValueError: the plan holds a kind that only tools have.
+    """
+
+    env: Env
+    plan: FaultPlan
+    injected: collections.Counter[str]
+    attempts: collections.Counter[int]
+    _key: tuple[int, int] = dataclasses.field(default=(0, 0), init=False)
+    _steps: int = dataclasses.field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        for kind in self.plan.kinds:
+            if kind not in ENV_KINDS:
+                raise ValueError(f"environments have no fault of kind {kind!r}; choose among {', '.join(ENV_KINDS)}")
+
+    async def reset(self, row: Row, seed: int) -> Observation:
+        """Starts an episode, or fails to. Raises as `FaultPlan.happen` does."""
+        self._key, self._steps = (seed, self.attempts[seed]), 0
+        self.attempts[seed] += 1
+        garbage = await self._fault()
+        return cast(Observation, None) if garbage else await self.env.reset(row, seed)
+
+    async def step(self, action: Action) -> Transition:
+        """Applies one response, or fails to. Raises as `FaultPlan.happen` does."""
+        self._steps += 1
+        garbage = await self._fault()
+        if not garbage:
+            return await self.env.step(action)
+        if keyed_uniform("garbage", self.plan.seed, *self._key, self._steps) < 0.5:
+            return cast(Transition, None)
+        return Transition(Observation(messages=[{"role": "user", "content": "injected"}]), 0.0)
+
+    def summarised(self, text: str) -> Mapping[str, float]:
+        """As the environment inside."""
+        return judged(self.env, text)
+
+    def cut(self) -> Mapping[str, float]:
+        """As the environment inside."""
+        return self.env.cut()
+
+    async def _fault(self) -> bool:
+        """Lets the next fault happen; True if garbage is to be returned."""
+        kind = self.plan.fault(*self._key, self._steps)
+        if kind is None:
+            return False
+        self.injected[kind] += 1
+        await self.plan.happen(kind)
+        return kind == "garbage"
+
+
+def faulty_env(
+    make_env: Callable[[], Env], plan: FaultPlan, injected: collections.Counter[str]
+) -> Callable[[], FaultyEnv]:
+    """Makes environments that share the counts of faults and attempts."""
+    attempts: collections.Counter[int] = collections.Counter()
+    return lambda: FaultyEnv(make_env(), plan, injected, attempts)

@@ -19,8 +19,8 @@ from agentr1_jax.policy.embedder import QUERY_TOKENS, Embedder
 from agentr1_jax.rollout.runner import Group, run_groups
 from agentr1_jax.rollout.sampling import Sampling
 from agentr1_jax.tasks.multihop import MultihopTask
-from agentr1_jax.tools.limits import ToolLimits, wrapped
-from agentr1_jax.tools.meter import Meter
+from agentr1_jax.tools.config import ToolsConfig, wrap_tool
+from agentr1_jax.tools.metrics import ToolMetrics
 from agentr1_jax.tools.search import Passage, SearchTool
 from agentr1_jax.tools.search.dense import Dense, at_once
 from agentr1_jax.tools.search.vectors import corpus_vectors
@@ -257,7 +257,7 @@ def test_a_rollout_searches_on_the_engines_thread(data_dir, tmp_path):
 
     engine, params = engine_of(3)
     engine.fresh_counters()
-    wrap = functools.partial(wrapped, limits=ToolLimits(), meter=Meter())
+    wrap = functools.partial(wrap_tool, config=ToolsConfig(), metrics=ToolMetrics())
     task = MultihopTask(data_dir, corpus="mini", top_k=3, retriever_factory=dense_over, wrap=wrap)
     assert len(task.retriever.corpus) == len(task.corpus)  # Made before the engine runs: it uses its devices.
     groups = [

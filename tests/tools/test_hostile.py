@@ -21,7 +21,7 @@ from agentr1_jax.text.dialects import make_dialect
 from agentr1_jax.text.sentencepiece import train_sentencepiece
 from agentr1_jax.text.tokenizer import load_tokenizer
 from agentr1_jax.text.tool_calls import render_answer, render_call
-from agentr1_jax.tools.base import ToolResult, failed
+from agentr1_jax.tools.base import ToolResult, failure
 from agentr1_jax.trajectory import Budget, Outcome
 
 TOKENIZERS = ("qwen2.5", "qwen3", "minimind-6400", "hopworld")
@@ -145,7 +145,7 @@ class Mouth:
 
     def execute(self, arguments):
         if arguments["query"] == "error":
-            return failed("oversized", f"Error: {HOSTILE}")
+            return failure("oversized", f"Error: {HOSTILE}")
         return ToolResult(f"- {HOSTILE}: {HOSTILE}", data={"ids": [HOSTILE]})
 
 
@@ -153,7 +153,7 @@ class Calm(Mouth):
     description = "Searches."
 
     def execute(self, arguments):
-        return failed("oversized", "Error: calm") if arguments["query"] == "error" else ToolResult("calm")
+        return failure("oversized", "Error: calm") if arguments["query"] == "error" else ToolResult("calm")
 
 
 SAID = [

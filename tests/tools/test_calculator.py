@@ -9,9 +9,9 @@ import time
 from fractions import Fraction
 
 import pytest
-from doing import run
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tool_doubles import run
 
 from agentr1_jax.tools.base import Tool, ToolError
 from agentr1_jax.tools.calculator import CalculationError, CalculatorTool, evaluate, shown

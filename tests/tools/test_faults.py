@@ -12,22 +12,20 @@ import time
 
 import numpy as np
 import pytest
-from doing import no_thread_is_left
+from faulty import ENV_KINDS, KINDS, FaultPlan, FaultyTool, InjectedError, faulty_env
 from letters import ROW, ScriptedEnv
+from tool_doubles import no_thread_is_left
 
 from agentr1_jax.envs.base import Action
-from agentr1_jax.envs.faulty import KINDS as ENV_KINDS
-from agentr1_jax.envs.faulty import faulty_env
 from agentr1_jax.tasks import qa
 from agentr1_jax.text.tool_calls import render_answer, render_call
 from agentr1_jax.tools import base
 from agentr1_jax.tools.base import ToolError, ToolResult
-from agentr1_jax.tools.faulty import KINDS, FaultPlan, FaultyTool, InjectedError
-from agentr1_jax.tools.limits import ToolLimits, wrapped
-from agentr1_jax.tools.meter import Meter
+from agentr1_jax.tools.config import ToolsConfig, wrap_tool
+from agentr1_jax.tools.metrics import ToolMetrics
 from agentr1_jax.trajectory import Outcome
 
-LIMITS = ToolLimits(attempts=2, backoff=0.001, characters=100)
+LIMITS = ToolsConfig(max_attempts=2, backoff_seconds=0.001, max_characters=100)
 NAMES = {"exception": "exception", "crash": "exception", "hang": "timeout", "garbage": "bad_result"}
 
 
@@ -54,9 +52,9 @@ def transient(kinds, **fields):
 def play(faults):
     """The first transition of an episode that calls the faulty tool once, what was injected, and the meter."""
     # Only what hangs gets a limit that a busy machine could exceed.
-    limits = dataclasses.replace(LIMITS, seconds=0.06 if "hang" in faults.kinds else 30.0)
-    injected, meter = collections.Counter(), Meter()
-    tool = wrapped(FaultyTool(Echo(), faults, injected), limits, meter)
+    limits = dataclasses.replace(LIMITS, timeout_seconds=0.06 if "hang" in faults.kinds else 30.0)
+    injected, meter = collections.Counter(), ToolMetrics()
+    tool = wrap_tool(FaultyTool(Echo(), faults, injected), limits, meter)
 
     async def run():
         env = qa.search_env([tool], {"answer": 1.0, "format": 0.1}, "")
@@ -241,7 +239,7 @@ def test_environments_have_no_huge_fault():
 def test_the_error_of_a_tool_inside_stays_typed():
     class Down(Echo):
         def execute(self, arguments):
-            return base.failed("down", "Error: down.", "infrastructure")
+            return base.failure("down", "Error: down.", "infrastructure")
 
     tool = FaultyTool(Down(), FaultPlan(0.0), collections.Counter())
     assert asyncio.run(base.call(tool, {})).error == ToolError("down", "infrastructure")

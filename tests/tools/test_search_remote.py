@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from agentr1_jax import http as requests
 from agentr1_jax.tools import base
-from agentr1_jax.tools.limits import ToolLimits, wrapped
-from agentr1_jax.tools.meter import Meter
+from agentr1_jax.tools.config import ToolsConfig, wrap_tool
+from agentr1_jax.tools.metrics import ToolMetrics
 from agentr1_jax.tools.search import Passage, RemoteRetriever, RetrieverError, SearchTool, remote
 
 FOREVER = 60.0
@@ -317,8 +317,10 @@ def test_an_error_quotes_but_little_of_the_answer(server):
 
 
 def test_calls_of_many_trajectories_are_one_request(server):
-    meter = Meter()
-    tool = wrapped(SearchTool(RemoteRetriever(server.url), 2), ToolLimits(batch_milliseconds=50, backoff=0), meter)
+    meter = ToolMetrics()
+    tool = wrap_tool(
+        SearchTool(RemoteRetriever(server.url), 2), ToolsConfig(batch_milliseconds=50, backoff_seconds=0), meter
+    )
     server.plan = [says({}, 502)]
 
     async def main():
@@ -331,7 +333,9 @@ def test_calls_of_many_trajectories_are_one_request(server):
 
 
 def test_a_server_that_stays_down_ends_as_a_typed_failure(server):
-    tool = wrapped(SearchTool(RemoteRetriever(server.url), 2), ToolLimits(attempts=2, backoff=0), Meter())
+    tool = wrap_tool(
+        SearchTool(RemoteRetriever(server.url), 2), ToolsConfig(max_attempts=2, backoff_seconds=0), ToolMetrics()
+    )
     server.plan = [says(b"soon", 503)] * 2
     result = asyncio.run(base.call(tool, {"query": "a"}))
     assert result.error == base.ToolError("http_5xx", "infrastructure") and "status 503: 'soon'" in result.content

@@ -6,11 +6,11 @@ import asyncio
 import threading
 
 from agentr1_jax.tools import base
-from agentr1_jax.tools.base import ToolResult, failed
-from agentr1_jax.tools.threads import left_behind
+from agentr1_jax.tools.base import ToolResult, failure
+from agentr1_jax.tools.threads import abandoned_threads
 
 FINE = ToolResult("fine")
-DOWN = failed("down", "Error: down.", "infrastructure")
+DOWN = failure("down", "Error: down.", "infrastructure")
 FOREVER = 60.0
 
 
@@ -37,9 +37,9 @@ def run(tool, arguments=None):
 
 def no_thread_is_left():
     for thread in threading.enumerate():
-        if thread.name.startswith("in_thread"):
+        if thread.name.startswith("run_in_thread"):
             thread.join(10)
-    return left_behind() == 0
+    return abandoned_threads() == 0
 
 
 def raising(error):

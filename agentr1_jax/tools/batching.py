@@ -1,4 +1,4 @@
-"""Micro-batches: calls of many trajectories, collected over a few milliseconds, become one `execute_batch`."""
+"""Micro-batches: calls of many trajectories, collected over a few milliseconds, run as one `execute_batch`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 
 from agentr1_jax.tools import base
 from agentr1_jax.tools.base import ToolResult
-from agentr1_jax.tools.per_loop import PerLoop
-from agentr1_jax.tools.wrappers import Wrapper
+from agentr1_jax.tools.wrappers import PerLoop, Wrapper
 
 
 @dataclasses.dataclass(eq=False)
@@ -21,7 +20,7 @@ class _Call:
 
 @dataclasses.dataclass
 class _Queue:
-    """Calls that wait to be sent, the timer that will send them, and the batches under way."""
+    """Calls that wait to be sent, the timer that will send them, and the batches that run."""
 
     calls: list[_Call] = dataclasses.field(default_factory=list)
     timer: asyncio.TimerHandle | None = None
@@ -30,32 +29,32 @@ class _Queue:
 
 @dataclasses.dataclass(frozen=True)
 class Batched(Wrapper):
-    """Runs calls by the tool's `execute_batch(sequence of arguments) -> sequence of ToolResult`, sync or async.
+    """Run calls by the tool's `execute_batch(sequence of arguments) -> sequence of ToolResult`, sync or async.
 
-    A batch is sent when it holds `most` calls, or `milliseconds` after its first one. A cancelled waiter takes only its
-    own call back; a batch that nobody waits for any more is cancelled. What `execute_batch` raises fails every call of
-    its batch (`exception`), as does a wrong number of results (`bad_result`).
+    A batch is sent when it holds `max_batch` calls, or `milliseconds` after its first one. A cancelled waiter takes
+    back only its own call; a batch that nobody waits for any more is cancelled. An exception of `execute_batch` fails
+    every call of its batch (`exception`), as does a wrong number of results (`bad_result`).
     """
 
     milliseconds: float
-    most: int
+    max_batch: int
     _queues: PerLoop[_Queue] = dataclasses.field(
         default_factory=lambda: PerLoop(_Queue), init=False, repr=False, compare=False
     )
 
     async def execute(self, arguments: Mapping[str, Any]) -> ToolResult:
-        """Joins the next batch and waits for its own result."""
+        """Join the next batch and wait for the result of this call."""
         loop, queue = asyncio.get_running_loop(), self._queues.get()
         call = _Call(arguments, loop.create_future())
         queue.calls.append(call)
-        if len(queue.calls) >= self.most:
+        if len(queue.calls) >= self.max_batch:
             self._send(queue)
         elif queue.timer is None:
             queue.timer = loop.call_later(self.milliseconds / 1000, self._send, queue)
         try:
             return await call.result
         finally:
-            if call in queue.calls:  # Cancelled before it was sent: it shall not count towards `most`.
+            if call in queue.calls:  # Cancelled before it was sent: it shall not count towards `max_batch`.
                 queue.calls.remove(call)
 
     def _send(self, queue: _Queue) -> None:
@@ -68,12 +67,12 @@ class Batched(Wrapper):
         queue.batches.add(batch)  # The loop itself keeps no task alive.
         batch.add_done_callback(queue.batches.discard)
 
-        def given_up(_: asyncio.Future[ToolResult]) -> None:
+        def cancel_if_abandoned(_: asyncio.Future[ToolResult]) -> None:
             if all(call.result.done() for call in calls):
                 batch.cancel()
 
         for call in calls:
-            call.result.add_done_callback(given_up)
+            call.result.add_done_callback(cancel_if_abandoned)
 
     async def _run(self, calls: Sequence[_Call]) -> None:
         try:
@@ -87,10 +86,10 @@ class Batched(Wrapper):
 
 
 async def _execute_batch(tool: Any, arguments: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """One result per call, whatever the tool does; each call checks its own."""
-    results, failure = await base.guarded(tool, tool.execute_batch, arguments)
+    """Return one result per call, whatever the tool does; each call checks its own."""
+    results, failure = await base.run_guarded(tool, tool.execute_batch, arguments)
     if failure is None and not (isinstance(results, Sequence) and len(results) == len(arguments)):
         count = len(results) if isinstance(results, Sequence) else f"a {type(results).__name__} of"
         content = f"Error: {tool.name} returned {count} results for a batch of {len(arguments)}"
-        failure = base.failed("bad_result", content, "infrastructure")
+        failure = base.failure("bad_result", content, "infrastructure")
     return [failure] * len(arguments) if failure else list(results)

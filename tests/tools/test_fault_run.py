@@ -12,27 +12,25 @@ import time
 import letters
 import numpy as np
 import pytest
-from doing import no_thread_is_left
+from faulty import ENV_KINDS, KINDS, FaultPlan, FaultyTool, faulty_env
 from schedules import Planned, all_ids, assert_exact, engine_of, planned
+from tool_doubles import no_thread_is_left
 
 from agentr1_jax.agents.session import Identity
-from agentr1_jax.envs.faulty import KINDS as ENV_KINDS
-from agentr1_jax.envs.faulty import faulty_env
 from agentr1_jax.envs.rewards import Reward
 from agentr1_jax.envs.tool_env import ToolEnv
 from agentr1_jax.rollout.runner import Group, Limits, run_groups
 from agentr1_jax.rollout.sampling import Sampling
 from agentr1_jax.text.tool_calls import render_answer, render_call
 from agentr1_jax.tools.base import ToolResult
-from agentr1_jax.tools.faulty import KINDS, FaultPlan, FaultyTool
-from agentr1_jax.tools.keyed import canonical
-from agentr1_jax.tools.limits import ToolLimits, wrapped
-from agentr1_jax.tools.meter import Meter
+from agentr1_jax.tools.config import ToolsConfig, wrap_tool
+from agentr1_jax.tools.metrics import ToolMetrics
+from agentr1_jax.tools.wrappers import canonical_json
 from agentr1_jax.trajectory import POLICIES, Outcome
 
 GROUPS, SAMPLES, CALLS = 32, 8, 3
 SLOTS = 8
-LIMITS = ToolLimits(attempts=2, backoff=0.005, characters=100)
+LIMITS = ToolsConfig(max_attempts=2, backoff_seconds=0.005, max_characters=100)
 SECONDS = {"waits": 0.05, "blocks": 0.25}
 """Time limits of two tools. One waits on the event loop, the other blocks a thread, which may come late."""
 FAILS = {"exception": "exception", "crash": "exception", "hang": "timeout", "garbage": "bad_result"}
@@ -87,7 +85,9 @@ def seed_of(group, sample):
 
 def faulty_tools(plans, injected, meter):
     return [
-        wrapped(FaultyTool(Echo(name), plan, injected), dataclasses.replace(LIMITS, seconds=SECONDS[name]), meter)
+        wrap_tool(
+            FaultyTool(Echo(name), plan, injected), dataclasses.replace(LIMITS, timeout_seconds=SECONDS[name]), meter
+        )
         for name, plan in plans.items()
     ]
 
@@ -99,7 +99,7 @@ def expected_of(plans, seed):
         tool, arguments = call_of(seed, i)
         failed = True
         for attempt in range(LIMITS.attempts):
-            kind = plans[tool].fault(canonical(arguments), attempt)
+            kind = plans[tool].fault(canonical_json(arguments), attempt)
             injected.update([kind] if kind else [])
             failed = kind in FAILS
             errors.update([FAILS[kind]] if failed else ["oversized"] if kind == "huge" else [])
@@ -187,7 +187,7 @@ def test_fault_9_all_of_256_trajectories_return_with_typed_outcomes():
         "waits": FaultPlan(0.2, hang_seconds=10 * SLACK, blocking=False, **usual),
         "blocks": FaultPlan(0.2, hang_seconds=1.0, blocking=True, **usual),
     }
-    injected, meter = collections.Counter(), Meter()
+    injected, meter = collections.Counter(), ToolMetrics()
     tools = faulty_tools(plans, injected, meter)
     out = rollout(loop(lambda: calling(tools)), groups_of(GROUPS, SAMPLES))
 
@@ -209,7 +209,7 @@ def test_fault_9_all_of_256_trajectories_return_with_typed_outcomes():
     assert figures["tools/calls"] == calls and figures["tools/failures"] == failures
     assert failures == errors["oversized"] + sum(t.outcome is Outcome.TOOL_FAILURE for t in out)
     assert figures["tools/retries"] == errors.total() - failures
-    assert figures["tools/cancelled"] == figures["tools/threads_left_behind"] == 0
+    assert figures["tools/cancelled"] == figures["tools/abandoned_threads"] == 0
     assert figures["tools/error/exception"] == injected["exception"] + injected["crash"]
     assert figures["tools/error/timeout"] == injected["hang"]
 
@@ -218,7 +218,7 @@ def test_faults_of_tools_change_no_token_of_those_they_spare():
     runs = []
     for rate in (0, 0.3):
         plan = FaultPlan(rate, ("exception", "crash", "garbage", "latency"), latency_seconds=0.004)
-        tools = faulty_tools(dict.fromkeys(SECONDS, plan), collections.Counter(), Meter())
+        tools = faulty_tools(dict.fromkeys(SECONDS, plan), collections.Counter(), ToolMetrics())
         runs.append(rollout(loop(lambda tools=tools: calling(tools)), groups_of(8, 4)))
     assert {t.outcome for t in runs[0]} == {Outcome.ANSWERED}
     for fine, struck in zip(*runs, strict=True):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from doing import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tool_doubles import (
     DOWN,
     FINE,
     FOREVER,
@@ -13,12 +15,10 @@ from doing import (
     raising,
     run,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from agentr1_jax.tools import base
 from agentr1_jax.tools.base import ToolResult
-from agentr1_jax.tools.batched import Batched
+from agentr1_jax.tools.batching import Batched
 from agentr1_jax.tools.wrappers import TimeLimited
 
 
