@@ -98,7 +98,7 @@ def expected_of(plans, seed):
     for i in range(CALLS):
         tool, arguments = call_of(seed, i)
         failed = True
-        for attempt in range(LIMITS.attempts):
+        for attempt in range(LIMITS.max_attempts):
             kind = plans[tool].fault(canonical_json(arguments), attempt)
             injected.update([kind] if kind else [])
             failed = kind in FAILS
