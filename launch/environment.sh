@@ -1,7 +1,7 @@
-# Sourced by the scripts beside it: enters the project's folder and leaves in VENV_PYTHON the interpreter of a virtual
-# environment with requirements.txt installed, made at the first start and reused afterwards.
-# PYTHON selects the interpreter it is made from (default: python3); each minor version has its own, .venv/3.11 etc.
-# An interpreter that has the requirements already can be given in VENV_PYTHON: it is used as it is, nothing is made.
+# Sourced by the other scripts: changes to the project's folder and sets VENV_PYTHON to the interpreter of a virtual
+# environment with requirements.txt installed. The environment is made at the first start and reused afterwards.
+# PYTHON selects the interpreter to make it from (default: python3); each minor version has an environment, .venv/3.11 etc.
+# VENV_PYTHON selects an interpreter that has the requirements: it is used as it is, and nothing is made.
 # With dry_run=1 nothing is made.
 # shellcheck shell=bash
 # shellcheck source=launch/common.sh
@@ -22,14 +22,14 @@ make_environment() {
   fi
   "$venv/bin/python" -m pip install -qq --disable-pip-version-check -r requirements.txt ||
     fail "could not install requirements.txt, see above; start again to go on from there"
-  # Comes last: without it the next start takes up an interrupted install.
+  # Last: marks the installation as complete. Without this file the next start continues it.
   cp requirements.txt "$venv/requirements.installed"
 }
 
-given=PYTHON
-[[ -n ${VENV_PYTHON:-} ]] && given=VENV_PYTHON
-name=${!given:-python3}
-hint="set $given=/path/to/python3 (3.11 or newer)"
+variable=PYTHON
+[[ -n ${VENV_PYTHON:-} ]] && variable=VENV_PYTHON
+name=${!variable:-python3}
+hint="set $variable=/path/to/python3 (3.11 or newer)"
 python=$(command -v "$name") || fail "no $name found; $hint"
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') || fail "$python does not run; $hint"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
@@ -37,13 +37,13 @@ version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') || f
 [[ $python == */* && $python != /* ]] && python=$PWD/$python
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-if [[ $given == VENV_PYTHON ]]; then
+if [[ $variable == VENV_PYTHON ]]; then
   VENV_PYTHON=$python
 else
   venv=.venv/$version
   ((dry_run)) || environment_is_ready "$venv" || make_environment "$venv" "$python"
   VENV_PYTHON=$PWD/$venv/bin/python
 fi
-# Large arrays in huge pages (agentr1_jax/runtime/memory.py); a setting of the user's own stands.
+# Huge pages for large arrays (agentr1_jax/runtime/memory.py), unless the user has set this variable.
 export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"
 export VENV_PYTHON

@@ -1,30 +1,30 @@
 #!/usr/bin/env bash
 # The learning result of docs/multihop.md on this machine's CPU: a warm start, reinforcement learning from it by five
-# algorithms, an evaluation of each, one table. `bash launch/multihop_small.sh [FOLDER]`; the same command goes on where
-# it was stopped. Needs the data folder (AGENTR1_DATA). CONFIG=multihop_medium is the same for one accelerator.
+# algorithms, an evaluation of each, one table. `bash launch/multihop_small.sh [FOLDER]`; the same command resumes it.
+# Needs the data folder (AGENTR1_DATA). CONFIG=multihop_medium is the same for one accelerator.
 # shellcheck source=launch/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 config=${CONFIG:-multihop_small}
 out=${1:-runs/$config}
 seed=${SEED:-0}
 
-# Both programs save and leave with status 0 when they are stopped: what they left tells whether they came to their end.
-stopped() {
-  echo "stopped in $1; the same command goes on with it" >&2
+# Both programs save and exit with status 0 when they are stopped: the files of a run tell whether it has finished.
+fail_stopped() {
+  echo "stopped in $1; the same command resumes it" >&2
   exit 1
 }
 
 train() {
   local run=$1
   "$VENV_PYTHON" -m experiments.train "${@:2}" --config.run_dir="$run" --config.seed="$seed"
-  [[ -f $run/summary.json ]] || stopped "$run"
+  [[ -f $run/summary.json ]] || fail_stopped "$run"
 }
 
-# request.json is written anew as an evaluation begins, evaluation.json as it ends.
+# request.json is written when an evaluation begins, evaluation.json when it ends.
 evaluate() {
   local run=$1 results=$1/evaluation
   "$VENV_PYTHON" -m experiments.evaluate --checkpoint="$run" --splits=held_out,eval "${@:2}"
-  [[ -f $results/evaluation.json && ! $results/evaluation.json -ot $results/request.json ]] || stopped "$results"
+  [[ -f $results/evaluation.json && ! $results/evaluation.json -ot $results/request.json ]] || fail_stopped "$results"
 }
 
 train "$out/warm_start" --config="configs/$config.py" --config.updates=0

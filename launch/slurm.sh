@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Runs experiments.train on GPU nodes of a Slurm cluster, one process to a node with all its GPUs:
+# Runs experiments.train on GPU nodes of a Slurm cluster, one process per node with all its GPUs:
 #   bash launch/slurm.sh --nodes=2 --gpus_per_node=8 --time=24:00:00 [flags] \
 #     --config=configs/agentr1_grpo.py:gpu8 --config.run_dir=/shared/runs/mine [flags of experiments.train]
-# What it needs: an account and a partition of the cluster; this folder, the run's folder and VENV_PYTHON, the interpreter
-# of an environment with requirements.txt and 'jax[cuda13]', on a file system that all nodes share; port 8476 open between
-# the nodes. Tested with stand-ins for Slurm's programs only.
-#   --nodes=N             needed
-#   --gpus_per_node=N     needed
-#   --time=LIMIT          needed; the job saves before it, goes back to the queue and resumes
+# Requirements: an account and a partition of the cluster; port 8476 open between the nodes; on a file system that all nodes
+# share: this folder, the run's folder and VENV_PYTHON, the interpreter of an environment with requirements.txt and
+# 'jax[cuda13]'. Tested with stand-ins for Slurm's programs only.
+#   --nodes=N             required
+#   --gpus_per_node=N     required
+#   --time=LIMIT          required; the job saves before this limit, is requeued and resumes
 #   --partition=NAME, --account=NAME
-#   --restarts=3          how often the job may go back to the queue after a failure
-#   --save_seconds=600    how long before the time limit it begins to save
-#   --sbatch_flag=FLAG    a further flag of sbatch, may be repeated, e.g. --sbatch_flag=--constraint=h100
-#   --dry_run             print the commands, run none
-# The job's log is runs/slurm/JOB.log. `scancel JOB` ends it for good. What the job does is in launch/slurm.sbatch.
+#   --restarts=3          how often the job may be requeued after a failure
+#   --save_seconds=600    time before the time limit at which the job begins to save
+#   --sbatch_flag=FLAG    further flag of sbatch, e.g. --sbatch_flag=--constraint=h100; may be repeated
+#   --dry_run             print the commands and run none
+# The log of the job is runs/slurm/JOB.log. `scancel JOB` ends it for good. launch/slurm.sbatch is the job.
 # shellcheck source=launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 hint="The flags are at the head of launch/slurm.sh"
@@ -34,28 +34,28 @@ while (($#)); do
     --save_seconds=*) save_seconds=${1#*=} ;;
     --sbatch_flag=*) further+=("${1#*=}") ;;
     --dry_run) dry_run=1 ;;
-    *) no_such_flag "$1" "$hint" ;;
+    *) fail_unknown_flag "$1" "$hint" ;;
   esac
   shift
 done
-needed --nodes "$nodes"
-needed --gpus_per_node "$gpus"
-needed --time "$time"
+require --nodes "$nodes"
+require --gpus_per_node "$gpus"
+require --time "$time"
 (($#)) || fail "--config=FILE is missing. $hint"
-whole_number --nodes "$nodes" 1
-whole_number --gpus_per_node "$gpus" 1
-whole_number --restarts "$restarts"
-whole_number --save_seconds "$save_seconds" 1
-needed VENV_PYTHON "${VENV_PYTHON:-}"
+require_whole_number --nodes "$nodes" 1
+require_whole_number --gpus_per_node "$gpus" 1
+require_whole_number --restarts "$restarts"
+require_whole_number --save_seconds "$save_seconds" 1
+require VENV_PYTHON "${VENV_PYTHON:-}"
 [[ $VENV_PYTHON == /* ]] || fail "VENV_PYTHON is $VENV_PYTHON; it must be a path from /, which is the same on all nodes"
-need_program sbatch "start this on a login node of the cluster"
+require_program sbatch "start this on a login node of the cluster"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 run mkdir -p runs/slurm
 code=0
 run sbatch --nodes="$nodes" --gpus-per-node="$gpus" --time="$time" --signal="B:TERM@$save_seconds" --chdir="$PWD" \
   --export=ALL ${further[@]+"${further[@]}"} launch/slurm.sbatch --restarts="$restarts" "$@" || code=$?
-# sbatch fails with 1, for what it was asked for: nothing has run.
+# sbatch has status 1 where it rejects the request: nothing has run.
 ((!code)) || fail "sbatch refuses, see above: check account, partition, nodes and time"
 if ((dry_run)); then
   echo "# In the job, on its first node:"

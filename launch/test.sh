@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the fast tests of the core on all cores; `bash launch/test.sh -m contrib` runs those of agentr1_jax/contrib,
-# `-m slow` the slow ones. Arguments go to pytest.
+# `-m slow` the slow ones, `-m nightly` those of the launchers, kills and buckets. Arguments go to pytest.
 # PYTHON=/path/to/python3.12 selects another interpreter.
 # shellcheck source=launch/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv on a TPU VM worker: requirements.txt with JAX for TPUs. launch/tpu_vm.sh starts it on each.
-# The images of TPU VMs have an older Python than the 3.11 needed, so uv brings one; it needs the internet.
+# Makes .venv on a worker of a TPU VM, with requirements.txt and JAX for TPUs. launch/tpu_vm.sh runs it on each worker.
+# The images of TPU VMs have a Python older than 3.11, so uv installs one; this needs the internet.
 # shellcheck source=launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -12,5 +12,5 @@ PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --user --quiet uv || {
 uv=$(python3 -c 'import site; print(site.USER_BASE)')/bin/uv
 "$uv" venv --clear --quiet --python=3.12 .venv
 "$uv" pip install --quiet --python=.venv/bin/python -r requirements.txt 'jax[tpu]'
-# Comes last: without it the next start takes up an interrupted install.
+# Last: marks the installation as complete. Without this file the next start repeats it.
 cp requirements.txt .venv/requirements.installed

@@ -1,12 +1,12 @@
-# Sourced by launch/tpu_vm.sh: makes a slice, deletes it and looks at it, by gcloud.
+# Sourced by launch/tpu_vm.sh: creates a slice, deletes it and reads its state, with gcloud.
 # shellcheck shell=bash
 # shellcheck disable=SC2154
 tpu() {
   run gcloud compute tpus "$@" --zone="$zone" ${project:+"--project=$project"} --quiet
 }
 
-# A mistake of the user's ends the launcher; other errors of gcloud may pass.
-refuse_mistakes() {
+# Ends the launcher where gcloud reports a mistake of the user; other errors may be temporary.
+fail_on_mistakes() {
   local mistakes="PERMISSION_DENIED|INVALID_ARGUMENT|does not have permission|Required '.*' permission|gcloud auth login"
   mistakes+="|active account|unrecognized arguments|not properly specified"
   if grep -qE "$mistakes" "$work/error"; then
@@ -18,8 +18,8 @@ end_group() {
   kill "-$1" -- "-$2" 2>/dev/null || true
 }
 
-# Runs something of gcloud's, which only a second Ctrl-C cuts short; its errors are shown.
-attend() {
+# run_to_end COMMAND...: runs a command of gcloud that only a second Ctrl-C interrupts, and shows its errors.
+run_to_end() {
   local pid code=0
   if ((dry_run)); then
     "$@"
@@ -36,12 +36,12 @@ attend() {
     if ((stopping > 1)); then end_group TERM "$pid"; fi
   done
   cat "$work/error" >&2
-  if ((code)); then refuse_mistakes; fi
+  if ((code)); then fail_on_mistakes; fi
   return "$code"
 }
 
-# Leaves the slice's state in `state`, ABSENT if there is none. Fails if gcloud cannot tell.
-look() {
+# Sets `state` to the state of the slice, ABSENT if there is none. Fails if gcloud cannot tell.
+read_state() {
   local describe=(tpu-vm describe "$name" '--format=value(state)')
   if ((queued)); then describe=(queued-resources describe "$name" '--format=value(state.state)'); fi
   if ((dry_run)); then
@@ -61,41 +61,41 @@ create() {
   flags+=(${create_flags[@]+"${create_flags[@]}"})
   created=1
   if ((queued)); then
-    attend tpu queued-resources create "$name" --node-id="$name" --runtime-version="$runtime" "${flags[@]}"
+    run_to_end tpu queued-resources create "$name" --node-id="$name" --runtime-version="$runtime" "${flags[@]}"
   else
-    attend tpu tpu-vm create "$name" --version="$runtime" "${flags[@]}"
+    run_to_end tpu tpu-vm create "$name" --version="$runtime" "${flags[@]}"
   fi
 }
 
 remove() {
   if ((queued)); then
-    attend tpu queued-resources delete "$name" --force
+    run_to_end tpu queued-resources delete "$name" --force
   else
-    attend tpu tpu-vm delete "$name"
+    run_to_end tpu tpu-vm delete "$name"
   fi
 }
 
-# Interrupted by a signal, which `stopping` then tells.
+# pause SECONDS: sleeps; a signal, which sets `stopping`, ends it.
 pause() {
   sleep "$1" &
   wait "$!" || true
 }
 
-# Comes back when there is a slice that can be used. Fails if it must be tried again from the start.
+# Returns when the slice is ready, which it creates if need be. Fails if that must be tried again from the start.
 make_ready() {
-  local unknown=0 shown=
+  local unknown=0 last_state=
   created=0
   while ((!stopping)); do
-    if ! look; then
+    if ! read_state; then
       cat "$work/error" >&2
-      refuse_mistakes
+      fail_on_mistakes
       ((++unknown < 5)) || return 1
       pause "$poll_seconds"
       continue
     fi
     unknown=0
-    if [[ $state != "$shown" ]]; then say "$name is $state"; fi
-    shown=$state
+    if [[ $state != "$last_state" ]]; then say "$name is $state"; fi
+    last_state=$state
     case $state in
       READY | ACTIVE) return 0 ;;
       ABSENT)

@@ -153,7 +153,7 @@ def make_project(tmp_path: pathlib.Path) -> pathlib.Path:
     return root
 
 
-def played(project: pathlib.Path, name: str) -> pathlib.Path:
+def play_path(project: pathlib.Path, name: str) -> pathlib.Path:
     return project.parent / "play" / name
 
 
@@ -190,14 +190,14 @@ def bare_path(project: pathlib.Path) -> dict[str, str]:
     return {"PATH": str(few)}
 
 
-def recorded(project: pathlib.Path) -> list[list[str]]:
-    path = played(project, "record")
+def read_calls(project: pathlib.Path) -> list[list[str]]:
+    path = play_path(project, "record")
     return [shlex.split(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def trained(project: pathlib.Path) -> list[list[str]]:
+def read_starts(project: pathlib.Path) -> list[list[str]]:
     """Of every process of the training that was started: coordinator, count, index, arguments."""
-    path = played(project, "trained")
+    path = play_path(project, "trained")
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 

@@ -26,6 +26,8 @@ from jax._src import lru_cache
 jax.config.update("jax_num_cpu_devices", 8)
 
 MOST_MAPPINGS = 30_000
+LANES = {"contrib": pytest.mark.contrib, "launch": pytest.mark.nightly}
+"""Folder of tests -> the marker that all its tests get."""
 
 # Tests assert no times: a busy machine must not fail them.
 hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -79,7 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Fast tests have their programs compiled without optimisation: they compile for most of their time. Slow ones run
     what users run. What a shell starts in the background is deaf to Ctrl-C, and so is all that it starts.
     """
-    if config.option.markexpr in ("not slow and not contrib", "contrib"):
+    if config.option.markexpr in ("not slow and not contrib and not nightly", "contrib"):
         os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -93,10 +95,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # Before pytest selects by markers.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests of `tests/contrib`."""
+    """Mark the tests of the folders that have a lane of their own, and those that need a bucket."""
     for item in items:
-        if item.path.is_relative_to(ROOT / "tests" / "contrib"):
-            item.add_marker(pytest.mark.contrib)
+        for folder, marker in LANES.items():
+            if item.path.is_relative_to(ROOT / "tests" / folder):
+                item.add_marker(marker)
+        if "bucket" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.nightly)
 
 
 @pytest.fixture(scope="module", autouse=True)

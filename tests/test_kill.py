@@ -23,6 +23,7 @@ from agentr1_jax.trajectory import Outcome, Step, Trajectory, write_jsonl
 
 kill_test = program("kill_test")
 ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.nightly
 AHEAD = {"rollout.staleness": 1, "rollout.deterministic": False}
 
 

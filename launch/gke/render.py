@@ -1,4 +1,4 @@
-"""Fills in launch/gke/jobset.yaml from a file of values: `python3 launch/gke/render.py FILE -- ARGUMENTS...`.
+"""Fill in launch/gke/jobset.yaml from a file of values: `python3 launch/gke/render.py FILE -- ARGUMENTS...`.
 
 Standard library only. Prints the manifest. A mistake ends with a message and status 2.
 """
@@ -28,14 +28,14 @@ PATTERNS = {
 
 
 class Mistake(Exception):
-    """What the user can repair: its message is all that is shown."""
+    """A mistake of the user; only its message is shown."""
 
 
 def read_values(path: pathlib.Path) -> dict[str, str]:
-    """The lines `key=value` of a file; blank ones and those that begin with # say nothing.
+    """Return the lines `key=value` of a file; blank lines and lines that begin with # are skipped.
 
     Raises:
-      Mistake: the file cannot be read, or a line is none of these, or a key is there twice.
+      Mistake: the file cannot be read, a line is malformed, or a key occurs twice.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -55,10 +55,10 @@ def read_values(path: pathlib.Path) -> dict[str, str]:
 
 
 def check(values: dict[str, str], path: pathlib.Path) -> None:
-    """Raises Mistake for a value that is missing, unknown or cannot work."""
+    """Raise Mistake where a value is missing, unknown or impossible."""
     for word, keys in (("misses", PATTERNS.keys() - values.keys()), ("has unknown", values.keys() - PATTERNS.keys())):
         if keys:
-            raise Mistake(f"{path} {word} {', '.join(sorted(keys))}; launch/gke/values.env says what is needed")
+            raise Mistake(f"{path} {word} {', '.join(sorted(keys))}; launch/gke/values.env lists them all")
     for key, pattern in PATTERNS.items():
         if not re.fullmatch(pattern, values[key]):
             raise Mistake(f"{path}: {key}={values[key]} must match {pattern}")
@@ -74,13 +74,13 @@ def check(values: dict[str, str], path: pathlib.Path) -> None:
 
 
 def render(template: str, values: dict[str, str], arguments: Sequence[str]) -> str:
-    """The manifest. `arguments` reach the process as they are, though Kubernetes would read `$(NAME)` in them."""
-    shown = json.dumps([argument.replace("$", "$$") for argument in arguments])
-    return string.Template(template).substitute(values, arguments=shown)
+    """Return the manifest. `arguments` reach the process unchanged: their `$(NAME)` is escaped for Kubernetes."""
+    escaped = json.dumps([argument.replace("$", "$$") for argument in arguments])
+    return string.Template(template).substitute(values, arguments=escaped)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the manifest for `FILE -- ARGUMENTS...`; the status."""
+    """Print the manifest for `FILE -- ARGUMENTS...` and return the exit status."""
     path = pathlib.Path(argv[0])
     try:
         values = read_values(path)

@@ -3,14 +3,14 @@
 #   bash launch/gke/run.sh --values=FILE [--context=CONTEXT] [--dry_run] \
 #     --config=configs/agentr1_grpo.py --config.run_dir=/shared/runs/mine [flags of experiments.train]
 #   bash launch/gke/run.sh --values=FILE [--context=CONTEXT] [--dry_run] --delete
-# What it needs: kubectl with the cluster's credentials (`gcloud container clusters get-credentials`), Python 3.11, a
+# Requirements: kubectl with the cluster's credentials (`gcloud container clusters get-credentials`), Python 3.11, a
 # node pool of that accelerator and topology (or Autopilot) with its quota, the JobSet controller
 # (kubectl apply --server-side -f https://github.com/kubernetes-sigs/jobset/releases/download/v0.12.0/manifests.yaml),
 # an image (launch/gke/Dockerfile), a PersistentVolumeClaim that all pods can write to (Filestore, or a bucket by Cloud
 # Storage FUSE; runs may lie on gs:// instead), and FILE, a copy of launch/gke/values.env. Tested with a stand-in for
 # kubectl only.
-# The cluster restarts the pods by itself; a JobSet that is deleted has its pods save and leave, and the same command
-# afterwards resumes the run. --dry_run prints the manifest and the command, runs nothing.
+# The cluster restarts the pods. When a JobSet is deleted its pods save and exit, and the same command resumes the run.
+# --dry_run prints the manifest and the command and runs nothing.
 # shellcheck source=launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 hint="The flags are at the head of launch/gke/run.sh"
@@ -24,24 +24,24 @@ while (($#)); do
     --context=*) context=("--context=${1#*=}") ;;
     --delete) delete=1 ;;
     --dry_run) dry_run=1 ;;
-    *) no_such_flag "$1" "$hint" ;;
+    *) fail_unknown_flag "$1" "$hint" ;;
   esac
   shift
 done
-needed --values "$values"
+require --values "$values"
 (($# || delete)) || fail "--config=FILE is missing. $hint"
 ((!$# || !delete)) || fail "--delete takes no flags of experiments.train"
 python=$(command -v python3) || fail "no python3 found"
 # The run's folder must outlive the pods.
-kept=0
+durable=0
 for argument; do
-  case $argument in --config.run_dir=/shared/?* | --config.run_dir=gs://?*) kept=1 ;; esac
+  case $argument in --config.run_dir=/shared/?* | --config.run_dir=gs://?*) durable=1 ;; esac
 done
-((kept || delete)) || fail "the disk of a pod ends with it: give --config.run_dir=/shared/FOLDER or gs://BUCKET/FOLDER"
+((durable || delete)) || fail "the disk of a pod is deleted with it: give --config.run_dir=/shared/FOLDER or gs://BUCKET/FOLDER"
 manifest=$("$python" "$(dirname "${BASH_SOURCE[0]}")/render.py" "$values" -- "$@") || exit 2
 name=$(sed -n 's/^  name: "\(.*\)"$/\1/p' <<<"$manifest")
 namespace=$(sed -n 's/^  namespace: "\(.*\)"$/\1/p' <<<"$manifest")
-need_program kubectl "install it: https://kubernetes.io/docs/tasks/tools/"
+require_program kubectl "install it: https://kubernetes.io/docs/tasks/tools/"
 
 if ((delete)); then
   command=(kubectl delete jobset "$name" --ignore-not-found)

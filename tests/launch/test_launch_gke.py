@@ -13,7 +13,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from clusters import CONFIG, bare_path, make_project, played, recorded, run, trained
+from clusters import CONFIG, bare_path, make_project, play_path, read_calls, read_starts, run
 
 KUBERNETES = "1.34"  # Whose schemas are used.
 
@@ -37,17 +37,17 @@ def gke(project: pathlib.Path, *flags: str, **values: str) -> list[str]:
 def manifest(project: pathlib.Path) -> Any:
     status, output = run(project, *gke(project, *CONFIG, "--config.note=$(HOME)"))
     assert status == 0, output
-    return yaml.safe_load(played(project, "manifest").read_text())
+    return yaml.safe_load(play_path(project, "manifest").read_text())
 
 
 def test_gke_creates_what_its_dry_run_shows(project: pathlib.Path, manifest: Any) -> None:
     """The image's command, run as a pod would run it, starts one process with its index."""
-    assert recorded(project) == [["kubectl", "create", "--filename=-", "--namespace=default"]]
+    assert read_calls(project) == [["kubectl", "create", "--filename=-", "--namespace=default"]]
     status, output = run(project, *gke(project, "--dry_run", *CONFIG, "--config.note=$(HOME)"))
-    assert status == 0 and len(recorded(project)) == 1
+    assert status == 0 and len(read_calls(project)) == 1
     shown, _, command = output.rpartition("kubectl create")
     assert yaml.safe_load(shown) == manifest
-    assert ["kubectl create" + command.rstrip()] == [shlex.join(words) for words in recorded(project)]
+    assert ["kubectl create" + command.rstrip()] == [shlex.join(words) for words in read_calls(project)]
 
     pod = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
@@ -56,7 +56,7 @@ def test_gke_creates_what_its_dry_run_shows(project: pathlib.Path, manifest: Any
     command_line = ["env", f"--chdir={project}", *words]
     status, _ = run(project, *command_line, JOB_COMPLETION_INDEX="3", **variables)
     assert status == 0
-    assert trained(project) == [["agentr1-train-0-0.agentr1:8476", "4", "3", *CONFIG, "--config.note=$(HOME)"]]
+    assert read_starts(project) == [["agentr1-train-0-0.agentr1:8476", "4", "3", *CONFIG, "--config.note=$(HOME)"]]
 
 
 def test_gke_job_is_valid_by_the_published_schemas(manifest: Any) -> None:
@@ -173,11 +173,11 @@ def test_gke_wants_every_value(project: pathlib.Path) -> None:
     path = project / "my values"
     path.write_text(path.read_text().replace("image=", "#image="))
     status, output = run(project, *command)
-    assert (status, output) == (2, f"error: {path} misses image; launch/gke/values.env says what is needed\n")
+    assert (status, output) == (2, f"error: {path} misses image; launch/gke/values.env lists them all\n")
     path.unlink()
     status, output = run(project, *command)
     assert status == 2 and output.startswith("error: cannot read the values: ")
-    assert not recorded(project)
+    assert not read_calls(project)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_gke_wants_every_value(project: pathlib.Path) -> None:
         (["--values=", *CONFIG], "--values is missing"),
         (
             ["--config=x.py", "--config.run_dir=runs/mine"],
-            "the disk of a pod ends with it: give --config.run_dir=/shared",
+            "the disk of a pod is deleted with it: give --config.run_dir=/shared",
         ),
         ([], "--config=FILE is missing"),
         (["--name=x", *CONFIG], "unknown flag '--name=x'"),
@@ -208,7 +208,7 @@ def test_gke_names_bad_flags(project: pathlib.Path, flags: list[str], message: s
     ],
 )
 def test_gke_names_refusals(project: pathlib.Path, refusal: str, message: str) -> None:
-    played(project, "refuse").write_text(refusal + "\n")
+    play_path(project, "refuse").write_text(refusal + "\n")
     status, output = run(project, *gke(project, *CONFIG))
     assert status == 2
     assert output.startswith(f"{refusal}\nerror: {message}")
@@ -216,10 +216,10 @@ def test_gke_names_refusals(project: pathlib.Path, refusal: str, message: str) -
 
 def test_gke_deletes(project: pathlib.Path) -> None:
     status, shown = run(project, *gke(project, "--context=lab", "--dry_run", "--delete"))
-    assert status == 0 and not recorded(project)
+    assert status == 0 and not read_calls(project)
     assert run(project, *gke(project, "--context=lab", "--delete"))[0] == 0
-    assert recorded(project) == [shlex.split(shown)]
-    assert recorded(project)[0][:4] == ["kubectl", "delete", "jobset", "agentr1"]
+    assert read_calls(project) == [shlex.split(shown)]
+    assert read_calls(project)[0][:4] == ["kubectl", "delete", "jobset", "agentr1"]
 
 
 def test_a_kubectl_that_is_not_there_is_named(project: pathlib.Path) -> None:

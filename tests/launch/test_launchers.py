@@ -13,7 +13,9 @@ import sys
 from typing import Any
 
 import pytest
-from clusters import CONFIG, ROOT, bare_path, make_project, played, recorded, run, start, trained, wait_for
+from clusters import CONFIG, ROOT, bare_path, make_project, play_path, read_calls, read_starts, run, start, wait_for
+
+DISKS = "the disks of a TPU VM are deleted with it"
 
 
 @pytest.fixture
@@ -27,11 +29,11 @@ def tpu(project: pathlib.Path, *flags: str) -> list[str]:
 
 
 def states(project: pathlib.Path, *words: str) -> None:
-    played(project, "states").write_text("".join(word + "\n" for word in words))
+    play_path(project, "states").write_text("".join(word + "\n" for word in words))
 
 
-def started_on_two(project: pathlib.Path) -> None:
-    rows = sorted(trained(project))
+def check_started_on_two(project: pathlib.Path) -> None:
+    rows = sorted(read_starts(project))
     assert rows == [["10.0.0.2:8476", "2", str(k), *CONFIG] for k in range(2)]
 
 
@@ -42,17 +44,17 @@ def test_tpu_vm_starts_every_worker_as_its_dry_run_says(project: pathlib.Path, q
     if queued:
         flags.insert(0, "--queued")
     status, shown = run(project, *tpu(project, "--dry_run", *flags))
-    assert status == 0 and not recorded(project) and not trained(project)
+    assert status == 0 and not read_calls(project) and not read_starts(project)
     states(project, "ABSENT", *(["WAITING_FOR_RESOURCES", "ACTIVE"] if queued else ["READY"]))
     status, output = run(project, *tpu(project, *flags))
     assert status == 0, output
-    started_on_two(project)
-    assert all((played(project, f"worker{k}") / "it is mounted").exists() for k in range(2))
+    check_started_on_two(project)
+    assert all((play_path(project, f"worker{k}") / "it is mounted").exists() for k in range(2))
     assert {"[0] hello from 0", "[1] hello from 1"} <= set(output.splitlines())
 
     expected = [shlex.split(line) for line in shown.splitlines() if not line.startswith("tar ")]
     found: list[list[str]] = []
-    for words in recorded(project):
+    for words in read_calls(project):
         words = [re.sub(r"^/.*/agentr1_jax.tgz", "FOLDER/agentr1_jax.tgz", word) for word in words]
         words = [word.replace("10.0.0.2:", "INTERNAL_ADDRESS_OF_WORKER_0:") for word in words]
         if words not in found:  # The state is looked at several times.
@@ -66,11 +68,11 @@ def test_tpu_vm_starts_every_worker_as_its_dry_run_says(project: pathlib.Path, q
 
 def test_tpu_vm_copies_neither_git_nor_runs(project: pathlib.Path) -> None:
     states(project, "READY")
-    (played(project, "worker0") / "agentr1_jax" / "stale.py").touch()
+    (play_path(project, "worker0") / "agentr1_jax" / "stale.py").touch()
     status, output = run(project, *tpu(project, *CONFIG))
     assert status == 0, output
-    assert "create" not in {words[4] for words in recorded(project)}
-    copied = {path.name for path in (played(project, "worker0") / "agentr1_jax").iterdir()}
+    assert "create" not in {words[4] for words in read_calls(project)}
+    copied = {path.name for path in (play_path(project, "worker0") / "agentr1_jax").iterdir()}
     assert copied == {".venv", "experiments", "launch", "requirements.txt", "worker.0.pids"}
     assert "delete it with: gcloud compute tpus tpu-vm delete mine --zone=us-west4-a" in output
 
@@ -80,51 +82,51 @@ def test_tpu_vm_makes_a_preempted_slice_again(project: pathlib.Path, queued: boo
     """The connection to one worker hangs; the state tells what happened."""
     ready = "ACTIVE" if queued else "READY"
     states(project, ready, *[taken] * 3, "ABSENT", ready)
-    played(project, "cut").touch()
+    play_path(project, "cut").touch()
     status, output = run(project, *tpu(project, *(["--queued"] if queued else []), *CONFIG))
     assert status == 0, output
     assert f"launch: mine is {taken}\nlaunch: restart 1 of 3" in output
     kind = "queued-resources" if queued else "tpu-vm"
-    made = [words[3:5] for words in recorded(project) if words[4] in ("create", "delete")]
+    made = [words[3:5] for words in read_calls(project) if words[4] in ("create", "delete")]
     assert made == [[kind, "delete"], [kind, "create"]]
-    assert sorted(row[2] for row in trained(project)) in (["0", "1"], ["0", "1", "1"])
+    assert sorted(row[2] for row in read_starts(project)) in (["0", "1"], ["0", "1", "1"])
 
 
 def test_tpu_vm_starts_the_processes_again_on_a_slice_that_is_there(project: pathlib.Path) -> None:
     """One fails; the other waits for it, and is told to leave."""
     states(project, "READY")
-    played(project, "train.0").write_text("wait")
-    played(project, "train.1").write_text("7")
+    play_path(project, "train.0").write_text("wait")
+    play_path(project, "train.1").write_text("7")
     status, output = run(project, *tpu(project, *CONFIG))
     assert status == 0, output
     assert "[0] saved 0" in output
     assert "launch: worker 1 failed with status 7\nlaunch: restart 1 of 3" in output
-    assert len(trained(project)) == 4
-    assert "create" not in {words[4] for words in recorded(project)}
+    assert len(read_starts(project)) == 4
+    assert "create" not in {words[4] for words in read_calls(project)}
 
 
 def test_tpu_vm_takes_no_preempted_process_for_a_finished_one(project: pathlib.Path) -> None:
     """A host that shuts down tells its process, which saves and leaves with 0; so do the others."""
     states(project, "READY")
-    played(project, "train.1").write_text("wait")
+    play_path(project, "train.1").write_text("wait")
     with start(project, *tpu(project, "--restarts=1", *CONFIG)) as process:
-        pids = played(project, "worker1") / "agentr1_jax" / "worker.0.pids"
-        wait_for(played(project, "trained"), 2)
+        pids = play_path(project, "worker1") / "agentr1_jax" / "worker.0.pids"
+        wait_for(play_path(project, "trained"), 2)
         os.kill(int(pids.read_text().split()[0]), signal.SIGTERM)
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     assert "launch: worker 1 was ended by SIGTERM\nlaunch: restart 1 of 1" in output
-    assert len(trained(project)) == 4
+    assert len(read_starts(project)) == 4
 
 
 @pytest.mark.parametrize(("code", "starts"), [("2", 1), ("7", 2)])
 def test_tpu_vm_ends_with_what_failed(project: pathlib.Path, code: str, starts: int) -> None:
     states(project, "READY")
-    played(project, "train.1").write_text(" ".join([code] * 5))
+    play_path(project, "train.1").write_text(" ".join([code] * 5))
     status, output = run(project, *tpu(project, "--restarts=1", *CONFIG))
     assert status == int(code)
     assert output.count(f"launch: worker 1 failed with status {code}") == starts
-    assert len([row for row in trained(project) if row[2] == "1"]) == starts
+    assert len([row for row in read_starts(project) if row[2] == "1"]) == starts
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -132,20 +134,20 @@ def test_tpu_vm_passes_a_stop_on(project: pathlib.Path, number: signal.Signals) 
     """Ctrl-C comes to the whole group of a terminal; the connections must outlive it."""
     states(project, "READY")
     for k in range(2):
-        played(project, f"train.{k}").write_text("wait")
+        play_path(project, f"train.{k}").write_text("wait")
     with start(project, *tpu(project, "--delete", *CONFIG)) as process:
-        wait_for(played(project, "trained"), 2)
+        wait_for(play_path(project, "trained"), 2)
         (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
     assert {"[0] saved 0", "[1] saved 1"} <= set(output.splitlines())
     assert "restart" not in output
-    assert recorded(project)[-1][3:6] == ["tpu-vm", "delete", "mine"]
+    assert read_calls(project)[-1][3:6] == ["tpu-vm", "delete", "mine"]
 
 
 def test_tpu_vm_does_not_make_again_what_somebody_deleted(project: pathlib.Path) -> None:
     states(project, "READY", "ABSENT")
-    played(project, "train.1").write_text("1")
+    play_path(project, "train.1").write_text("1")
     status, output = run(project, *tpu(project, "--poll_seconds=60", *CONFIG))
     assert status == 1
     assert output.splitlines()[-1] == "launch: somebody deleted mine: not started again"
@@ -159,11 +161,11 @@ def test_tpu_vm_does_not_make_again_what_somebody_deleted(project: pathlib.Path)
     ],
 )
 def test_tpu_vm_names_a_missing_permission(project: pathlib.Path, refusal: str) -> None:
-    played(project, "refuse").write_text(refusal + "\n")
+    play_path(project, "refuse").write_text(refusal + "\n")
     status, output = run(project, *tpu(project, *CONFIG))
     assert status == 2
     assert output.startswith(f"{refusal}\nerror: gcloud refuses, see above")
-    assert len(recorded(project)) == 1
+    assert len(read_calls(project)) == 1
 
 
 def test_tpu_vm_leaves_a_stopped_slice_alone(project: pathlib.Path) -> None:
@@ -196,15 +198,18 @@ def test_tpu_vm_knows_the_hosts_of_a_type(project: pathlib.Path, type_: str, wor
         (["--env=x", *CONFIG], "--env=x: it must be --env=NAME=VALUE"),
         (["--restarts=many", *CONFIG], "--restarts is 'many'"),
         ([], "--config=FILE is missing"),
-        (["--config=x.py"], "the disks of a TPU VM end with it"),
-        (["--restarts=0", "--delete", "--config=x.py", "--config.run_dir=runs/x"], "the disks of a TPU VM end with it"),
+        (["--config=x.py"], DISKS),
+        (
+            ["--restarts=0", "--delete", "--config=x.py", "--config.run_dir=runs/x"],
+            DISKS,
+        ),
     ],
 )
 def test_tpu_vm_names_bad_flags(project: pathlib.Path, flags: list[str], message: str) -> None:
     status, output = run(project, *tpu(project, *flags))
     assert status == 2
     assert output.startswith(f"error: {message}") and output.count("\n") == 1
-    assert not recorded(project)
+    assert not read_calls(project)
 
 
 def test_a_worker_does_not_start_an_attempt_twice(project: pathlib.Path) -> None:
@@ -217,7 +222,7 @@ def test_a_worker_does_not_start_an_attempt_twice(project: pathlib.Path) -> None
     assert "error: attempt 3 was started or stopped here before" in output
     assert run(project, "bash", command[1], "--stop", "--attempt=4")[0] == 0
     command[2] = "--attempt=4"
-    assert run(project, *command, VENV_PYTHON=sys.executable, **names)[0] == 1 and len(trained(project)) == 1
+    assert run(project, *command, VENV_PYTHON=sys.executable, **names)[0] == 1 and len(read_starts(project)) == 1
     status, output = run(project, *command)
     assert (status, output) == (2, "error: AGENTR1_COORDINATOR is missing\n")
 
@@ -232,7 +237,7 @@ def test_a_worker_that_does_not_leave_is_killed(project: pathlib.Path) -> None:
     names = {"AGENTR1_COORDINATOR": "h:1", "AGENTR1_NUM_PROCESSES": "1", "AGENTR1_PROCESS_ID": "0"}
     worker = str(project / "launch" / "worker.sh")
     with start(project, "bash", worker, "--attempt=0", "--config=x.py", VENV_PYTHON=sys.executable, **names) as process:
-        wait_for(played(project, "trained"), 1)
+        wait_for(play_path(project, "trained"), 1)
         assert run(project, "bash", worker, "--stop", "--seconds=1")[0] == 0
         assert process.wait(timeout=60) != 0
 
@@ -251,47 +256,47 @@ def job(project: pathlib.Path, *flags: str) -> subprocess.Popen[str]:
     return start(project, *command, VENV_PYTHON=sys.executable, **slurm_variables)
 
 
-def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     with process:
         output, _ = process.communicate(timeout=60)
         return process.returncode, output
 
 
-def requeued(project: pathlib.Path) -> bool:
-    return ["scontrol", "requeue", "12"] in recorded(project)
+def is_requeued(project: pathlib.Path) -> bool:
+    return ["scontrol", "requeue", "12"] in read_calls(project)
 
 
 def test_slurm_submits_and_starts_what_its_dry_run_says(project: pathlib.Path) -> None:
     flags = ["--partition=gpu", "--restarts=5", "--sbatch_flag=--qos=low", *CONFIG]
     status, shown = run(project, *slurm(project, "--dry_run", *flags), VENV_PYTHON=sys.executable)
-    assert status == 0 and not recorded(project)
+    assert status == 0 and not read_calls(project)
     making, submission, note, step = shown.splitlines()
     assert making == "mkdir -p runs/slurm" and note.startswith("#")
     assert run(project, *slurm(project, *flags), VENV_PYTHON=sys.executable)[0] == 0
-    assert recorded(project) == [shlex.split(submission)]
+    assert read_calls(project) == [shlex.split(submission)]
     assert (project / "runs" / "slurm").is_dir()
 
     arguments = shlex.split(submission)
-    status, output = finished(job(project, *arguments[arguments.index("launch/slurm.sbatch") + 1 :]))
+    status, output = finish(job(project, *arguments[arguments.index("launch/slurm.sbatch") + 1 :]))
     assert status == 0, output
-    assert sorted(trained(project)) == [["gpu07:8476", "2", str(k), *CONFIG] for k in range(2)]
+    assert sorted(read_starts(project)) == [["gpu07:8476", "2", str(k), *CONFIG] for k in range(2)]
     words = shlex.split(step)
     assert words[:3] == ["env", "AGENTR1_COORDINATOR=FIRST_HOST:8476", "AGENTR1_NUM_PROCESSES=2"]
-    assert recorded(project)[-1] == [word.replace("/JOB/", "/12/") for word in words[3:]]
-    assert not requeued(project)
+    assert read_calls(project)[-1] == [word.replace("/JOB/", "/12/") for word in words[3:]]
+    assert not is_requeued(project)
 
 
 def test_slurm_saves_before_the_time_limit_and_requeues(project: pathlib.Path) -> None:
     for k in range(2):
-        played(project, f"train.{k}").write_text("wait")
+        play_path(project, f"train.{k}").write_text("wait")
     process = job(project, "--restarts=0", *CONFIG)
-    wait_for(played(project, "trained"), 2)
+    wait_for(play_path(project, "trained"), 2)
     process.send_signal(signal.SIGTERM)
-    status, output = finished(process)
+    status, output = finish(process)
     assert status == 0
     assert "saved 0" in output and "saved 1" in output
-    assert "launch: stopped and saved; back to the queue, and the job resumes" in output
-    assert ["scancel", "--signal=TERM", "12"] in recorded(project) and requeued(project)
+    assert "launch: stopped and saved; requeued, and the job resumes" in output
+    assert ["scancel", "--signal=TERM", "12"] in read_calls(project) and is_requeued(project)
 
 
 @pytest.mark.parametrize(("state", "again"), [("RUNNING", True), ("COMPLETING", False)])
@@ -299,33 +304,33 @@ def test_slurm_requeues_what_was_preempted_and_not_what_was_cancelled(
     project: pathlib.Path, state: str, again: bool
 ) -> None:
     """In both cases Slurm tells the step alone; the state of the job is what differs."""
-    played(project, "job_state").write_text(state + "\n")
+    play_path(project, "job_state").write_text(state + "\n")
     for k in range(2):
-        played(project, f"train.{k}").write_text("wait")
+        play_path(project, f"train.{k}").write_text("wait")
     process = job(project, *CONFIG)
-    wait_for(played(project, "trained"), 2)
-    wait_for(played(project, "tasks"), 2)
-    for pid in played(project, "tasks").read_text().split():
+    wait_for(play_path(project, "trained"), 2)
+    wait_for(play_path(project, "tasks"), 2)
+    for pid in play_path(project, "tasks").read_text().split():
         os.kill(int(pid), signal.SIGTERM)
-    status, output = finished(process)
+    status, output = finish(process)
     assert status == 0, output
-    assert requeued(project) == again
+    assert is_requeued(project) == again
 
 
 @pytest.mark.parametrize(("code", "again"), [("7", True), ("2", False)])
 def test_slurm_requeues_after_a_failure_but_not_after_a_mistake(project: pathlib.Path, code: str, again: bool) -> None:
     """By then the other process is told to leave."""
-    played(project, "train.0").write_text("wait")
-    played(project, "train.1").write_text(" ".join([code] * 3))
-    status, output = finished(job(project, "--restarts=1", *CONFIG))
-    assert requeued(project) == again
+    play_path(project, "train.0").write_text("wait")
+    play_path(project, "train.1").write_text(" ".join([code] * 3))
+    status, output = finish(job(project, "--restarts=1", *CONFIG))
+    assert is_requeued(project) == again
     if not again:
-        assert status == 2 and "error: a mistake of the user's" in output
+        assert status == 2 and "error: a mistake of the user" in output
         return
     assert status == 0 and "launch: process 1 failed with status 7; restart 1 of 1" in output
-    played(project, "record").unlink()
-    status, output = finished(job(project, "--restarts=1", *CONFIG))
-    assert status == 7 and not requeued(project)
+    play_path(project, "record").unlink()
+    status, output = finish(job(project, "--restarts=1", *CONFIG))
+    assert status == 7 and not is_requeued(project)
 
 
 @pytest.mark.parametrize(
@@ -349,7 +354,7 @@ def test_slurm_names_a_missing_environment_and_a_refusal(project: pathlib.Path) 
     assert run(project, *slurm(project, *CONFIG), VENV_PYTHON="") == (2, "error: VENV_PYTHON is missing\n")
     status, output = run(project, *slurm(project, *CONFIG), VENV_PYTHON="python")
     assert status == 2 and "it must be a path from /" in output
-    played(project, "refuse").write_text("sbatch: error: Invalid account\n")
+    play_path(project, "refuse").write_text("sbatch: error: Invalid account\n")
     status, output = run(project, *slurm(project, *CONFIG), VENV_PYTHON=sys.executable)
     assert status == 2 and output.startswith("sbatch: error: Invalid account\nerror: sbatch refuses, see above")
 

@@ -12,7 +12,7 @@ import time
 import pytest
 from clusters import PYTHON
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 MINOR = f"{sys.version_info.major}.{sys.version_info.minor}"
 TRAIN = """
 import os, pathlib, signal, sys, time
@@ -299,7 +299,7 @@ def test_a_stopped_stage_of_the_small_result_starts_no_other(project: pathlib.Pa
     for stage in ("train warm_start", "evaluate warm_start", "train ppo_token", "evaluate reinforce_pp"):
         monkeypatch.setenv("STOP", stage)
         status, output = run(project, "multihop_small.sh", str(out))
-        assert status == 1 and output.startswith("stopped in ") and "the same command goes on" in output, stage
+        assert status == 1 and output.startswith("stopped in ") and "the same command resumes it" in output, stage
         assert log.read_text().splitlines()[-1] == stage
     monkeypatch.delenv("STOP")
     log.unlink()
