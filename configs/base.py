@@ -207,7 +207,7 @@ def _credit(c: ConfigDict) -> None:
     c.credit = ConfigDict()
     c.credit.name = "grpo"  # a scheme of agentr1_jax/credit, or of credit.file
     c.credit.file = ""  # a Python file of one's own whose functions carry @register; "" for none
-    c.credit.args = ConfigDict()  # its hyper-parameters where they differ from its defaults
+    c.credit.args = ConfigDict()  # arguments of the scheme where they differ from its defaults
     c.credit.args.gamma = placeholder(float)  # discount
     c.credit.args.lam = placeholder(float)  # lambda of GAE
     c.credit.args.gamma_high = placeholder(float)  # bilevel_gae: discount per step
@@ -216,12 +216,12 @@ def _credit(c: ConfigDict) -> None:
     c.credit.args.norm = placeholder(str)  # mean_norm | mean_std_norm (gigpo, turn_grpo)
     c.credit.args.step_weight = placeholder(float)  # gigpo: of the part that compares equal states
     c.credit.args.outcome_weight = placeholder(float)  # turn_grpo: of the outcome
-    c.credit.args.of = placeholder(str)  # turn_grpo: reward | return
+    c.credit.args.signal = placeholder(str)  # turn_grpo: reward | return
     c.credit.args.history = placeholder(int)  # hgpo: states before the present one
     c.credit.args.alpha = placeholder(float)  # hgpo: the longer shared history counts (k + 1)^alpha times
 
-    c.shaping = ConfigDict()  # what is done to rewards before credit; see agentr1_jax/credit/shaping.py
-    c.shaping.limits_end = False  # what the budget cut is over: limits are part of the task; else a critic values on
+    c.shaping = ConfigDict()  # reward shaping; see agentr1_jax/credit/config.py
+    c.shaping.truncation_is_terminal = False  # True: nothing follows a truncated trajectory; else a critic values it
     c.shaping.terminal_only = False  # the sum of a trajectory's rewards is given on its last step
     c.shaping.process_parts = ()  # reward parts that are process rewards
     c.shaping.process_norm = "none"  # none | group | batch: over whose steps they are normalised

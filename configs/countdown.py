@@ -35,7 +35,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.loss.chunk = 512
     c.credit.name = "step_gae"
     c.credit.args.lam = 0.95
-    c.shaping.limits_end = True  # six steps are part of the task
+    c.shaping.truncation_is_terminal = True  # six steps are part of the task
     c.optimizer.name = "muon"
     c.optimizer.lr = 6e-4
     c.optimizer.schedule = "linear"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -21,8 +20,7 @@ from agentr1_jax import files, kept
 from agentr1_jax.agents.context import context_rule
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity
-from agentr1_jax.credit import SCHEMES
-from agentr1_jax.credit.shaping import Shaping
+from agentr1_jax.credit import CreditConfig, Scheme, ShapingConfig
 from agentr1_jax.envs.base import Task
 from agentr1_jax.errors import UserError
 from agentr1_jax.learner.losses import LossConfig
@@ -55,6 +53,7 @@ from agentr1_jax.text.dialects import DIALECTS, make_dialect
 from agentr1_jax.text.sentencepiece import train_sentencepiece
 from agentr1_jax.text.tokenizer import Tokenizer, load_tokenizer
 from agentr1_jax.trajectory import Budget
+from agentr1_jax.validation import from_section
 from experiments import inherited, tasks
 
 
@@ -251,13 +250,13 @@ def loss_config(config: ml_collections.ConfigDict, **changes: Any) -> LossConfig
     return LossConfig(**(fields | changes))
 
 
-def credit_args(config: ml_collections.ConfigDict) -> dict[str, Any]:
-    """Hyper-parameters of the credit scheme that the config sets."""
-    return {key: value for key, value in config.credit.args.to_dict().items() if value is not None}
+def credit_scheme(config: ml_collections.ConfigDict) -> Scheme:
+    """The credit scheme of a config, with its arguments."""
+    return from_section(CreditConfig, "credit", config.credit.to_dict()).bind()
 
 
 def credit_room(config: ml_collections.ConfigDict) -> dict[str, int]:
-    """Capacities of a `CreditBatch`: the most trajectories, steps and tokens of a batch."""
+    """Capacities of a `TokenBatch`: the most trajectories, steps and tokens of a batch."""
     trajectories = config.rollout.groups * config.rollout.samples
     steps = trajectories * most_steps(config)
     of_step = most_sampled(config) if reads(config) == "sampled" else config.budget.context_tokens
@@ -278,20 +277,12 @@ def most_sampled(config: ml_collections.ConfigDict) -> int:
 
 def learns_values(config: ml_collections.ConfigDict) -> bool:
     """Whether RL asks and trains a critic: the config has one, and the scheme uses it."""
-    return SCHEMES[config.credit.name].uses_critic and config.critic != "none"
+    return credit_scheme(config).uses_critic and config.critic != "none"
 
 
-def discount(config: ml_collections.ConfigDict) -> float:
-    """The discount per step of the credit scheme; 1 for one that has none, or discounts by token."""
-    scheme = SCHEMES[config.credit.name]
-    parameters = {} if scheme.token_time else inspect.signature(scheme.assign).parameters
-    name = "gamma_high" if "gamma_high" in parameters else "gamma"
-    return credit_args(config).get(name, parameters[name].default) if name in parameters else 1.0
-
-
-def shaping(config: ml_collections.ConfigDict) -> Shaping:
+def shaping(config: ml_collections.ConfigDict) -> ShapingConfig:
     """What is done to rewards before credit is assigned."""
-    return Shaping(**config.shaping.to_dict())
+    return from_section(ShapingConfig, "shaping", config.shaping.to_dict())
 
 
 def reads(config: ml_collections.ConfigDict) -> str:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from agentr1_jax import files
 from agentr1_jax.agents.context import RULES, Rule, context_rule
 from agentr1_jax.agents.loop import EnvLoop
-from agentr1_jax.credit import SCHEMES, Scheme, get_scheme
+from agentr1_jax.credit import Scheme
 from agentr1_jax.envs.base import Observation, Row, Task, sums_up
 from agentr1_jax.envs.curriculum import parse_curriculum
 from agentr1_jax.envs.mixture import MixtureTask
@@ -63,9 +63,7 @@ def check(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | Non
         if config.context.file:
             RULES.load(config.context.file)
         _check_context(config, context_rule(config.context.rule))
-        if config.credit.file:
-            SCHEMES.load(config.credit.file)
-        scheme, _ = get_scheme(config.credit.name, build.credit_args(config))
+        scheme = build.credit_scheme(config)
         build.shaping(config)
         build.loss_config(config)
         build.optimizer_of(config)
@@ -143,8 +141,8 @@ def _check_credit(config: ml_collections.ConfigDict, scheme: Scheme) -> None:
             f"credit scheme {scheme.name!r} compares the samples of a task row, and rollout.samples is {c.samples}: no "
             "token would ever get an advantage; set rollout.samples to 2 or more"
         )
-    gamma = build.credit_args(config).get("gamma", 1.0)
-    if config.shaping.potential and scheme.token_time and gamma < 1:
+    gamma = scheme.arguments.get("gamma", 1.0)
+    if config.shaping.potential and scheme.discount_unit == "token" and gamma < 1:
         raise UserError(
             f"shaping.potential discounts by step, and credit scheme {scheme.name!r} by token (credit.args.gamma "
             f"{gamma}): what is best would change; set credit.args.gamma=1 or choose a scheme whose time is the step"
@@ -238,7 +236,7 @@ def _check_staleness(config: ml_collections.ConfigDict) -> None:
             f"rollout.staleness is {c.staleness} and rollout.refills is {c.refills}: the groups of a batch are settled "
             "before those of the batch before it are known; set one of them only"
         )
-    if get_scheme(config.credit.name, build.credit_args(config))[0].needs_greedy:
+    if build.credit_scheme(config).needs_greedy:
         raise UserError(
             f"credit.name={config.credit.name} samples a greedy rollout of each row with the policy that is trained; "
             "set rollout.staleness=0"
@@ -373,7 +371,7 @@ def _openings(config: ml_collections.ConfigDict, task: Task, rows: int) -> Itera
 
 
 def _check_observation(config: ml_collections.ConfigDict, task: str, observation: Observation) -> None:
-    scheme, _ = get_scheme(config.credit.name, build.credit_args(config))
+    scheme = build.credit_scheme(config)
     if scheme.needs_state_key and observation.state_key is None:
         raise UserError(
             f"credit scheme {scheme.name!r} compares steps of equal state_key, and observations of task {task!r} "

@@ -11,9 +11,8 @@ import jax
 import numpy as np
 from absl import logging
 
-from agentr1_jax.credit import streams as flat
-from agentr1_jax.credit.shaping import Moments, shaped
-from agentr1_jax.credit.streams import Streams
+from agentr1_jax.credit.flatten import FlatTrajectories, concatenate, flatten, to_token_batch
+from agentr1_jax.credit.shaping import RunningMeanStd, shape_rewards
 from agentr1_jax.learner import correction, fill, kl
 from agentr1_jax.learner.batch import Batch, Nodes, Reads, to_microbatches
 from agentr1_jax.learner.packing import Packing, misfit, pack
@@ -27,7 +26,7 @@ from experiments import build, phases
 from experiments.circle import Run
 from experiments.phases import Learner, Rows
 
-NOTHING_SEEN = Moments()
+NOTHING_SEEN = RunningMeanStd()
 LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -43,7 +42,7 @@ class Pending:
 
     known: dict[str, float]
     updates: list[dict[str, jax.Array]]
-    moments: Moments = NOTHING_SEEN
+    moments: RunningMeanStd = NOTHING_SEEN
 
     def result(self) -> dict[str, float]:
         """Waits for the device: means over the updates, the largest of `max_*`, the last of `skipped*`.
@@ -86,7 +85,7 @@ def learn(
     trajectories: Sequence[Trajectory],
     rates: Mapping[str, float],
     kl_coef: float = 0.0,
-    moments: Moments = NOTHING_SEEN,
+    moments: RunningMeanStd = NOTHING_SEEN,
 ) -> tuple[LearnerState, Pending, list[Trajectory]]:
     """All updates on one batch: `learner.epochs` passes over `learner.minibatches` parts.
 
@@ -130,8 +129,8 @@ def learn(
 
     baseline = moments.mean
     if learner.credit is not None:
-        streams, moments = shaped(
-            streams, learner.shaping, gamma=learner.gamma, moments=moments, bootstraps=learner.critic
+        streams, moments = shape_rewards(
+            streams, learner.shaping, gamma=learner.gamma, statistics=moments, bootstraps=learner.critic
         )
         known |= _reward_metrics(streams)
     if learner.shaping.scale_returns:
@@ -139,7 +138,7 @@ def learn(
     advantages, targets, has_target = _credit(run, learner, streams, baseline)
     minibatch = np.repeat(np.arange(len(parts)), [len(p.token_read) for p in packs])
     minibatch = np.concatenate([g["m"] for g in processes.all_gather_arrays({"m": minibatch})])
-    trained = streams.trained[streams.token_step]
+    trained = streams.trainable[streams.token_step]
     spoken = trained & (streams.is_action | (not c.learner.loss_mask))
     per_token = {
         "advantage": advantages[mine],
@@ -159,7 +158,7 @@ def learn(
 
     computed = sum(p.tokens_computed for p in packs)
     known |= _score_metrics(scored, own) | {
-        "batch/trajectories": float(len(streams.outcome)),
+        "batch/trajectories": float(len(streams.returns)),
         "batch/steps": float(len(streams.rewards)),
         "batch/tokens": float(streams.is_action.sum()),
         "batch/sharing": sum(p.tokens_stored for p in packs) / max(computed, 1),
@@ -173,9 +172,9 @@ def learn(
 
 def _streams(
     run: Run, learner: Learner, trajectories: Sequence[Trajectory], scored: Scored, kl_coef: float
-) -> tuple[Streams, Streams, slice]:
+) -> tuple[FlatTrajectories, FlatTrajectories, slice]:
     """The streams of this process, those of all, and where in their tokens this process's lie."""
-    own = flat.flatten(
+    own = flatten(
         trajectories,
         scored.values,
         scored.final_values,
@@ -185,9 +184,9 @@ def _streams(
     if scored.logprobs is not None and scored.ref_logprobs is not None and run.config.kl.where == "reward":
         rewards = kl.kl_rewards(run.config.kl.kind, scored.logprobs, scored.ref_logprobs, kl_coef)
         own = dataclasses.replace(own, token_rewards=np.where(own.is_action, rewards, 0).astype(np.float32))
-    gathered = [Streams(**g) for g in processes.all_gather_arrays(dataclasses.asdict(own))]
+    gathered = [FlatTrajectories(**g) for g in processes.all_gather_arrays(dataclasses.asdict(own))]
     first = sum(len(g.logprobs) for g in gathered[: processes.process_index()])
-    return own, flat.join(gathered), slice(first, first + len(own.logprobs))
+    return own, concatenate(gathered), slice(first, first + len(own.logprobs))
 
 
 def _update(
@@ -259,7 +258,9 @@ def sift(
     return usable, dropped, malformed
 
 
-def _weights(run: Run, streams: Streams, minibatch: np.ndarray, aggregate: str, mask: np.ndarray) -> np.ndarray:
+def _weights(
+    run: Run, streams: FlatTrajectories, minibatch: np.ndarray, aggregate: str, mask: np.ndarray
+) -> np.ndarray:
     """Loss weights of the masked tokens, [K] over all processes; each minibatch is a batch of its own."""
     group = np.unique(streams.group, return_inverse=True)[1]
     units = (streams.token_step, streams.token_trajectory, group[streams.token_trajectory])
@@ -271,7 +272,7 @@ def _weights(run: Run, streams: Streams, minibatch: np.ndarray, aggregate: str, 
     return weights
 
 
-def _corrections(run: Run, learner: Learner, own: Streams, scored: Scored) -> dict[str, np.ndarray]:
+def _corrections(run: Run, learner: Learner, own: FlatTrajectories, scored: Scored) -> dict[str, np.ndarray]:
     """Fields of the reads that only some runs have: other old log-probs than the sampler's, and what corrects them."""
     c, out = run.config.correction, {}
     if scored.ref_logprobs is not None and run.config.kl.where == "loss":
@@ -352,7 +353,7 @@ def _score(run: Run, learner: Learner, params: Params, packs: Sequence[Packing])
     return Scored(**{name: np.concatenate(x) if x else None for name, x in parts.items()})
 
 
-def _score_metrics(scored: Scored, own: Streams) -> dict[str, float]:
+def _score_metrics(scored: Scored, own: FlatTrajectories) -> dict[str, float]:
     """The gap between sampler and learner of this process's tokens, and the KL to the reference over all processes."""
     if scored.logprobs is None:
         return {}
@@ -367,26 +368,28 @@ def _score_metrics(scored: Scored, own: Streams) -> dict[str, float]:
     return out
 
 
-def _reward_metrics(streams: Streams) -> dict[str, float]:
+def _reward_metrics(streams: FlatTrajectories) -> dict[str, float]:
     """Groups from which schemes that compare samples learn nothing, and steps that none can be compared with."""
     group = np.unique(streams.group, return_inverse=True)[1]
     highest, lowest = np.full(group.max() + 1, -np.inf), np.full(group.max() + 1, np.inf)
-    np.maximum.at(highest, group, streams.outcome)
-    np.minimum.at(lowest, group, streams.outcome)
+    np.maximum.at(highest, group, streams.returns)
+    np.minimum.at(lowest, group, streams.returns)
     return {
-        "batch/dead_groups": float((highest == lowest).sum()),
+        "batch/zero_variance_groups": float((highest == lowest).sum()),
         "batch/lone_members": float((np.bincount(group) == 1).sum()),
         "batch/steps_without_key": float((streams.state_key < 0).sum()),
     }
 
 
-def _credit(run: Run, learner: Learner, streams: Streams, baseline: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _credit(
+    run: Run, learner: Learner, streams: FlatTrajectories, baseline: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Advantages, value targets and where those exist, [K] over all processes; computed alike in each."""
     k = len(streams.logprobs)
     if learner.credit is None:
         return np.ones(k, np.float32), np.zeros(k, np.float32), np.zeros(k, bool)
     c = run.config
-    batch = flat.to_batch(
+    batch = to_token_batch(
         streams,
         **build.credit_room(c),
         critic=learner.critic,
@@ -397,10 +400,12 @@ def _credit(run: Run, learner: Learner, streams: Streams, baseline: float) -> tu
     advantages = credit.advantages[:k]
     if c.learner.advantage_mask and not c.learner.loss_mask:
         advantages = _over_observations(streams, advantages)
+    if credit.value_targets is None:
+        return advantages, np.zeros(k, np.float32), np.zeros(k, bool)
     return advantages, credit.value_targets[:k], credit.value_mask[:k]
 
 
-def _over_observations(streams: Streams, advantages: np.ndarray) -> np.ndarray:
+def _over_observations(streams: FlatTrajectories, advantages: np.ndarray) -> np.ndarray:
     """An answer, where it is trained on, has the advantage of the last token of the response that it answers."""
     last = np.maximum.accumulate(np.where(streams.is_action, np.arange(len(advantages)), 0))
     return advantages[last]

@@ -10,8 +10,7 @@ import jax
 import ml_collections
 
 from agentr1_jax import kept
-from agentr1_jax.credit import Credit, CreditBatch, get_scheme
-from agentr1_jax.credit.shaping import Shaping
+from agentr1_jax.credit import Credit, ShapingConfig, TokenBatch
 from agentr1_jax.learner.ratios import MINIBATCH_RATIOS
 from agentr1_jax.learner.update import LearnerState, Scores, make_log_ratio, make_score, make_update
 from agentr1_jax.policy.decoder import Params
@@ -54,10 +53,10 @@ class Learner:
     log_ratio: Callable[..., jax.Array] | None = None
     reference: Params | None = None
     critic: bool = False
-    credit: Callable[[CreditBatch], Credit] | None = None
+    credit: Callable[[TokenBatch], Credit] | None = None
     greedy: bool = False
     gamma: float = 1.0
-    shaping: Shaping = Shaping()
+    shaping: ShapingConfig = ShapingConfig()
     reads: str = "sampled"
 
 
@@ -84,7 +83,7 @@ def supervised(run: Run, optimizer: Any, layout: Any) -> Learner:
 def reinforced(run: Run, optimizer: Any, layout: Any, reference: Params | None) -> Learner:
     """The learner of RL."""
     config, loss = run.config, build.loss_config(run.config)
-    scheme, assign = get_scheme(config.credit.name, build.credit_args(config))
+    scheme = build.credit_scheme(config)
     critic, reads = build.learns_values(config), build.reads(config)
     needs_score = critic or reference is not None or config.learner.old_logprobs == "learner" or reads == "all"
     needs_pass = loss.ratio in MINIBATCH_RATIOS and loss.clip != "none"
@@ -97,9 +96,9 @@ def reinforced(run: Run, optimizer: Any, layout: Any, reference: Params | None) 
         log_ratio=make_log_ratio(run.policy, loss, run.learner_mesh) if needs_pass else None,
         reference=reference,
         critic=critic,
-        credit=kept.jit(assign, None),
+        credit=kept.jit(scheme.assign, None),
         greedy=scheme.needs_greedy,
-        gamma=build.discount(config),
+        gamma=scheme.gamma,
         shaping=build.shaping(config),
         reads=reads,
     )

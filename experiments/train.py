@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import ml_collections
 from absl import flags, logging
 
-from agentr1_jax.credit.shaping import Moments
+from agentr1_jax.credit.shaping import RunningMeanStd
 from agentr1_jax.errors import UserError
 from agentr1_jax.learner.kl import adapted_kl_coef
 from agentr1_jax.learner.schedules import rate_by_progress
@@ -271,7 +271,7 @@ def reinforce(run: Run, journal: Journal, learner: Learner, state: LearnerState)
                 trajectories = circle.with_greedy_rewards(run, state.params, trajectories, visits, version=update)
             rates, since = build.rates(config, update, state.params), time.perf_counter()
             kl_coef = config.kl.coef if position.kl_coef is None else position.kl_coef
-            moments = Moments(*position.returns)
+            moments = RunningMeanStd(*position.returns)
             state, pending, trajectories = learning.learn(run, learner, state, trajectories, rates, kl_coef, moments)
             position.update, position.returns = update + 1, pending.moments
             batches.learnt(state.params, update + 1)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from hypothesis import strategies as st
 
-from agentr1_jax.credit import CreditBatch
+from agentr1_jax.credit import TokenBatch
 from agentr1_jax.trajectory import Outcome, Step, Trajectory
 
 VOCAB = 32
@@ -208,14 +208,14 @@ def rollouts(draw: st.DrawFn, numbers: Sequence[float] = EIGHTHS, observations: 
 
 def credit_batch(
     data: Sequence[Rollout], *, trajectories: int, steps: int, tokens: int, dtype: Any = None
-) -> CreditBatch:
-    """The flat streams of rollouts, padded to capacities."""
+) -> TokenBatch:
+    """The token batch of rollouts, padded to capacities."""
     dtype = dtype or np.float32
     flat = [t for r in data for step in r.tokens for t in step]
     step_tokens = [len(step) for r in data for step in r.tokens]
     traj_steps = [len(r.tokens) for r in data]
     token_step = np.repeat(np.arange(len(step_tokens)), step_tokens)
-    traj_of_step = np.repeat(np.arange(len(data)), traj_steps)
+    step_trajectory = np.repeat(np.arange(len(data)), traj_steps)
     keys = [-1 if key is None else key for r in data for key in r.keys or [None] * len(r.tokens)]
 
     def pad(x: Sequence[float] | np.ndarray, capacity: int, fill: float, dtype: Any) -> Any:
@@ -224,15 +224,15 @@ def credit_batch(
     fields = {
         "rewards": pad([x for r in data for x in r.rewards], steps, 0, dtype),
         "token_rewards": pad([t.reward for t in flat], tokens, 0, dtype),
-        "outcome": pad([r.outcome for r in data], trajectories, 0, dtype),
+        "returns": pad([r.outcome for r in data], trajectories, 0, dtype),
         "state_key": pad(keys, steps, -1, np.int32),
         "values": pad([t.value for t in flat], tokens, 0, dtype),
         "is_action": pad([t.is_action for t in flat], tokens, False, bool),
         "token_step": pad(token_step, tokens, steps, np.int32),
-        "traj_of_step": pad(traj_of_step, steps, trajectories, np.int32),
+        "step_trajectory": pad(step_trajectory, steps, trajectories, np.int32),
         "group": pad([r.group for r in data], trajectories, trajectories, np.int32),
         "bootstrap": pad([r.bootstrap for r in data], trajectories, 0, dtype),
         "state_value": pad([x for r in data for x in r.state_values or [0.0] * len(r.tokens)], steps, 0, dtype),
-        "greedy_reward": pad([r.greedy for r in data], trajectories, 0, dtype),
+        "greedy_return": pad([r.greedy for r in data], trajectories, 0, dtype),
     }
-    return CreditBatch(**jax.device_put(fields))
+    return TokenBatch(**jax.device_put(fields))

@@ -42,12 +42,15 @@ def check_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Other annotations are for mypy: at run time a test's stand-in need not be all that its contract says.
     """
-    for name, hint in function.__annotations__.items():
+    annotations = dict(function.__annotations__)
+    for name, hint in annotations.items():
         parts = list(_parts(hint))
         arrays = [part for part in parts if isinstance(part, type) and issubclass(part, jaxtyping.AbstractArray)]
         if not arrays or any(getattr(part, "_is_protocol", False) for part in parts):
             function.__annotations__[name] = Any
-    return beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))(function)
+    checked = beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))(function)
+    function.__annotations__ = annotations  # Credit schemes check their arguments by them.
+    return checked
 
 
 def _parts(hint: Any) -> Iterator[Any]:

@@ -190,8 +190,8 @@ def cells(data: Sequence[Rollout], x: Sequence[Sequence[float]], key: Callable[[
     return [[cell(i, t) for t in range(len(r.tokens))] for i, r in enumerate(data)]
 
 
-def turn_grpo(data: Sequence[Rollout], gamma: float, outcome_weight: float, norm: str, of: str) -> Result:
-    x = [step_rewards(r) if of == "reward" else returns(r, gamma) for r in data]
+def turn_grpo(data: Sequence[Rollout], gamma: float, outcome_weight: float, norm: str, signal: str) -> Result:
+    x = [step_rewards(r) if signal == "reward" else returns(r, gamma) for r in data]
     alike, outcome = cells(data, x, lambda i, t: t), outcomes(data, norm, "trajectory")
     raw = [
         [normalise(y, alike[i][t], norm) + outcome_weight * outcome[i][t] for t, y in enumerate(own)]

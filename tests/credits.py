@@ -14,14 +14,14 @@ from builders import CAPACITIES, Rollout, credit_batch
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from agentr1_jax.credit import SCHEMES, Credit, CreditBatch
+from agentr1_jax.credit import SCHEMES, Credit, TokenBatch
 
 NAMES = sorted(SCHEMES)
 CHOICES: Mapping[str, tuple[Any, ...]] = {
     "whiten": ("none", "token", "step", "trajectory"),
     "unit": ("trajectory", "step", "token"),
     "norm": ("mean_norm", "mean_std_norm"),
-    "of": ("reward", "return"),
+    "signal": ("reward", "return"),
     "history": (0, 1, 2),
     "critic": (False, True),
 }
@@ -40,7 +40,7 @@ quick = settings(max_examples=40, deadline=None)
 def parameters(name: str) -> tuple[str, ...]:
     """The hyper-parameters of a scheme, and `critic` where it can do with and without one."""
     optional = SCHEMES[name].uses_critic and not SCHEMES[name].needs_critic
-    return (*tuple(inspect.signature(SCHEMES[name].assign).parameters)[1:], *("critic",) * optional)
+    return (*tuple(inspect.signature(SCHEMES[name].function).parameters)[1:], *("critic",) * optional)
 
 
 @functools.cache
@@ -54,8 +54,8 @@ def options(name: str) -> list[dict[str, Any]]:
 def program(name: str, dtype: Any) -> Any:
     """(batch, numbers) -> the credit of each of the scheme's `options`; compiled."""
 
-    def assign(batch: CreditBatch, numbers: dict[str, Any], critic: bool = True, **option: Any) -> Credit:
-        return SCHEMES[name].assign(batch if critic else batch.replace(values=None), **option, **numbers)
+    def assign(batch: TokenBatch, numbers: dict[str, Any], critic: bool = True, **option: Any) -> Credit:
+        return SCHEMES[name].function(batch if critic else batch.replace(values=None), **option, **numbers)
 
     # In double precision, programs this small take longer to optimise than to run; single precision is as in a run.
     compiler_options = {"xla_backend_optimization_level": 0} if dtype == np.float64 else None
@@ -79,6 +79,7 @@ def every_option(
     with jax.enable_x64(dtype == np.float64):
         batch = credit_batch(data, **capacities, dtype=dtype)
         credits = jax.device_get(program(name, dtype)(batch, own_numbers(name, TYPICAL | numbers)))
+    credits = [_with_targets(credit) for credit in credits]
     for credit in credits:
         for field in (credit.advantages, credit.value_targets, credit.value_mask):
             assert not field[count:].any(), f"{name}: padding got credit"
@@ -86,9 +87,18 @@ def every_option(
     return [(o, jax.tree.map(lambda x: x[:count], credit)) for o, credit in zip(options(name), credits, strict=True)]
 
 
+def _with_targets(credit: Credit) -> Credit:
+    """The credit, with value targets that are masked everywhere where it has none."""
+    if credit.value_targets is not None:
+        return credit
+    return credit.replace(
+        value_targets=np.zeros_like(credit.advantages), value_mask=np.zeros(credit.advantages.shape, bool)
+    )
+
+
 def credit_of(name: str, data: Sequence[Rollout], dtype: Any = np.float64, **hyper: Any) -> Credit:
     """The credit of one option; choices not given are the scheme's defaults, numbers not given are `TYPICAL`."""
-    defaults = {key: p.default for key, p in inspect.signature(SCHEMES[name].assign).parameters.items()}
+    defaults = {key: p.default for key, p in inspect.signature(SCHEMES[name].function).parameters.items()}
     chosen = {key: hyper.pop(key, defaults.get(key, False)) for key in CHOICES if key in parameters(name)}
     assert set(hyper) <= set(parameters(name)), f"{name} has no {hyper}"
     return next(credit for o, credit in every_option(name, data, dtype=dtype, **hyper) if o == chosen)

@@ -14,7 +14,7 @@ from letters import BUDGET, CHAT, ROW, TOKENIZER, ScriptedEnv, loop, observed, p
 from agentr1_jax.agents.context import RULES, History, Turn, context_rule, register
 from agentr1_jax.agents.loop import FINAL_REQUEST
 from agentr1_jax.agents.session import Identity, ScriptedSession
-from agentr1_jax.credit import streams
+from agentr1_jax.credit.flatten import flatten
 from agentr1_jax.envs.base import SUMMARY_REQUEST, Observation
 from agentr1_jax.trajectory import Outcome
 
@@ -229,9 +229,9 @@ def test_summaries_can_be_left_out_of_the_loss_and_still_count(trains):
     script = iter(["ab", "sum", "cd"])
     session = ScriptedSession(Identity("u", 0, 0, "letters", 7), lambda observation: next(script), TOKENIZER)
     asyncio.run(agent.run(session, ROW))
-    flat = streams.flatten([session.trajectory()])
-    assert flat.trained.tolist() == [True, trains, True]
-    assert flat.rewards.tolist() == [1.0, 0.25, 2.0] and flat.outcome.tolist() == [3.25]
+    flat = flatten([session.trajectory()])
+    assert flat.trainable.tolist() == [True, trains, True]
+    assert flat.rewards.tolist() == [1.0, 0.25, 2.0] and flat.returns.tolist() == [3.25]
 
 
 def test_a_row_may_allow_fewer_steps():

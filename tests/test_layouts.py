@@ -16,8 +16,7 @@ from jax.sharding import PartitionSpec as P
 from pair import run
 
 from agentr1_jax.agents.session import ScriptedSession
-from agentr1_jax.credit import get_scheme
-from agentr1_jax.credit.shaping import Moments
+from agentr1_jax.credit.shaping import RunningMeanStd
 from agentr1_jax.learner.packing import pack
 from agentr1_jax.runtime import processes
 from agentr1_jax.trajectory import Outcome, Trajectory, read_jsonl, write_jsonl
@@ -118,8 +117,8 @@ def child(folder: str, layout: str) -> None:
         learner = phases.reinforced(run, optimizer, shardings, None)
         whole = jax.jit(lambda params: params, out_shardings=NamedSharding(mesh, P()))
         for kind, scheme in SCHEMES.items():
-            assign = jax.jit(get_scheme(scheme, build.credit_args(config))[1])
-            state, moments, seen = fresh(), Moments(), []
+            assign = jax.jit(get_scheme(scheme, **build.credit_scheme(config).arguments).assign)
+            state, moments, seen = fresh(), RunningMeanStd(), []
             for update in range(UPDATES + 1):
                 seen.append(np.concatenate([np.ravel(x) for x in jax.tree.leaves(jax.device_get(whole(state.params)))]))
                 if update == UPDATES:

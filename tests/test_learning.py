@@ -132,7 +132,7 @@ def test_a_minibatch_of_nothing_is_no_update():
 
 def test_a_minibatch_that_is_masked_is_no_update(monkeypatch):
     table = {**POLICIES, Outcome.TIME_LIMIT: OutcomePolicy("use", False, "mask")}
-    for module in ("agentr1_jax.trajectory", "agentr1_jax.credit.streams", "experiments.learning"):
+    for module in ("agentr1_jax.trajectory", "agentr1_jax.credit.flatten", "experiments.learning"):
         monkeypatch.setattr(f"{module}.POLICIES", table)
     made = make(CAPO, wide=True)
     state, _, _ = made.learn(exact())
@@ -234,7 +234,7 @@ def test_kl_in_the_reward_is_a_reward_of_tokens():
     np.testing.assert_allclose(seen[0].token_rewards[: len(x)], -0.3 * x, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(metrics["learner/ref_kl"], np.mean(np.exp(-x) - 1 + x), rtol=1e-5)
     owed = [t.total_reward for t in trajectories] - 0.3 * np.bincount(sampled(trajectories)[2], x)
-    np.testing.assert_allclose(seen[0].outcome[: len(owed)], owed, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(seen[0].returns[: len(owed)], owed, rtol=1e-5, atol=1e-5)
 
 
 def test_recomputed_log_probs_are_the_centre_of_the_ratio_whatever_the_sampler_said():

@@ -15,7 +15,7 @@ from changes import changed
 from letters import TOKENIZER, ScriptedEnv, play
 
 from agentr1_jax.agents.context import RULES
-from agentr1_jax.credit import streams
+from agentr1_jax.credit.flatten import flatten, to_token_batch
 from agentr1_jax.envs.base import Action, Row
 from agentr1_jax.envs.registry import TASKS
 from agentr1_jax.tasks import qa
@@ -120,6 +120,6 @@ def test_credit_scheme() -> None:
         Trajectory(f"t{i}", 0, i, "", 0, (Step(ids, ids, np.zeros(2, np.float32), reward=r),), Outcome.ANSWERED)
         for i, r in enumerate(rewards)
     ]
-    batch = streams.to_batch(streams.flatten(trajectories), trajectories=3, steps=4, tokens=9, critic=False)
+    batch = to_token_batch(flatten(trajectories), trajectories=3, steps=4, tokens=9, critic=False)
     advantages = jax.jit(scheme)(batch).advantages
     np.testing.assert_allclose(advantages, [0.5, 0.5, -0.5, -0.5, 0, 0, 0, 0, 0])

@@ -1,7 +1,49 @@
-"""Credit assignment: pure functions from a `CreditBatch` to advantages and value targets, and their registry."""
+"""Credit assignment: pure functions from a `TokenBatch` to advantages and value targets, and their registry."""
 
 from agentr1_jax.credit import group, state, temporal  # noqa: F401 - registers the schemes
-from agentr1_jax.credit.batch import Credit, CreditBatch
-from agentr1_jax.credit.registry import SCHEMES, Scheme, get_scheme, register
+from agentr1_jax.credit.batch import Credit, TokenBatch
+from agentr1_jax.credit.config import CreditConfig, ShapingConfig
+from agentr1_jax.credit.primitives import (
+    Norm,
+    Unit,
+    Whitening,
+    broadcast_to_steps,
+    broadcast_to_tokens,
+    center_by_group,
+    gae_over_steps,
+    gae_over_tokens,
+    group_ids,
+    normalise_by_group,
+    step_returns,
+    sum_to_steps,
+    token_returns,
+    whiten_steps,
+    whiten_tokens,
+)
+from agentr1_jax.credit.scheme import SCHEMES, Scheme, get_scheme, register
 
-__all__ = ["SCHEMES", "Credit", "CreditBatch", "Scheme", "get_scheme", "register"]
+__all__ = [
+    "SCHEMES",
+    "Credit",
+    "CreditConfig",
+    "Norm",
+    "Scheme",
+    "ShapingConfig",
+    "TokenBatch",
+    "Unit",
+    "Whitening",
+    "broadcast_to_steps",
+    "broadcast_to_tokens",
+    "center_by_group",
+    "gae_over_steps",
+    "gae_over_tokens",
+    "get_scheme",
+    "group_ids",
+    "normalise_by_group",
+    "register",
+    "step_returns",
+    "sum_to_steps",
+    "token_returns",
+    "whiten_steps",
+    "whiten_tokens",
+]

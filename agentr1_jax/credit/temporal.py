@@ -6,47 +6,48 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from agentr1_jax.credit.batch import Credit, CreditBatch
+from agentr1_jax.credit.batch import Credit, TokenBatch
 from agentr1_jax.credit.primitives import (
+    Whitening,
     backward_recurrence,
+    broadcast_to_tokens,
     gae_over_steps,
     gae_over_tokens,
     next_value,
-    of_step,
     step_returns,
     sum_to_steps,
     token_returns,
     whiten_steps,
     whiten_tokens,
-    without_critic,
 )
-from agentr1_jax.credit.registry import register
+from agentr1_jax.credit.scheme import register
+from agentr1_jax.validation import Fraction
 
 
 @register("reinforce")
-def reinforce(batch: CreditBatch, *, gamma: float = 1.0, whiten: str = "step") -> Credit:
+def reinforce(batch: TokenBatch, *, gamma: Fraction = 1.0, whiten: Whitening = "step") -> Credit:
     """Gₜ = rₜ + γGₜ₊₁ over steps, whitened over steps, broadcast to the step's tokens.
 
     What the tables of Agent-R1 v2 call REINFORCE++.
 
     Source: Williams 1992; Agent-R1, arXiv 2511.14460.
     """
-    return without_critic(batch, of_step(batch, whiten_steps(batch, step_returns(batch, gamma), whiten)))
+    return Credit(broadcast_to_tokens(batch, whiten_steps(batch, step_returns(batch, gamma), whiten)))
 
 
-@register("reinforce_pp", token_time=True)
-def reinforce_pp(batch: CreditBatch, *, gamma: float = 1.0, whiten: str = "token") -> Credit:
+@register("reinforce_pp", discount_unit="token")
+def reinforce_pp(batch: TokenBatch, *, gamma: Fraction = 1.0, whiten: Whitening = "token") -> Credit:
     """Gₖ = rₖ + γGₖ₊₁ over the sampled tokens of the whole trajectory, whitened over tokens.
 
-    The return does not start anew at an observation: what comes of a call is credited to the call.
+    The return runs on across observations: later rewards are credited to the calls before them.
 
     Source: REINFORCE++, arXiv 2501.03262.
     """
-    return without_critic(batch, whiten_tokens(batch, token_returns(batch, gamma), whiten))
+    return Credit(whiten_tokens(batch, token_returns(batch, gamma), whiten))
 
 
-@register("token_gae", needs_critic=True, token_time=True)
-def token_gae(batch: CreditBatch, *, gamma: float = 1.0, lam: float = 1.0, whiten: str = "token") -> Credit:
+@register("token_gae", needs_critic=True, discount_unit="token")
+def token_gae(batch: TokenBatch, *, gamma: Fraction = 1.0, lam: Fraction = 1.0, whiten: Whitening = "token") -> Credit:
     """GAE whose time is the sampled token, over the whole trajectory.
 
     δₖ = rₖ + γVₖ₊₁ − Vₖ,  Aₖ = δₖ + γλAₖ₊₁. Tokens that were not sampled are skipped: the last token of step t
@@ -59,13 +60,13 @@ def token_gae(batch: CreditBatch, *, gamma: float = 1.0, lam: float = 1.0, white
     advantage = gae_over_tokens(batch, batch.values, gamma, lam)
     return Credit(
         advantages=whiten_tokens(batch, advantage, whiten),
-        value_targets=jnp.where(batch.trained, advantage + batch.values, 0),
-        value_mask=batch.trained,
+        value_targets=jnp.where(batch.real_token, advantage + batch.values, 0),
+        value_mask=batch.real_token,
     )
 
 
 @register("step_gae", needs_critic=True)
-def step_gae(batch: CreditBatch, *, gamma: float = 1.0, lam: float = 1.0, whiten: str = "step") -> Credit:
+def step_gae(batch: TokenBatch, *, gamma: Fraction = 1.0, lam: Fraction = 1.0, whiten: Whitening = "step") -> Credit:
     """GAE whose time is the step: one value before each response, one advantage for all its tokens.
 
     δₜ = rₜ + γVₜ₊₁ − Vₜ,  Aₜ = δₜ + γλAₜ₊₁, with V_t the critic at the last prompt token of step t and V after the last
@@ -79,15 +80,20 @@ def step_gae(batch: CreditBatch, *, gamma: float = 1.0, lam: float = 1.0, whiten
     value = sum_to_steps(batch, jnp.where(first, batch.values, 0))
     advantage = gae_over_steps(batch, value, gamma, lam)
     return Credit(
-        advantages=of_step(batch, whiten_steps(batch, advantage, whiten)),
-        value_targets=jnp.where(first, of_step(batch, advantage + value), 0),
+        advantages=broadcast_to_tokens(batch, whiten_steps(batch, advantage, whiten)),
+        value_targets=jnp.where(first, broadcast_to_tokens(batch, advantage + value), 0),
         value_mask=first,
     )
 
 
 @register("bilevel_gae", needs_critic=True)
 def bilevel_gae(
-    batch: CreditBatch, *, gamma: float = 1.0, lam: float = 1.0, gamma_high: float = 0.95, whiten: str = "token"
+    batch: TokenBatch,
+    *,
+    gamma: Fraction = 1.0,
+    lam: Fraction = 1.0,
+    gamma_high: Fraction = 0.95,
+    whiten: Whitening = "token",
 ) -> Credit:
     """GAE over steps, then over the tokens inside each step.
 
@@ -99,14 +105,14 @@ def bilevel_gae(
     Source: VAGEN, arXiv 2510.16907; RAGEN, arXiv 2504.20073.
     """
     assert batch.values is not None
-    trained, last = batch.trained, batch.last_token
+    trained, last = batch.real_token, batch.last_token
     at_last = dataclasses.replace(batch, token_rewards=jnp.where(last, batch.token_rewards, 0))
     value = sum_to_steps(batch, jnp.where(last, batch.values, 0))
     high = gae_over_steps(at_last, value, gamma_high, lam)
     inside = trained & ~last
     delta = jnp.where(inside, batch.token_rewards + gamma * next_value(batch, batch.values) - batch.values, 0)
     decay = jnp.where(last, 0.0, jnp.where(inside, gamma * lam, 1.0))
-    advantage = backward_recurrence(jnp.where(last, of_step(batch, high), delta), decay)
+    advantage = backward_recurrence(jnp.where(last, broadcast_to_tokens(batch, high), delta), decay)
     return Credit(
         advantages=whiten_tokens(batch, advantage, whiten),
         value_targets=jnp.where(trained, advantage + batch.values, 0),

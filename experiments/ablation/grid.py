@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
-import inspect
 import itertools
 import json
 import os
@@ -170,11 +169,11 @@ def configured(config: ml_collections.ConfigDict, arm: Arm) -> tuple[ml_collecti
     """
     where = f"--schemes: {arm.name!r}"
     try:
-        scheme, _ = get_scheme(arm.scheme, {})
+        scheme = get_scheme(arm.scheme)
     except ValueError as error:
         raise UserError(f"{where}: {error}") from error
     if arm.scheme != config.credit.name:
-        _drop_settings(config, keep=list(inspect.signature(scheme.assign).parameters)[1:])
+        _drop_settings(config, keep=list(scheme.defaults))
     changes = {
         "credit.name": arm.scheme,
         **{f"credit.args.{key}": value for key, value in arm.settings.items()},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from agentr1_jax.credit import CreditBatch, get_scheme
-from agentr1_jax.credit.registry import DISCOUNTS
+from agentr1_jax.credit import TokenBatch, get_scheme
 from agentr1_jax.errors import UserError
 from agentr1_jax.learner.batch import Reads
 from agentr1_jax.learner.fill import AGGREGATES
@@ -25,6 +23,7 @@ from experiments.credit.processes import PROCESSES, every_path, exact_gradient, 
 
 Row = dict[str, Any]
 WRONG_VALUE = 0.5
+DISCOUNTS = ("gamma", "lam", "gamma_high")
 ON_POLICY = LossConfig(
     ratio="token",
     clip="ppo",
@@ -75,14 +74,14 @@ def variants(names: Sequence[str]) -> list[Variant]:
     """Each scheme plain, as it is by default, and with one hyper-parameter changed at a time; plain is not whitened."""
     out = []
     for name in names:
-        scheme, _ = get_scheme(name, {})
-        known = inspect.signature(scheme.assign).parameters
-        plain = {"whiten": "none"} if "whiten" in known and known["whiten"].default != "none" else {}
+        scheme = get_scheme(name)
+        known = scheme.defaults
+        plain = {"whiten": "none"} if known.get("whiten", "none") != "none" else {}
         others: list[Mapping[str, Any]] = [{}] if plain else []
         others += [plain | {"lam": 0.9}] if "lam" in known else []
-        others += [plain | {key: 1.0} for key in ("gamma", "gamma_high") if key in known and known[key].default != 1]
+        others += [plain | {key: 1.0} for key in ("gamma", "gamma_high") if known.get(key, 1) != 1]
         others += [{"norm": "mean_std_norm"}] if "norm" in known else []
-        others += [{"of": "return", "outcome_weight": 0.0}] if {"of", "outcome_weight"} <= set(known) else []
+        others += [{"signal": "return", "outcome_weight": 0.0}] if {"signal", "outcome_weight"} <= set(known) else []
         critics = ("exact V", "const V") if scheme.needs_critic else (None,)
         out += [Variant(name, settings, critic) for critic in critics for settings in (plain, *others)]
     return out
@@ -99,14 +98,14 @@ def plain(schemes: Sequence[Variant]) -> list[Variant]:
 @functools.cache
 def program(scheme: str, settings: tuple[tuple[str, Any], ...]) -> Callable[..., Array]:
     """(fields of batches, discounts) -> advantages [batches, tokens]: one program, whatever the discounts."""
-    _, assign = get_scheme(scheme, dict(settings))
-    return jax.jit(jax.vmap(lambda fields, given: assign(CreditBatch(**fields), **given).advantages, (0, None)))
+    function = functools.partial(get_scheme(scheme).function, **dict(settings))
+    return jax.jit(jax.vmap(lambda fields, given: function(TokenBatch(**fields), **given).advantages, (0, None)))
 
 
 def advantages(variant: Variant, fields: Mapping[str, Array]) -> Float[Array, "batches tokens"]:
-    """Advantages under a variant of a scheme, of batches given by the fields of their `CreditBatch`."""
-    scheme, _ = get_scheme(variant.scheme, variant.hyperparameters)
-    defaults = {key: x.default for key, x in inspect.signature(scheme.assign).parameters.items() if key in DISCOUNTS}
+    """Advantages under a variant of a scheme, of batches given by the fields of their `TokenBatch`."""
+    scheme = get_scheme(variant.scheme, **variant.hyperparameters)
+    defaults = {key: x for key, x in scheme.defaults.items() if key in DISCOUNTS}
     given = {**defaults, **variant.hyperparameters}
     settings = tuple((key, x) for key, x in given.items() if key not in defaults)
     constant = jnp.full_like(fields["values"], WRONG_VALUE)

@@ -36,25 +36,24 @@ def choose(text: str, config: ml_collections.ConfigDict, trajectories: Sequence[
     Raises:
       UserError: an unknown scheme or hyper-parameter, the same twice, a named one that lacks what it needs.
     """
-    own_args, chosen, notes = build.credit_args(config), {}, []
+    chosen, notes = dict[str, Scheme](), list[str]()
+    own_args = build.credit_scheme(config).arguments
     own = label(config.credit.name, own_args)
-    try:
-        if config.credit.file:
-            SCHEMES.load(config.credit.file)
-        named = parsed(text) if text != "all" else [(n, own_args if n == config.credit.name else {}) for n in SCHEMES]
-        for name, args in named:
-            scheme, assign = get_scheme(name, args)
-            fault = lacks(scheme, config, trajectories)
-            if fault and text != "all":
-                raise UserError(f"--schemes: {name} {fault}")
-            if label(name, args) in chosen:
-                raise UserError(f"--schemes: {label(name, args)} is there twice")
-            if fault:
-                notes.append(f"{name} is left out: it {fault}.")
-            else:
-                chosen[label(name, args)] = scheme, assign
-    except (ValueError, TypeError) as error:
-        raise UserError(f"--schemes: {error}") from error
+    named = parsed(text) if text != "all" else [(n, own_args if n == config.credit.name else {}) for n in SCHEMES]
+    for name, args in named:
+        try:
+            scheme = get_scheme(name, **args)
+        except (UserError, ValueError, TypeError) as error:
+            raise UserError(f"--schemes: {error}") from error
+        fault = lacks(scheme, config, trajectories)
+        if fault and text != "all":
+            raise UserError(f"--schemes: {name} {fault}")
+        if label(name, args) in chosen:
+            raise UserError(f"--schemes: {label(name, args)} is there twice")
+        if fault:
+            notes.append(f"{name} is left out: it {fault}.")
+        else:
+            chosen[label(name, args)] = scheme
     keyless = sum(s.state_key is None for t in trajectories for s in t.steps)
     if keyless:
         notes.append(f"{keyless} steps have no state key; schemes that compare equal states see each of them alone.")

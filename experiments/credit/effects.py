@@ -17,9 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from agentr1_jax.credit import Credit, CreditBatch, Scheme
-from agentr1_jax.credit import streams as flat
-from agentr1_jax.credit.streams import Streams
+from agentr1_jax.credit import Scheme, TokenBatch
+from agentr1_jax.credit.flatten import FlatTrajectories, concatenate, to_token_batch
 from agentr1_jax.learner import fill
 from agentr1_jax.learner.update import batch_gradient
 from agentr1_jax.policy.decoder import Params
@@ -30,8 +29,8 @@ from experiments import build
 from experiments.circle import Run
 from experiments.credit.parts import Part, microbatches, to_device
 
-Schemes = Mapping[str, tuple[Scheme, Callable[[CreditBatch], Credit]]]
-"""What `get_scheme` returns, by label."""
+Schemes = Mapping[str, Scheme]
+"""Schemes by label."""
 Judge = Callable[[Sequence[Part]], np.ndarray]
 """Groups of a batch, any of them twice -> advantages [schemes, K]."""
 
@@ -82,7 +81,7 @@ def effects(
       resamples: bootstrap samples of the groups.
       baseline: what a state is worth of which nothing else is known.
     """
-    streams = flat.join([part.streams for part in parts])
+    streams = concatenate([part.streams for part in parts])
     judge = make_judge(schemes, parts, baseline=baseline)
     advantages = judge(parts)
     weights = loss_weights(run, streams, aggregate)
@@ -120,10 +119,10 @@ def effects(
     )
 
 
-def loss_weights(run: Run, streams: Streams, aggregate: str) -> np.ndarray:
+def loss_weights(run: Run, streams: FlatTrajectories, aggregate: str) -> np.ndarray:
     """Loss weight of each token."""
     group = np.unique(streams.group, return_inverse=True)[1][streams.token_trajectory]
-    trained = streams.trained[streams.token_trajectory]
+    trained = streams.trainable[streams.token_trajectory]
     units = (streams.token_step, streams.token_trajectory, group)
     return fill.aggregate_weights(aggregate, *units, trained, fixed_denominator=run.config.loss.fixed_denominator)
 
@@ -141,20 +140,20 @@ def make_judge(schemes: Schemes, parts: Sequence[Part], *, baseline: float) -> J
     """
 
     @jax.jit
-    def together(plain: CreditBatch, valued: CreditBatch) -> jax.Array:
-        credits = [assign(valued if scheme.uses_critic else plain) for scheme, assign in schemes.values()]
+    def together(plain: TokenBatch, valued: TokenBatch) -> jax.Array:
+        credits = [scheme.assign(valued if scheme.uses_critic else plain) for scheme in schemes.values()]
         return jnp.stack([credit.advantages for credit in credits])
 
     of_parts = [part.streams for part in parts]
     room: dict[str, Any] = {
-        "trajectories": len(parts) * max(len(s.outcome) for s in of_parts),
+        "trajectories": len(parts) * max(len(s.returns) for s in of_parts),
         "steps": len(parts) * max(len(s.rewards) for s in of_parts),
         "tokens": len(parts) * max(len(s.logprobs) for s in of_parts),
     }
 
-    def batch(groups: Sequence[Streams], critic: bool) -> CreditBatch:
+    def batch(groups: Sequence[FlatTrajectories], critic: bool) -> TokenBatch:
         apart = [dataclasses.replace(s, group=np.full_like(s.group, i)) for i, s in enumerate(groups)]
-        return flat.to_batch(flat.join(apart), critic=critic, baseline=baseline, **room)
+        return to_token_batch(concatenate(apart), critic=critic, baseline=baseline, **room)
 
     def judge(parts: Sequence[Part]) -> np.ndarray:
         plain, valued = batch([p.streams for p in parts], False), [p.valued for p in parts if p.valued is not None]

@@ -39,7 +39,7 @@ class Drawn:
       state_value: a rough value of each step's state.
       old_logprob: of the sampling policy.
       group: of each trajectory.
-      greedy_reward: return of a greedy rollout of the same row.
+      greedy_return: return of a greedy rollout of the same row.
     """
 
     action: Int[Array, "*batches trajectories steps tokens"]
@@ -49,7 +49,7 @@ class Drawn:
     state_value: Float[Array, "*batches trajectories steps"]
     old_logprob: Float[Array, "*batches trajectories steps tokens"]
     group: Int[Array, "*batches trajectories"]
-    greedy_reward: Float[Array, "*batches trajectories"]
+    greedy_return: Float[Array, "*batches trajectories"]
 
 
 def draw(
@@ -74,7 +74,7 @@ def gather(
     paths: Paths,
     logits: Float[np.ndarray, "nodes vocabulary"],
     path: Int[np.ndarray, "batches trajectories"],
-    greedy_reward: Float[np.ndarray, "batches trajectories"],
+    greedy_return: Float[np.ndarray, "batches trajectories"],
     samples: int,
 ) -> Drawn:
     """The batches of chosen paths; so many in a row are a group."""
@@ -89,14 +89,14 @@ def gather(
         state_value=jnp.asarray(rough[path], jnp.float32),
         old_logprob=jnp.asarray(old[path], jnp.float32),
         group=jnp.asarray(np.broadcast_to(np.arange(path.shape[1]) // samples, path.shape), jnp.int32),
-        greedy_reward=jnp.asarray(greedy_reward, jnp.float32),
+        greedy_return=jnp.asarray(greedy_return, jnp.float32),
     )
 
 
 @jax.jit
 @jax.vmap
 def lay_out(drawn: Drawn) -> tuple[dict[str, Array], Reads]:
-    """Fields of the `CreditBatch`, what is real first, and reads without advantage and weight.
+    """Fields of the `TokenBatch`, what is real first, and reads without advantage and weight.
 
     A read's target is the token's place in the flat logits.
     """
@@ -104,7 +104,7 @@ def lay_out(drawn: Drawn) -> tuple[dict[str, Array], Reads]:
     real, sampled = drawn.state >= 0, drawn.action >= 0
     steps, tokens = (jnp.argsort(~x.ravel(), stable=True) for x in (real, sampled))
     trajectory = jnp.broadcast_to(jnp.arange(trajectories)[:, None], real.shape)
-    traj_of_step = jnp.where(real, trajectory, trajectories).ravel()[steps]
+    step_trajectory = jnp.where(real, trajectory, trajectories).ravel()[steps]
     number = (jnp.cumsum(real.ravel()) - 1).reshape(real.shape)
     token_step = jnp.where(sampled, number[..., None], capacity).ravel()[tokens]
     is_action = sampled.ravel()[tokens]
@@ -112,18 +112,18 @@ def lay_out(drawn: Drawn) -> tuple[dict[str, Array], Reads]:
     fields = {
         "rewards": jnp.where(real, drawn.reward, 0).ravel()[steps],
         "token_rewards": jnp.zeros(tokens.shape),
-        "outcome": drawn.reward.sum(axis=1),
+        "returns": drawn.reward.sum(axis=1),
         "state_key": drawn.state.ravel()[steps],
         "values": value,
         "is_action": is_action,
         "token_step": token_step,
-        "traj_of_step": traj_of_step,
+        "step_trajectory": step_trajectory,
         "group": drawn.group,
         "bootstrap": jnp.zeros(trajectories),
         "state_value": drawn.state_value.ravel()[steps],
-        "greedy_reward": drawn.greedy_reward,
+        "greedy_return": drawn.greedy_return,
     }
-    of_step = jnp.append(traj_of_step, trajectories)
+    of_step = jnp.append(step_trajectory, trajectories)
     of_token = jnp.where(is_action, of_step[token_step], 0)
     reads = Reads(
         src=jnp.zeros_like(action),

@@ -10,9 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from agentr1_jax.credit import streams as flat
-from agentr1_jax.credit.shaping import Moments, shaped
-from agentr1_jax.credit.streams import Streams
+from agentr1_jax.credit.flatten import FlatTrajectories, concatenate, flatten
+from agentr1_jax.credit.shaping import RunningMeanStd, shape_rewards
 from agentr1_jax.learner import fill
 from agentr1_jax.learner.batch import Batch, to_microbatches
 from agentr1_jax.learner.packing import Packing, pack
@@ -23,7 +22,7 @@ from agentr1_jax.trajectory import Trajectory
 from experiments import build
 from experiments.circle import Run
 
-SHAPED = ("rewards", "outcome", "token_rewards", "greedy_reward")
+SHAPED = ("rewards", "returns", "token_rewards", "greedy_return")
 """Fields that shaping changes."""
 
 
@@ -38,13 +37,13 @@ class Part:
     """
 
     trajectories: Sequence[Trajectory]
-    streams: Streams
-    valued: Streams | None
+    streams: FlatTrajectories
+    valued: FlatTrajectories | None
     packing: Packing
 
 
 def scored_parts(
-    run: Run, params: Params, trajectories: Sequence[Trajectory], moments: Moments
+    run: Run, params: Params, trajectories: Sequence[Trajectory], moments: RunningMeanStd
 ) -> tuple[list[Part], float, float]:
     """The groups of a batch, their rewards shaped as the run shapes them, with the values of its critic.
 
@@ -75,7 +74,7 @@ def scored_parts(
             return x.reshape(-1, x.shape[-1])[: packing.rows]
 
         logprobs = fill.gather_tokens(packing, by_row(scores.logprob))
-        streams.append(flat.flatten(group, process_parts=run.config.shaping.process_parts))
+        streams.append(flatten(group, process_parts=run.config.shaping.process_parts))
         gaps.append(np.abs(logprobs - streams[-1].logprobs))
         if critic:
             values, final = (f(packing, by_row(scores.value)) for f in (fill.gather_tokens, fill.gather_final))
@@ -87,10 +86,12 @@ def scored_parts(
     return parts, baseline, float(np.concatenate(gaps).mean())
 
 
-def _shaped(run: Run, groups: Sequence[Streams], moments: Moments, *, critic: bool) -> tuple[list[Streams], Moments]:
+def _shaped(
+    run: Run, groups: Sequence[FlatTrajectories], moments: RunningMeanStd, *, critic: bool
+) -> tuple[list[FlatTrajectories], RunningMeanStd]:
     """The groups with shaped rewards, and moments with them; over the whole batch, at all of which some tools look."""
-    shaping, gamma = build.shaping(run.config), build.discount(run.config)
-    whole, after = shaped(flat.join(groups), shaping, gamma=gamma, moments=moments, bootstraps=critic)
+    shaping, gamma = build.shaping(run.config), build.credit_scheme(run.config).gamma
+    whole, after = shape_rewards(concatenate(groups), shaping, gamma=gamma, statistics=moments, bootstraps=critic)
     out = list(groups)
     for name in SHAPED:
         edges = np.cumsum([len(getattr(s, name)) for s in groups])[:-1]

@@ -14,9 +14,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from agentr1_jax import files
-from agentr1_jax.credit import SCHEMES
-from agentr1_jax.credit import streams as flat
-from agentr1_jax.credit.shaping import Moments, shaped
+from agentr1_jax.credit.flatten import flatten as flatten_trajectories
+from agentr1_jax.credit.shaping import RunningMeanStd, shape_rewards
 from agentr1_jax.errors import UserError
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
@@ -167,8 +166,10 @@ def version(position: Position, config: ml_collections.ConfigDict) -> int:
     return {"rl": position.update, "done": config.updates}.get(position.phase, 0)
 
 
-def moments_before(run: Run, position: Position, trajectories: Sequence[Trajectory]) -> tuple[Moments, list[str]]:
-    """Moments of the returns of all batches that a run had learnt from at `position`, but for the one compared.
+def moments_before(
+    run: Run, position: Position, trajectories: Sequence[Trajectory]
+) -> tuple[RunningMeanStd, list[str]]:
+    """RunningMeanStd of the returns of all batches that a run had learnt from at `position`, but for the one compared.
 
     Training judges a batch by what it knew before: a baseline that has seen a return is not independent of it.
 
@@ -180,34 +181,18 @@ def moments_before(run: Run, position: Position, trajectories: Sequence[Trajecto
     Returns:
       the moments; with the batch, and a note that says so, where they cannot be told apart.
     """
-    config, moments = run.config, Moments(*position.returns)
+    config, moments = run.config, RunningMeanStd(*position.returns)
     known = [t for t in trajectories if any(s.policy_version < version(position, config) for s in t.steps)]
     if not known:
         return moments, []
-    scheme, critic = SCHEMES[config.credit.name], build.learns_values(config)
+    scheme, critic = build.credit_scheme(config), build.learns_values(config)
     kept, _, _ = learning.sift(run, known, critic=critic, greedy=scheme.needs_greedy, reads=build.reads(config))
     if not kept:
         return moments, []
-    shaping, gamma = build.shaping(config), build.discount(config)
-    streams = flat.flatten(kept, process_parts=shaping.process_parts)
-    _, own = shaped(streams, shaping, gamma=gamma, moments=Moments(), bootstraps=critic)
-    if own.number > moments.number or (config.kl.kind != "none" and config.kl.where == "reward"):
+    shaping, gamma = build.shaping(config), scheme.gamma
+    streams = flatten_trajectories(kept, process_parts=shaping.process_parts)
+    _, own = shape_rewards(streams, shaping, gamma=gamma, statistics=RunningMeanStd(), bootstraps=critic)
+    if own.n > moments.n or (config.kl.kind != "none" and config.kl.where == "reward"):
         unsure = "The running moments of returns hold this batch's too, which cannot be told apart"
         return moments, [f"{unsure} (a KL in the reward is not recorded)."]
-    return without(moments, own), []
-
-
-def without(moments: Moments, part: Moments) -> Moments:
-    """The moments of what is left where the values of `part` are taken out (Chan et al. 1979, backwards).
-
-    Raises:
-      ValueError: `part` has more values.
-    """
-    left = moments.number - part.number
-    if left < 0:
-        raise ValueError(f"{part.number:g} values cannot be taken out of {moments.number:g}")
-    if not left:
-        return Moments()
-    mean = moments.mean + (moments.mean - part.mean) * part.number / left
-    squares = moments.squares - part.squares - (part.mean - mean) ** 2 * left * part.number / moments.number
-    return Moments(left, mean, max(squares, 0.0))
+    return moments.remove(own), []

@@ -38,7 +38,7 @@ UNBIASED = (
 )
 DR_GRPO, INDEX = (
     bench.Variant("dr_grpo", {}, None),
-    bench.Variant("turn_grpo", {"of": "return", "outcome_weight": 0.0}, None),
+    bench.Variant("turn_grpo", {"signal": "return", "outcome_weight": 0.0}, None),
 )
 
 
@@ -149,7 +149,7 @@ def test_layout_is_that_of_the_paths():
         steps = [(i, m, t) for i, m in enumerate(path[b]) for t in np.flatnonzero(paths.state[m] >= 0)]
         tokens = [(s, a) for s, (_, m, t) in enumerate(steps) for a in paths.action[m, t] if a >= 0]
         pad_steps, pad_tokens = batch["rewards"].shape[1] - len(steps), reads.target.shape[1] - len(tokens)
-        np.testing.assert_array_equal(batch["traj_of_step"][b], [i for i, _, _ in steps] + [2] * pad_steps)
+        np.testing.assert_array_equal(batch["step_trajectory"][b], [i for i, _, _ in steps] + [2] * pad_steps)
         np.testing.assert_allclose(batch["rewards"][b], [paths.reward[m, t] for _, m, t in steps] + [0] * pad_steps)
         np.testing.assert_array_equal(
             batch["token_step"][b], [s for s, _ in tokens] + [batch["rewards"].shape[1]] * pad_tokens

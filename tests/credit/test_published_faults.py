@@ -17,6 +17,7 @@ from builders import trajectory, with_logprobs
 from examples import check_close
 from learners import CAPO, EVERYTHING, RATES, check_equal, exact, make, sampled, stream
 
+from agentr1_jax.errors import UserError
 from agentr1_jax.learner.packing import MODES
 from agentr1_jax.learner.update import Scores
 from agentr1_jax.runtime.mesh import global_batch
@@ -186,5 +187,5 @@ def test_fault_10_what_was_cut_is_worth_what_the_critic_says_of_its_future(outco
 
 
 def test_fault_10_an_unknown_scheme_makes_no_learner():
-    with pytest.raises(ValueError, match=r"unknown credit scheme 'gpro'; choose one of .*grpo, "):
+    with pytest.raises(UserError, match=r"unknown credit scheme 'gpro'; choose one of .*grpo, "):
         make({"credit.name": "gpro"})

@@ -11,8 +11,9 @@ import pytest
 from builders import LONGEST
 
 from agentr1_jax.credit import shaping
-from agentr1_jax.credit.shaping import Moments
-from agentr1_jax.credit.streams import flatten
+from agentr1_jax.credit.config import ShapingConfig
+from agentr1_jax.credit.flatten import flatten
+from agentr1_jax.credit.shaping import RunningMeanStd
 from experiments import learning
 
 ALL = {"learner.row_reads": LONGEST}
@@ -87,7 +88,7 @@ def test_without_the_advantage_mask_credit_passes_through_every_token():
     for i, t in enumerate(trajectories):
         at = np.flatnonzero(owner == i)
         ends = {np.flatnonzero(step == s)[-1]: s for s in np.unique(step[at])}
-        after, expected = (bootstrap[i] if streams.cut[i] else 0.0), []
+        after, expected = (bootstrap[i] if streams.truncated[i] else 0.0), []
         for k in reversed(at):  # gamma and lambda 1: the return less the value
             after += streams.rewards[ends[k]] if k in ends else 0.0
             expected.append(after - value[k])
@@ -120,9 +121,9 @@ def test_remax_compares_with_the_greedy_rollout_and_drops_rows_that_have_none(ca
 def test_a_state_seen_by_no_other_is_compared_with_earlier_batches():
     """No step has a key here: every baseline is the mean return of the batches before."""
     made, trajectories = learners.make({"credit.name": "state_baseline"}), learners.exact()
-    returns = shaping.returns(flatten(trajectories), 1.0)
+    returns = shaping.discounted_returns(flatten(trajectories), 1.0)
     per_token = np.repeat(returns, [len(s.response_ids) for t in trajectories for s in t.steps])
-    for moments in (Moments(), Moments(10.0, 0.5, 3.0)):
+    for moments in (RunningMeanStd(), RunningMeanStd(10.0, 0.5, 3.0)):
         reads, _, _ = updated(made, trajectories, moments=moments)
         np.testing.assert_allclose(learners.stream(reads, "advantage"), per_token - moments.mean, atol=1e-5)
 
@@ -130,16 +131,16 @@ def test_a_state_seen_by_no_other_is_compared_with_earlier_batches():
 def test_moments_of_returns_are_handed_on():
     made, trajectories = learners.make({"credit.name": "state_baseline"}), learners.exact()
     _, pending, _ = learning.learn(made.run, made.learner, made.fresh(), trajectories, learners.RATES)
-    returns = shaping.returns(flatten(trajectories), 1.0)
-    assert pending.moments == pytest.approx(Moments().seen(returns))
-    assert Moments(*list(pending.moments)) == pending.moments  # as a checkpoint keeps them
+    returns = shaping.discounted_returns(flatten(trajectories), 1.0)
+    assert pending.moments == pytest.approx(RunningMeanStd().update(returns))
+    assert RunningMeanStd(*list(pending.moments)) == pending.moments  # as a checkpoint keeps them
 
 
 def test_a_state_baseline_with_a_critic_asks_and_teaches_it():
     made = learners.make({"credit.name": "state_baseline", "critic": "shared_trunk"})
     trajectories = [dataclasses.replace(t, outcome="answered", final_prompt_ids=None) for t in learners.exact()]
     reads, metrics, _ = updated(made, trajectories)
-    returns = shaping.returns(flatten(trajectories), 1.0)
+    returns = shaping.discounted_returns(flatten(trajectories), 1.0)
     first = learners.stream(reads, "value_weight") > 0
     assert first.sum() == len(returns)
     np.testing.assert_allclose(learners.stream(reads, "value_target")[first], returns, atol=1e-5)
@@ -151,8 +152,8 @@ def test_a_state_baseline_with_a_critic_asks_and_teaches_it():
 def test_scaled_rewards_scale_advantages():
     made, trajectories = learners.make({"credit.name": "dr_grpo"}), learners.exact()
     plain, _, _ = updated(made, trajectories)
-    scaled, _, _ = updated(made, trajectories, shaping=shaping.Shaping(scale_returns=True))
-    std = shaping.returns(flatten(trajectories), 1.0).std(ddof=1)
+    scaled, _, _ = updated(made, trajectories, shaping=ShapingConfig(scale_returns=True))
+    std = shaping.discounted_returns(flatten(trajectories), 1.0).std(ddof=1)
     np.testing.assert_allclose(scaled.advantage * std, plain.advantage, atol=1e-5)
 
 
@@ -163,5 +164,5 @@ def test_groups_that_teach_nothing_are_counted():
         for t in trajectories
     ]
     _, metrics, _ = updated(learners.make({}), same[:-1])
-    assert metrics["batch/lone_members"] == 1 and metrics["batch/dead_groups"] == 2
+    assert metrics["batch/lone_members"] == 1 and metrics["batch/zero_variance_groups"] == 2
     assert metrics["batch/steps_without_key"] == metrics["batch/steps"]

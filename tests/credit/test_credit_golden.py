@@ -76,7 +76,7 @@ def lone(inputs):
 
 
 def entries():
-    return json.loads((pathlib.Path(__file__).parent / "golden.json").read_text())
+    return json.loads((pathlib.Path(__file__).parent.parent / "golden.json").read_text())
 
 
 def test_every_published_advantage_is_compared():

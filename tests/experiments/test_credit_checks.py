@@ -42,11 +42,11 @@ def task(*, state_key="s", potential=1.0, evidence="", parts=("goal",)):
         ({"rollout__samples": 1}, "credit scheme 'grpo' compares the samples of a task row, and rollout.samples is 1"),
         ({"credit__name": "step_gae"}, "credit scheme 'step_gae' needs a critic; set config.critic=shared_trunk"),
         ({"credit__name": "gpro"}, "unknown credit scheme 'gpro'; choose one of .*grpo"),
-        ({"credit__args__gamma": 0.9}, "credit scheme 'grpo' has no hyper-parameter 'gamma'"),
-        ({"credit__name": "reinforce", "credit__args__gamma": 1.5}, r"gamma is 1.5; a discount lies in \[0, 1\]"),
-        ({"credit__args__unit": "row"}, "credit.args.unit is 'row'; choose one of token, step, trajectory"),
+        ({"credit__args__gamma": 0.9}, "credit scheme 'grpo' has no argument 'gamma'"),
+        ({"credit__name": "reinforce", "credit__args__gamma": 1.5}, "gamma is 1.5; it must be less than or equal to 1"),
+        ({"credit__args__unit": "row"}, "credit.args.unit is 'row'; it must be 'token', 'step' or 'trajectory'"),
         ({"credit__file": "nowhere.py"}, "credit.file: .*nowhere.py: no such file"),
-        ({"shaping__process_norm": "group"}, "needs shaping.process_parts"),
+        ({"shaping__process_norm": "group"}, "shaping: process_norm needs process_parts"),
         ({"learner__minibatches": 0}, "learner.minibatches is 0; it must be positive"),
         ({"learner__epochs": -1}, "learner.epochs is -1; it must be positive"),
         ({"loss__fixed_denominator": 0.0}, "loss.fixed_denominator is 0.0; it must be positive"),
@@ -107,7 +107,7 @@ def test_a_task_without_what_credit_needs_is_refused(changes, given, message):
 )
 def test_the_discount_per_step_is_the_scheme_s(name, args, discount):
     config = changed(keydoor, credit__name=name, **{f"credit__args__{key}": x for key, x in args.items()})
-    assert build.discount(config) == discount
+    assert build.credit_scheme(config).gamma == discount
 
 
 def test_each_part_of_a_reward_has_its_weight():
@@ -178,7 +178,7 @@ def test_a_user_s_file_may_hold_dataclasses_and_register_what_it_imports(registr
     )
     for _ in range(2):
         SCHEMES.load(str(path))
-    scheme, _ = get_scheme("mine", {"unit": "step"})
+    scheme = get_scheme("mine", unit="step")
     assert scheme.needs_samples
     path.write_text("from agentr1_jax.credit import register\n")
     with pytest.raises(ValueError, match="registers no credit scheme"):

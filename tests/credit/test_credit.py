@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import itertools
 
 import jax
@@ -17,9 +16,10 @@ from hypothesis import strategies as st
 
 from agentr1_jax.credit import SCHEMES, Credit, get_scheme, register
 from agentr1_jax.credit.group import grpo
-from agentr1_jax.credit.primitives import backward_recurrence, classes, deviations, sample_std, whiten
+from agentr1_jax.credit.primitives import backward_recurrence, center_by_group, group_ids, sample_std, whiten
+from agentr1_jax.errors import UserError
 
-WHITEN, RECURRENCE, CLASSES = jax.jit(whiten), jax.jit(backward_recurrence), jax.jit(classes)
+WHITEN, RECURRENCE, CLASSES = jax.jit(whiten), jax.jit(backward_recurrence), jax.jit(group_ids)
 WHITENED = [name for name in NAMES if "whiten" in options(name)[0]]
 EXTREME = (0.0, 0.1, 1 / 3, 1e-6, -1e-6, 1e6, -1e6, 999_999.9, 1000.1)
 DEFAULTS = {
@@ -36,7 +36,7 @@ DEFAULTS = {
     "opo": {},
     "gigpo": {"gamma": 0.95, "step_weight": 1.0, "norm": "mean_norm", "unit": "trajectory"},
     "hgpo": {"gamma": 0.95, "history": 2, "alpha": 1.0},
-    "turn_grpo": {"outcome_weight": 1.0, "norm": "mean_norm", "of": "reward", "gamma": 1.0},
+    "turn_grpo": {"outcome_weight": 1.0, "norm": "mean_norm", "signal": "reward", "gamma": 1.0},
     "state_baseline": {"gamma": 1.0, "whiten": "none"},
 }
 quick = settings(max_examples=40, deadline=None)
@@ -57,16 +57,15 @@ def test_the_schemes_and_what_they_need():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_scheme_has_the_documented_defaults_and_takes_them(name):
-    scheme, assign = get_scheme(name, DEFAULTS[name])
-    taken = list(inspect.signature(scheme.assign).parameters.values())[1:]
-    assert {x.name: x.default for x in taken} == DEFAULTS[name]
-    credit = jax.eval_shape(assign, credit_batch([], **CAPACITIES))
+    scheme = get_scheme(name, **DEFAULTS[name])
+    assert scheme.defaults == DEFAULTS[name] == scheme.arguments
+    credit = jax.eval_shape(scheme.assign, credit_batch([], **CAPACITIES))
     assert scheme.name == name and isinstance(credit, Credit)
     assert {x.shape for x in jax.tree.leaves(credit)} == {(CAPACITIES["tokens"],)}
 
 
 def test_the_registry_binds_hyperparameters():
-    _, bound = get_scheme("step_gae", {"gamma": 0.5, "lam": 0.0})
+    bound = get_scheme("step_gae", gamma=0.5, lam=0.0).assign
     data = [Rollout(0, [0.0, 1.0], [[Token(0.5)], [Token(0.25)]])]
     np.testing.assert_allclose(jax.jit(bound)(credit_batch(data, **exact(data))).value_targets, [0.125, 1.0], atol=1e-6)
 
@@ -74,26 +73,27 @@ def test_the_registry_binds_hyperparameters():
 @pytest.mark.parametrize(
     ("name", "hyper", "message"),
     [
-        ("step_gae", {"gama": 1.0}, "has no hyper-parameter 'gama'; it has .*gamma.*lam"),
-        ("rloo", {"gamma": 1.0}, "has no hyper-parameter 'gamma'; it has none"),
-        ("step_gae", {"gamma": 1.01}, r"gamma is 1.01; a discount lies in \[0, 1\]"),
-        ("token_gae", {"lam": -0.1}, r"lam is -0.1; a discount lies in \[0, 1\]"),
-        ("bilevel_gae", {"gamma_high": 2.0}, r"gamma_high is 2.0; a discount lies in \[0, 1\]"),
+        ("step_gae", {"gama": 1.0}, "has no argument 'gama'; it has .*gamma.*lam"),
+        ("rloo", {"gamma": 1.0}, "has no argument 'gamma'; it has none"),
+        ("step_gae", {"gamma": 1.01}, r"gamma is 1.01; it must be less than or equal to 1"),
+        ("token_gae", {"lam": -0.1}, r"lam is -0.1; it must be greater than or equal to 0"),
+        ("bilevel_gae", {"gamma_high": 2.0}, r"gamma_high is 2.0; it must be less than or equal to 1"),
         ("token_gae", {"gamma": float("nan")}, "gamma is nan"),
-        ("grpo", {"unit": "steps"}, "unit is 'steps'; choose one of token, step, trajectory"),
-        ("grpo", {"unit": "none"}, "unit is 'none'; choose one of"),
-        ("reinforce", {"whiten": "batch"}, "whiten is 'batch'; choose one of none, token, step, trajectory"),
-        ("gigpo", {"norm": "std"}, "norm is 'std'; choose one of mean_norm, mean_std_norm"),
-        ("turn_grpo", {"of": "value"}, "of is 'value'; choose one of reward, return"),
-        ("gigpo", {"step_weight": -1.0}, "step_weight is -1.0; it must be at least 0"),
-        ("turn_grpo", {"outcome_weight": float("nan")}, "outcome_weight is nan; it must be at least 0"),
-        ("hgpo", {"history": -1}, "history is -1; it must be at least 0"),
-        ("hgpo", {"alpha": -0.5}, "alpha is -0.5; it must be at least 0"),
+        ("grpo", {"unit": "steps"}, "unit is 'steps'; it must be 'token', 'step' or 'trajectory'"),
+        ("grpo", {"unit": "none"}, "unit is 'none'; it must be"),
+        ("reinforce", {"whiten": "batch"}, "whiten is 'batch'; it must be 'none', 'token', 'step' or 'trajectory'"),
+        ("gigpo", {"norm": "std"}, "norm is 'std'; it must be 'mean_norm' or 'mean_std_norm'"),
+        ("turn_grpo", {"signal": "value"}, "signal is 'value'; it must be 'reward' or 'return'"),
+        ("gigpo", {"step_weight": -1.0}, "step_weight is -1.0; it must be greater than or equal to 0"),
+        ("turn_grpo", {"outcome_weight": float("nan")}, "outcome_weight is nan; it must be"),
+        ("hgpo", {"history": 1.5}, "history is 1.5; it must be a valid integer"),
+        ("hgpo", {"history": -1}, "history is -1; it must be greater than or equal to 0"),
+        ("hgpo", {"alpha": -0.5}, "alpha is -0.5; it must be greater than or equal to 0"),
     ],
 )
 def test_a_wrong_hyperparameter_is_an_error(name, hyper, message):
-    with pytest.raises(ValueError, match=message):
-        get_scheme(name, hyper)
+    with pytest.raises(UserError, match=f"credit.args.{message}" if "argument" not in message else message):
+        get_scheme(name, **hyper)
 
 
 def test_a_name_is_taken_once(registry):
@@ -104,11 +104,11 @@ def test_a_name_is_taken_once(registry):
 MINE = """
 import jax.numpy as jnp
 from agentr1_jax.credit import Credit, register
+from agentr1_jax.validation import Fraction
 
 @register("mine", needs_state_key=True)
-def mine(batch, *, gamma=0.5, bonus=0.0):
-    advantages = jnp.where(batch.trained, gamma + bonus, 0.0)
-    return Credit(advantages, jnp.zeros_like(advantages), jnp.zeros(advantages.shape, bool))
+def mine(batch, *, gamma: Fraction = 0.5, bonus=0.0):
+    return Credit(jnp.where(batch.real_token, gamma + bonus, 0.0))
 """
 
 
@@ -117,14 +117,16 @@ def test_a_scheme_of_ones_own_is_loaded_from_a_file(registry, tmp_path, monkeypa
     SCHEMES.load(str(tmp_path / "mine.py"))
     monkeypatch.chdir(tmp_path)
     SCHEMES.load("mine.py")  # The same file again is no second registration.
-    scheme, assign = get_scheme("mine", {"bonus": 2.0})
+    scheme = get_scheme("mine", bonus=2)
     batch = credit_batch([Rollout(0, [1.0], [[Token(0.0), Token(0.0, is_action=False)]])], **CAPACITIES)
     assert scheme.needs_state_key and not scheme.needs_critic
-    np.testing.assert_allclose(jax.jit(assign)(batch).advantages[:3], [2.5, 0, 0])
-    with pytest.raises(ValueError, match="gamma is 7"):
-        get_scheme("mine", {"gamma": 7})
-    with pytest.raises(ValueError, match="has no hyper-parameter 'lam'"):
-        get_scheme("mine", {"lam": 1.0})
+    np.testing.assert_allclose(jax.jit(scheme.assign)(batch).advantages[:3], [2.5, 0, 0])
+    with pytest.raises(UserError, match="gamma is 7"):
+        get_scheme("mine", gamma=7)
+    with pytest.raises(UserError, match="bonus is 'much'; it must be a valid number"):
+        get_scheme("mine", bonus="much")
+    with pytest.raises(UserError, match="has no argument 'lam'"):
+        get_scheme("mine", lam=1.0)
     (tmp_path / "mine.py").write_text(MINE.replace('"mine"', '"renamed"'))
     SCHEMES.load("mine.py")
     assert "renamed" in registry and "mine" not in registry
@@ -134,7 +136,7 @@ def test_a_scheme_of_ones_own_may_carry_other_decorators(registry, tmp_path):
     (tmp_path / "mine.py").write_text("import jax\n" + MINE.replace("\ndef mine", "\n@jax.jit\ndef mine"))
     SCHEMES.load(str(tmp_path / "mine.py"))
     SCHEMES.load(str(tmp_path / "mine.py"))  # It is known whose it is.
-    assert get_scheme("mine", {"gamma": 0.25})[0].needs_state_key
+    assert get_scheme("mine", gamma=0.25).needs_state_key
 
 
 @pytest.mark.parametrize(
@@ -215,8 +217,8 @@ def test_a_trajectory_that_is_not_trained_still_counts_in_its_group():
 
 def test_without_state_values_the_fallback_is_zero():
     batch = credit_batch([Rollout(0, [2.0], [[Token(9.0)]])], **CAPACITIES).replace(values=None, state_value=None)
-    credit = jax.jit(get_scheme("state_baseline", {})[1])(batch)
-    assert credit.advantages[0] == 2.0 and not credit.value_mask.any()
+    credit = jax.jit(get_scheme("state_baseline").assign)(batch)
+    assert credit.advantages[0] == 2.0 and credit.value_mask is None
 
 
 @quick
@@ -239,7 +241,7 @@ def test_whitening_of_equal_numbers_is_exactly_zero():
 
 def test_deviations_of_a_segment_of_one_and_of_padding():
     x, segment = jnp.array([3.0, 1.0, 2.0, 1e9]), jnp.array([1, 2, 2, 3])
-    centred, variance, count = deviations(x, segment, 3)
+    centred, variance, count = center_by_group(x, segment, 3)
     np.testing.assert_allclose(centred, [0, -0.5, 0.5, 0])
     np.testing.assert_allclose(variance, [0, 0.25, 0.25, 0])
     np.testing.assert_allclose(count, [1, 2, 2, 0])

@@ -24,7 +24,7 @@ from test_train import ROOT, train
 
 from agentr1_jax.credit import SCHEMES as REGISTRY
 from agentr1_jax.credit import get_scheme
-from agentr1_jax.credit.shaping import Moments
+from agentr1_jax.credit.shaping import RunningMeanStd
 from agentr1_jax.errors import UserError
 from agentr1_jax.learner.batch import to_microbatches
 from agentr1_jax.learner.fill import fill
@@ -52,7 +52,7 @@ SCHEMES = {
 
 
 def schemes():
-    return {label: get_scheme(name, args) for label, (name, args) in SCHEMES.items()}
+    return {label: get_scheme(name, **args) for label, (name, args) in SCHEMES.items()}
 
 
 def test_a_step_has_the_mean_of_its_tokens():
@@ -169,10 +169,10 @@ def test_all_is_what_the_recording_has_the_data_for(config):
         ("gigpo", "gigpo needs state keys"),
         ("remax", "remax needs the reward of a greedy rollout of each row, which 8 of 8 trajectories lack"),
         ("nonsense", "unknown credit scheme 'nonsense'; choose one of"),
-        ("grpo(unity=token)", "credit scheme 'grpo' has no hyper-parameter 'unity'"),
-        ("reinforce(gamma=1.5)", "gamma is 1.5; a discount lies in"),
+        ("grpo(unity=token)", "credit scheme 'grpo' has no argument 'unity'"),
+        ("reinforce(gamma=1.5)", "gamma is 1.5; it must be less than or equal to 1"),
         ("reinforce(gamma=much)", "--schemes: "),
-        ("hgpo(history=1.5)", "--schemes: credit.args.history is 1.5; it must be a whole number"),
+        ("hgpo(history=1.5)", "--schemes: credit.args.history is 1.5; it must be a valid integer"),
         ("grpo,grpo", "grpo is there twice"),
     ],
 )
@@ -184,7 +184,7 @@ def test_a_named_scheme_that_cannot_be_is_refused(config, schemes, message):
 
 @pytest.mark.parametrize("kind", [TypeError, ValueError])
 def test_whatever_the_registry_refuses_is_said_to_the_user(config, monkeypatch, kind):
-    def refuse(name, args):
+    def refuse(name, **args):
         raise kind("no such thing")
 
     monkeypatch.setattr(choice, "get_scheme", refuse)
@@ -288,7 +288,7 @@ def case():
     run = learners.make({"critic": "shared_trunk", "credit.name": "step_gae"}).run
     params = parameters(True)
     trajectories = keyed(learners.batch())
-    parts, _, gap = scored_parts(run, params, trajectories, Moments())
+    parts, _, gap = scored_parts(run, params, trajectories, RunningMeanStd())
     result = effects.effects(run, params, parts, schemes(), aggregate="step", resamples=20)
     return run, params, trajectories, parts, gap, result
 
@@ -324,7 +324,7 @@ def test_gradients_are_those_of_the_whole_batch():
 def test_resampled_gradients_are_those_of_resampled_batches():
     """A group drawn twice is two groups; whitening and the loss's mean are those of the resampled batch."""
     run, params, trajectories, parts, _, result = case()
-    streams = effects.flat.join([part.streams for part in parts])
+    streams = effects.concatenate([part.streams for part in parts])
     judge = effects.make_judge(schemes(), parts, baseline=0.0)
     edges = effects.token_edges(parts)
     factors, _, misfit = effects.resampled(judge, parts, result.advantages, 3)
@@ -339,7 +339,7 @@ def test_resampled_gradients_are_those_of_resampled_batches():
         scale, moved, count = factors[i, 2]
         drawn = [int(g) for g in np.repeat(np.arange(len(parts)), count.astype(int))]
         again = [dataclasses.replace(t, group=k) for k, g in enumerate(drawn) for t in parts[g].trajectories]
-        fresh, _, _ = scored_parts(run, params, again, Moments())
+        fresh, _, _ = scored_parts(run, params, again, RunningMeanStd())
         advantages = judge(fresh)[i]
         slow = slow_gradient(run, params, again, advantages)
         np.testing.assert_allclose((scale @ own + moved @ shift) / (count @ size), slow, rtol=1e-3, atol=2e-5)
@@ -357,11 +357,11 @@ def test_rewards_are_shaped_as_in_the_run():
     run, params, trajectories, _, _, _ = case()
     config = run.config.copy_and_resolve_references()
     config.shaping.terminal_only = True
-    parts, _, _ = scored_parts(dataclasses.replace(run, config=config), params, trajectories, Moments())
+    parts, _, _ = scored_parts(dataclasses.replace(run, config=config), params, trajectories, RunningMeanStd())
     for part in parts:
-        np.testing.assert_allclose(part.streams.outcome, [t.total_reward for t in part.trajectories], atol=1e-6)
+        np.testing.assert_allclose(part.streams.returns, [t.total_reward for t in part.trajectories], atol=1e-6)
         ends = np.cumsum(part.streams.trajectory_steps) - 1
-        np.testing.assert_allclose(part.streams.rewards[ends], part.streams.outcome, atol=1e-6)
+        np.testing.assert_allclose(part.streams.rewards[ends], part.streams.returns, atol=1e-6)
         assert not np.delete(part.streams.rewards, ends).any()
 
 
@@ -382,7 +382,7 @@ def reshaped():
     return out
 
 
-BEFORE = Moments().seen(np.array([1.0, 3.0, 8.0]))
+BEFORE = RunningMeanStd().update(np.array([1.0, 3.0, 8.0]))
 SHAPED = {"shaping.scale_returns": True, "shaping.potential": 0.5}
 TRAINED = {"grpo": {}, "reinforce": {}, "gigpo": {"gamma": 1.0}, "remax": {}, "state_baseline": {}, "step_gae": {}}
 
@@ -405,7 +405,7 @@ def test_schemes_judge_as_they_do_in_training(critic):
     run, out, after = trained("gigpo", critic)
     moments, notes = recorded.moments_before(run, Position("rl", update=2, returns=after), out)
     parts, baseline, _ = scored_parts(run, parameters(critic != "none"), out, moments)
-    chosen = {name: get_scheme(name, TRAINED[name]) for name in names}
+    chosen = {name: get_scheme(name, **TRAINED[name]) for name in names}
     judged = effects.make_judge(chosen, parts, baseline=baseline)(parts)
     for name, advantages in zip(names, judged, strict=True):
         recorded_ones = np.concatenate([a for t in trained(name, critic)[1] for a in t.info["advantages"]])
@@ -417,7 +417,7 @@ def test_moments_are_those_before_the_batch():
     run, out, after = trained("grpo", "none")
     moments, notes = recorded.moments_before(run, Position("rl", update=2, returns=after), out)
     np.testing.assert_allclose(moments, BEFORE, rtol=1e-9)
-    assert not notes and after.number > BEFORE.number
+    assert not notes and after.n > BEFORE.n
     older, done = Position("rl", update=1, returns=BEFORE), Position("done", returns=after)
     assert recorded.moments_before(run, older, out) == (BEFORE, [])
     np.testing.assert_allclose(recorded.moments_before(run, done, out)[0], BEFORE, rtol=1e-9)
@@ -432,11 +432,11 @@ LISTS = st.lists(st.floats(-10, 10, width=32), max_size=20).map(lambda x: np.arr
 
 @hypothesis.given(LISTS, LISTS)
 def test_taking_values_out_is_never_having_seen_them(left, taken):
-    both, part = Moments().seen(taken).seen(left), Moments().seen(taken)
-    np.testing.assert_allclose(recorded.without(both, part), Moments().seen(left), atol=1e-9)
+    both, part = RunningMeanStd().update(taken).update(left), RunningMeanStd().update(taken)
+    np.testing.assert_allclose(both.remove(part), RunningMeanStd().update(left), atol=1e-9)
     if len(left):
-        with pytest.raises(ValueError, match="values cannot be taken out of"):
-            recorded.without(part, both)
+        with pytest.raises(ValueError, match="values cannot be removed from"):
+            part.remove(both)
 
 
 def test_the_page_runs_nothing_and_shows_everything(tmp_path):

@@ -30,7 +30,7 @@ from configs import quickstart, resolved
 from experiments import checks
 from experiments.ablation import comparison, cost, fleet, grid
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture

@@ -12,9 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentr1_jax.credit import get_scheme, shaping
-from agentr1_jax.credit.shaping import Moments, Shaping
-from agentr1_jax.credit.streams import flatten, to_batch
+from agentr1_jax.credit.config import ShapingConfig
+from agentr1_jax.credit.flatten import flatten, to_token_batch
+from agentr1_jax.credit.shaping import RunningMeanStd
+from agentr1_jax.errors import UserError
 from agentr1_jax.trajectory import Outcome
+from agentr1_jax.validation import from_section
 
 quick = settings(max_examples=40, deadline=None)
 
@@ -40,37 +43,36 @@ def with_potentials(trajectories, seed):
 
 def check_outcome(streams):
     sums = [sum(own) for own in lists(streams, streams.rewards)]
-    np.testing.assert_allclose(streams.outcome, sums, atol=1e-6)
+    np.testing.assert_allclose(streams.returns, sums, atol=1e-6)
 
 
 @quick
 @given(batches())
 def test_terminal_only_moves_all_reward_to_the_last_step(trajectories):
     before = flatten(trajectories)
-    after = shaping.terminal_only(before)
-    for own, total in zip(lists(after, after.rewards), before.outcome, strict=True):
+    after = shaping.move_to_last_step(before)
+    for own, total in zip(lists(after, after.rewards), before.returns, strict=True):
         assert own[:-1] == [0.0] * (len(own) - 1) and own[-1] == pytest.approx(total)
-    np.testing.assert_allclose(after.outcome, before.outcome, atol=1e-6)
+    np.testing.assert_allclose(after.returns, before.returns, atol=1e-6)
 
 
 @quick
 @given(batches())
-def test_where_limits_end_nothing_follows_a_cut(trajectories):
+def test_nothing_follows_where_truncation_is_terminal(trajectories):
     """A critic of value 5 everywhere: a cut trajectory's advantages are those of one that ended with its rewards."""
     tokens = sum(len(s.response_ids) for t in trajectories for s in t.steps)
     streams = flatten(trajectories, np.full(tokens, 5.0), np.full(len(trajectories), 5.0))
     steps = MAX_TRAJECTORIES * MAX_STEPS
     room = {"trajectories": MAX_TRAJECTORIES, "steps": steps, "tokens": steps * MAX_TOKENS}  # Of one program for all.
-    goes_on, ends = (
-        to_batch(shaping.shaped(streams, Shaping(limits_end=x), gamma=1.0, moments=Moments())[0], **room, critic=True)
-        for x in (False, True)
-    )
-    np.testing.assert_array_equal(goes_on.bootstrap[: len(trajectories)], 5.0 * streams.cut)
+    settings = (ShapingConfig(truncation_is_terminal=x) for x in (False, True))
+    shaped = (shaping.shape_rewards(streams, x, gamma=1.0, statistics=RunningMeanStd())[0] for x in settings)
+    goes_on, ends = (to_token_batch(x, **room, critic=True) for x in shaped)
+    np.testing.assert_array_equal(goes_on.bootstrap[: len(trajectories)], 5.0 * streams.truncated)
     assert not np.any(ends.bootstrap)
-    scheme, _ = get_scheme("step_gae", {})
-    targets = scheme.assign(ends, whiten="none").value_targets
+    scheme = get_scheme("step_gae", whiten="none")
+    targets = scheme.assign(ends).value_targets
     first = np.flatnonzero(np.diff(streams.token_trajectory, prepend=-1))
-    np.testing.assert_allclose(np.asarray(targets)[first], streams.outcome, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(targets)[first], streams.returns, atol=1e-5)
 
 
 @quick
@@ -88,7 +90,7 @@ def test_process_rewards_are_normalised_over_steps(trajectories, over, seed):
         for t in trajectories
     ]
     before = flatten(trajectories, process_parts=("found",))
-    after = shaping.normalise_process(before, over)
+    after = shaping.normalise_process_rewards(before, over)
     units = {}
     for i, t in enumerate(trajectories):
         units.setdefault(t.group if over == "group" else 0, []).extend(
@@ -110,8 +112,8 @@ def test_process_rewards_are_normalised_over_steps(trajectories, over, seed):
 def test_a_potential_changes_a_return_by_the_potential_of_its_state_alone(trajectories, gamma, seed):
     """What is best stays best: Φ does not depend on the action, and how a trajectory ends is not paid for."""
     before = flatten(with_potentials(trajectories, seed))
-    after = shaping.with_potential(before, weight=2.0, gamma=gamma, bootstraps=False)
-    change = lists(before, shaping.returns(after, gamma) - shaping.returns(before, gamma))
+    after = shaping.add_potential(before, weight=2.0, gamma=gamma, bootstraps=False)
+    change = lists(before, shaping.discounted_returns(after, gamma) - shaping.discounted_returns(before, gamma))
     for own, phi in zip(change, lists(before, before.potential), strict=True):
         np.testing.assert_allclose(own, [-2 * x for x in phi], atol=1e-5)
     check_outcome(after)
@@ -123,7 +125,7 @@ def test_a_critic_that_knows_the_potential_sees_the_same_advantages(trajectories
     """Ng et al. 1999: step_gae with V − Φ on shaped rewards is step_gae with V on the rewards, cut or not."""
     before = flatten(with_potentials(trajectories, seed))
     rng = np.random.default_rng(seed)
-    value, final = rng.normal(size=len(before.rewards)), rng.normal(size=len(before.outcome))
+    value, final = rng.normal(size=len(before.rewards)), rng.normal(size=len(before.returns))
     last = np.cumsum(before.trajectory_steps) - 1
 
     def advantages(streams, value, final):
@@ -133,17 +135,17 @@ def test_a_critic_that_knows_the_potential_sees_the_same_advantages(trajectories
             final_values=final.astype(np.float32),
         )
         sizes = {"trajectories": 6, "steps": 24, "tokens": 96}
-        assign = get_scheme("step_gae", {"gamma": 0.9, "lam": 0.8, "whiten": "none"})[1]
-        return assign(to_batch(streams, **sizes, critic=True)).advantages
+        assign = get_scheme("step_gae", gamma=0.9, lam=0.8, whiten="none").assign
+        return assign(to_token_batch(streams, **sizes, critic=True)).advantages
 
-    after = shaping.with_potential(before, weight=1.0, gamma=0.9, bootstraps=True)
+    after = shaping.add_potential(before, weight=1.0, gamma=0.9, bootstraps=True)
     shifted = advantages(after, value - before.potential, final - before.next_potential[last])
     np.testing.assert_allclose(shifted, advantages(before, value, final), atol=1e-5)
 
 
 def test_an_environment_without_potentials_cannot_be_shaped_by_them():
     with pytest.raises(ValueError, match="needs the potential of every state, .* shaping.potential=0"):
-        shaping.with_potential(
+        shaping.add_potential(
             flatten([trajectory(np.random.default_rng(0), [2, 2])]), weight=1.0, gamma=1.0, bootstraps=False
         )
 
@@ -159,7 +161,7 @@ def test_the_penalty_for_length_rises_over_the_buffer(unit):
     else:
         before = flatten([trajectory(rng, [n - n // 2, n // 2] if n > 1 else [n]) for n in lengths])
         expected = [[0, p] if n > 1 else [p] for n, p in zip(lengths, penalties, strict=True)]
-    after = shaping.overlong(before, limit=10, buffer=4, factor=2.0, unit=unit)
+    after = shaping.penalise_overlong(before, limit=10, buffer=4, factor=2.0, unit=unit)
     for got, want in zip(lists(before, after.rewards - before.rewards), expected, strict=True):
         np.testing.assert_allclose(got, want, atol=1e-6)
     check_outcome(after)
@@ -168,7 +170,7 @@ def test_the_penalty_for_length_rises_over_the_buffer(unit):
 def test_observation_tokens_have_no_length_to_pay_for():
     t = trajectory(np.random.default_rng(0), [3, 3])
     options = {"limit": 4, "buffer": 2, "factor": 1.0, "unit": "step"}
-    one, other = (shaping.overlong(flatten([t], observations=o), **options) for o in (False, True))
+    one, other = (shaping.penalise_overlong(flatten([t], observations=o), **options) for o in (False, True))
     np.testing.assert_array_equal(one.rewards, other.rewards)
 
 
@@ -177,7 +179,7 @@ def test_observation_tokens_have_no_length_to_pay_for():
 def test_returns_equal_the_loops(trajectories, gamma):
     streams = flatten(trajectories)
     for got, rewards in zip(
-        lists(streams, shaping.returns(streams, gamma)), lists(streams, streams.rewards), strict=True
+        lists(streams, shaping.discounted_returns(streams, gamma)), lists(streams, streams.rewards), strict=True
     ):
         expected = [sum(gamma**k * r for k, r in enumerate(rewards[t:])) for t in range(len(rewards))]
         np.testing.assert_allclose(got, expected, atol=1e-9)
@@ -186,11 +188,11 @@ def test_returns_equal_the_loops(trajectories, gamma):
 @quick
 @given(st.lists(st.lists(st.floats(-5, 5), max_size=6), min_size=1, max_size=4))
 def test_running_moments_are_those_of_all_values(parts):
-    moments = Moments()
+    moments = RunningMeanStd()
     for part in parts:
-        moments = moments.seen(np.array(part))
+        moments = moments.update(np.array(part))
     everything = np.array([x for part in parts for x in part])
-    assert moments.number == len(everything)
+    assert moments.n == len(everything)
     if len(everything) > 1 and everything.std() > 1e-3:
         assert moments.mean == pytest.approx(everything.mean(), abs=1e-9)
         assert moments.std == pytest.approx(everything.std(ddof=1), abs=1e-9)
@@ -201,9 +203,11 @@ def test_running_moments_are_those_of_all_values(parts):
 def test_scaling_divides_rewards_by_the_std_of_all_returns_so_far():
     rng = np.random.default_rng(0)
     one, two = (flatten([trajectory(rng, [1, 2, 1], group=g) for g in range(3)]) for _ in range(2))
-    first, moments = shaping.shaped(one, Shaping(scale_returns=True), gamma=0.9, moments=Moments())
-    second, moments = shaping.shaped(two, Shaping(scale_returns=True), gamma=0.9, moments=moments)
-    returns = [shaping.returns(s, 0.9) for s in (one, two)]
+    first, moments = shaping.shape_rewards(
+        one, ShapingConfig(scale_returns=True), gamma=0.9, statistics=RunningMeanStd()
+    )
+    second, moments = shaping.shape_rewards(two, ShapingConfig(scale_returns=True), gamma=0.9, statistics=moments)
+    returns = [shaping.discounted_returns(s, 0.9) for s in (one, two)]
     np.testing.assert_allclose(first.rewards, one.rewards / returns[0].std(ddof=1), rtol=1e-5)
     np.testing.assert_allclose(second.rewards, two.rewards / np.concatenate(returns).std(ddof=1), rtol=1e-5)
     assert moments.mean == pytest.approx(np.concatenate(returns).mean())
@@ -213,15 +217,15 @@ def test_scaling_divides_rewards_by_the_std_of_all_returns_so_far():
 def test_scaling_keeps_the_distance_to_a_greedy_rollout():
     t = trajectory(np.random.default_rng(0), [1, 2])
     before = flatten([dataclasses.replace(t, info={"greedy_reward": t.total_reward})])
-    after = shaping.scaled(before, 4.0)
-    assert after.greedy_reward.tolist() == pytest.approx(after.outcome.tolist())
-    assert after.outcome[0] == pytest.approx(t.total_reward / 4)
+    after = shaping.scale_rewards(before, 4.0)
+    assert after.greedy_return.tolist() == pytest.approx(after.returns.tolist())
+    assert after.returns[0] == pytest.approx(t.total_reward / 4)
 
 
 def test_without_tools_nothing_changes():
     streams = flatten([trajectory(np.random.default_rng(0), [1, 2])])
-    after, moments = shaping.shaped(streams, Shaping(), gamma=1.0, moments=Moments())
-    assert after is streams and moments.number == 2
+    after, moments = shaping.shape_rewards(streams, ShapingConfig(), gamma=1.0, statistics=RunningMeanStd())
+    assert after is streams and moments.n == 2
 
 
 def test_a_trajectory_whose_reward_does_not_count_has_no_process_reward():
@@ -231,21 +235,21 @@ def test_a_trajectory_whose_reward_does_not_count_has_no_process_reward():
         outcome=Outcome.ENV_FAILURE,
         steps=(dataclasses.replace(t.steps[0], reward=None, reward_parts={"found": 1.0}),),
     )
-    assert flatten([failed], process_parts=("found",)).process.tolist() == [0.0]
+    assert flatten([failed], process_parts=("found",)).process_rewards.tolist() == [0.0]
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"process_norm": "row"}, "unknown shaping.process_norm 'row'; choose one of none, group, batch"),
-        ({"overlong_unit": "token"}, "unknown shaping.overlong_unit 'token'; choose one of step, trajectory"),
-        ({"process_norm": "group"}, "needs shaping.process_parts"),
+        ({"process_norm": "row"}, "shaping.process_norm is 'row'; it must be 'none', 'group' or 'batch'"),
+        ({"overlong_unit": "token"}, "shaping.overlong_unit is 'token'; it must be 'step' or 'trajectory'"),
+        ({"process_norm": "group"}, "shaping: process_norm needs process_parts"),
         ({"process_parts": ("found",)}, "process_norm is none"),
         ({"terminal_only": True, "potential": 1.0}, "choose one"),
-        ({"overlong_buffer": -1}, "must be at least 0"),
+        ({"overlong_buffer": -1}, "overlong_buffer is -1; it must be greater than or equal to 0"),
         ({"overlong_buffer": 8, "overlong_limit": 4}, r"overlong_limit \(4\) must be at least .*buffer \(8\)"),
     ],
 )
 def test_a_choice_that_cannot_work_is_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        Shaping(**fields)
+    with pytest.raises(UserError, match=message):
+        from_section(ShapingConfig, "shaping", fields)

@@ -175,5 +175,5 @@ def test_turn_grpo_of_one_step_is_dr_grpo_twice(data, weight):
     ]
     expected = (1 + weight) * credit_of("dr_grpo", single).advantages
     for of in ("reward", "return"):
-        got = credit_of("turn_grpo", single, outcome_weight=weight, of=of, gamma=0.5).advantages
+        got = credit_of("turn_grpo", single, outcome_weight=weight, signal=of, gamma=0.5).advantages
         np.testing.assert_allclose(got, expected, atol=1e-9)

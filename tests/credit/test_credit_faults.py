@@ -69,8 +69,8 @@ def test_fault_3_an_outcome_counts_once_whatever_the_number_of_steps(name, hyper
         ("bilevel_gae", BILEVEL | {"gamma": 1.0}, [1.5, 1, 2, 0]),
         ("reinforce", HALF, [1.5, 1, 2, 0]),
         ("state_baseline", HALF, [1.5, 1, 2, 0]),
-        ("turn_grpo", {"outcome_weight": 0.0, "of": "reward"}, [0.5, 0, 1, 0]),
-        ("turn_grpo", {"outcome_weight": 0.0, "of": "return", "gamma": 0.5}, [0.75, 0.5, 1, 0]),
+        ("turn_grpo", {"outcome_weight": 0.0, "signal": "reward"}, [0.5, 0, 1, 0]),
+        ("turn_grpo", {"outcome_weight": 0.0, "signal": "return", "gamma": 0.5}, [0.75, 0.5, 1, 0]),
         ("gigpo", {"step_weight": 1.0, "gamma": 0.5}, [2.25, 2, 2.5, 1.5]),
         ("hgpo", {"gamma": 0.5}, [1, 1, 1, 0]),
     ],
@@ -130,7 +130,7 @@ def test_fault_7_credit_passes_through_observations(name, hyper):
         ("reinforce", HALF, [0.5, 1, 1.5, 3]),
         ("reinforce_pp", HALF, [0.5, 1, 1.5, 3]),
         ("state_baseline", HALF, [-1, -2, 1, 2]),
-        ("turn_grpo", {"of": "return", "gamma": 0.5}, [-0.5, -1, 0.5, 1]),
+        ("turn_grpo", {"signal": "return", "gamma": 0.5}, [-0.5, -1, 0.5, 1]),
         ("gigpo", {"gamma": 0.5, "step_weight": 1.0}, [-0.5, -1, 0.5, 1]),
         ("hgpo", {"gamma": 0.5}, [-1, -1, 1, 1]),
     ],
@@ -143,7 +143,7 @@ def test_fault_10_a_cut_trajectory_is_worth_its_future(name, hyper, expected):
 
 def test_fault_10_an_unknown_scheme_is_an_error_that_lists_the_known():
     with pytest.raises(ValueError, match="unknown credit scheme 'gpro'") as error:
-        get_scheme("gpro", {})
+        get_scheme("gpro")
     assert all(name in str(error.value) for name in SCHEMES)
 
 
@@ -174,7 +174,7 @@ def expected_gradient(probabilities, slopes, name, **hyper):
         for path, reward in (PATHS[i] for i in pair)
     ]
     with jax.enable_x64(True):
-        assign = jax.jit(get_scheme(name, hyper)[1])
+        assign = jax.jit(get_scheme(name, **hyper).assign)
         batch = credit_batch(data, **exact(data), dtype=np.float64).replace(values=None)
         advantages = iter(np.asarray(assign(batch).advantages))
     total = np.zeros(2)
@@ -193,5 +193,5 @@ def test_fault_12_the_baseline_by_step_index_is_biased_and_the_one_by_state_is_n
             np.testing.assert_allclose(estimate(name, **hyper), true, atol=1e-12, err_msg=name)
         np.testing.assert_allclose(estimate("dr_grpo"), true / 2, atol=1e-12)
         # The second choice shrinks with the chance that the other sample is alive too: no one factor mends both.
-        by_index = estimate("turn_grpo", of="return", outcome_weight=0.0)
+        by_index = estimate("turn_grpo", signal="return", outcome_weight=0.0)
         np.testing.assert_allclose(by_index, true * [0.5, 0.5 * go], atol=1e-12)

@@ -1,0 +1,142 @@
+"""Credit schemes: their registry, what each needs, and the arguments that configs set."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from agentr1_jax.credit.batch import Credit, TokenBatch
+from agentr1_jax.errors import UserError
+from agentr1_jax.registry import Registry
+from agentr1_jax.validation import STRICT, from_section
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """A credit scheme with its arguments.
+
+    Attributes:
+      name: its name in configs.
+      function: (batch, **arguments) -> Credit; pure.
+      arguments: those that differ from the defaults of `function`.
+      needs_critic: True if it reads `batch.values`.
+      uses_critic: True if it reads and trains a critic where the run has one, and works without one, too.
+      needs_state_key: True if it compares steps of equal `batch.state_key`.
+      needs_greedy: True if it reads `batch.greedy_return`.
+      needs_samples: True if a row that is sampled once gets no advantage.
+      discount_unit: what `gamma` discounts by, `step` or `token`.
+    """
+
+    name: str
+    function: Callable[..., Credit]
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    needs_critic: bool = False
+    uses_critic: bool = False
+    needs_state_key: bool = False
+    needs_greedy: bool = False
+    needs_samples: bool = False
+    discount_unit: Literal["step", "token"] = "step"
+
+    def assign(self, batch: TokenBatch) -> Credit:
+        """Return advantages and value targets of a batch; pure, to be compiled by the caller."""
+        return self.function(batch, **self.arguments)
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """Default of each argument of `function`."""
+        return {name: parameter.default for name, parameter in list(_parameters(self.function).items())[1:]}
+
+    @property
+    def gamma(self) -> float:
+        """Discount per step; 1 for a scheme that has none, or discounts by token."""
+        if self.discount_unit == "token":
+            return 1.0
+        known = {**self.defaults, **self.arguments}
+        return float(known.get("gamma_high", known.get("gamma", 1.0)))
+
+    def bind(self, /, **arguments: Any) -> Scheme:
+        """Return the scheme with other arguments; None stands for a default.
+
+        Raises:
+          UserError: the scheme has no such argument, or its value is of another type or out of its range, which is
+            what the annotations of `function` say.
+        """
+        arguments = {name: value for name, value in arguments.items() if value is not None}
+        known = list(self.defaults)
+        for name in arguments:
+            if name not in known:
+                has = f"it has {', '.join(known)}" if known else "it has none"
+                raise UserError(f"credit scheme {self.name!r} has no argument {name!r}; {has}")
+        checked = from_section(_arguments_class(self.function), "credit.args", arguments)
+        return dataclasses.replace(self, arguments={name: getattr(checked, name) for name in arguments})
+
+
+SCHEMES: Registry[Scheme] = Registry("credit scheme", "credit.file")
+
+
+def register(
+    name: str,
+    *,
+    needs_critic: bool = False,
+    uses_critic: bool = False,
+    needs_state_key: bool = False,
+    needs_greedy: bool = False,
+    needs_samples: bool = False,
+    discount_unit: Literal["step", "token"] = "step",
+) -> Callable[[Callable[..., Credit]], Callable[..., Credit]]:
+    """Register the decorated function as the scheme `name`; see `Scheme` for what it may need.
+
+    Raises:
+      ValueError: the name is taken.
+    """
+
+    def add(function: Callable[..., Credit]) -> Callable[..., Credit]:
+        scheme = Scheme(
+            name,
+            function,
+            needs_critic=needs_critic,
+            uses_critic=uses_critic or needs_critic,
+            needs_state_key=needs_state_key,
+            needs_greedy=needs_greedy,
+            needs_samples=needs_samples,
+            discount_unit=discount_unit,
+        )
+        SCHEMES.add(name, scheme, function)
+        return function
+
+    return add
+
+
+def get_scheme(name: str, /, **arguments: Any) -> Scheme:
+    """Return the scheme `name` with arguments, e.g. `get_scheme("step_gae", lam=0.95)`.
+
+    Raises:
+      ValueError: there is no such scheme; the message lists the names.
+      UserError: see `Scheme.bind`.
+    """
+    return SCHEMES.called(name).bind(**arguments)
+
+
+@functools.cache
+def _parameters(function: Callable[..., Credit]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
+
+
+@functools.cache
+def _arguments_class(function: Callable[..., Credit]) -> type[Any]:
+    """Make a dataclass of a scheme's arguments, which checks their types and ranges.
+
+    An argument without annotation has the type of its default.
+    """
+    hints = typing.get_type_hints(function, include_extras=True)
+    fields = [
+        (name, hints.get(name, type(parameter.default)), dataclasses.field(default=parameter.default))
+        for name, parameter in list(_parameters(function).items())[1:]
+    ]
+    return checked_dataclass(frozen=True, config=STRICT)(dataclasses.make_dataclass("Arguments", fields, frozen=True))
