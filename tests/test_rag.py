@@ -7,7 +7,7 @@ import dataclasses
 import types
 
 import pytest
-from test_evaluation_figures import BUDGET, SEARCH, TOKENIZER, Broken, agent
+from byte_tokens import BUDGET, SEARCH, TOKENIZER, Broken, agent
 
 from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.tasks import qa, rag

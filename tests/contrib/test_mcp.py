@@ -17,8 +17,8 @@ import threading
 import time
 
 import pytest
+from byte_tokens import TOKENIZER
 from plays import play
-from test_evaluation_figures import TOKENIZER
 from tool_doubles import run
 
 from agentr1_jax.agents.context import context_rule
