@@ -25,7 +25,7 @@ from pydantic.dataclasses import dataclass
 from agentr1_jax.envs.base import Row
 from agentr1_jax.envs.registry import TaskContext, register
 from agentr1_jax.envs.tabular import Chance, Game
-from agentr1_jax.envs.tabular_task import GameRewards, TabularTask, check_rates
+from agentr1_jax.envs.tabular_task import GameRewards, TabularTask
 from agentr1_jax.validation import STRICT, Count, Fraction
 
 MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
@@ -45,29 +45,48 @@ class SokobanConfig:
     mistakes: Fraction = 0.7
     """probability that the expert errs, at each step"""
     size: Annotated[int, Ge(3)] = 4
-    """cells of a side"""
+    """cells per side of the room"""
     boxes: Count = 1
-    """boxes; with size they may make 2000 states at most, as 6 and 1 or 4 and 2 do"""
+    """number of boxes; size and boxes may make 2000 states at most, as 6 and 1 or 4 and 2 do"""
     walls: Fraction = 0.15
-    """share of walls among all cells"""
+    """probability that a cell is wall"""
     least_moves: Count = 3
-    """moves of the shortest solution of a level, at least"""
+    """least number of moves of a level's shortest solution"""
     most_moves: Count = 10
-    """moves of the shortest solution of a level, at most"""
+    """largest number of moves of a level's shortest solution"""
     on_target: Annotated[float, Ge(0), Lt(1)] = 0.1
-    """what a box that is not the last one pays on a target, and costs where it leaves one"""
+    """reward for pushing a box other than the last onto a target, and cost of pushing it off"""
     rewards: GameRewards = GameRewards()
     """weights of the reward parts"""
+
+    def __post_init__(self) -> None:
+        states = self.size**2 * math.comb(self.size**2 - 1, self.boxes)
+        if states > MOST_STATES:
+            raise ValueError(
+                f"size is {self.size} and boxes is {self.boxes}: {states} states; at most {MOST_STATES} are allowed, "
+                "as 6 and 1 or 4 and 2 make"
+            )
+        if self.least_moves > self.most_moves:
+            raise ValueError(f"least_moves is {self.least_moves}, more than most_moves ({self.most_moves})")
 
 
 @register("sokoban", SokobanConfig)
 def make_sokoban(config: SokobanConfig, run: TaskContext) -> TabularTask:
-    """Make Sokoban. Raises ValueError where the settings leave too few levels, or the budget too few moves."""
+    """Return the Task. The last box on its target pays 1 and ends an episode; otherwise only the budget ends it.
+
+    Raises:
+      ValueError: the settings leave too few levels, or the budget too few moves.
+    """
     most = config.most_moves
     why = f"solutions have up to task.sokoban.most_moves ({most}) moves"
     run.check_steps(most, "sokoban", why, "lower task.sokoban.most_moves")
-    settings = dataclasses.asdict(config)
-    return sokoban_task(reward_weights=settings.pop("rewards"), **settings)
+    return TabularTask(
+        name="sokoban",
+        draw=functools.partial(_draw, config),
+        game=functools.partial(game, on_target=config.on_target),
+        mistakes=config.mistakes,
+        reward_weights=dataclasses.asdict(config.rewards),
+    )
 
 
 class Room(NamedTuple):
@@ -86,48 +105,6 @@ class Room(NamedTuple):
     def free(self, cell: Cell) -> bool:
         """Return whether a cell lies in the room and is no wall."""
         return 0 <= cell[0] < self.size and 0 <= cell[1] < self.size and cell not in self.walls
-
-
-def sokoban_task(
-    *,
-    size: int = 4,
-    boxes: int = 1,
-    walls: float = 0.15,
-    least_moves: int = 3,
-    most_moves: int = 10,
-    on_target: float = 0.1,
-    mistakes: float = 0.7,
-    **options: Any,
-) -> TabularTask:
-    """Return the Task. The last box on its target pays 1 and ends an episode; otherwise only the budget ends it.
-
-    Args:
-      size: cells per side, at least 3.
-      boxes: number of boxes, at least 1; `size` and `boxes` together may make `MOST_STATES` states at most.
-      walls: probability that a cell is wall.
-      least_moves, most_moves: range of the length of a level's shortest solution.
-      on_target: reward for pushing a box other than the last onto a target, and cost of pushing it off.
-      mistakes, options: see `TabularTask`.
-
-    Raises:
-      ValueError: a setting is out of its range, or leaves too few levels.
-    """
-    check_rates("sokoban", walls=walls)
-    states = size**2 * math.comb(size**2 - 1, boxes) if size >= 3 and boxes >= 1 else 0
-    if not 0 < states <= MOST_STATES:
-        raise ValueError(
-            f"sokoban: size is {size} and boxes is {boxes}; size must be at least 3, boxes at least 1, and they may "
-            f"make {MOST_STATES} states at most, as 6 and 1 or 4 and 2 do"
-        )
-    if not 1 <= least_moves <= most_moves:
-        raise ValueError(
-            f"sokoban: least_moves is {least_moves} and most_moves is {most_moves}; write 1 <= least_moves <= "
-            "most_moves"
-        )
-    if not 0 <= on_target < 1:
-        raise ValueError(f"sokoban: on_target is {on_target}; it must be at least 0 and below the 1 of the end")
-    draw = functools.partial(_draw, size=size, boxes=boxes, walls=walls, least_moves=least_moves, most_moves=most_moves)
-    return TabularTask("sokoban", draw, functools.partial(game, on_target=on_target), mistakes, **options)
 
 
 def game(row: Row, *, on_target: float) -> Game:
@@ -232,17 +209,18 @@ def _outcomes(room: Room, on_target: float, state: Any, action: str | None) -> l
     return [Chance(1.0, on_target * (now - before), after)]
 
 
-def _draw(rng: random.Random, *, size: int, boxes: int, walls: float, least_moves: int, most_moves: int) -> Row | None:
-    cells = list(itertools.product(range(size), range(size)))
-    wall = frozenset(cell for cell in cells if rng.random() < walls)
-    floor = [cell for cell in cells if cell not in wall]
-    if len(floor) < 2 * boxes + 1:
+def _draw(config: SokobanConfig, rng: random.Random) -> Row | None:
+    """Return a random level; None where the draw has too little floor or no solution of the right length."""
+    cells = list(itertools.product(range(config.size), range(config.size)))
+    walls = frozenset(cell for cell in cells if rng.random() < config.walls)
+    floor = [cell for cell in cells if cell not in walls]
+    if len(floor) < 2 * config.boxes + 1:
         return None
-    room = Room(size, wall, frozenset(rng.sample(floor, boxes)))
+    room = Room(config.size, walls, frozenset(rng.sample(floor, config.boxes)))
     by_moves: dict[int, list[State]] = {}
-    for state, moves in moves_left(room, boxes).items():
+    for state, moves in moves_left(room, config.boxes).items():
         by_moves.setdefault(moves, []).append(state)
-    lengths = [moves for moves in by_moves if least_moves <= moves <= most_moves]
+    lengths = [moves for moves in by_moves if config.least_moves <= moves <= config.most_moves]
     if not lengths:
         return None
     start = rng.choice(sorted(by_moves[rng.choice(lengths)]))

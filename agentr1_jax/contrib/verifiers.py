@@ -58,12 +58,12 @@ class VerifiersConfig:
     source: Annotated[str, MinLen(1)] = ""
     """path of a Python file with load_environment, or an installed module"""
     args: str = ""
-    """arguments of load_environment: the text of a JSON object; "" for none"""
+    """keyword arguments of load_environment: the text of a JSON object; "" for none"""
 
 
 @register("verifiers", VerifiersConfig)
 def make_verifiers(config: VerifiersConfig, run: TaskContext) -> RowsTask:
-    """Make the task of a file in the form of verifiers. Raises ValueError as `verifiers_task` does."""
+    """Return the Task; see `verifiers_task`."""
     return verifiers_task(config.source, config.args, run.seed)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from agentr1_jax.agents.session import Identity, ScriptedSession
-from agentr1_jax.contrib.http_env.client import HttpEnvError, HttpTask, Server
+from agentr1_jax.contrib.http_env.client import HttpConfig, HttpEnvError, HttpTask
 from agentr1_jax.contrib.http_env.server import Refusal, Service, make_server
 from agentr1_jax.envs.base import Action, Observation, Task, Transition
 from agentr1_jax.errors import PassingError, UserError
@@ -92,7 +92,7 @@ STEPPED = {
 
 
 def client(url, **settings):
-    return Server(url, **{"seconds": 5.0, "backoff": 0.001} | settings)
+    return HttpConfig(url=url, **{"seconds": 5.0, "backoff": 0.001} | settings)
 
 
 def episode(env, row, texts, seed=0):
@@ -366,7 +366,7 @@ def test_letting_an_environment_go_starts_no_thread(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"task.http.url": ""}, r"task\.http\.url is ''; it must have"),
+        ({"task.http.url": ""}, r"task\.http\.url: '' is not the address of a server"),
         ({"task.http.url": "http://127.0.0.1:9", "task.http.attempts": 0}, r"task\.http\.attempts is 0"),
         ({"task.http.url": "http://127.0.0.1:9"}, r"task\.http\.url http://127\.0\.0\.1:9: no environment answers"),
     ],

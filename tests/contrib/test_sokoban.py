@@ -12,13 +12,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plays import play
 
-from agentr1_jax.contrib.sokoban import MOVES, draw_board, game, moves_left, next_state, read_level, sokoban_task
+from agentr1_jax.contrib.sokoban import (
+    MOVES,
+    SokobanConfig,
+    draw_board,
+    game,
+    make_sokoban,
+    moves_left,
+    next_state,
+    read_level,
+)
 from agentr1_jax.envs.base import Action, Task
+from agentr1_jax.envs.registry import TaskContext
 from agentr1_jax.envs.tabular import reachable
 from agentr1_jax.errors import UserError
 from agentr1_jax.trajectory import Outcome
 from configs import sokoban
 from experiments import tasks
+
+
+def sokoban_task(**settings):
+    return make_sokoban(SokobanConfig(**settings), TaskContext())
+
 
 TASK = sokoban_task()
 TWO = sokoban_task(size=3, boxes=2, walls=0.0, least_moves=2, most_moves=6)
@@ -196,17 +211,10 @@ def test_texts_hold_every_sign():
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ({"size": 2}, "size is 2 and boxes is 1; size must be at least 3"),
-        ({"boxes": 0}, "boxes is 0"),
-        ({"size": 6, "boxes": 2}, "2000 states at most, as 6 and 1 or 4 and 2 do"),
-        ({"walls": 1.5}, "walls is 1.5; it must be within 0 and 1"),
+        ({"size": 6, "boxes": 2}, "size is 6 and boxes is 2: .* states; at most 2000 are allowed"),
         ({"walls": 1.0}, "leave too few layouts"),
-        ({"least_moves": 0}, "least_moves is 0 and most_moves is 10"),
-        ({"least_moves": 11}, "write 1 <= least_moves <= most_moves"),
+        ({"least_moves": 11}, r"least_moves is 11, more than most_moves \(10\)"),
         ({"least_moves": 90, "most_moves": 99}, "leave too few layouts"),
-        ({"on_target": 1.0}, "on_target is 1.0"),
-        ({"on_target": float("nan")}, "on_target is nan"),
-        ({"mistakes": 2.0}, "mistakes is 2.0"),
     ],
 )
 def test_wrong_settings_are_told(wrong, told):

@@ -34,7 +34,6 @@ INSTRUCTION = (
     "answer without a call; the user may then ask for more."
 )
 DONE = "Done."
-DEFAULT_WEIGHTS: Mapping[str, float] = {"state": 1.0, "format": 0.1}
 EVALUATION_ONE_IN = 3
 
 
@@ -43,11 +42,11 @@ class BfclRewards:
     """Weights of the reward parts of BFCL."""
 
     state: float = 1.0
-    """of the end state, where it is that of the ground truth"""
+    """weight of reaching the end state of the ground truth"""
     turn_state: float = 0.0
-    """of the state after each request"""
+    """weight of reaching the state of the ground truth after each request"""
     format: float = 0.1
-    """of the format, whose raw value is -1 for an ill-formed step"""
+    """weight of the format, whose raw value is -1 for an ill-formed step"""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -58,12 +57,6 @@ class BfclConfig:
     """weights of the reward parts"""
 
 
-@register("bfcl", BfclConfig)
-def make_bfcl(config: BfclConfig, run: TaskContext) -> BfclTask:
-    """Make BFCL's multi-turn tasks. Raises FileNotFoundError or ValueError where data are missing or damaged."""
-    return BfclTask(run.data_dir, dataclasses.asdict(config.rewards), run.seed, run.wrap)
-
-
 class BfclTask:
     """Reach, over several requests of a user, the state that the ground truth leads to.
 
@@ -71,7 +64,7 @@ class BfclTask:
 
     Args:
       data_dir: folder that holds `bfcl_v4/`; see `data_folder`.
-      reward_weights: weights of `scoring.PARTS`; None for the defaults.
+      rewards: weights of the reward parts.
       seed: seed of the order of training rows.
       wrap: applied to every tool of an episode (e.g. limits of time and size). Tools belong to one episode, and so does
         the state of a wrapper: a limit on concurrent calls holds for each episode.
@@ -81,7 +74,7 @@ class BfclTask:
 
     Raises:
       FileNotFoundError: the data are missing.
-      ValueError: an unknown part, or a damaged file (the message names the line).
+      ValueError: a file is damaged; the message names the line.
     """
 
     name = "bfcl"
@@ -89,11 +82,11 @@ class BfclTask:
     def __init__(
         self,
         data_dir: str | os.PathLike[str] = "",
-        reward_weights: Mapping[str, float] | None = None,
+        rewards: BfclRewards = BfclRewards(),  # noqa: B008
         seed: int = 0,
         wrap: Callable[[Tool], Tool] = lambda tool: tool,
     ) -> None:
-        self._reward = Reward(scoring.PARTS, DEFAULT_WEIGHTS if reward_weights is None else reward_weights)
+        self._reward = Reward(scoring.PARTS, dataclasses.asdict(rewards))
         tasks = read_tasks(data_folder(data_dir) / "bfcl_v4")
         self._documents = tasks.documents
         self._wrap = wrap
@@ -162,6 +155,12 @@ class BfclTask:
             {"role": "system", "content": "\n".join([INSTRUCTION, *classes])},
             {"role": "user", "content": row["turns"][0]},
         ]
+
+
+@register("bfcl", BfclConfig)
+def make_bfcl(config: BfclConfig, run: TaskContext) -> BfclTask:
+    """Return the Task; see `BfclTask`."""
+    return BfclTask(run.data_dir, config.rewards, run.seed, run.wrap)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -41,81 +41,50 @@ class GymnasiumConfig:
     id: Annotated[str, MinLen(1)] = ""
     """id in Gymnasium's registry, e.g. FrozenLake-v1; module:Name-v0 imports the module first"""
     kwargs: str = ""
-    """arguments of gymnasium.make: the text of a JSON object; "" for none"""
+    """keyword arguments of gymnasium.make: the text of a JSON object; "" for none"""
     actions: tuple[str, ...] = ()
-    """names of a Discrete space's actions, in their order; () for numbers"""
+    """names of a Discrete space's actions, in order; () for numbers"""
     instruction: str = ""
-    """text that opens an episode"""
+    """first line of the opening, before the sentence that lists the actions"""
     observation: Literal["text", "ansi"] = "text"
-    """text: of the space; ansi: what the environment draws"""
+    """text: written from the space; ansi: the environment's drawing, coloured parts in brackets"""
     digits: Count = 3
     """significant digits of a Box's numbers"""
     most_numbers: Count = 256
-    """numbers of an observation, at most"""
+    """limit on the numbers of an observation"""
     success_return: float = 1.0
-    """return from which an episode has em 1, unless the environment says so itself"""
+    """least return of a successful episode (em), unless the environment reports success itself"""
     rewards: GameRewards = GameRewards()
-    """weights of the reward parts"""
+    """weights of goal, the reward of the step that terminates, and side, that of all other steps"""
 
 
-@register("gymnasium", GymnasiumConfig)
-def make_gymnasium(config: GymnasiumConfig, run: TaskContext) -> GymnasiumTask:
-    """Make the task of an environment of Gymnasium. Raises ValueError as `GymnasiumTask` does."""
-    settings = dataclasses.asdict(config)
-    return GymnasiumTask(reward_weights=settings.pop("rewards"), **settings)
-
-
-@dataclasses.dataclass(frozen=True)
 class GymnasiumTask:
     """An environment of Gymnasium's registry as a Task; a row is a seed of `reset`.
 
     The episodes of a group start in the same state, and their chance events are equal as long as their actions are.
-
-    Attributes:
-      id: name of the environment for `gymnasium.make`; `module:Name-v0` imports the module first.
-      kwargs: keyword arguments of `gymnasium.make`, as the text of a JSON object; "" for none.
-      actions: names of a Discrete space's actions, in order; () for numbers.
-      instruction: first line of the opening, before the sentence that lists the actions.
-      observation: `text` (written from the space) or `ansi` (the environment's drawing; coloured parts in brackets).
-      digits: significant digits of a Box's numbers.
-      most_numbers: limit on the numbers of an observation.
-      success_return: least return of a successful episode (`em`) where its last info has none of `SUCCESS`.
-      reward_weights: weights of `goal`, the reward of the step that terminates, and `side`, that of all other steps.
 
     Raises:
       ValueError: Gymnasium is not installed, does not know the id or refuses the arguments, or a space cannot be
         written as text.
     """
 
-    id: str
-    kwargs: str = ""
-    actions: Sequence[str] = ()
-    instruction: str = ""
-    observation: str = "text"
-    digits: int = 3
-    most_numbers: int = 256
-    success_return: float = 1.0
-    reward_weights: Mapping[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(REWARD_PARTS, 1.0))
-
     name = "gymnasium"
 
-    def __post_init__(self) -> None:
-        if self.observation not in ("text", "ansi"):
-            raise ValueError(f"task.gymnasium.observation is {self.observation!r}; choose text or ansi")
-        if self.digits < 1:
-            raise ValueError(f"task.gymnasium.digits is {self.digits}; it must be at least 1")
+    def __init__(self, config: GymnasiumConfig) -> None:
+        self.config = config
+        self.reward_weights = dataclasses.asdict(config.rewards)
         with contextlib.closing(self.make()) as env:
             try:
                 self.action_format(env)
-                if self.observation == "text":
-                    check_observation_space(env.observation_space, self.most_numbers)
+                if config.observation == "text":
+                    check_observation_space(env.observation_space, config.most_numbers)
                 elif "ansi" not in (modes := env.metadata.get("render_modes") or ()):
                     raise ValueError(
                         f"it draws nothing in letters (its render modes are {', '.join(modes) or 'none'}); set "
                         "task.gymnasium.observation=text"
                     )
             except ValueError as error:
-                raise ValueError(f"task.gymnasium.id {self.id!r}: {error}") from error
+                raise ValueError(f"task.gymnasium.id {config.id!r}: {error}") from error
 
     @property
     def reward_parts(self) -> Sequence[str]:
@@ -126,7 +95,7 @@ class GymnasiumTask:
         """Return row `index` of a split. Raises ValueError on another split or an index beyond its seeds."""
         if split not in SEEDS or not 0 <= index < SEEDS["eval"]:
             raise ValueError(f"gymnasium has no row {split!r} {index}; splits are {', '.join(SEEDS)}, rows start at 0")
-        return {"id": f"gymnasium/{split}/{index}", "question": self.instruction, "seed": SEEDS[split] + index}
+        return {"id": f"gymnasium/{split}/{index}", "question": self.config.instruction, "seed": SEEDS[split] + index}
 
     def size(self, split: str) -> int | None:
         """Return None: rows are seeds."""
@@ -156,38 +125,38 @@ class GymnasiumTask:
                 "task 'gymnasium' needs gymnasium, which is not installed: pip install 'agentr1_jax[gymnasium]'"
             ) from error
         try:
-            kwargs = json.loads(self.kwargs or "{}")
+            kwargs = json.loads(self.config.kwargs or "{}")
             if not isinstance(kwargs, dict):
                 raise TypeError("it is no object")
         except (ValueError, TypeError) as error:
             raise ValueError(
-                f"task.gymnasium.kwargs: {self.kwargs!r} is not the text of a JSON object ({error}); write e.g. "
+                f"task.gymnasium.kwargs: {self.config.kwargs!r} is not the text of a JSON object ({error}); write e.g. "
                 '{"map_name": "8x8"}'
             ) from error
-        if self.observation == "ansi":
+        if self.config.observation == "ansi":
             kwargs["render_mode"] = "ansi"
         try:
-            return gymnasium.make(self.id, disable_env_checker=True, **kwargs)
+            return gymnasium.make(self.config.id, disable_env_checker=True, **kwargs)
         except Exception as error:  # Environments raise what they like.
             raise ValueError(
-                f"task.gymnasium.id {self.id!r} with kwargs {self.kwargs or '{}'} cannot be made "
+                f"task.gymnasium.id {self.config.id!r} with kwargs {self.config.kwargs or '{}'} cannot be made "
                 f"({type(error).__name__}: {error})"
             ) from error
 
     def action_format(self, env: Any) -> ActionFormat:
         """Return the text form of the actions of an environment of Gymnasium."""
-        return action_format(env.action_space, self.actions)
+        return action_format(env.action_space, self.config.actions)
 
     def observation_text(self, env: Any, value: Any) -> str:
         """Return an observation of an environment of Gymnasium as text."""
-        if self.observation == "ansi":
+        if self.config.observation == "ansi":
             drawing = str(env.render())
             return _ESCAPE.sub("", _COLOURED.sub(r"[\1]", drawing)).strip("\n")
-        return observation_text(env.observation_space, value, self.digits)
+        return observation_text(env.observation_space, value, self.config.digits)
 
     def opening(self, actions: ActionFormat, first: str) -> str:
         """Return the first message of an episode whose first observation is `first`."""
-        return "\n".join(part for part in (self.instruction, actions.instruction, first) if part)
+        return "\n".join(part for part in (self.config.instruction, actions.instruction, first) if part)
 
     def _texts(self) -> Iterator[str]:
         yield NO_ACTION
@@ -237,7 +206,7 @@ class GymnasiumEnv:
             )
         text, reward, terminated, truncated, info = await run_in_thread(self._apply, value)
         if not math.isfinite(reward):
-            raise ValueError(f"{self._task.id}: its reward is {reward}, after the action {action.text!r}")
+            raise ValueError(f"{self._task.config.id}: its reward is {reward}, after the action {action.text!r}")
         self._text, self._return = text, self._return + reward
         self._success = next((float(info[key]) for key in SUCCESS if key in info), None)
         raw = dict(zip(REWARD_PARTS, (reward, 0.0) if terminated else (0.0, reward), strict=True))
@@ -256,7 +225,7 @@ class GymnasiumEnv:
 
     def cut(self) -> Mapping[str, float]:
         """Return `success` (also as `em`) and the unweighted `return` of the episode so far."""
-        success = float(self._return >= self._task.success_return) if self._success is None else self._success
+        success = float(self._return >= self._task.config.success_return) if self._success is None else self._success
         return {"em": success, "success": success, "return": self._return}
 
     def _begin(self, seed: int) -> str:
@@ -274,3 +243,9 @@ class GymnasiumEnv:
 
     def _key(self) -> str:
         return f"{self._row['id']}|{self._text}"
+
+
+@register("gymnasium", GymnasiumConfig)
+def make_gymnasium(config: GymnasiumConfig, run: TaskContext) -> GymnasiumTask:
+    """Return the Task; see `GymnasiumTask`."""
+    return GymnasiumTask(config)

@@ -17,7 +17,8 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from annotated_types import Ge, MinLen
+from annotated_types import Ge
+from pydantic import AfterValidator
 from pydantic.dataclasses import dataclass
 
 from agentr1_jax.envs.base import Action, Expert, Observation, Row, Transition
@@ -37,33 +38,31 @@ class HttpEnvError(Exception):
     """A server gave an answer that is not of the protocol."""
 
 
-@dataclasses.dataclass(frozen=True)
+def _check_url(url: str) -> str:
+    if not is_http(url):
+        raise ValueError(f"{url!r} is not the address of a server, like http://localhost:8100")
+    return url
+
+
+@dataclass(frozen=True, config=STRICT)
+class HttpConfig:
+    """Keys of `task.http`."""
+
+    url: Annotated[str, AfterValidator(_check_url)] = ""
+    """address of the environment server, e.g. http://localhost:8100; the protocol's paths are appended"""
+    seconds: Annotated[float, Ge(1e-3)] = 30.0
+    """time limit of a request"""
+    attempts: Count = 3
+    """most requests for one call that gets no answer, or status 429, 502, 503 or 504"""
+    backoff: NonNegative = 0.5
+    """seconds before the second request; doubles with every request"""
+
+
 class Server:
-    """Address of an environment server, and how to call it.
+    """An environment server. Status 500 is a failure of the environment, and its request is not repeated."""
 
-    Attributes:
-      url: address such as `http://localhost:8100`; the protocol's paths are appended.
-      seconds: time limit of a request.
-      attempts: most requests for one call. A request is repeated without connection, without answer in time, and on
-        status 429, 502, 503 and 504. Status 500 is a failure of the environment and is not repeated.
-      backoff: seconds before the second request; see `http.pause`.
-
-    Raises:
-      ValueError: a setting makes no sense; the message names it as `task.http.<field>`.
-    """
-
-    url: str
-    seconds: float = 30.0
-    attempts: int = 3
-    backoff: float = 0.5
-
-    def __post_init__(self) -> None:
-        if not is_http(self.url):
-            raise ValueError(f"task.http.url is {self.url!r}; it must be like http://localhost:8100")
-        for name, least in (("seconds", 1e-3), ("attempts", 1), ("backoff", 0)):
-            value = getattr(self, name)
-            if not least <= value < math.inf:
-                raise ValueError(f"task.http.{name} is {value}; it must be finite and at least {least:g}")
+    def __init__(self, config: HttpConfig) -> None:
+        self.config = config
 
     def get(self, path: str, **query: Any) -> Mapping[str, Any]:
         """Send a GET request, return the answer. Raises HttpError, or HttpEnvError where that is no JSON object."""
@@ -74,15 +73,16 @@ class Server:
         return self._request("POST", path, json.dumps(body).encode())
 
     def _request(self, method: str, path: str, body: bytes | None) -> Mapping[str, Any]:
-        url = self.url.rstrip("/") + path
-        for retry in range(1, self.attempts + 1):
+        config = self.config
+        url = config.url.rstrip("/") + path
+        for retry in range(1, config.attempts + 1):
             try:
-                answer = request(method, url, body, self.seconds)
+                answer = request(method, url, body, config.seconds)
                 break
             except HttpError as error:
-                if error.kind not in PASSING or error.status == 500 or retry == self.attempts:
+                if error.kind not in PASSING or error.status == 500 or retry == config.attempts:
                     raise
-            time.sleep(pause(self.backoff, retry))
+            time.sleep(pause(config.backoff, retry))
         try:
             fields = json.loads(answer)
         except (ValueError, RecursionError) as error:
@@ -92,31 +92,8 @@ class Server:
         return fields
 
 
-@dataclass(frozen=True, config=STRICT)
-class HttpConfig:
-    """Keys of `task.http`."""
-
-    url: Annotated[str, MinLen(1)] = ""
-    """URL of the environment server, e.g. http://localhost:8100"""
-    seconds: Annotated[float, Ge(1e-3)] = 30.0
-    """time limit of a request, in seconds"""
-    attempts: Count = 3
-    """requests for one call that does not come through"""
-    backoff: NonNegative = 0.5
-    """seconds before the second request; doubles"""
-
-
-@register("http", HttpConfig)
-def make_http(config: HttpConfig, run: TaskContext) -> HttpTask:
-    """Make the task of an environment server. Raises ValueError where none answers."""
-    return HttpTask(Server(**dataclasses.asdict(config)))
-
-
 class HttpTask:
     """Task of an environment server, which weights its rewards itself; it has no expert and no texts.
-
-    Args:
-      server: environment server; asked for `/info` at once.
 
     Raises:
       ValueError: the server cannot be reached or does not speak the protocol; the message names the URL.
@@ -125,8 +102,8 @@ class HttpTask:
     has_expert = False
     has_texts = False
 
-    def __init__(self, server: Server) -> None:
-        self._server = server
+    def __init__(self, config: HttpConfig) -> None:
+        self._server = server = Server(config)
         try:
             info = server.get("/info")
             if info.get("protocol") != PROTOCOL:
@@ -136,8 +113,8 @@ class HttpTask:
             self._sizes = {str(split): size for split, size in _of(info, "splits", dict).items()}
         except (HttpError, HttpEnvError, TypeError) as error:
             raise ValueError(
-                f"task.http.url {server.url}: no environment answers there ({error}); start one, e.g. by python -m "
-                "experiments.serve_env --config=..., and see docs/contrib/http_env.md for what it must answer"
+                f"task.http.url {server.config.url}: no environment answers there ({error}); start one, e.g. by "
+                "python -m experiments.serve_env --config=..., and see docs/contrib/http_env.md for what it must answer"
             ) from error
 
     def row(self, split: str, index: int) -> Row:
@@ -154,12 +131,12 @@ class HttpTask:
         except HttpError as error:
             if error.status == 404:
                 raise ValueError(
-                    f"{self.name} at {self._server.url} has no row {split!r} {index}; splits are "
+                    f"{self.name} at {self._server.config.url} has no row {split!r} {index}; splits are "
                     f"{', '.join(self._sizes)} ({shown(error.answer)})"
                 ) from error
             raise PassingError(f"task.http: {error}; the same command goes on once the server is back") from error
         except (HttpEnvError, TypeError) as error:
-            raise ValueError(f"{self._server.url}/rows: not a row ({error})") from error
+            raise ValueError(f"{self._server.config.url}/rows: not a row ({error})") from error
         return row
 
     def size(self, split: str) -> int | None:
@@ -199,7 +176,7 @@ class HttpEnv:
             self._metrics = _numbers(answer, "metrics")
             observation = _observation(_of(answer, "observation", dict))
         except (TypeError, ValueError) as error:
-            raise HttpEnvError(f"{self._server.url}/reset: not a first observation ({error})") from error
+            raise HttpEnvError(f"{self._server.config.url}/reset: not a first observation ({error})") from error
         # However the episode ends, the server can drop the session without waiting until it is idle for long.
         weakref.finalize(self, _closing_queue().put, (self._server, self._session)).atexit = False
         return observation
@@ -213,7 +190,7 @@ class HttpEnv:
             transition = _transition(answer)
             self._metrics = _numbers(answer, "metrics")
         except (TypeError, ValueError) as error:
-            raise HttpEnvError(f"{self._server.url}/step: not a transition ({error})") from error
+            raise HttpEnvError(f"{self._server.config.url}/step: not a transition ({error})") from error
         self._steps += 1
         return transition
 
@@ -238,7 +215,8 @@ def _close_sessions(sessions: queue.SimpleQueue[tuple[Server, str]]) -> None:
     while True:
         server, session = sessions.get()
         try:
-            dataclasses.replace(server, attempts=1).post("/close", {"session": session})
+            once = Server(dataclasses.replace(server.config, attempts=1))
+            once.post("/close", {"session": session})
         except Exception:  # Best effort: the server drops idle sessions by itself.
             pass
 
@@ -299,3 +277,9 @@ def _number(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise TypeError(f"its {name!r} is no finite number: {value!r:.80}")
     return float(value)
+
+
+@register("http", HttpConfig)
+def make_http(config: HttpConfig, run: TaskContext) -> HttpTask:
+    """Return the Task; see `HttpTask`."""
+    return HttpTask(config)
