@@ -12,13 +12,12 @@ from agentr1_jax import contrib
 from agentr1_jax.envs.base import Task, has_expert, has_texts
 from agentr1_jax.envs.data_folder import data_folder
 from agentr1_jax.envs.mixture import MixtureTask
-from agentr1_jax.envs.registry import TASKS, TaskContext, call_directly
+from agentr1_jax.envs.registry import TASKS, Dispatch, TaskContext, call_directly
 from agentr1_jax.envs.shares import parse_weights
 from agentr1_jax.errors import UserError
 from agentr1_jax.tools.base import Tool
 from agentr1_jax.tools.config import ToolsConfig, wrap_tool
 from agentr1_jax.tools.metrics import ToolMetrics
-from agentr1_jax.tools.search.dense import Dispatch
 from agentr1_jax.validation import from_section, to_section
 from configs import base
 from experiments import retrieval

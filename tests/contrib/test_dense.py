@@ -1,4 +1,4 @@
-"""Dense retrieval: the index on disk, the retriever against brute force, and searches during a rollout."""
+"""DenseRetriever retrieval: the index on disk, the retriever against brute force, and searches during a rollout."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from encoders import checkpoint
 from schedules import engine_of
 
 from agentr1_jax.agents.session import Identity
+from agentr1_jax.contrib.dense_retrieval.embedder import QUERY_TOKENS, Embedder
+from agentr1_jax.contrib.dense_retrieval.retriever import DenseRetriever
+from agentr1_jax.contrib.dense_retrieval.vectors import corpus_vectors
 from agentr1_jax.envs.base import Action
-from agentr1_jax.policy.embedder import QUERY_TOKENS, Embedder
+from agentr1_jax.envs.registry import call_directly
 from agentr1_jax.rollout.runner import Group, run_groups
 from agentr1_jax.rollout.sampling import Sampling
 from agentr1_jax.tasks.multihop import MultihopTask
 from agentr1_jax.tools.config import ToolsConfig, wrap_tool
 from agentr1_jax.tools.metrics import ToolMetrics
 from agentr1_jax.tools.search import Passage, SearchTool
-from agentr1_jax.tools.search.dense import Dense, at_once
-from agentr1_jax.tools.search.vectors import corpus_vectors
 from agentr1_jax.trajectory import Outcome
 
 CORPUS = [Passage(f"p{i}", f"Title {i}", f"text {i % 7} of {i}") for i in range(50)]
@@ -172,7 +173,7 @@ def test_no_passages_are_refused():
 
 
 def dense(corpus=CORPUS, **options):
-    return Dense(corpus, corpus_vectors(corpus, Counting(), "", part=20), Counting(), **options)
+    return DenseRetriever(corpus, corpus_vectors(corpus, Counting(), "", part=20), Counting(), **options)
 
 
 def nearest(corpus, queries, top_k, embed):
@@ -195,7 +196,7 @@ def test_hits_are_the_nearest_passages_ties_by_index(count, top_k):
 
 def test_vectors_that_do_not_fit_the_corpus_are_refused():
     with pytest.raises(ValueError, match="there are 50 vectors for 49 passages"):
-        Dense(CORPUS[:-1], corpus_vectors(CORPUS, Counting(), ""), Counting())
+        DenseRetriever(CORPUS[:-1], corpus_vectors(CORPUS, Counting(), ""), Counting())
 
 
 def test_a_search_runs_where_it_is_dispatched_to():
@@ -203,16 +204,16 @@ def test_a_search_runs_where_it_is_dispatched_to():
 
     async def dispatch(function):
         asked.append(function)
-        return await at_once(function)
+        return await call_directly(function)
 
     result = asyncio.run(SearchTool(dense(dispatch=dispatch), top_k=2).execute({"query": "Title 7"}))
     assert len(asked) == 1 and len(result.data["ids"]) == 2
     (hits,) = dense().find(["Title 7"], 2)
     assert result.data["ids"] == [hit.passage.id for hit in hits]
-    assert not Dense.blocking and Dense.batches
+    assert not DenseRetriever.blocking and DenseRetriever.batches
 
 
-class Kept(Dense):
+class Kept(DenseRetriever):
     """Keeps what was asked and found."""
 
     def find(self, queries, top_k):
@@ -249,7 +250,7 @@ def test_a_rollout_searches_on_the_engines_thread(data_dir, tmp_path):
     def dense_over(corpus):
         words = {word for p in corpus for word in f"{p.title} {p.text}".lower().split() if word.isalpha()}
         folder = checkpoint(tmp_path / "bert", words=words, num_hidden_layers=1)
-        embedder = Embedder(folder, most_tokens=16, devices=jax.devices()[:2])
+        embedder = Embedder(folder, max_tokens=16, devices=jax.devices()[:2])
         embedders.append(embedder)
         vectors = corpus_vectors(corpus, embedder.embed, embedder.identity, tmp_path / "index")
         queries = functools.partial(embedder.embed, tokens_per_call=QUERY_TOKENS)

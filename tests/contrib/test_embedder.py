@@ -12,9 +12,9 @@ import pytest
 import tokenizers
 from encoders import checkpoint, padded, write_tokenizer
 
-from agentr1_jax.policy.embedder import QUERY_TOKENS, Embedder
-from agentr1_jax.policy.encoder import embed_tokens
-from agentr1_jax.policy.weights import encoder as weights
+from agentr1_jax.contrib.dense_retrieval import weights
+from agentr1_jax.contrib.dense_retrieval.embedder import QUERY_TOKENS, Embedder
+from agentr1_jax.contrib.dense_retrieval.encoder import embed_tokens
 from agentr1_jax.runtime.compiles import CompileCounter
 
 WORDS = [f"w{i}" for i in range(60)] + ["query", "passage", ":"]
@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def embedder(folder):
-    return Embedder(folder, most_tokens=32, devices=jax.devices()[:2])
+    return Embedder(folder, max_tokens=32, devices=jax.devices()[:2])
 
 
 def test_vectors_are_those_of_each_text_by_itself(folder, embedder):
@@ -83,7 +83,7 @@ def test_the_identity_names_what_vectors_depend_on(folder, tmp_path):
     (moved / "README.md").write_text("a card")
     assert identity() == identity(moved, devices=jax.devices()[:1])
     assert identity().startswith("tiny-bert ")
-    others = [identity(pooling="cls"), identity(normalised=False), identity(dtype="bfloat16"), identity(most_tokens=40)]
+    others = [identity(pooling="cls"), identity(normalised=False), identity(dtype="bfloat16"), identity(max_tokens=40)]
     checkpoint(moved, words=WORDS, change=lambda tensors: tensors["embeddings.LayerNorm.bias"].__iadd__(1))
     others.append(identity(moved))
     assert len({identity(), *others}) == 6
@@ -94,7 +94,7 @@ def test_the_identity_names_what_vectors_depend_on(folder, tmp_path):
     [
         ({"pooling": "max"}, "pooling is 'max'; choose one of mean, cls"),
         ({"dtype": "float16"}, "dtype is 'float16'; choose one of float32, bfloat16"),
-        ({"most_tokens": 8}, "tokens is 8; it must be at least 16"),
+        ({"max_tokens": 8}, "tokens is 8; it must be at least 16"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(folder, settings, message):
@@ -120,18 +120,18 @@ def test_weights_that_give_no_numbers_are_named(tmp_path):
 
     checkpoint(tmp_path / "spoilt", words=WORDS, change=spoil)
     with pytest.raises(ValueError, match=r"spoilt [0-9a-f]{32}: the encoder's vectors are not finite"):
-        Embedder(tmp_path / "spoilt", most_tokens=16).embed(["w1"])
+        Embedder(tmp_path / "spoilt", max_tokens=16).embed(["w1"])
 
 
 def test_all_devices_compute_what_one_computes(folder, embedder):
-    everywhere = Embedder(folder, most_tokens=32)
+    everywhere = Embedder(folder, max_tokens=32)
     short = [text for text in TEXTS if len(text) < 40]
     np.testing.assert_allclose(everywhere.embed(short, tokens_per_call=64), embedder.embed(short), atol=1e-6)
 
 
 def test_half_precision_and_cls(folder, embedder):
     exact, half = (
-        Embedder(folder, pooling="cls", dtype=dtype, most_tokens=32).embed(TEXTS[:1])
+        Embedder(folder, pooling="cls", dtype=dtype, max_tokens=32).embed(TEXTS[:1])
         for dtype in ("float32", "bfloat16")
     )
     assert 0 < np.abs(exact - half).max() < 0.03

@@ -14,8 +14,8 @@ import pytest
 from encoders import checkpoint, padded
 from safetensors.numpy import load_file, save_file
 
-from agentr1_jax.policy.encoder import Encoder, EncoderConfig, embed_tokens, pool
-from agentr1_jax.policy.weights import encoder as weights
+from agentr1_jax.contrib.dense_retrieval import weights
+from agentr1_jax.contrib.dense_retrieval.encoder import Encoder, EncoderConfig, embed_tokens, pool
 from agentr1_jax.policy.weights import files
 
 TOLERANCE = 2e-5

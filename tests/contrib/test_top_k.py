@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentr1_jax.contrib.dense_retrieval import top_k
+from agentr1_jax.contrib.dense_retrieval.top_k import QUERIES, make_top_k
 from agentr1_jax.runtime.compiles import CompileCounter
-from agentr1_jax.tools.search import top_k
-from agentr1_jax.tools.search.top_k import QUERIES, make_top_k
 
 
 def brute_force(matrix, queries, k):
@@ -41,7 +41,7 @@ def test_it_equals_brute_force_and_ties_go_by_row(rows, queries, k, spread, devi
     # Small whole numbers: sums are exact in any order, and many rows are equal.
     matrix = rng.integers(-spread, spread + 1, (rows, 3)).astype(np.float32)
     asked = rng.integers(-2, 3, (queries, 3)).astype(np.float32)
-    search = make_top_k(split(matrix, cuts), dtype=dtype, devices=jax.devices()[:devices], most_scores=block * QUERIES)
+    search = make_top_k(split(matrix, cuts), dtype=dtype, devices=jax.devices()[:devices], max_scores=block * QUERIES)
     scores, found = search(asked, k)
     expected_scores, expected = brute_force(matrix, asked, k)
     assert scores.dtype == np.float32 and found.shape == (queries, min(k, rows))
@@ -53,7 +53,7 @@ def test_real_numbers_and_what_rounding_does():
     rng = np.random.default_rng(0)
     matrix, queries = (rng.normal(size=(n, 32)).astype(np.float32) for n in (3000, 40))
     expected_scores, expected = brute_force(matrix, queries, 10)
-    scores, found = make_top_k([matrix], most_scores=QUERIES * 256)(queries, 10)
+    scores, found = make_top_k([matrix], max_scores=QUERIES * 256)(queries, 10)
     np.testing.assert_array_equal(found, expected)
     np.testing.assert_allclose(scores, expected_scores, rtol=1e-5)
 

@@ -1,6 +1,6 @@
-"""Search: passages, retrievers that find them (BM25, dense, over HTTP), and the tool that a policy calls."""
+"""Search: passages, retrievers (BM25, over HTTP), and the tool that a policy calls."""
 
-from agentr1_jax.tools.search.bm25 import BM25, build_or_load
+from agentr1_jax.tools.search.bm25 import BM25
 from agentr1_jax.tools.search.corpus import Corpus, Passage, fingerprint, read_corpus
 from agentr1_jax.tools.search.remote import RemoteRetriever
 from agentr1_jax.tools.search.retriever import Hit, Retriever, RetrieverError
@@ -16,7 +16,6 @@ __all__ = [
     "Retriever",
     "RetrieverError",
     "SearchTool",
-    "build_or_load",
     "fingerprint",
     "read_corpus",
 ]

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 QUERIES = 32
 """Queries of one call; fewer are padded, so that what a query finds depends on no other and nothing recompiles."""
 
-MOST_SCORES = 1 << 21
+MAX_SCORES = 1 << 21
 """Scores that a device holds at once; 8 MiB."""
 
 TopK = Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]]
@@ -27,19 +27,19 @@ def make_top_k(
     *,
     dtype: str = "float32",
     devices: Sequence[jax.Device] | None = None,
-    most_scores: int = MOST_SCORES,
+    max_scores: int = MAX_SCORES,
 ) -> TopK:
-    """Puts a matrix on devices, and gives the function that searches them.
+    """Put a matrix on devices and return the function that searches it.
 
-    Rows are dealt over the devices. Each goes through its own in blocks and keeps the best of all blocks so far; the
-    best of all devices are merged at the end. So no device ever holds more than `most_scores` scores, and the result is
+    The devices share the rows. Each goes through its rows in blocks and keeps the best of all blocks so far; the best
+    of all devices are merged at the end. So no device ever holds more than `max_scores` scores, and the result is
     that of the whole matrix: dot products summed in float32, equal ones ordered by row.
 
     Args:
       parts: float32 [*, D] each, at least one row in all; together the matrix, e.g. files mapped into memory.
-      dtype: of the matrix on the devices: float32 or bfloat16; queries are rounded to it, too.
-      devices: of this process; None for all it has.
-      most_scores: most scores of a block.
+      dtype: dtype of the matrix on the devices, float32 or bfloat16; queries are rounded to it, too.
+      devices: devices of this process; None for all.
+      max_scores: scores of a block.
 
     Returns:
       (queries float32 [Q, D], k) -> scores float32 [Q, min(k, N)], descending, and rows int32 of the same shape. One
@@ -48,7 +48,7 @@ def make_top_k(
     count, width = sum(len(part) for part in parts), parts[0].shape[1]
     mesh = Mesh(np.array(devices or jax.local_devices()), ("shard",), axis_types=(AxisType.Auto,))
     shards = mesh.devices.size
-    blocks = -(-count // (shards * max(most_scores // QUERIES, 1)))
+    blocks = -(-count // (shards * max(max_scores // QUERIES, 1)))
     block = -(-count // (shards * blocks))
     own = blocks * block
 

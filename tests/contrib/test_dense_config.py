@@ -1,4 +1,4 @@
-"""From config to retriever: each kind, and what is refused at start."""
+"""From config to the dense retriever."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from encoders import checkpoint
 
 from agentr1_jax.errors import UserError
 from agentr1_jax.runtime.compiles import CompileCounter
-from agentr1_jax.tasks.multihop.task import RETRIEVER_KEYS, RetrieverConfig
-from agentr1_jax.tools.search import BM25, Passage, RemoteRetriever
+from agentr1_jax.tasks.multihop.task import RetrieverConfig
+from agentr1_jax.tools.search import Passage
 from agentr1_jax.validation import from_section
 from experiments.retrieval import LateDispatch, make_retriever
 
@@ -32,31 +32,6 @@ def ids(retriever, *queries):
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory):
     return str(checkpoint(tmp_path_factory.mktemp("encoder") / "tiny-bert", words=WORDS))
-
-
-def test_every_key_belongs_to_a_kind():
-    names = {field.name for field in dataclasses.fields(RetrieverConfig)}
-    assert names == {"kind", *(key for keys in RETRIEVER_KEYS.values() for key in keys)}
-
-
-def test_bm25_is_the_default_and_keeps_its_index(tmp_path):
-    assert isinstance(make_retriever(RetrieverConfig(), CORPUS, 2), BM25)
-    config = config_of(index=str(tmp_path / "kept"))
-    assert (
-        ids(make_retriever(config, CORPUS, 2), "green") == ids(make_retriever(config, CORPUS, 2), "green") == [["p1"]]
-    )
-    assert (tmp_path / "kept" / "bm25").is_dir()
-    with pytest.raises(UserError, match="task.multihop.retriever: .*kept/bm25: this search index cannot be used"):
-        make_retriever(config, CORPUS[:2], 2)
-
-
-def test_http(tmp_path):
-    retriever = make_retriever(config_of(kind="http", url="http://localhost:9/retrieve", seconds=3.0), CORPUS, 2)
-    assert isinstance(retriever, RemoteRetriever)
-    assert (retriever.url, retriever.seconds, retriever.attempts) == ("http://localhost:9/retrieve", 3.0, 1)
-    assert set(retriever._ids.values()) == {"p0", "p1", "p2"}  # What it finds takes these ids.
-    with pytest.raises(UserError, match="task.multihop.retriever.url is 'localhost'; it must be like"):
-        make_retriever(config_of(kind="http", url="localhost"), CORPUS, 2)
 
 
 def test_dense_keeps_its_vectors_and_compiles_before_the_first_search(encoder, tmp_path):
@@ -101,25 +76,6 @@ def test_prefixes_go_to_what_they_are_for(encoder, tmp_path):
     np.testing.assert_allclose(scores(prefixed, "red"), scores(plain, "query: red"), atol=1e-6)
     same = both.find([f"{CORPUS[1].title} {CORPUS[1].text}"], 1)[0][0]
     assert same.passage == CORPUS[1] and same.score == pytest.approx(1, abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"kind": "sparse"}, "task.multihop.retriever.kind is 'sparse'; it must be 'bm25', 'dense' or 'http'"),
-        ({"kind": "dense"}, "which needs encoder; set it"),
-        ({"kind": "http"}, "task.multihop.retriever: kind is 'http', which needs url; set it"),
-        ({"encoder": "x"}, "retriever: encoder is 'x', which only kind 'dense' reads; .*kind is 'bm25': change"),
-        ({"url": "http://x"}, "task.multihop.retriever: url is 'http://x', which only kind 'http' reads"),
-        ({"kind": "http", "url": "http://x", "index": "y"}, "index is 'y', which only kind 'bm25' or 'dense' reads"),
-        ({"kind": "dense", "encoder": "x", "seconds": 1.0}, "seconds is 1.0, which only kind 'http' reads"),
-        ({"kind": "dense", "encoder": "x", "pooling": "max"}, "pooling is 'max'; it must be 'mean' or 'cls'"),
-        ({"kind": "dense", "encoder": "x", "dtype": "int8"}, "dtype is 'int8'; it must be 'float32' or 'bfloat16'"),
-    ],
-)
-def test_keys_that_do_not_fit_are_refused(keys, message):
-    with pytest.raises(UserError, match=message):
-        config_of(**keys)
 
 
 def test_an_encoder_that_is_not_there_or_broken_is_refused(encoder, tmp_path):

@@ -16,12 +16,12 @@ import tokenizers
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from agentr1_jax.policy.encoder import POOLINGS, embed_tokens
-from agentr1_jax.policy.weights import encoder as weights
+from agentr1_jax.contrib.dense_retrieval import weights
+from agentr1_jax.contrib.dense_retrieval.encoder import POOLINGS, embed_tokens
 from agentr1_jax.policy.weights import hub
 
 DTYPES = ("float32", "bfloat16")
-SHORTEST = 16
+MIN_LENGTH = 16
 IDENTIFYING = ("config.json", "tokenizer.json", "*.safetensors")
 PASSAGE_TOKENS = 8192
 QUERY_TOKENS = 512
@@ -33,21 +33,21 @@ _embed_tokens = jax.jit(embed_tokens, static_argnames=("config", "pooling", "nor
 class Embedder:
     """An encoder on this process's devices and the tokenizer that belongs to it.
 
-    Texts are sorted into calls of fixed shapes: the length is the least of 16, 32, 64, ..., `most_tokens` that holds
+    Texts are sorted into calls of fixed shapes: the length is the least of 16, 32, 64, ..., `max_tokens` that holds
     the text, and the number of rows follows from the length. So nothing recompiles, and a text's vector depends on no
     other text.
 
     Args:
       path_or_hub_id: a folder of config.json, safetensors and tokenizer, or `owner/name` on the hub.
-      pooling: see `policy.encoder.pool`.
+      pooling: see `encoder.pool`.
       normalised: likewise.
-      dtype: of activations, float32 or bfloat16.
-      most_tokens: of a text; what exceeds them is cut. No more than the encoder has positions for.
-      devices: of this process, over which the rows of a call are dealt; None for all.
+      dtype: dtype of activations, float32 or bfloat16.
+      max_tokens: tokens of a text, no more than the encoder has positions; longer texts are truncated.
+      devices: devices of this process that share the rows of a call; None for all.
 
     Attributes:
-      identity: its name and a hash of all that vectors depend on, but for the prefix.
-      lengths: of the calls.
+      identity: name, and a hash of all that vectors depend on but for the prefix.
+      lengths: numbers of tokens to which texts are padded.
 
     Raises:
       FileNotFoundError: there is nothing at that path.
@@ -61,22 +61,22 @@ class Embedder:
         pooling: str = "mean",
         normalised: bool = True,
         dtype: str = "float32",
-        most_tokens: int = 512,
+        max_tokens: int = 512,
         devices: Sequence[jax.Device] | None = None,
     ) -> None:
         if pooling not in POOLINGS:
             raise ValueError(f"pooling is {pooling!r}; choose one of {', '.join(POOLINGS)}")
         if dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
-        if most_tokens < SHORTEST:
-            raise ValueError(f"tokens is {most_tokens}; it must be at least {SHORTEST}")
+        if max_tokens < MIN_LENGTH:
+            raise ValueError(f"tokens is {max_tokens}; it must be at least {MIN_LENGTH}")
         folder = hub.locate(path_or_hub_id)
         self._config = dataclasses.replace(weights.read_config(folder), dtype=dtype)
-        most_tokens = min(most_tokens, self._config.max_tokens)
-        self.lengths = tuple(_lengths(most_tokens))
-        self._tokenizer = _tokenizer(folder, self._config.vocab_size, most_tokens)
-        settings = [pooling, normalised, dtype, most_tokens]
-        self.identity = f"{Path(path_or_hub_id).name} {_hash(folder, settings)}"
+        max_tokens = min(max_tokens, self._config.max_tokens)
+        self.lengths = tuple(_bucket_lengths(max_tokens))
+        self._tokenizer = _load_tokenizer(folder, self._config.vocab_size, max_tokens)
+        settings = [pooling, normalised, dtype, max_tokens]
+        self.identity = f"{Path(path_or_hub_id).name} {_hash_files(folder, settings)}"
 
         mesh = Mesh(np.array(devices or jax.local_devices()), ("shard",), axis_types=(AxisType.Auto,))
         self._rows = NamedSharding(mesh, P("shard"))
@@ -84,12 +84,12 @@ class Embedder:
         self._program = functools.partial(_embed_tokens, self._config, params, pooling=pooling, normalised=normalised)
 
     def embed(self, texts: Sequence[str], prefix: str = "", tokens_per_call: int = PASSAGE_TOKENS) -> np.ndarray:
-        """Vectors of texts, float32 [texts, width].
+        """Return the vectors of texts, float32 [texts, width].
 
         Args:
-          texts: any number of any length.
+          texts: any number of texts of any length.
           prefix: stands before each text.
-          tokens_per_call: padding included; see `PASSAGE_TOKENS` and `QUERY_TOKENS`.
+          tokens_per_call: tokens of a call, padding included; see `PASSAGE_TOKENS` and `QUERY_TOKENS`.
 
         Raises:
           ValueError: a vector is not finite.
@@ -107,13 +107,13 @@ class Embedder:
         return out
 
     def compile(self, tokens_per_call: int) -> int:
-        """Compiles every program that `embed` can need by running each once; returns their number."""
+        """Compile every program that `embed` can need by running each once; return their number."""
         for length in self.lengths:
             jax.block_until_ready(self._call([], self._rows_of(length, tokens_per_call), length))
         return len(self.lengths)
 
     def _calls(self, ids: Sequence[Sequence[int]], tokens_per_call: int) -> Iterator[tuple[list[int], tuple[int, int]]]:
-        """Which texts go together, and the shape of their call."""
+        """Yield the indices of the texts of each call, and its shape (rows, length)."""
 
         def bucket(i: int) -> int:
             return next(length for length in self.lengths if len(ids[i]) <= length)
@@ -134,15 +134,15 @@ class Embedder:
         return self._program(*jax.device_put((tokens, lengths), self._rows))
 
 
-def _lengths(most: int) -> Iterator[int]:
-    length = SHORTEST
-    while length < most:
+def _bucket_lengths(longest: int) -> Iterator[int]:
+    length = MIN_LENGTH
+    while length < longest:
         yield length
         length *= 2
-    yield most
+    yield longest
 
 
-def _tokenizer(folder: Path, vocab_size: int, most_tokens: int) -> tokenizers.Tokenizer:
+def _load_tokenizer(folder: Path, vocab_size: int, max_tokens: int) -> tokenizers.Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ValueError(f"{folder}: no tokenizer.json; save the tokenizer there with save_pretrained of transformers")
@@ -157,12 +157,12 @@ def _tokenizer(folder: Path, vocab_size: int, most_tokens: int) -> tokenizers.To
             "belong together"
         )
     backend.no_padding()
-    backend.enable_truncation(most_tokens)
+    backend.enable_truncation(max_tokens)
     return backend
 
 
-def _hash(folder: Path, settings: Sequence[object]) -> str:
-    """Of the files and settings that vectors depend on."""
+def _hash_files(folder: Path, settings: Sequence[object]) -> str:
+    """Return a hash of the files and settings that vectors depend on."""
     digest = hashlib.blake2b(repr(settings).encode(), digest_size=16)
     for path in sorted({path for pattern in IDENTIFYING for path in folder.glob(pattern)}):
         digest.update(path.name.encode())

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from agentr1_jax.policy.encoder import EncoderConfig, Params, init_encoder
+from agentr1_jax.contrib.dense_retrieval.encoder import EncoderConfig, Params, init_encoder
 from agentr1_jax.policy.weights import files, hub
 from agentr1_jax.policy.weights.files import Tensor
 from agentr1_jax.policy.weights.hf_config import count, number
@@ -115,7 +115,7 @@ def load(path_or_hub_id: str | os.PathLike[str], config: EncoderConfig) -> Param
       config: what `read_config` tells of it.
 
     Returns:
-      the parameters of `policy.encoder.Encoder`, as numpy arrays.
+      the parameters of `encoder.Encoder`, as numpy arrays.
 
     Raises:
       FileNotFoundError: there is nothing.

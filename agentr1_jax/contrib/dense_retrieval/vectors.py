@@ -1,4 +1,4 @@
-"""The vectors of a corpus: computed once, part by part, and kept in a folder that an interrupted run goes on with."""
+"""Vectors of a corpus: computed once, file by file, and stored in a folder with which an interrupted run continues."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from absl import logging
 from agentr1_jax.tools.search.corpus import Corpus, fingerprint
 
 Embed = Callable[[Sequence[str]], np.ndarray]
-"""Texts to float32 [B, D]."""
+"""Texts -> float32 [B, D]."""
 
 META = "meta.json"
 VERSION = 2
@@ -29,7 +29,7 @@ PART = 8192  # passages of a file: what an interruption can cost
 def corpus_vectors(
     corpus: Corpus, embed: Embed, encoder: str, folder: str | os.PathLike[str] = "", part: int = PART
 ) -> list[np.ndarray]:
-    """One vector for each passage, of its title and text.
+    """Return one vector for each passage, of its title and text.
 
     The folder holds `meta.json`, which says of what corpus and encoder it is, and `vectors-00000.npy`, ... of `part`
     passages each, with a checksum behind the array. Files get their names when they are complete; those that are there
@@ -39,8 +39,8 @@ def corpus_vectors(
     Args:
       corpus: at least one passage.
       embed: texts -> their vectors.
-      encoder: names all that these vectors depend on; see `Embedder.identity`.
-      folder: "" keeps nothing.
+      encoder: name of all that these vectors depend on; see `Embedder.identity`.
+      folder: folder of the files; "" for none.
       part: passages of a file, at least 1.
 
     Returns:
@@ -56,7 +56,7 @@ def corpus_vectors(
         raise ValueError("a search needs at least one passage; the corpus is empty")
     if folder:
         folder = Path(folder)
-        part = _agreed(folder, {"corpus": fingerprint(corpus), "encoder": encoder, "passages": len(corpus)}, part)
+        part = _check_meta(folder, {"corpus": fingerprint(corpus), "encoder": encoder, "passages": len(corpus)}, part)
     parts: list[np.ndarray] = []
     started, computed = time.perf_counter(), 0
     for start in range(0, len(corpus), part):
@@ -75,14 +75,14 @@ def corpus_vectors(
             if folder:
                 _write(path, functools.partial(_save, vectors))
         if folder:
-            vectors = _mapped(path)
+            vectors = _map_file(path)
             _check(vectors, len(passages), parts[0].shape[1] if parts else None, str(path))
         parts.append(vectors)
     return parts
 
 
-def _agreed(folder: Path, expected: dict[str, Any], part: int) -> int:
-    """Passages of a file: what the folder says, which gets its `meta.json` where it has none."""
+def _check_meta(folder: Path, expected: dict[str, Any], part: int) -> int:
+    """Return the passages of a file, by the folder's `meta.json`; write one where there is none."""
     path = folder / META
     # Looked for first: another process that begins now writes its vectors after its meta data.
     orphans = any(folder.glob("vectors-*.npy"))
@@ -95,19 +95,19 @@ def _agreed(folder: Path, expected: dict[str, Any], part: int) -> int:
         return part
     try:
         meta = dict(json.loads(path.read_text("utf-8")))
-        kept = int(meta["part"])
-        if kept < 1:
-            raise ValueError(f"part is {kept}")
+        stored = int(meta["part"])
+        if stored < 1:
+            raise ValueError(f"part is {stored}")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise _unusable(folder, f"its {META} is damaged ({type(error).__name__}: {error})") from error
     for key, value in {"version": VERSION, **expected}.items():
         if meta.get(key) != value:
             raise _unusable(folder, f"they were made with {key} {meta.get(key)!r}, here it is {value!r}")
-    return kept
+    return stored
 
 
 def _save(vectors: np.ndarray, file: BinaryIO) -> None:
-    """Writes an array as `np.save` does, and behind it the CRC-32 of all that."""
+    """Write an array as `np.save` does, and behind it the CRC-32 of all that."""
     whole = io.BytesIO()
     np.save(whole, vectors)
     file.write(whole.getbuffer())
@@ -118,7 +118,7 @@ def _checksum(data: memoryview) -> bytes:
     return zlib.crc32(data).to_bytes(4, "big")
 
 
-def _mapped(path: Path) -> np.ndarray:
+def _map_file(path: Path) -> np.ndarray:
     try:
         data = np.memmap(path, np.uint8, "r")
         if data[-4:].tobytes() != _checksum(data[:-4].data):
@@ -145,7 +145,7 @@ def _unusable(folder: Path, why: str) -> ValueError:
 
 
 def _write(path: Path, write: Callable[[BinaryIO], Any]) -> None:
-    """Writes a file that appears at once and whole."""
+    """Write a file that appears at once and whole."""
     partial = path.with_name(f"{path.name}.partial-{uuid.uuid4().hex}")
     try:
         with partial.open("wb") as file:

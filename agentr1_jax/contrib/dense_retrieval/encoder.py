@@ -1,6 +1,6 @@
-"""The encoder of the BERT family: post-norm blocks over whole texts, and how hidden states become one vector.
+"""Encoder of the BERT family: post-norm blocks over whole texts, and pooling of hidden states to one vector.
 
-BERT, RoBERTa and XLM-RoBERTa are this module with other numbers. It serves the dense retriever and is never trained.
+BERT, RoBERTa and XLM-RoBERTa are this module with other numbers. It is never trained.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class EncoderConfig:
       heads: attention heads; divides `width`.
       hidden: inner size of the MLP.
       positions: rows of the position embedding.
-      first_position: of a text's first token; RoBERTa leaves out those up to its padding id.
+      first_position: position of a text's first token; RoBERTa leaves out those up to its padding id.
       types: rows of the token-type embedding, of which the first is used.
       norm_eps: epsilon of LayerNorm.
-      dtype: of activations and matmuls; norms, softmax and pooling are float32 in any case.
+      dtype: dtype of activations and matmuls; norms, softmax and pooling are float32 in any case.
     """
 
     vocab_size: int
@@ -88,7 +88,7 @@ class Encoder(nn.Module):
     def __call__(
         self, tokens: Int[Array, "rows length"], mask: Bool[Array, "rows length"]
     ) -> Float[Array, "rows length width"]:
-        """Runs the encoder.
+        """Return the hidden states.
 
         Args:
           tokens: ids; texts begin at the left, what follows them is padding of any id.
@@ -115,7 +115,7 @@ class Encoder(nn.Module):
 
 
 def init_encoder(config: EncoderConfig, key: Array) -> Params:
-    """Random parameters."""
+    """Return random parameters."""
     ids = jnp.zeros((1, 1), jnp.int32)
     return Encoder(config).init(key, ids, ids == 0)["params"]
 
@@ -123,13 +123,13 @@ def init_encoder(config: EncoderConfig, key: Array) -> Params:
 def pool(
     hidden: Float[Array, "rows length width"], mask: Bool[Array, "rows length"], pooling: str, normalised: bool
 ) -> Float[Array, "rows width"]:
-    """One vector for each text, float32.
+    """Return one vector for each text, float32.
 
     Args:
-      hidden: of the encoder.
+      hidden: hidden states of the encoder.
       mask: True where a text's tokens are.
       pooling: `mean` of its tokens, or `cls`: its first one.
-      normalised: whether vectors are scaled to length 1, so that their dot product is the cosine.
+      normalised: scale vectors to length 1, so that their dot product is the cosine.
 
     Raises:
       ValueError: another pooling.
@@ -156,7 +156,7 @@ def embed_tokens(
     pooling: str,
     normalised: bool,
 ) -> Float[Array, "rows width"]:
-    """Vectors of texts: tokens [i, : lengths[i]] is text i; see `Encoder` and `pool`."""
+    """Return the vectors of texts: tokens [i, : lengths[i]] is text i; see `Encoder` and `pool`."""
     mask = jnp.arange(tokens.shape[1]) < lengths[:, None]
     hidden: Any = Encoder(config).apply({"params": params}, tokens, mask)
     return pool(hidden, mask, pooling, normalised)
