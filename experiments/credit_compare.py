@@ -27,7 +27,8 @@ from agentr1_jax.errors import UserError
 from agentr1_jax.learner import fill
 from agentr1_jax.report import credit as plots
 from agentr1_jax.report import credit_stats as stats
-from agentr1_jax.report.credit_page import ShownStep, write_page
+from agentr1_jax.report.credit import StepView
+from agentr1_jax.report.page import write_page
 from agentr1_jax.report.tables import format_value, markdown_table
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import mesh as meshes
@@ -182,11 +183,11 @@ def advantage_rows(result: Effects) -> list[dict[str, Any]]:
     ]
 
 
-def shown_steps(result: Effects, tokenizer: Tokenizer) -> list[ShownStep]:
+def shown_steps(result: Effects, tokenizer: Tokenizer) -> list[StepView]:
     """The steps on which schemes disagree most, one of a trajectory at most."""
     scaled, split = stats.scaled(result.steps), stats.disagreement(result.steps)
     steps, seen = places(result.trajectories), set()
-    out: list[ShownStep] = []
+    out: list[StepView] = []
     for place in np.argsort(-split, kind="stable"):
         t, number, step = steps[place]
         if t.uid in seen or len(out) == STEPS_SHOWN:
@@ -200,7 +201,7 @@ def shown_steps(result: Effects, tokenizer: Tokenizer) -> list[ShownStep]:
             str(t.outcome),
         )
         out.append(
-            ShownStep(
+            StepView(
                 title=f"Step {number + 1} of {len(t.steps)}",
                 uid=t.uid,
                 facts=facts,
@@ -252,6 +253,7 @@ def write(
     plots.plot_strips(pictures["strips"], result.schemes, stats.scaled(result.steps), index, above_mean(result))
     write_page(
         os.path.join(out, "report.html"),
+        "credit.html",
         title=title,
         facts=facts,
         notes=notes,

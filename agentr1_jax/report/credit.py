@@ -1,10 +1,11 @@
-"""Pictures of how credit schemes differ on the same steps."""
+"""Pictures of how credit schemes differ on the same steps, and the steps that the page `credit.html` shows."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -17,9 +18,31 @@ from agentr1_jax.report.drawing import BLUE, FAINT, GREEN, INK, ORANGE, SOFT, WA
 
 OPPOSED_TO_ALIKE = LinearSegmentedColormap.from_list("alike", ["#c2410c", "#f6b37a", "#ffffff", "#9cc0f5", "#1d4fb8"])
 POINTS_DRAWN = 1500
-"""Of a panel; more would hide each other."""
+"""Most points of a panel; more would hide each other."""
 CLIPPED = 4.0
-"""Scaled advantages beyond it are drawn on the edge."""
+"""Scaled advantages beyond it are drawn at the edge."""
+
+
+class StepView(NamedTuple):
+    """One step of the page.
+
+    Attributes:
+      title: heading of the step.
+      uid: name of its trajectory.
+      facts: short texts about the step.
+      question: question of the trajectory.
+      prompt, response, observation: texts.
+      advantages: scheme -> (advantage, advantage over the scheme's root mean square).
+    """
+
+    title: str
+    uid: str
+    facts: Sequence[str]
+    question: str
+    prompt: str
+    response: str
+    observation: str
+    advantages: Mapping[str, tuple[float, float]]
 
 
 def plot_heatmaps(
@@ -27,10 +50,10 @@ def plot_heatmaps(
     schemes: Sequence[str],
     matrices: Sequence[tuple[str, Float[np.ndarray, "schemes schemes"]]],
 ) -> None:
-    """Draws one matrix of similarities in [-1, 1] beside the other, as a PNG.
+    """Draw one matrix of similarities in [-1, 1] beside the other, as a PNG.
 
     Args:
-      path: where it goes.
+      path: PNG file to write.
       schemes: names of rows and columns.
       matrices: (title, matrix); NaN is drawn as a dash.
     """
@@ -69,10 +92,10 @@ def plot_noise(
     schemes: Sequence[str],
     panels: Sequence[tuple[str, Float[np.ndarray, "schemes"]]],
 ) -> None:
-    """Draws one horizontal dot plot beside the other, a line for each scheme, as a PNG; a NaN has no dot.
+    """Draw one horizontal dot plot beside the other, a line for each scheme, as a PNG; a NaN has no dot.
 
     Args:
-      path: where it goes.
+      path: PNG file to write.
       schemes: names of the lines, from the top.
       panels: (title, values at least 0).
     """
@@ -106,10 +129,10 @@ def plot_strips(
     index: Int[np.ndarray, "steps"],
     better: Float[np.ndarray, "steps"],
 ) -> None:
-    """Draws the scaled advantages of each scheme by the number of the step, as a PNG.
+    """Draw the scaled advantages of each scheme by the number of the step, as a PNG.
 
     Args:
-      path: where it goes.
+      path: PNG file to write.
       schemes: names of the panels.
       advantages: of each step, scaled to root mean square 1.
       index: number of each step in its trajectory, from 0.

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import scipy.stats
 from jaxtyping import Float, Int
 
 Matrix = Float[np.ndarray, "schemes schemes"]
@@ -35,12 +36,7 @@ def pearson(x: PerStep) -> Matrix:
 
 def spearman(x: PerStep) -> Matrix:
     """Correlation of the ranks; equal advantages share the mean of their ranks."""
-    return pearson(np.stack([_ranks(row) for row in x]))
-
-
-def _ranks(x: np.ndarray) -> np.ndarray:
-    _, place, count = np.unique(x, return_inverse=True, return_counts=True)
-    return (np.cumsum(count) - (count - 1) / 2)[place]
+    return pearson(scipy.stats.rankdata(x, axis=1))
 
 
 def opposed(x: PerStep) -> Matrix:

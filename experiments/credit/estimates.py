@@ -10,6 +10,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy.stats
 from jaxtyping import Array, Float, Int
 
 from agentr1_jax.learner.batch import Reads
@@ -274,7 +275,7 @@ def mean_is_zero(
     if np.linalg.norm(mean @ axes[:, ~varies]) > 1e-4 * unit:
         return 0.0
     t2 = n * float(((mean @ axes[:, varies]) ** 2 / spread[varies]).sum())
-    return float(jax.scipy.stats.chi2.sf(t2, int(varies.sum()))) if varies.any() else 1.0
+    return float(scipy.stats.chi2.sf(t2, int(varies.sum()))) if varies.any() else 1.0
 
 
 def norm_of_mean(

@@ -32,7 +32,8 @@ from agentr1_jax.learner.packing import pack
 from agentr1_jax.learner.update import batch_gradient
 from agentr1_jax.report import credit as plots
 from agentr1_jax.report import credit_stats as stats
-from agentr1_jax.report.credit_page import ShownStep, write_page
+from agentr1_jax.report.credit import StepView
+from agentr1_jax.report.page import write_page
 from agentr1_jax.runtime.config import write_config
 from agentr1_jax.trajectory import write_jsonl
 from configs import quickstart
@@ -446,7 +447,7 @@ def test_the_page_runs_nothing_and_shows_everything(tmp_path):
     plots.plot_heatmaps(pictures["heatmaps"], names, [("a", stats.pearson(x)), ("b", np.full((2, 2), np.nan))])
     plots.plot_noise(pictures["noise"], names, [("a", np.array([0.5, np.nan])), ("b", np.zeros(2))])
     plots.plot_strips(pictures["strips"], names, stats.scaled(x), np.arange(40) % 3, x[0])
-    shown = ShownStep(
+    shown = StepView(
         "Step 2 of 3",
         HOSTILE,
         [HOSTILE],
@@ -458,6 +459,7 @@ def test_the_page_runs_nothing_and_shows_everything(tmp_path):
     )
     write_page(
         tmp_path / "report.html",
+        "credit.html",
         title=HOSTILE,
         facts={"steps": 1234, HOSTILE: HOSTILE},
         notes=[HOSTILE],

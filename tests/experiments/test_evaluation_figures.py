@@ -17,7 +17,7 @@ import string
 
 import numpy as np
 import pytest
-from byte_tokens import TOKENIZER, Broken, agent
+from byte_tokens import PASSAGES, TOKENIZER, Broken, agent
 from hypothesis import given
 from hypothesis import strategies as st
 
