@@ -48,7 +48,6 @@ HARDWARE: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
             "rollout.parking": 64,
             "rollout.attention_slots": 64,
             "learner.rows": 16,
-            "policy.attention": "cudnn",
         },
     }
 )
@@ -85,7 +84,7 @@ def get_config(hardware: str = "v5e-16") -> ml_collections.ConfigDict:
     c.rollout.attention_block = 1024
     c.learner.minibatches = 2  # of 64 rows
     c.learner.row_tokens = 8192
-    c.learner.row_reads = 5376  # five responses in full, and what the critic reads
+    c.learner.row_loss_tokens = 5376  # five responses in full, and what the critic reads
     c.loss.chunk = 512
     c.optimizer.lr = 1e-6
     c.optimizer.value_lr = 1e-5

@@ -157,7 +157,7 @@ def _policy(c: ConfigDict) -> None:
     c.tokenizer.texts = 4000  # sample texts it is trained on
 
     c.policy = ConfigDict()  # see agentr1_jax/policy/config.py
-    c.policy.weights = ""  # Hugging Face folder or hub id, or llama2.c folder, that it starts from; "" for random ones
+    c.policy.weights = ""  # Hugging Face folder or hub id of the weights that it starts from; "" for random ones
     c.policy.preset = ""  # shape of random weights, a name in agentr1_jax/policy/presets.py
     for key in ("width", "layers", "heads", "kv_heads", "head_dim", "hidden"):
         c.policy[key] = placeholder(int)  # changes the preset
@@ -168,7 +168,7 @@ def _policy(c: ConfigDict) -> None:
     c.policy.dtype = "float32"  # of activations; bfloat16 on accelerators
     c.policy.param_dtype = "float32"  # of parameters
     c.policy.remat = "none"  # none | dots | full: what the backward pass computes again
-    c.policy.attention = "xla"  # xla | dense | cudnn | splash (TPU) | splash_tree (TPU, for learner.packing=tree)
+    c.policy.attention = "xla"  # xla | dense | splash (TPU) | splash_tree (TPU, for learner.packing=prefix_tree)
     c.policy.lora = ConfigDict()  # low-rank adapters: they are then all that is trained of the decoder
     c.policy.lora.rank = 0  # 0 for none
     c.policy.lora.alpha = 16.0
@@ -248,7 +248,7 @@ def _loss(c: ConfigDict) -> None:
     c.loss.value_coef = 0.5
     c.loss.value_clip = 0.5
     c.loss.entropy_coef = 0.0
-    c.loss.chunk = 1024  # reads per chunk of logits
+    c.loss.chunk = 1024  # loss tokens per chunk of logits
 
     c.kl = ConfigDict()  # to the policy that RL starts from
     c.kl.kind = "none"  # none | k1 | k2 | k3; k1 has no gradient in the loss, and the right one in the reward
@@ -268,9 +268,9 @@ def _loss(c: ConfigDict) -> None:
 def _learner(c: ConfigDict) -> None:
     """Rows, and the optimizer."""
     c.learner = ConfigDict()
-    c.learner.packing = "chains"  # chains | tree | steps | padded
+    c.learner.packing = "trajectory"  # trajectory | prefix_tree | per_step | per_step_padded; see docs/learner.md
     c.learner.row_tokens = 512  # length of a packed row
-    c.learner.row_reads = 192  # trained tokens a row can hold
+    c.learner.row_loss_tokens = 192  # most loss tokens of a row
     c.learner.rows = 8  # rows of a microbatch, over all processes
     c.learner.old_logprobs = "sampler"  # sampler | learner (recomputed): the old policy of ratio and clip
     c.learner.loss_mask = True  # False trains on what came from tools as if the policy had said it (to compare)

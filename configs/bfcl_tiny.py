@@ -26,7 +26,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.rollout.length = 4608
     c.rollout.prefill_width = 128
     c.learner.row_tokens = 4608
-    c.learner.row_reads = 1920
+    c.learner.row_loss_tokens = 1920
     c.learner.rows = 2
     c.warm_start.batch = 4
     c.eval.questions = 8

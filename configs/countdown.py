@@ -30,7 +30,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.rollout.parking = 0  # the calculator takes less than a millisecond
     c.rollout.length = 384
     c.learner.row_tokens = 384
-    c.learner.row_reads = 192
+    c.learner.row_loss_tokens = 192
     c.learner.rows = 8
     c.loss.chunk = 512
     c.credit.name = "step_gae"

@@ -38,7 +38,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.rollout.prefill_rows = (16, 64)
     c.rollout.prefill_width = 32
     c.learner.row_tokens = 336
-    c.learner.row_reads = 56
+    c.learner.row_loss_tokens = 56
     c.learner.rows = 8
     c.loss.chunk = 512
     c.credit.name = "grpo"

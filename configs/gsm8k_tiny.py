@@ -26,5 +26,5 @@ def get_config() -> ml_collections.ConfigDict:
     c.budget.context_tokens = 1024
     c.rollout.length = 1024
     c.learner.row_tokens = 1024
-    c.learner.row_reads = 448
+    c.learner.row_loss_tokens = 448
     return c

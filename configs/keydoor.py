@@ -39,7 +39,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.rollout.prefill_rows = (16, 64)
     c.rollout.prefill_width = 16
     c.learner.row_tokens = 224
-    c.learner.row_reads = 48
+    c.learner.row_loss_tokens = 48
     c.learner.rows = 8
     c.loss.chunk = 512
     c.credit.name = "grpo"

@@ -35,7 +35,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.rollout.prefill_width = 128
     c.rollout.length = 2560
     c.learner.row_tokens = 2560
-    c.learner.row_reads = 768
+    c.learner.row_loss_tokens = 768
     c.learner.rows = 16
     c.loss.chunk = 4096
     c.pretrain.updates = 1000

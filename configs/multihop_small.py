@@ -46,9 +46,9 @@ def get_config() -> ml_collections.ConfigDict:
     c.rollout.prefill_rows = (2, 8)
     c.rollout.length = 1024
     c.rollout.attention_block = 128
-    c.learner.packing = "tree"  # the samples of a question share much more than its prompt
+    c.learner.packing = "prefix_tree"  # the samples of a question share much more than its prompt
     c.learner.row_tokens = 1024
-    c.learner.row_reads = 384
+    c.learner.row_loss_tokens = 384
     c.learner.rows = 4
     c.loss.chunk = 512
     c.optimizer.name = "muon"

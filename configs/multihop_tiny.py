@@ -43,7 +43,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.rollout.length = 1280
     c.rollout.attention_block = 128
     c.learner.row_tokens = 1280
-    c.learner.row_reads = 384
+    c.learner.row_loss_tokens = 384
     c.learner.rows = 4
     c.loss.chunk = 128
     c.warm_start.demonstrations = 32

@@ -30,7 +30,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.rollout.parking = 0  # a search takes less than a millisecond
     c.rollout.length = 320
     c.learner.row_tokens = 320
-    c.learner.row_reads = 256
+    c.learner.row_loss_tokens = 256
     c.learner.rows = 4
     c.loss.chunk = 512
     c.critic = "shared_trunk"

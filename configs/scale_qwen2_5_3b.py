@@ -47,7 +47,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.rollout.attention_block = 1024
     c.rollout.attention_slots = 32
     c.learner.row_tokens = 4096
-    c.learner.row_reads = 2048
+    c.learner.row_loss_tokens = 2048
     c.learner.rows = 16
     c.loss.chunk = 8192  # 512 for each of 16 shards
     c.optimizer.lr = 1e-6

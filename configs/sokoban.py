@@ -26,5 +26,5 @@ def get_config() -> ml_collections.ConfigDict:
     c.rollout.length = 704
     c.rollout.prefill_width = 48
     c.learner.row_tokens = 640
-    c.learner.row_reads = 64
+    c.learner.row_loss_tokens = 64
     return c

@@ -26,7 +26,7 @@ from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity
 from agentr1_jax.envs.base import Row, Task
 from agentr1_jax.errors import UserError
-from agentr1_jax.policy.config import Lora
+from agentr1_jax.policy.config import LoraConfig
 from agentr1_jax.rollout.runner import Group, run_groups
 from agentr1_jax.rollout.sampling import Sampling
 from agentr1_jax.runtime import config as configs
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
     mesh = meshes.learner_mesh(1, jax.device_count(), 1)
     rollout_mesh = meshes.rollout_mesh(mesh, config.rollout.tensor)
     decoder = sources.newest_decoder(config, policy, mesh) if is_run else build.decoder(config, policy, mesh)
-    policy = dataclasses.replace(policy, lora=Lora())
+    policy = dataclasses.replace(policy, lora=LoraConfig())
     params = build.rollout_view(policy, mesh, rollout_mesh)({"decoder": decoder}, {})
     engine = build.engine(config, policy, rollout_mesh)
     dispatch.to = engine.dispatch

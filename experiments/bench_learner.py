@@ -2,14 +2,14 @@
 
     python -m experiments.bench_learner [--steps=2,4,8,16,32 --json=FILE]
 
-    steps_padded   a row for each step, padded to the longest, as published systems lay them out
-    steps_packed   the same steps, several to a row
-    chains         every trajectory once: a step adds only what its prompt adds to the steps before
-    tree           every group once: its trajectories share their prompt
+    per_step_padded  a row for each step, padded to the longest, as published systems lay them out
+    per_step         the same steps, several to a row
+    trajectory       every trajectory once: a step adds only what its prompt adds to the steps before
+    prefix_tree      every group once: its trajectories share their prompt
 
 A group of 8 trajectories, a prompt of 64 tokens, 16 response and 24 observation tokens a step. A last case has a prompt
-8 times as long as what a trajectory adds to it. Rows are as long as the longest sequence; those of `tree` hold 1, 2, 4
-or 8 trajectories.
+8 times as long as what a trajectory adds to it. Rows are as long as the longest sequence; those of `prefix_tree` hold
+1, 2, 4 or 8 trajectories.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,9 +30,9 @@ from rich.console import Console
 from rich.table import Table
 
 from agentr1_jax.learner.batch import Batch, to_microbatches
-from agentr1_jax.learner.fill import fill
+from agentr1_jax.learner.config import PACKING_MODES, LossConfig, Objective, OptimizerConfig, PackingConfig, PackingMode
 from agentr1_jax.learner.optimizer import make_optimizer
-from agentr1_jax.learner.packing import Packing, pack
+from agentr1_jax.learner.packing import Packing, pack, scatter_fields
 from agentr1_jax.learner.update import LearnerState, batch_gradient, init_state, make_update
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.params import init_params
@@ -41,8 +41,6 @@ from agentr1_jax.runtime.compiles import CompileCounter
 from agentr1_jax.runtime.memory import use_huge_pages
 from agentr1_jax.runtime.mesh import global_batch, learner_mesh
 from agentr1_jax.trajectory import Outcome, Step, Trajectory
-from configs import base
-from experiments import build
 
 STEPS = flags.DEFINE_list("steps", ["2", "4", "8", "16", "32"], "steps of a trajectory, for each case")
 ROUNDS = flags.DEFINE_integer("rounds", 5, "times that each mode is run, one after the other in turn")
@@ -55,13 +53,12 @@ SEED = flags.DEFINE_integer("seed", 0, "of ids and advantages")
 
 GROUP, PROMPT, RESPONSE, OBSERVATION = 8, 64, 16, 24
 LONG_PROMPT_STEPS, LONG_PROMPT = 4, 8 * (4 * (RESPONSE + OBSERVATION) - OBSERVATION)
-MODES = {"steps_padded": "padded", "steps_packed": "steps", "chains": "chains", "tree": "tree"}
 MICROBATCH = 2700
 """A microbatch is the power of two of rows that has at most so many tokens."""
 TREE_ROW = 2600
 PATIENCE = 60.0
 """Seconds of measurement after which a mode is not run again."""
-LOSS = build.loss_config(base.get_config(), chunk=512)
+OBJECTIVE = Objective(LossConfig(chunk=512))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +66,7 @@ class Case:
     """One mode's batch of one size.
 
     Attributes:
-      tokens: nodes without padding.
+      tokens: packed tokens without padding.
       batch, count: on the device, and its microbatches.
       update: compiled for it.
       peak_bytes: of the compiled program, as the compiler counts them.
@@ -110,20 +107,20 @@ def group_of(steps: int, prompt: int, seed: int, group: int = 0) -> list[Traject
     return [trajectory(sample) for sample in range(GROUP)]
 
 
-def laid_out(trajectories: Sequence[Trajectory], mode: str, row_tokens: int, seed: int) -> tuple[Packing, Any]:
-    """The packing, and its reads with seeded advantages and the weights of a mean over tokens."""
-    layout = pack(trajectories, mode=mode, row_tokens=row_tokens, row_reads=row_tokens, final_reads=False)
-    count = len(layout.token_read)
+def laid_out(trajectories: Sequence[Trajectory], mode: PackingMode, row_tokens: int, seed: int) -> tuple[Packing, Any]:
+    """The packing, and its loss tokens with seeded advantages and the weights of a mean over tokens."""
+    layout = pack(trajectories, PackingConfig(mode, row_tokens, row_tokens, rows=1), final_values=False)
+    count = len(layout.token_index)
     advantages = np.random.default_rng(seed).normal(size=count).astype(np.float32)
     weights = np.full(count, 1 / count, np.float32)
-    return layout, fill(layout, {"advantage": advantages, "weight": weights})
+    return layout, scatter_fields(layout, {"advantage": advantages, "weight": weights})
 
 
-def row_length(trajectories: Sequence[Trajectory], mode: str) -> int:
-    """The longest sequence, or for `tree` as many of a group as a row of `TREE_ROW` tokens takes, rounded up."""
+def row_length(trajectories: Sequence[Trajectory], mode: PackingMode) -> int:
+    """The longest sequence, or for `prefix_tree` as many of a group as a row of `TREE_ROW` tokens takes, rounded up."""
     longest = max(len(s.prompt_ids) + len(s.response_ids) for t in trajectories for s in t.steps)
     prompt = len(trajectories[0].steps[0].prompt_ids)
-    if mode == "tree":
+    if mode == "prefix_tree":
         together = [prompt + (longest - prompt) * count for count in (1, 2, 4, GROUP)]
         longest = max(together[0], *(tokens for tokens in together if tokens <= TREE_ROW))
     return -(-longest // BLOCK.value) * BLOCK.value
@@ -137,32 +134,34 @@ class Bench:
             vocab_size=4096, width=256, layers=4, heads=4, kv_heads=2, head_dim=64, hidden=HIDDEN.value
         )
         self.mesh = learner_mesh(1, 1, 1, jax.devices()[:1])
-        self.optimizer = make_optimizer(name="adamw", max_grad_norm=1.0, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0)
+        self.optimizer = make_optimizer(OptimizerConfig())
         make = functools.partial(init_params, self.policy, jax.random.key(SEED.value))
         self.layout = shardings(jax.eval_shape(lambda: init_state(make(), self.optimizer)), self.mesh)
         self.fresh: Callable[[], LearnerState] = jax.jit(
             lambda: init_state(make(), self.optimizer), out_shardings=self.layout
         )
-        self.update: Any = make_update(self.policy, LOSS, self.optimizer, self.layout)
-        self.gradient: Any = jax.jit(batch_gradient(self.policy, LOSS, self.mesh))
+        self.update: Any = make_update(self.policy, OBJECTIVE, self.optimizer, self.layout)
+        self.gradient: Any = jax.jit(batch_gradient(self.policy, OBJECTIVE, self.mesh))
         self.rates = {"decoder": np.float32(1e-5)}
 
-    def case(self, trajectories: Sequence[Trajectory], mode: str) -> Case:
+    def case(self, trajectories: Sequence[Trajectory], mode: PackingMode) -> Case:
         """Lays a mode's rows out and compiles its update."""
         row_tokens = row_length(trajectories, mode)
-        layout, reads = laid_out(trajectories, MODES[mode], row_tokens, SEED.value)
+        layout, loss_tokens = laid_out(trajectories, mode, row_tokens, SEED.value)
         rows = min(2 ** int(math.log2(max(MICROBATCH / row_tokens, 1))), layout.rows)
         count = -(-layout.rows // rows)
-        batch = global_batch(to_microbatches(layout.nodes, reads, microbatches=count, rows=rows), self.mesh)
+        batch = global_batch(
+            to_microbatches(layout.packed_tokens, loss_tokens, microbatches=count, rows=rows), self.mesh
+        )
         compiled = self.update.lower(self.fresh(), {}, batch, np.int32(count), self.rates).compile()
         memory = compiled.memory_analysis()
         peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
         return Case(layout.tokens_computed, batch, np.int32(count), compiled, peak - memory.alias_size_in_bytes)
 
 
-def timed(bench: Bench, cases: dict[str, Case]) -> dict[str, float]:
+def timed(bench: Bench, cases: Mapping[PackingMode, Case]) -> dict[PackingMode, float]:
     """Median seconds of an update in each mode, the modes in turn."""
-    seconds: dict[str, list[float]] = {mode: [] for mode in cases}
+    seconds: dict[PackingMode, list[float]] = {mode: [] for mode in cases}
     states = {mode: bench.fresh() for mode in cases}
     for attempt in range(ROUNDS.value + 1):
         for mode, case in cases.items():
@@ -178,8 +177,8 @@ def timed(bench: Bench, cases: dict[str, Case]) -> dict[str, float]:
     return {mode: float(np.median(x)) for mode, x in seconds.items()}
 
 
-def gradient_error(bench: Bench, cases: dict[str, Case]) -> float:
-    """Largest difference of a gradient from that of `steps_padded`, relative to the largest entry of its leaf."""
+def gradient_error(bench: Bench, cases: Mapping[PackingMode, Case]) -> float:
+    """Largest difference of a gradient from that of `per_step_padded`, relative to the largest entry of its leaf."""
     params = bench.fresh().params
     grads = {mode: bench.gradient(params, {}, case.batch, case.count)[0] for mode, case in cases.items()}
     reference = grads.pop(next(iter(grads)))
@@ -205,8 +204,8 @@ def many_updates(bench: Bench, updates: int) -> dict[str, float]:
 
     for i in range(updates):
         trajectories = [t for g in range(rng.integers(1, 5)) for t in group_of(int(rng.integers(1, 12)), PROMPT, i, g)]
-        layout, reads = laid_out(trajectories, "chains", row_tokens, i)
-        batch = to_microbatches(layout.nodes, reads, microbatches=most, rows=rows)
+        layout, loss_tokens = laid_out(trajectories, "trajectory", row_tokens, i)
+        batch = to_microbatches(layout.packed_tokens, loss_tokens, microbatches=most, rows=rows)
         batch, count = global_batch(batch, bench.mesh), np.int32(-(-layout.rows // rows))
         sent.append(time.perf_counter())
         state, metrics = bench.update(state, {}, batch, count, bench.rates)
@@ -230,11 +229,11 @@ def main(argv: Sequence[str]) -> None:
     """All cases, a table, and the figures as JSON."""
     del argv
     bench, console = Bench(), Console()
-    modes: dict[str, dict[int, dict[str, float]]] = {mode: {} for mode in MODES}
+    modes: dict[str, dict[int, dict[str, float]]] = {mode: {} for mode in PACKING_MODES}
     errors = []
     for steps in map(int, STEPS.value):
         trajectories = group_of(steps, PROMPT, SEED.value)
-        cases = {mode: bench.case(trajectories, mode) for mode in MODES}
+        cases = {mode: bench.case(trajectories, mode) for mode in PACKING_MODES}
         if steps <= CHECKED.value:
             errors.append(gradient_error(bench, cases))
         seconds = timed(bench, cases)
@@ -244,26 +243,26 @@ def main(argv: Sequence[str]) -> None:
                 "tokens_computed": case.tokens,
                 "peak_bytes": case.peak_bytes,
             }
-        console.print(f"{steps} steps: " + ", ".join(f"{m} {modes[m][steps]['seconds']:.3f} s" for m in MODES))
+        console.print(f"{steps} steps: " + ", ".join(f"{m} {modes[m][steps]['seconds']:.3f} s" for m in PACKING_MODES))
     long_cases = group_of(LONG_PROMPT_STEPS, LONG_PROMPT, SEED.value)
-    cases = {mode: bench.case(long_cases, mode) for mode in ("chains", "tree")}
+    cases = {mode: bench.case(long_cases, mode) for mode in ("trajectory", "prefix_tree")}
     errors.append(gradient_error(bench, cases))
     seconds = timed(bench, cases)
     figures = {
         "modes": modes,
-        "speedup_chains_vs_steps_padded": ratios(modes, "steps_padded", "chains", "seconds"),
-        "speedup_chains_vs_steps_packed": ratios(modes, "steps_packed", "chains", "seconds"),
-        "token_ratio": ratios(modes, "steps_packed", "chains", "tokens_computed"),
-        "padded_token_ratio": {steps: float(steps) for steps in modes["chains"]},
-        "growth_exponent": growth(modes["chains"]),
+        "speedup_trajectory_vs_per_step_padded": ratios(modes, "per_step_padded", "trajectory", "seconds"),
+        "speedup_trajectory_vs_per_step": ratios(modes, "per_step", "trajectory", "seconds"),
+        "token_ratio": ratios(modes, "per_step", "trajectory", "tokens_computed"),
+        "padded_token_ratio": {steps: float(steps) for steps in modes["trajectory"]},
+        "growth_exponent": growth(modes["trajectory"]),
         "max_relative_gradient_error": max(errors),
         "long_prompt": {
             "prompt": LONG_PROMPT,
             "steps": LONG_PROMPT_STEPS,
             "seconds": seconds,
             "tokens_computed": {mode: case.tokens for mode, case in cases.items()},
-            "speedup_tree_vs_chains": seconds["chains"] / seconds["tree"],
-            "token_ratio": cases["chains"].tokens / cases["tree"].tokens,
+            "speedup_prefix_tree_vs_trajectory": seconds["trajectory"] / seconds["prefix_tree"],
+            "token_ratio": cases["trajectory"].tokens / cases["prefix_tree"].tokens,
         },
     }
     if UPDATES.value:
@@ -279,44 +278,44 @@ def ratios(modes: dict[str, Any], above: str, below: str, what: str) -> dict[int
     return {steps: modes[above][steps][what] / modes[below][steps][what] for steps in modes[below]}
 
 
-def growth(chains: dict[int, dict[str, float]]) -> float | None:
+def growth(cases: dict[int, dict[str, float]]) -> float | None:
     """Exponent of seconds over steps from 4 to the most; None without both."""
-    sizes = [steps for steps in chains if steps >= 4]
+    sizes = [steps for steps in cases if steps >= 4]
     if len(sizes) < 2:
         return None
     first, last = min(sizes), max(sizes)
-    return math.log(chains[last]["seconds"] / chains[first]["seconds"]) / math.log(last / first)
+    return math.log(cases[last]["seconds"] / cases[first]["seconds"]) / math.log(last / first)
 
 
 def show(console: Console, figures: dict[str, Any]) -> None:
     """The figures as tables."""
     modes = figures["modes"]
     table = Table(title="one update: seconds (tokens computed, peak MiB)")
-    for column in ("steps", *MODES):
+    for column in ("steps", *PACKING_MODES):
         table.add_column(column, justify="right")
-    for steps in modes["chains"]:
-        cells = [modes[mode][steps] for mode in MODES]
+    for steps in modes["trajectory"]:
+        cells = [modes[mode][steps] for mode in PACKING_MODES]
         table.add_row(
             str(steps),
             *(f"{c['seconds']:.3f} ({c['tokens_computed']:,}, {c['peak_bytes'] / 2**20:,.0f})" for c in cells),
         )
     console.print(table)
-    table = Table(title="chains against steps: seconds, tokens, their quotient")
-    for column in ("steps", "padded", "tokens", "quotient", "packed", "tokens", "quotient"):
+    table = Table(title="mode trajectory against per_step_padded and per_step: seconds, tokens, their quotient")
+    for column in ("steps", "per_step_padded", "tokens", "quotient", "per_step", "tokens", "quotient"):
         table.add_column(column, justify="right")
-    for steps in modes["chains"]:
+    for steps in modes["trajectory"]:
         row = []
-        for kind, tokens in (("padded", "padded_token_ratio"), ("packed", "token_ratio")):
-            speedup, ratio = figures[f"speedup_chains_vs_steps_{kind}"][steps], figures[tokens][steps]
+        for kind, tokens in (("per_step_padded", "padded_token_ratio"), ("per_step", "token_ratio")):
+            speedup, ratio = figures[f"speedup_trajectory_vs_{kind}"][steps], figures[tokens][steps]
             row += [f"{speedup:.2f}", f"{ratio:.2f}", f"{speedup / ratio:.2f}"]
         table.add_row(str(steps), *row)
     console.print(table)
     long = figures["long_prompt"]
     console.print(
-        f"chains grow as steps^{figures['growth_exponent'] or math.nan:.2f}; gradients differ by at most "
-        f"{figures['max_relative_gradient_error']:.1e}; prompt of {long['prompt']}: tree is "
-        f"{long['speedup_tree_vs_chains']:.2f} times as fast as chains, tokens {long['token_ratio']:.2f}, quotient "
-        f"{long['speedup_tree_vs_chains'] / long['token_ratio']:.2f}"
+        f"trajectory grows as steps^{figures['growth_exponent'] or math.nan:.2f}; gradients differ by at most "
+        f"{figures['max_relative_gradient_error']:.1e}; prompt of {long['prompt']}: prefix_tree is "
+        f"{long['speedup_prefix_tree_vs_trajectory']:.2f} times as fast as trajectory, tokens "
+        f"{long['token_ratio']:.2f}, quotient {long['speedup_prefix_tree_vs_trajectory'] / long['token_ratio']:.2f}"
     )
     if "many_updates" in figures:
         console.print(

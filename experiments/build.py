@@ -23,12 +23,12 @@ from agentr1_jax.agents.session import Identity
 from agentr1_jax.credit import CreditConfig, Scheme, ShapingConfig
 from agentr1_jax.envs.base import Task
 from agentr1_jax.errors import UserError
-from agentr1_jax.learner.losses import LossConfig
+from agentr1_jax.learner.config import KLConfig, LearnerConfig, LossConfig, Objective, OptimizerConfig
 from agentr1_jax.learner.optimizer import make_optimizer
-from agentr1_jax.learner.schedules import rate
+from agentr1_jax.learner.schedules import learning_rates
 from agentr1_jax.learner.update import LearnerState, init_state
 from agentr1_jax.policy import weights
-from agentr1_jax.policy.config import DecoderConfig, Lora
+from agentr1_jax.policy.config import DecoderConfig, LoraConfig, PolicyConfig
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.policy.params import (
     adapters,
@@ -39,7 +39,7 @@ from agentr1_jax.policy.params import (
     split,
     with_critic,
 )
-from agentr1_jax.policy.presets import PRESETS
+from agentr1_jax.policy.presets import decoder_config
 from agentr1_jax.policy.sharding import shardings
 from agentr1_jax.rollout.config import EngineConfig
 from agentr1_jax.rollout.engine import Engine
@@ -150,18 +150,8 @@ def policy(config: ml_collections.ConfigDict, tokenizer: Tokenizer | None) -> De
       UserError: no shape is named, or it does not fit tokenizer or budget.
     """
     c = config.policy
-    if bool(c.weights) == bool(c.preset):
-        raise UserError(f"set one of policy.weights and policy.preset (among {', '.join(PRESETS)})")
-    if c.preset and c.preset not in PRESETS:
-        raise UserError(f"unknown policy.preset {c.preset!r}; choose one of {', '.join(PRESETS)}")
-    changes = {k: v for k, v in c.to_dict().items() if k not in ("weights", "preset") and v is not None}
-    try:
-        shape = weights.read_config(c.weights) if c.weights else PRESETS[c.preset]
-        vocab_size = shape.vocab_size or (-(-tokenizer.vocab_size // 128) * 128 if tokenizer else 0)
-        lora = Lora(**changes.pop("lora"))
-        shape = dataclasses.replace(shape, vocab_size=vocab_size, lora=lora, **changes)
-    except (ValueError, FileNotFoundError) as error:
-        raise UserError(f"policy: {error}") from error
+    settings = from_section(PolicyConfig, "policy", c.to_dict())
+    shape = decoder_config(settings, -(-tokenizer.vocab_size // 128) * 128 if tokenizer else 0)
     if tokenizer and tokenizer.vocab_size > shape.vocab_size:
         raise UserError(
             f"tokenizer {tokenizer.name} has ids up to {tokenizer.vocab_size - 1}, but the policy's embedding has "
@@ -241,13 +231,16 @@ def engine(config: ml_collections.ConfigDict, policy: DecoderConfig, mesh: Mesh)
         raise UserError(str(error)) from error
 
 
-def loss_config(config: ml_collections.ConfigDict, **changes: Any) -> LossConfig:
-    """The loss, with changes (the warm start has clip `none`)."""
-    fields = {k: v for k, v in config.loss.to_dict().items() if k not in ("aggregate", "fixed_denominator")}
-    fields |= {"temperature": config.rollout.temperature}
-    if config.kl.where == "loss":
-        fields |= {"kl": config.kl.kind, "kl_coef": config.kl.coef}
-    return LossConfig(**(fields | changes))
+def objective(config: ml_collections.ConfigDict) -> Objective:
+    """What an update of RL minimises."""
+    loss = from_section(LossConfig, "loss", config.loss.to_dict())
+    kl = from_section(KLConfig, "kl", config.kl.to_dict())
+    return from_section(Objective, "rollout", {"loss": loss, "kl": kl, "temperature": config.rollout.temperature})
+
+
+def learner_config(config: ml_collections.ConfigDict) -> LearnerConfig:
+    """Rows, and passes over a batch."""
+    return from_section(LearnerConfig, "learner", config.learner.to_dict())
 
 
 def credit_scheme(config: ml_collections.ConfigDict) -> Scheme:
@@ -259,7 +252,7 @@ def credit_room(config: ml_collections.ConfigDict) -> dict[str, int]:
     """Capacities of a `TokenBatch`: the most trajectories, steps and tokens of a batch."""
     trajectories = config.rollout.groups * config.rollout.samples
     steps = trajectories * most_steps(config)
-    of_step = most_sampled(config) if reads(config) == "sampled" else config.budget.context_tokens
+    of_step = config.budget.context_tokens if learner_config(config).observations else most_sampled(config)
     return {"trajectories": trajectories, "steps": steps, "tokens": steps * of_step}
 
 
@@ -285,16 +278,11 @@ def shaping(config: ml_collections.ConfigDict) -> ShapingConfig:
     return from_section(ShapingConfig, "shaping", config.shaping.to_dict())
 
 
-def reads(config: ml_collections.ConfigDict) -> str:
-    """Which tokens the learner reads in RL: those of tools and environments too where a mask is left out."""
-    return "sampled" if config.learner.loss_mask and config.learner.advantage_mask else "all"
-
-
 def frozen(config: ml_collections.ConfigDict, policy: DecoderConfig, mesh: Mesh) -> Params:
     """What LoRA leaves as it is, on the learner's mesh; empty without it."""
     if not policy.lora.rank:
         return {}
-    return {"decoder": decoder(config, dataclasses.replace(policy, lora=Lora()), mesh)}
+    return {"decoder": decoder(config, dataclasses.replace(policy, lora=LoraConfig()), mesh)}
 
 
 def decoder(config: ml_collections.ConfigDict, policy: DecoderConfig, mesh: Mesh) -> Params:
@@ -322,26 +310,19 @@ def _made(make: Callable[[jax.Array], Params], config: ml_collections.ConfigDict
     return kept.jit(lambda seed: make(jax.random.key(seed)), mesh, out_shardings=layout)(seed)
 
 
+def optimizer_config(config: ml_collections.ConfigDict) -> OptimizerConfig:
+    """Optimizer and learning rates."""
+    return from_section(OptimizerConfig, "optimizer", config.optimizer.to_dict())
+
+
 def optimizer_of(config: ml_collections.ConfigDict) -> optax.GradientTransformation:
     """The optimizer, without its learning rate."""
-    c = config.optimizer
-    return make_optimizer(
-        name=c.name,
-        max_grad_norm=c.max_grad_norm,
-        b1=c.b1,
-        b2=c.b2,
-        eps=c.eps,
-        weight_decay=c.weight_decay,
-        args=c.args.to_dict(),
-    )
+    return make_optimizer(optimizer_config(config))
 
 
 def rates(config: ml_collections.ConfigDict, update: int, parts: Iterable[str]) -> dict[str, float]:
     """Learning rate of each part of the parameters in an update of RL; 0 for the policy while the critic warms up."""
-    c = config.optimizer
-    done, total = update - c.critic_warmup, config.updates - c.critic_warmup
-    share = rate(c.schedule, done, total, warmup=c.warmup, final_share=c.final_share) if done >= 0 else 0.0
-    return {part: c.lr * share if part == "decoder" else c.value_lr for part in parts}
+    return learning_rates(optimizer_config(config), update, config.updates, parts)
 
 
 def reference(
@@ -413,9 +394,9 @@ def microbatches(config: ml_collections.ConfigDict, trajectories: int) -> int:
     """Microbatches that the worst packing of so many trajectories fills; the update loops over those that hold data."""
     segments = 1
     steps = most_steps(config)
-    branches = config.context.rule != "append" or config.learner.packing in ("steps", "padded")
-    # Reads beyond a row cut a chain, too.
-    if branches or steps * most_sampled(config) >= config.learner.row_reads:
+    branches = config.context.rule != "append" or config.learner.packing in ("per_step", "per_step_padded")
+    # Loss tokens beyond a row cut a chain, too.
+    if branches or steps * most_sampled(config) >= config.learner.row_loss_tokens:
         segments = steps + 1
     return -(-trajectories * segments // config.learner.rows)
 

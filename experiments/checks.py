@@ -17,19 +17,15 @@ from agentr1_jax.envs.base import Observation, Row, Task, sums_up
 from agentr1_jax.envs.curriculum import parse_curriculum
 from agentr1_jax.envs.mixture import MixtureTask
 from agentr1_jax.errors import UserError
-from agentr1_jax.learner.correction import CORRECTIONS
-from agentr1_jax.learner.fill import AGGREGATES
-from agentr1_jax.learner.kl import adapted_kl_coef
-from agentr1_jax.learner.losses import KLS
-from agentr1_jax.learner.packing import MODES
-from agentr1_jax.learner.schedules import SCHEDULES
+from agentr1_jax.learner.config import CorrectionConfig
+from agentr1_jax.learner.kl import next_kl_coef
 from agentr1_jax.policy import attention_check
-from agentr1_jax.policy.config import DecoderConfig
-from agentr1_jax.policy.params import CRITICS
+from agentr1_jax.policy.config import CRITICS, DecoderConfig
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime.profile import parse_updates
 from agentr1_jax.runtime.sinks import check_sinks
+from agentr1_jax.validation import from_section
 from experiments import build
 
 OPENINGS_CHECKED = 8
@@ -39,10 +35,6 @@ IN_BUCKETS = ("run_dir", "warm_start.run", "tokenizer.path", "compilation_cache"
 POSITIVE = (
     ("rollout", "groups"),
     ("rollout", "samples"),
-    ("learner", "rows"),
-    ("learner", "minibatches"),
-    ("learner", "epochs"),
-    ("loss", "fixed_denominator"),
 )
 
 
@@ -65,7 +57,9 @@ def check(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | Non
         _check_context(config, context_rule(config.context.rule))
         scheme = build.credit_scheme(config)
         build.shaping(config)
-        build.loss_config(config)
+        build.objective(config)
+        build.learner_config(config)
+        from_section(CorrectionConfig, "correction", config.correction.to_dict())
         build.optimizer_of(config)
         build.engine_config(config)
         build.limits(config)
@@ -73,14 +67,6 @@ def check(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | Non
         raise UserError(str(error)) from error
     choices: dict[str, tuple[str, Sequence[str]]] = {
         "critic": (config.critic, CRITICS),
-        "learner.packing": (config.learner.packing, MODES),
-        "loss.aggregate": (config.loss.aggregate, AGGREGATES),
-        "optimizer.schedule": (config.optimizer.schedule, SCHEDULES),
-        "kl.kind": (config.kl.kind, KLS),
-        "kl.where": (config.kl.where, ("loss", "reward")),
-        "correction.kind": (config.correction.kind, CORRECTIONS),
-        "correction.unit": (config.correction.unit, ("trajectory", "step")),
-        "learner.old_logprobs": (config.learner.old_logprobs, ("sampler", "learner")),
     }
     for section, key in POSITIVE:
         if not config[section][key] > 0:
@@ -153,18 +139,17 @@ def _check_credit(config: ml_collections.ConfigDict, scheme: Scheme) -> None:
             f"credit scheme {scheme.name!r} compares with greedy rollouts, whose rewards are not shaped; set "
             f"shaping.{(tools or ['process_norm'])[0]} to none of it"
         )
-    if build.reads(config) == "all" and config.learner.row_reads < config.budget.context_tokens:
+    if build.learner_config(config).observations and config.learner.row_loss_tokens < config.budget.context_tokens:
         raise UserError(
             f"learner.loss_mask or learner.advantage_mask is False: a step then has up to budget.context_tokens "
-            f"({config.budget.context_tokens}) reads, and learner.row_reads is {config.learner.row_reads}; raise it"
+            f"({config.budget.context_tokens}) loss tokens, and learner.row_loss_tokens is "
+            f"{config.learner.row_loss_tokens}; raise it"
         )
 
 
 def _check_critic_warmup(config: ml_collections.ConfigDict, scheme: Scheme) -> None:
     """While the critic warms up there is one that learns, and some update is left."""
     updates = config.optimizer.critic_warmup
-    if updates < 0:
-        raise UserError(f"optimizer.critic_warmup is {updates}; it must be at least 0")
     if updates and not build.learns_values(config):
         why = "critic is none" if scheme.uses_critic else f"credit scheme {scheme.name!r} uses none"
         raise UserError(
@@ -181,14 +166,12 @@ def _check_critic_warmup(config: ml_collections.ConfigDict, scheme: Scheme) -> N
 def _check_kl(config: ml_collections.ConfigDict) -> None:
     """An adaptive coefficient has a KL to aim at, where it can act."""
     c, batch = config.kl, config.rollout.groups * config.rollout.samples
-    if c.coef < 0:
-        raise UserError(f"kl.coef is {c.coef}; it must be at least 0")
     if c.target is None:
         return
     if c.kind == "none" or c.where != "reward":
         raise UserError("kl.target adapts the coefficient of a KL in the reward; set kl.kind and kl.where=reward")
     try:
-        adapted_kl_coef(c.coef, c.target, batch, target=c.target, horizon=c.horizon)
+        next_kl_coef(c.coef, c.target, batch, target=c.target, horizon=c.horizon)
     except ValueError as error:
         raise UserError(f"kl.target, kl.horizon: {error}") from error
 
@@ -271,11 +254,11 @@ def _check_lengths(config: ml_collections.ConfigDict) -> None:
             f"({config.budget.context_tokens}): a step would not fit the cache"
         )
     sampled = build.most_sampled(config)
-    if config.learner.row_reads <= sampled:
+    if config.learner.row_loss_tokens <= sampled:
         key = "budget.response_tokens" if sampled == config.budget.response_tokens else "context.summary_tokens"
         raise UserError(
-            f"learner.row_reads is {config.learner.row_reads}; a step can have {sampled} ({key}), and one more for the "
-            "critic"
+            f"learner.row_loss_tokens is {config.learner.row_loss_tokens}; a step can have {sampled} ({key}), and one "
+            "more for the critic"
         )
 
 

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from agentr1_jax import files
 from agentr1_jax.errors import UserError
-from agentr1_jax.learner import fill
+from agentr1_jax.learner.config import AGGREGATES
 from agentr1_jax.report import credit as plots
 from agentr1_jax.report import credit_stats as stats
 from agentr1_jax.report.credit import StepView
@@ -46,7 +46,7 @@ UPDATE = flags.DEFINE_string("update", "last", "the recorded RL batch: a number 
 SCHEMES = flags.DEFINE_string("schemes", "all", "names with commas between them, with hyper-parameters in brackets")
 OUT = flags.DEFINE_string("out", None, "folder of the results; RUN/credit_compare unless given")
 RESAMPLES = flags.DEFINE_integer("resamples", 200, "resampled batches, for the noise", lower_bound=2)
-AGGREGATE = flags.DEFINE_enum("aggregate", "token", fill.AGGREGATES, "of the tokens' losses")
+AGGREGATE = flags.DEFINE_enum("aggregate", "token", AGGREGATES, "of the tokens' losses")
 STEPS_SHOWN, PAIRS_SHOWN = 24, 6
 PROMPT_TOKENS_SHOWN = 120
 AFFINE_TO = 1e-3

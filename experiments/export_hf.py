@@ -23,7 +23,7 @@ from rich.console import Console
 from agentr1_jax import files
 from agentr1_jax.errors import UserError
 from agentr1_jax.policy import weights
-from agentr1_jax.policy.config import Lora
+from agentr1_jax.policy.config import LoraConfig
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.text.sentencepiece import SentencePieceTokenizer
@@ -65,7 +65,7 @@ def export(run_dir: str, out: str, dtype: str | None = None) -> None:
     try:
         weights.to_hf(policy)
         write_tokenizer(out, tokenizer)
-        weights.save(out, dataclasses.replace(policy, lora=Lora()), decoder, dtype=dtype)
+        weights.save(out, dataclasses.replace(policy, lora=LoraConfig()), decoder, dtype=dtype)
     except ValueError as error:
         raise UserError(f"{run_dir} cannot be exported: {error}") from error
 

@@ -23,8 +23,7 @@ from rich.table import Table
 
 from agentr1_jax.credit import SCHEMES
 from agentr1_jax.errors import UserError
-from agentr1_jax.learner.fill import AGGREGATES
-from agentr1_jax.learner.ratios import RATIOS
+from agentr1_jax.learner.config import AGGREGATES, RATIOS
 from agentr1_jax.report.gradients import plot_gradients
 from agentr1_jax.report.tables import markdown_table
 from agentr1_jax.runtime import config as configs

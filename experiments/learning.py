@@ -13,18 +13,21 @@ from absl import logging
 
 from agentr1_jax.credit.flatten import FlatTrajectories, concatenate, flatten, to_token_batch
 from agentr1_jax.credit.shaping import RunningMeanStd, shape_rewards
-from agentr1_jax.learner import correction, fill, kl
-from agentr1_jax.learner.batch import Batch, Nodes, Reads, to_microbatches
-from agentr1_jax.learner.packing import Packing, misfit, pack
+from agentr1_jax.learner import correction, kl
+from agentr1_jax.learner.batch import Batch, LossTokens, PackedTokens, to_microbatches, with_process_indices
+from agentr1_jax.learner.config import Aggregate, CorrectionConfig, PackingConfig
+from agentr1_jax.learner.loss_weights import TokenUnits, loss_weights
+from agentr1_jax.learner.packing import Packing, gather, gather_final, pack, packing_fault, scatter_fields
 from agentr1_jax.learner.update import LearnerState
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime import processes
 from agentr1_jax.runtime.dispatch import enqueue
 from agentr1_jax.trajectory import POLICIES, Trajectory
+from agentr1_jax.validation import from_section
 from experiments import build, phases
 from experiments.circle import Run
-from experiments.phases import Learner, Rows
+from experiments.phases import Learner
 
 NOTHING_SEEN = RunningMeanStd()
 LARGEST = float(np.finfo(np.float32).max)
@@ -105,21 +108,16 @@ def learn(
     """
     c = run.config
     usable, dropped, malformed = sift(
-        run, trajectories, critic=learner.critic, greedy=learner.greedy, reads=learner.reads, rows=learner.rows
+        run,
+        trajectories,
+        critic=learner.critic,
+        greedy=learner.greedy,
+        observations=learner.observations,
+        rows=learner.rows,
     )
     known = {"batch/dropped": float(len(dropped)), "batch/malformed": float(malformed)}
     parts = _minibatches(usable, c.learner.minibatches)
-    packs = [
-        pack(
-            part,
-            mode=c.learner.packing,
-            row_tokens=learner.rows.tokens,
-            row_reads=learner.rows.reads,
-            final_reads=learner.critic,
-            reads=learner.reads,
-        )
-        for part in parts
-    ]
+    packs = [pack(part, learner.rows, final_values=learner.critic, observations=learner.observations) for part in parts]
     ordered = [t for part in parts for t in part]
     scored = _score(run, learner, state.params, packs)
     own, streams, mine = _streams(run, learner, ordered, scored, kl_coef)
@@ -136,7 +134,7 @@ def learn(
     if learner.shaping.scale_returns:
         baseline /= moments.std
     advantages, targets, has_target = _credit(run, learner, streams, baseline)
-    minibatch = np.repeat(np.arange(len(parts)), [len(p.token_read) for p in packs])
+    minibatch = np.repeat(np.arange(len(parts)), [len(p.token_index) for p in packs])
     minibatch = np.concatenate([g["m"] for g in processes.all_gather_arrays({"m": minibatch})])
     trained = streams.trainable[streams.token_step]
     spoken = trained & (streams.is_action | (not c.learner.loss_mask))
@@ -148,9 +146,9 @@ def learn(
     if learner.critic:
         value_weights = _weights(run, streams, minibatch, "token", trained & has_target)[mine]
         per_token |= {"old_value": own.values, "value_target": targets[mine], "value_weight": value_weights}
-    edges = np.cumsum([0, *(len(p.token_read) for p in packs)])
+    edges = np.cumsum([0, *(len(p.token_index) for p in packs)])
     batches = [
-        _to_device(run, learner, p.nodes, fill.fill(p, {name: x[a:b] for name, x in per_token.items()}))
+        _to_device(run, learner, p.packed_tokens, scatter_fields(p, {name: x[a:b] for name, x in per_token.items()}))
         for p, a, b in zip(packs, edges[:-1], edges[1:], strict=True)
     ]
     # A minibatch that trains nothing is no update: an optimizer would move by its momentum.
@@ -162,7 +160,7 @@ def learn(
         "batch/steps": float(len(streams.rewards)),
         "batch/tokens": float(streams.is_action.sum()),
         "batch/sharing": sum(p.tokens_stored for p in packs) / max(computed, 1),
-        "batch/fill": computed / max(sum(p.nodes.tokens.size for p in packs), 1),
+        "batch/row_occupancy": computed / max(sum(p.packed_tokens.tokens.size for p in packs), 1),
         "batch/advantage_std": float(advantages[spoken].std()) if spoken.any() else 0.0,
         "time/learner_tokens": float(computed * c.learner.epochs),
     }
@@ -179,7 +177,7 @@ def _streams(
         scored.values,
         scored.final_values,
         process_parts=learner.shaping.process_parts,
-        observations=learner.reads == "all",
+        observations=learner.observations,
     )
     if scored.logprobs is not None and scored.ref_logprobs is not None and run.config.kl.where == "reward":
         rewards = kl.kl_rewards(run.config.kl.kind, scored.logprobs, scored.ref_logprobs, kl_coef)
@@ -201,7 +199,8 @@ def _update(
     for batch, count in batches:
         if learner.log_ratio is not None:
             log_ratio = enqueue(learner.log_ratio, state.params, run.frozen, batch, count)
-            batch = dataclasses.replace(batch, reads=dataclasses.replace(batch.reads, log_ratio=log_ratio))
+            loss_tokens = dataclasses.replace(batch.loss_tokens, log_ratio=log_ratio)
+            batch = dataclasses.replace(batch, loss_tokens=loss_tokens)
         rates_now = {k: np.float32(v) for k, v in rates.items()}
         state, metrics = enqueue(learner.update, state, run.frozen, batch, count, rates_now)
         out.append(metrics)
@@ -214,8 +213,8 @@ def sift(
     *,
     critic: bool,
     greedy: bool = False,
-    reads: str = "sampled",
-    rows: Rows | None = None,
+    observations: bool = False,
+    rows: PackingConfig | None = None,
 ) -> tuple[list[Trajectory], list[Trajectory], int]:
     """What can be trained on, and what cannot.
 
@@ -233,7 +232,7 @@ def sift(
     usable, dropped, malformed = [], [], 0
     for t in trajectories:
         policy = POLICIES[t.outcome]
-        fault = misfit(t, row_tokens=rows.tokens, row_reads=rows.reads, final_reads=critic, reads=reads)
+        fault = packing_fault(t, rows, final_values=critic, observations=observations)
         counts = policy.reward == "use" and t.steps
         rewards = [t.total_reward, *(s.reward for s in t.steps if s.reward is not None)] if counts else []
         # Statistics are float32; not a number is not below anything either.
@@ -259,36 +258,35 @@ def sift(
 
 
 def _weights(
-    run: Run, streams: FlatTrajectories, minibatch: np.ndarray, aggregate: str, mask: np.ndarray
+    run: Run, streams: FlatTrajectories, minibatch: np.ndarray, aggregate: Aggregate, mask: np.ndarray
 ) -> np.ndarray:
     """Loss weights of the masked tokens, [K] over all processes; each minibatch is a batch of its own."""
     group = np.unique(streams.group, return_inverse=True)[1]
-    units = (streams.token_step, streams.token_trajectory, group[streams.token_trajectory])
-    weights = np.zeros(len(mask), np.float32)
-    for i in range(run.config.learner.minibatches):
-        weights += fill.aggregate_weights(
-            aggregate, *units, mask & (minibatch == i), fixed_denominator=run.config.loss.fixed_denominator
-        )
-    return weights
+    units = TokenUnits(streams.token_step, streams.token_trajectory, group[streams.token_trajectory])
+    denominator = run.config.loss.fixed_denominator
+    return loss_weights(aggregate, units, mask, fixed_denominator=denominator, minibatch=minibatch)
 
 
 def _corrections(run: Run, learner: Learner, own: FlatTrajectories, scored: Scored) -> dict[str, np.ndarray]:
-    """Fields of the reads that only some runs have: other old log-probs than the sampler's, and what corrects them."""
+    """Fields of loss tokens that only some runs have: recomputed old log-probs, and the weights that correct them."""
     c, out = run.config.correction, {}
     if scored.ref_logprobs is not None and run.config.kl.where == "loss":
         out["ref_logprob"] = scored.ref_logprobs
     if learner.credit is None or scored.logprobs is None:
         return out
     recomputed = run.config.learner.old_logprobs == "learner"
-    if recomputed or learner.reads == "all":  # Nobody sampled what came from a tool.
+    if recomputed or learner.observations:  # Observation tokens have no behaviour log-prob.
         out["old_logprob"] = scored.logprobs if recomputed else np.where(own.is_action, own.logprobs, scored.logprobs)
     if recomputed and c.kind != "none":
         sequence, said = (own.token_step if c.unit == "step" else own.token_trajectory), own.is_action
         weights = np.ones(len(said), np.float32)
-        weights[said] = correction.rollout_weights(
-            c.kind, scored.logprobs[said], own.logprobs[said], sequence[said], cap=c.cap, low=c.low, high=c.high
+        weights[said] = correction.correction_weights(
+            from_section(CorrectionConfig, "correction", c.to_dict()),
+            scored.logprobs[said],
+            own.logprobs[said],
+            sequence[said],
         )
-        out["rollout_weight"] = weights
+        out["correction_weight"] = weights
     return out
 
 
@@ -311,45 +309,36 @@ def _minibatches(trajectories: Sequence[Trajectory], count: int) -> list[list[Tr
     return [[t for t in trajectories if t.group in part] for part in parts]
 
 
-def _to_device(run: Run, learner: Learner, nodes: Nodes, reads: Reads) -> tuple[Batch, np.int32]:
+def _to_device(
+    run: Run, learner: Learner, packed_tokens: PackedTokens, loss_tokens: LossTokens
+) -> tuple[Batch, np.int32]:
     """A batch on the learner's mesh, and how many of its microbatches hold data in any process."""
-    rows = learner.rows.count // processes.process_count()
-    batch = to_microbatches(nodes, _numbered(reads), microbatches=learner.microbatches, rows=rows)
-    used = max(processes.all_gather_json(-(-nodes.tokens.shape[0] // rows)))
+    rows = learner.rows.rows // processes.process_count()
+    loss_tokens = with_process_indices(loss_tokens, processes.process_index(), processes.process_count())
+    batch = to_microbatches(packed_tokens, loss_tokens, microbatches=learner.microbatches, rows=rows)
+    used = max(processes.all_gather_json(-(-packed_tokens.tokens.shape[0] // rows)))
     return meshes.global_batch(batch, run.learner_mesh), np.int32(used)
 
 
-def _numbered(reads: Reads) -> Reads:
-    """Units numbered apart from those of other processes, and below the number of all reads."""
-    count, index = processes.process_count(), processes.process_index()
-    return dataclasses.replace(
-        reads,
-        **{
-            unit: np.where(x < 0, x, x * count + index).astype(np.int32)
-            for unit, x in (("step", reads.step), ("trajectory", reads.trajectory))
-        },
-    )
-
-
 def _score(run: Run, learner: Learner, params: Params, packs: Sequence[Packing]) -> Scored:
-    if learner.score is None:
+    if learner.token_outputs is None:
         return Scored()
     parts: dict[str, list[np.ndarray]] = {field.name: [] for field in dataclasses.fields(Scored)}
     for layout in packs:
-        batch, count = _to_device(run, learner, layout.nodes, layout.reads)
-        scores = enqueue(learner.score, params, run.frozen, learner.reference, batch, count)
+        batch, count = _to_device(run, learner, layout.packed_tokens, layout.loss_tokens)
+        outputs = enqueue(learner.token_outputs, params, run.frozen, learner.reference, batch, count)
 
         def local(x: jax.Array, layout: Packing = layout) -> np.ndarray:
             rows = meshes.local_rows(x, run.learner_mesh)
             return rows.reshape(-1, rows.shape[-1])[: layout.rows]
 
-        parts["logprobs"].append(fill.gather_tokens(layout, local(scores.logprob)))
-        if scores.ref_logprob is not None:
-            parts["ref_logprobs"].append(fill.gather_tokens(layout, local(scores.ref_logprob)))
-        if scores.value is not None:
-            value = local(scores.value)
-            parts["values"].append(fill.gather_tokens(layout, value))
-            parts["final_values"].append(fill.gather_final(layout, value))
+        parts["logprobs"].append(gather(layout, local(outputs.logprob)))
+        if outputs.ref_logprob is not None:
+            parts["ref_logprobs"].append(gather(layout, local(outputs.ref_logprob)))
+        if outputs.value is not None:
+            value = local(outputs.value)
+            parts["values"].append(gather(layout, value))
+            parts["final_values"].append(gather_final(layout, value))
     return Scored(**{name: np.concatenate(x) if x else None for name, x in parts.items()})
 
 

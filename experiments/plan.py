@@ -16,11 +16,11 @@ import ml_collections
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from agentr1_jax.learner.batch import CRITIC, batch_shapes
-from agentr1_jax.learner.losses import LossConfig
+from agentr1_jax.learner.batch import CRITIC_FIELDS, batch_shapes
+from agentr1_jax.learner.config import Objective
 from agentr1_jax.learner.ratios import MINIBATCH_RATIOS
-from agentr1_jax.learner.update import make_log_ratio, make_score, make_update
-from agentr1_jax.policy.config import DecoderConfig, Lora
+from agentr1_jax.learner.update import make_log_ratio, make_token_outputs, make_update
+from agentr1_jax.policy.config import DecoderConfig, LoraConfig
 from agentr1_jax.policy.params import cast_for_compute, init_decoder
 from agentr1_jax.policy.presets import PRESETS
 from agentr1_jax.policy.sharding import shardings
@@ -92,7 +92,7 @@ def make_plan(config: ml_collections.ConfigDict, topology_name: str = "") -> Pla
     _, _, (optimizer, state, layout) = build.learner_state(config, policy, learner_mesh)
     frozen = {}
     if policy.lora.rank:
-        base = functools.partial(init_decoder, dataclasses.replace(policy, lora=Lora()))
+        base = functools.partial(init_decoder, dataclasses.replace(policy, lora=LoraConfig()))
         frozen = _laid_out({"decoder": jax.eval_shape(base, jax.random.key(0))}, learner_mesh)
     view = jax.eval_shape(functools.partial(build.rollout_params, policy), state.params, frozen)
     engine = build.engine(config, policy, rollout_mesh)
@@ -186,27 +186,30 @@ def programs(plan: Plan) -> Iterator[Program]:
     yield Program("rollout view", "parameters from learner mesh to rollout mesh")
     yield from _engine_programs(plan)
     rates = dict.fromkeys(plan.state.params, np.float32(0))
-    loss, has_kl = build.loss_config(config), config.kl.kind != "none"
-    recomputed, needs_pass = config.learner.old_logprobs == "learner", loss.ratio in MINIBATCH_RATIOS
+    objective, has_kl = build.objective(config), config.kl.kind != "none"
+    recomputed, needs_pass = config.learner.old_logprobs == "learner", objective.loss.ratio in MINIBATCH_RATIOS
     c, per_minibatch = config.learner, config.rollout.groups * config.rollout.samples // config.learner.minibatches
-    present: tuple[str, ...] = CRITIC if build.learns_values(config) else ()
-    present += (*["ref_logprob"] * (loss.kl != "none"), *["rollout_weight"] * (config.correction.kind != "none"))
+    present: tuple[str, ...] = CRITIC_FIELDS if build.learns_values(config) else ()
+    present += (
+        *["ref_logprob"] * (objective.kl_in_loss != "none"),
+        *["correction_weight"] * (config.correction.kind != "none"),
+    )
 
     def pretraining() -> str:
         p = config.pretrain
-        return f"{-(-p.batch // p.rows)} x {p.rows} rows x {p.row_tokens} tokens, all of them read"
+        return f"{-(-p.batch // p.rows)} x {p.rows} rows x {p.row_tokens} tokens, all of them trained"
 
     def phase(trajectories: int, present: tuple[str, ...]) -> tuple[Any, str]:
         """The batch of a phase, on the mesh, and its shape in words."""
         n = build.microbatches(config, trajectories)
         shapes = batch_shapes(
-            microbatches=n, rows=c.rows, row_tokens=c.row_tokens, row_reads=c.row_reads, present=present
+            microbatches=n, rows=c.rows, row_tokens=c.row_tokens, row_loss_tokens=c.row_loss_tokens, present=present
         )
         batch = _all_as(shapes, NamedSharding(mesh, meshes.ROWS))
-        return batch, f"{n} x {c.rows} rows x {c.row_tokens} tokens, {c.row_reads} reads"
+        return batch, f"{n} x {c.rows} rows x {c.row_tokens} tokens, {c.row_loss_tokens} loss tokens"
 
-    def update(loss: LossConfig, trajectories: int, present: tuple[str, ...]) -> tuple[str, Callable[[], Any]]:
-        program: Any = make_update(policy, loss, plan.optimizer, plan.layout)
+    def update(objective: Objective, trajectories: int, present: tuple[str, ...]) -> tuple[str, Callable[[], Any]]:
+        program: Any = make_update(policy, objective, plan.optimizer, plan.layout)
         batch, shape = phase(trajectories, present)
         return shape, lambda: program.lower(plan.state, plan.frozen, batch, np.int32(1), rates)
 
@@ -214,8 +217,7 @@ def programs(plan: Plan) -> Iterator[Program]:
         yield Program("update (pretraining)", pretraining())
         yield Program("learner state, restarted", "a new optimizer for the warm start")
     if (config.warm_start_updates and not config.warm_start.run) or config.control:
-        supervised = build.loss_config(config, clip="none", kl="none")
-        yield Program("update (warm start)", update(supervised, config.warm_start.batch, ())[0])
+        yield Program("update (warm start)", update(objective.imitation(), config.warm_start.batch, ())[0])
         yield Program("learner state, restarted", "a new optimizer for RL")
     if config.control:
         return
@@ -225,19 +227,19 @@ def programs(plan: Plan) -> Iterator[Program]:
         reference = _laid_out(cast, mesh)
         yield Program("reference", "a copy of the policy, on the learner mesh")
     batch, shape = phase(per_minibatch, ())
-    if build.learns_values(config) or has_kl or recomputed or build.reads(config) == "all":
-        score: Any = make_score(policy, loss, mesh)
+    if build.learns_values(config) or has_kl or recomputed or build.learner_config(config).observations:
+        token_outputs: Any = make_token_outputs(policy, objective, mesh)
         arguments = (plan.state.params, plan.frozen, reference, batch, np.int32(1))
-        yield Program("score", shape, lambda: score.lower(*arguments))
+        yield Program("token outputs", shape, lambda: token_outputs.lower(*arguments))
     room = ", ".join(f"{n} {what}" for what, n in build.credit_room(config).items())
     yield Program("credit", f"{config.credit.name}: {room}")
     if needs_pass:
-        log_ratio: Any = make_log_ratio(policy, loss, mesh)
+        log_ratio: Any = make_log_ratio(policy, objective, mesh)
         filled, _ = phase(per_minibatch, present)
         once = (plan.state.params, plan.frozen, filled, np.int32(1))
         yield Program("log ratio", shape, lambda: log_ratio.lower(*once))
         present += ("log_ratio",)
-    yield Program("update (RL)", *update(loss, per_minibatch, present))
+    yield Program("update (RL)", *update(objective, per_minibatch, present))
 
 
 def _engine_programs(plan: Plan) -> Iterator[Program]:

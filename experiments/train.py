@@ -17,7 +17,7 @@ from absl import flags, logging
 
 from agentr1_jax.credit.shaping import RunningMeanStd
 from agentr1_jax.errors import UserError
-from agentr1_jax.learner.kl import adapted_kl_coef
+from agentr1_jax.learner.kl import next_kl_coef
 from agentr1_jax.learner.schedules import rate_by_progress
 from agentr1_jax.learner.update import LearnerState
 from agentr1_jax.rollout.background import Background
@@ -281,7 +281,7 @@ def reinforce(run: Run, journal: Journal, learner: Learner, state: LearnerState)
             record = pending.result() | {"time/learn": time.perf_counter() - since}
             if config.kl.target is not None:
                 record["learner/kl_coef"] = kl_coef
-                position.kl_coef = adapted_kl_coef(
+                position.kl_coef = next_kl_coef(
                     kl_coef,
                     record.get("learner/ref_kl", math.nan),
                     c.groups * c.samples,

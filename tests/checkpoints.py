@@ -24,7 +24,7 @@ def layout(data=1, fsdp=1, tensor=1):
 def tensors_of(config):
     """Hugging Face names and shapes of a decoder."""
     out = {}
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(names.expected(config)):
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(names.parameter_shapes(config)):
         path = jax.tree_util.keystr(keys, simple=True, separator="/")
         for layer in range(config.layers) if names.is_stacked(path) else (None,):
             shape = leaf.shape if layer is None else leaf.shape[1:]

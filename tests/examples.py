@@ -12,28 +12,22 @@ import tiny
 from builders import LONGEST, VOCAB, fixed_batch, with_logprobs
 
 from agentr1_jax.learner.batch import to_microbatches
-from agentr1_jax.learner.fill import aggregate_weights, fill, gather_tokens
-from agentr1_jax.learner.losses import LossConfig
-from agentr1_jax.learner.packing import pack
-from agentr1_jax.learner.update import loss_and_metrics, make_score
+from agentr1_jax.learner.config import KLConfig, LossConfig, Objective, PackingConfig
+from agentr1_jax.learner.loss_weights import TokenUnits, loss_weights
+from agentr1_jax.learner.packing import gather, pack, scatter_fields
+from agentr1_jax.learner.update import loss_and_metrics, make_token_outputs
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.params import init_params
 
 POLICY = DecoderConfig(vocab_size=VOCAB, width=16, layers=2, heads=4, kv_heads=2, head_dim=4, hidden=24)
-CONFIG = LossConfig(
-    ratio="token",
-    clip="dual",
-    clip_low=0.2,
-    clip_high=0.28,
-    dual_c=3.0,
-    value_coef=0.5,
-    value_clip=0.5,
-    entropy_coef=0.01,
-    temperature=0.8,
-    chunk=48,
-)
+OBJECTIVE = Objective(LossConfig(clip="dual", clip_high=0.28, entropy_coef=0.01, chunk=48), temperature=0.8)
 WIDE = dataclasses.replace(POLICY, dtype="float64", param_dtype="float64")
-ROWS, READS = 16, 20
+ROWS, LOSS_TOKENS = 16, 20
+
+
+def objective(*, kl="none", kl_coef=0.001, temperature=OBJECTIVE.temperature, **loss):
+    """`OBJECTIVE` with changes."""
+    return Objective(dataclasses.replace(OBJECTIVE.loss, **loss), KLConfig(kl, coef=kl_coef), temperature)
 
 
 @functools.cache
@@ -50,20 +44,20 @@ def parameters(critic=True):
 
 
 @functools.cache
-def score():
-    return make_score(POLICY, CONFIG)
+def token_outputs():
+    return make_token_outputs(POLICY, OBJECTIVE)
 
 
-def scores(trajectories, mode="chains"):
+def outputs_of(trajectories, mode="trajectory"):
     """Log-prob, entropy and value of the sampled tokens, in stream order."""
     packing = layout(trajectories, mode)
-    batch = to_microbatches(packing.nodes, packing.reads, microbatches=1, rows=ROWS)
-    out = score()(parameters(), {}, None, batch, np.int32(1))
-    return [gather_tokens(packing, np.asarray(x)[0, : packing.rows]) for x in (out.logprob, out.entropy, out.value)]
+    batch = to_microbatches(packing.packed_tokens, packing.loss_tokens, microbatches=1, rows=ROWS)
+    out = token_outputs()(parameters(), {}, None, batch, np.int32(1))
+    return [gather(packing, np.asarray(x)[0, : packing.rows]) for x in (out.logprob, out.entropy, out.value)]
 
 
 def layout(trajectories, mode):
-    return pack(trajectories, mode=mode, row_tokens=LONGEST, row_reads=READS, final_reads=True)
+    return pack(trajectories, PackingConfig(mode, LONGEST, LOSS_TOKENS, ROWS), final_values=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,18 +71,18 @@ class Example:
     targets: np.ndarray
     value_weights: np.ndarray
     ref_logprobs: np.ndarray
-    rollout_weights: np.ndarray
+    correction_weights: np.ndarray
 
-    def reads(self, packing, critic=True, others=False):
-        extra = {"ref_logprob": self.ref_logprobs, "rollout_weight": self.rollout_weights} if others else {}
+    def loss_tokens(self, packing, critic=True, others=False):
+        extra = {"ref_logprob": self.ref_logprobs, "correction_weight": self.correction_weights} if others else {}
         if critic:
             extra |= {"old_value": self.old_values, "value_target": self.targets, "value_weight": self.value_weights}
-        return fill(packing, {"advantage": self.advantages, "weight": self.weights, **extra})
+        return scatter_fields(packing, {"advantage": self.advantages, "weight": self.weights, **extra})
 
-    def batch(self, mode="chains", critic=True, microbatches=1, rows=ROWS, others=False):
+    def batch(self, mode="trajectory", critic=True, microbatches=1, rows=ROWS, others=False):
         packing = layout(self.trajectories, mode)
-        reads = self.reads(packing, critic, others)
-        return to_microbatches(packing.nodes, reads, microbatches=microbatches, rows=rows)
+        loss_tokens = self.loss_tokens(packing, critic, others)
+        return to_microbatches(packing.packed_tokens, loss_tokens, microbatches=microbatches, rows=rows)
 
 
 def away_from_edges(rng, step, trajectory, edges):
@@ -109,31 +103,31 @@ def example(context="append", aggregate="token", seed=0):
     """One untrained trajectory among five; old log-probs and values away from where the losses have corners."""
     rng = np.random.default_rng(seed)
     trajectories = fixed_batch(context, seed)
-    logprob, _, value = scores(trajectories)
+    logprob, _, value = outputs_of(trajectories)
     steps = [(i, t.group, s) for i, t in enumerate(trajectories) for s in t.steps]
     sizes = [len(s.response_ids) for _, _, s in steps]
     step = np.repeat(np.arange(len(steps)), sizes)
     trajectory, group = (np.repeat([cell[i] for cell in steps], sizes) for i in (0, 1))
-    trained = trajectory != 1
+    units, trained = TokenUnits(step, trajectory, group), trajectory != 1
     off = rng.uniform(0.1, 1.0, len(step)) * rng.choice([-1, 1], len(step))
     return Example(
         trajectories=with_logprobs(
             trajectories, logprob - away_from_edges(rng, step, trajectory, np.array([0.8, 1.28, 3.0]))
         ),
         advantages=rng.normal(size=len(step)).astype(np.float32),
-        weights=aggregate_weights(aggregate, step, trajectory, group, trained, fixed_denominator=10.0),
+        weights=loss_weights(aggregate, units, trained, fixed_denominator=10.0),
         old_values=(value + np.where(np.abs(np.abs(off) - 0.5) < 0.01, 0.3, off)).astype(np.float32),
         targets=(value + rng.normal(0.5, 1.0, len(step))).astype(np.float32),
-        value_weights=aggregate_weights("token", step, trajectory, group, trained & (rng.random(len(step)) < 0.7)),
+        value_weights=loss_weights("token", units, trained & (rng.random(len(step)) < 0.7)),
         ref_logprobs=(logprob + rng.normal(0.0, 0.5, len(step))).astype(np.float32),
-        rollout_weights=rng.uniform(0.2, 2.0, len(step)).astype(np.float32),
+        correction_weights=rng.uniform(0.2, 2.0, len(step)).astype(np.float32),
     )
 
 
 @functools.cache
-def gradient(policy, config):
+def gradient(policy, objective):
     """Compiled (params, batch of one microbatch) -> ((loss, metrics), gradient)."""
-    inner = jax.value_and_grad(functools.partial(loss_and_metrics, policy, config, None), has_aux=True)
+    inner = jax.value_and_grad(functools.partial(loss_and_metrics, policy, objective, None), has_aux=True)
     # Compiled fast rather than to be fast.
     quick = {"xla_backend_optimization_level": 0}
     return jax.jit(lambda params, batch: inner(params, {}, jax.tree.map(lambda x: x[0], batch)), compiler_options=quick)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import tiny
 from builders import LONGEST, trajectory, with_logprobs
-from examples import POLICY, WIDE, parameters, scores
+from examples import POLICY, WIDE, outputs_of, parameters
 
 from agentr1_jax.learner.update import init_state
 from agentr1_jax.policy.sharding import shardings
@@ -26,7 +26,7 @@ SMALL = {
     "budget.max_steps": 4,
     "budget.response_tokens": 4,
     "learner.row_tokens": LONGEST,
-    "learner.row_reads": 20,
+    "learner.row_loss_tokens": 20,
     "learner.rows": 4,
     "loss.chunk": 16,
     "optimizer.name": "sgd",
@@ -127,7 +127,7 @@ def batch(seed=0, context="append"):
 def exact(seed=0, context="append"):
     """The batch with the log-probs of the parameters that training starts from."""
     made = batch(seed, context)
-    return with_logprobs(made, scores(made)[0])
+    return with_logprobs(made, outputs_of(made)[0])
 
 
 def recording(update, seen):
@@ -140,10 +140,10 @@ def recording(update, seen):
     return recorded
 
 
-def stream(reads, name):
+def stream(loss_tokens, name):
     """A field of the sampled tokens, in (trajectory, step, token) order."""
-    on = reads.is_action
-    return getattr(reads, name)[on][np.argsort(reads.step[on], kind="stable")]
+    on = loss_tokens.is_action
+    return getattr(loss_tokens, name)[on][np.argsort(loss_tokens.step[on], kind="stable")]
 
 
 def sampled(trajectories):

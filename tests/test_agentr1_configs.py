@@ -88,7 +88,7 @@ def test_every_config_can_start_on_all_hardware_and_has_the_protocols_numbers(na
     assert trajectories == 64 * 5
     # Every trajectory fits a row: as many rows as trajectories at most.
     assert build.microbatches(c, trajectories) * c.learner.rows == trajectories
-    assert c.learner.row_reads > c.budget.max_steps * c.budget.response_tokens + c.budget.max_steps
+    assert c.learner.row_loss_tokens > c.budget.max_steps * c.budget.response_tokens + c.budget.max_steps
     assert c.learner.row_tokens == c.rollout.length == c.budget.context_tokens
 
 

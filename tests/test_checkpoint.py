@@ -13,13 +13,14 @@ import pytest
 import tiny
 
 from agentr1_jax.errors import UserError
+from agentr1_jax.learner.config import OptimizerConfig
 from agentr1_jax.learner.optimizer import make_optimizer
 from agentr1_jax.learner.update import init_state
 from agentr1_jax.policy.params import init_params
 from agentr1_jax.policy.sharding import shardings
 from agentr1_jax.runtime.checkpoint import INVENTORY, Checkpoints, abstract, newest_intact
 
-OPTIMIZER = make_optimizer(name="adamw", max_grad_norm=1.0, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0)
+OPTIMIZER = make_optimizer(OptimizerConfig())
 RECORD = {"phase": "rl", "update": 7, "seconds": 12.5, "results": {"em_before": 0.25}, "totals": {}, "name": "é"}
 
 

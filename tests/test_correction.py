@@ -11,14 +11,16 @@ from builders import golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentr1_jax.learner.correction import CORRECTIONS, gap_metrics, rollout_weights
+from agentr1_jax.learner.config import CORRECTIONS, CorrectionConfig
+from agentr1_jax.learner.correction import correction_weights, gap_metrics
 
 LIMITS = {"cap": 2.0, "low": 0.5, "high": 1.5}
 
 
 def weigh(kind, log_ratio, sequence, **changes):
     log_ratio = np.asarray(log_ratio, np.float64)
-    return rollout_weights(kind, log_ratio - 1, np.full_like(log_ratio, -1), np.asarray(sequence), **LIMITS | changes)
+    config = CorrectionConfig(kind, **LIMITS | changes)
+    return correction_weights(config, log_ratio - 1, np.full_like(log_ratio, -1), np.asarray(sequence))
 
 
 def test_capped_weights_give_the_published_numbers():
@@ -46,13 +48,13 @@ def loop(kind, log_ratio, sequence, *, cap, low, high):
 @settings(max_examples=60, deadline=None)
 @given(
     tokens=st.lists(st.tuples(st.floats(-1.5, 1.5) | st.sampled_from((-30.0, 30.0)), st.integers(0, 3)), max_size=12),
-    cap=st.sampled_from((0.5, 2.0, math.inf)),
+    cap=st.sampled_from((0.5, 2.0, 1e300)),
 )
 def test_weights_equal_the_loops(kind, tokens, cap):
     log_ratio, sequence = [x for x, _ in tokens], [10 * unit for _, unit in tokens]
     limits = {"cap": cap, "low": 0.51, "high": 1.51}
     old = np.array([x / 2 for x in log_ratio])
-    got = rollout_weights(kind, old, -old, np.array(sequence, np.int64), **limits)
+    got = correction_weights(CorrectionConfig(kind, **limits), old, -old, np.array(sequence, np.int64))
     assert got.dtype == np.float32 and got.shape == (len(tokens),)
     np.testing.assert_allclose(got, loop(kind, log_ratio, sequence, **limits), rtol=1e-6)
 
@@ -79,7 +81,7 @@ def test_what_is_not_finite_has_no_weight(bad, where):
             x[1] = bad
     for kind in CORRECTIONS:
         expected = {"none": [1, 1, 1, 1], "tis_token": [1, 0, 1, 1], "icepop": [1, 0, 1, 1]}.get(kind, [0, 0, 1, 1])
-        got = rollout_weights(kind, *streams.values(), np.array([0, 0, 1, 1]), **LIMITS)
+        got = correction_weights(CorrectionConfig(kind, **LIMITS), *streams.values(), np.array([0, 0, 1, 1]))
         np.testing.assert_array_equal(got, expected, err_msg=kind)
     got = gap_metrics(*streams.values(), np.array([0, 0, 1, 1]))
     assert got.pop("nonfinite") == 1
@@ -133,13 +135,3 @@ def test_without_a_finite_token_there_is_nothing_to_measure():
     assert gap_metrics(empty, empty, np.zeros(0, np.int64)) == {"nonfinite": 0.0}
     bad = np.full(2, np.nan, np.float32)
     assert gap_metrics(bad, bad, np.zeros(2, np.int64)) == {"nonfinite": 2.0}
-
-
-def test_what_cannot_be_is_an_error():
-    with pytest.raises(ValueError, match="unknown rollout correction 'tis'; choose one of none, tis_token"):
-        weigh("tis", [0.0], [0])
-    with pytest.raises(ValueError, match="the cap of the rollout correction is 0.0; it must be above 0"):
-        weigh("tis_token", [0.0], [0], cap=0.0)
-    for low, high in ((-0.1, 1.0), (1.5, 0.5), (0.5, float("nan"))):
-        with pytest.raises(ValueError, match=f"bounds of the rollout correction are {low} and {high}; they need 0 <= "):
-            weigh("icepop", [0.0], [0], low=low, high=high)

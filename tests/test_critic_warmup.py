@@ -14,20 +14,21 @@ import ml_collections
 import numpy as np
 import pytest
 import tiny
-from examples import CONFIG, POLICY, example
+from examples import OBJECTIVE, POLICY, example
 from learners import check_equal, exact, make
 
 from agentr1_jax.errors import UserError
+from agentr1_jax.learner.config import OptimizerConfig
 from agentr1_jax.learner.optimizer import make_optimizer
 from agentr1_jax.learner.update import init_state, make_update
 from agentr1_jax.policy import params as parts
-from agentr1_jax.policy.config import Lora
+from agentr1_jax.policy.config import LoraConfig
 from agentr1_jax.policy.sharding import shardings
 from agentr1_jax.runtime.compiles import CompileCounter
 from configs import base, quickstart
 from experiments import build, checks, learning
 
-LORA = dataclasses.replace(POLICY, lora=Lora(rank=2, alpha=3.0, targets=("query", "value")))
+LORA = dataclasses.replace(POLICY, lora=LoraConfig(rank=2, alpha=3.0, targets=("query", "value")))
 CASES = [(POLICY, "shared_trunk"), (POLICY, "separate"), (LORA, "separate")]
 WARMUP = 2
 
@@ -45,10 +46,10 @@ RUN = config(updates=6, optimizer__critic_warmup=WARMUP, optimizer__lr=1e-2, opt
 @functools.cache
 def made(policy, critic):
     """(update, () -> parameters in new buffers, their frozen part, optimizer)."""
-    optimizer = make_optimizer(name="adamw", max_grad_norm=0.1, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
+    optimizer = make_optimizer(OptimizerConfig(max_grad_norm=0.1, weight_decay=0.1))
     params, frozen = parts.split(policy, parts.init_params(policy, jax.random.key(0), critic))
     layout = shardings(jax.eval_shape(lambda: init_state(params, optimizer)), tiny.mesh(2))
-    return make_update(policy, CONFIG, optimizer, layout), lambda: jax.tree.map(jnp.copy, params), frozen, optimizer
+    return make_update(policy, OBJECTIVE, optimizer, layout), lambda: jax.tree.map(jnp.copy, params), frozen, optimizer
 
 
 def learn(case, state, update, batch=None):
@@ -146,7 +147,7 @@ def test_rates_of_the_policy_begin_after_the_warm_up(schedule):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"optimizer.critic_warmup": -1}, r"optimizer.critic_warmup is -1; it must be at least 0"),
+        ({"optimizer.critic_warmup": -1}, r"optimizer.critic_warmup is -1; it must be greater than or equal to 0"),
         ({"credit.name": "grpo"}, r"no critic to learn \(credit scheme 'grpo' uses none\).*critic_warmup=0"),
         ({"credit.name": "state_baseline", "critic": "none"}, r"no critic to learn \(critic is none\)"),
         ({"updates": 4}, r"critic_warmup \(5\) leaves none of the updates \(4\): the policy would never learn"),

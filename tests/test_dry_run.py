@@ -14,7 +14,7 @@ from changes import changed
 from examples import example
 
 from agentr1_jax.errors import UserError
-from agentr1_jax.learner.batch import CRITIC, batch_shapes
+from agentr1_jax.learner.batch import CRITIC_FIELDS, batch_shapes
 from configs import multihop_tiny, quickstart, scale_qwen2_5_3b
 from experiments import build, checks, tasks, topology
 from experiments.plan import device_bytes, make_plan, programs, total_bytes
@@ -66,11 +66,11 @@ def test_it_names_every_program_of_the_engine_and_of_each_phase(tmp_path):
     assert len(set(names)) == len(names)
     c = plan.engine.config
     assert sum(name.startswith(("prefill", "decode", "copy")) for name in names) == len(c.prefill_rows) + 2
-    last = ["update (warm start)", "learner state, restarted", "score", "credit", "update (RL)"]
+    last = ["update (warm start)", "learner state, restarted", "token outputs", "credit", "update (RL)"]
     assert names[-5:] == last
     without = make_plan(small(tmp_path, warm_start_updates=0, credit__name="grpo", credit__args__lam=None))
     assert [p.name for p in programs(without)][-2:] == ["credit", "update (RL)"]
-    assert not {"score", "update (warm start)"} & {p.name for p in programs(without)}
+    assert not {"token outputs", "update (warm start)"} & {p.name for p in programs(without)}
     for program in programs(plan):
         if program.lower is not None:
             assert program.lower().as_text()  # Its shapes fit together.
@@ -79,9 +79,9 @@ def test_it_names_every_program_of_the_engine_and_of_each_phase(tmp_path):
 def test_batches_have_the_shapes_it_says():
     for critic in (True, False):
         real = example().batch(critic=critic, microbatches=2, rows=8)
-        length, reads = real.nodes.tokens.shape[2], real.reads.src.shape[2]
-        present = CRITIC if critic else ()
-        said = batch_shapes(microbatches=2, rows=8, row_tokens=length, row_reads=reads, present=present)
+        length, loss_tokens = real.packed_tokens.tokens.shape[2], real.loss_tokens.logit_index.shape[2]
+        present = CRITIC_FIELDS if critic else ()
+        said = batch_shapes(microbatches=2, rows=8, row_tokens=length, row_loss_tokens=loss_tokens, present=present)
         assert jax.tree.structure(real) == jax.tree.structure(said) and shapes(real) == shapes(said)
 
 
@@ -124,8 +124,8 @@ def test_attention_that_cannot_run_is_refused_with_the_remedy(tmp_path):
     with pytest.raises(UserError, match=r"needs a TPU.*policy.attention=xla"):
         make_plan(config)
     plan = make_plan(small(tmp_path))
-    policy = dataclasses.replace(plan.policy, attention="cudnn")
-    with pytest.raises(UserError, match=r"needs an NVIDIA GPU"):
+    policy = dataclasses.replace(plan.policy, attention="splash_tree")
+    with pytest.raises(UserError, match=r"needs a TPU"):
         checks.check_attention(config, policy, plan.learner_mesh)
 
 

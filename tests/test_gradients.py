@@ -15,7 +15,7 @@ import pytest
 import tiny
 from builders import LONGEST, VOCAB, batches, fixed_batch, with_logprobs
 from examples import (
-    CONFIG,
+    OBJECTIVE,
     POLICY,
     ROWS,
     WIDE,
@@ -25,28 +25,27 @@ from examples import (
     example,
     gradient,
     layout,
+    objective,
+    outputs_of,
     parameters,
-    scores,
 )
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from agentr1_jax.learner.fill import AGGREGATES
+from agentr1_jax.learner.config import AGGREGATES, CLIPS, PACKING_MODES, RATIOS
 from agentr1_jax.learner.kl import KL_ESTIMATES
-from agentr1_jax.learner.losses import CLIPS
-from agentr1_jax.learner.packing import MODES
-from agentr1_jax.learner.ratios import MINIBATCH_RATIOS, RATIOS, minibatch_log_ratio
-from agentr1_jax.learner.update import forward_reads, loss_and_metrics, loss_of_reads
+from agentr1_jax.learner.ratios import MINIBATCH_RATIOS, minibatch_log_ratio
+from agentr1_jax.learner.update import forward, loss_and_metrics, loss_from_outputs
 from agentr1_jax.policy.attention import PackedRows
 from agentr1_jax.policy.decoder import Decoder
 from agentr1_jax.policy.params import init_params, values
 
 CONTEXTS_OF_GRID = ("append", "window", "rewrite", "branch", "mixed")
-SHARING = ("padded", "chains", "tree")
-"""Modes that are compared with `steps`."""
+SHARING = ("per_step_padded", "trajectory", "prefix_tree")
+"""Modes that are compared with `per_step`."""
 GRID = (
-    *(dataclasses.replace(CONFIG, ratio=ratio, clip=clip) for ratio, clip in itertools.product(RATIOS, CLIPS)),
-    *(dataclasses.replace(CONFIG, ratio="step", kl=kl, kl_coef=0.3) for kl in KL_ESTIMATES),
+    *(objective(ratio=ratio, clip=clip) for ratio, clip in itertools.product(RATIOS, CLIPS)),
+    *(objective(ratio="step", kl=kl, kl_coef=0.3) for kl in KL_ESTIMATES),
 )
 """Every loss; the aggregate is in the weights."""
 
@@ -55,18 +54,18 @@ GRID = (
 def grid_gradient(policy):
     """Compiled (params, batch of one microbatch, number in `GRID`) -> (loss, gradient): one trunk for all losses."""
 
-    def branch(config):
-        def loss(logprob, entropy, value, reads):
-            if config.ratio in MINIBATCH_RATIOS:
-                here = minibatch_log_ratio(config.ratio, jax.lax.stop_gradient(logprob), reads)
-                reads = reads.replace(log_ratio=here)
-            return loss_of_reads(config, logprob, entropy, value, reads)[0]
+    def branch(case):
+        def loss(outputs, loss_tokens):
+            if case.loss.ratio in MINIBATCH_RATIOS:
+                here = minibatch_log_ratio(case.loss.ratio, jax.lax.stop_gradient(outputs.logprob), loss_tokens)
+                loss_tokens = loss_tokens.replace(log_ratio=here)
+            return loss_from_outputs(case, outputs, loss_tokens)[0]
 
         return loss
 
     def total(params, batch, number):
-        out = forward_reads(policy, CONFIG, None, params, batch)
-        return jax.lax.switch(number, [branch(config) for config in GRID], *out, batch.reads)
+        outputs = forward(policy, OBJECTIVE, None, params, batch)
+        return jax.lax.switch(number, [branch(case) for case in GRID], outputs, batch.loss_tokens)
 
     one = jax.value_and_grad(total)
     quick = {"xla_backend_optimization_level": 0}
@@ -78,14 +77,14 @@ def grid_gradient(policy):
 @pytest.mark.parametrize("critic", [False, True])
 @pytest.mark.parametrize("context", CONTEXTS_OF_GRID)
 def test_packing_changes_no_loss_and_no_gradient(context, critic):
-    """Every ratio x clip in double precision, with KL, correction, bootstrap; the aggregates are dealt over them."""
+    """Every ratio x clip in double precision, with KL, correction, bootstrap, and one of the aggregates each."""
     cases = [example(context, aggregate) for aggregate in AGGREGATES]
     single = parameters(critic)
     with jax.enable_x64(True):
         params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), single)
         for number in range(len(GRID)):
             case = cases[number % len(cases)]
-            steps = grid_gradient(WIDE)(params, case.batch("steps", critic, others=True), number)
+            steps = grid_gradient(WIDE)(params, case.batch("per_step", critic, others=True), number)
             assert steps[0].dtype == np.float64
             check_nonzero(steps[1])
             for mode in SHARING:
@@ -101,7 +100,7 @@ def test_packing_changes_nothing_for_any_aggregate(aggregate):
         for number in range(len(GRID)):
             steps, chains, tree = (
                 grid_gradient(WIDE)(params, case.batch(mode, others=True), number)
-                for mode in ("steps", "chains", "tree")
+                for mode in ("per_step", "trajectory", "prefix_tree")
             )
             check_close(chains, steps, 1e-9)
             check_close(tree, steps, 1e-9)
@@ -113,7 +112,7 @@ def test_packing_changes_nothing_in_single_precision(context):
     for number in range(len(GRID)):
         steps, chains, tree = (
             grid_gradient(POLICY)(parameters(), case.batch(mode, others=True), number)
-            for mode in ("steps", "chains", "tree")
+            for mode in ("per_step", "trajectory", "prefix_tree")
         )
         for other in (chains, tree):
             np.testing.assert_allclose(other[0], steps[0], rtol=1e-5, atol=1e-6)
@@ -123,7 +122,7 @@ def test_packing_changes_nothing_in_single_precision(context):
 @settings(max_examples=25, deadline=None)
 @given(batches(), st.integers(0, len(GRID) - 1))
 def test_packing_changes_nothing_for_any_forest(trajectories, number):
-    assume(layout(trajectories, "padded").rows <= ROWS)
+    assume(layout(trajectories, "per_step_padded").rows <= ROWS)
     count = sum(len(s.response_ids) for t in trajectories for s in t.steps)
     numbers = np.random.default_rng(count).normal(size=(7, count)).astype(np.float32)
     positive = (1, 4, 6)
@@ -131,14 +130,14 @@ def test_packing_changes_nothing_for_any_forest(trajectories, number):
     single = parameters()
     with jax.enable_x64(True):
         params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), single)
-        steps = grid_gradient(WIDE)(params, case.batch("steps", others=True), number)
+        steps = grid_gradient(WIDE)(params, case.batch("per_step", others=True), number)
         for mode in SHARING:
             check_close(grid_gradient(WIDE)(params, case.batch(mode, others=True), number), steps, 1e-9)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", PACKING_MODES)
 @pytest.mark.parametrize("context", ["append", "mixed"])
-def test_scores_are_those_of_each_step_alone(mode, context):
+def test_token_outputs_are_those_of_each_step_alone(mode, context):
     """Independent of packing: one forward pass for each step's own prompt and response."""
     trajectories = fixed_batch(context)
     steps = [s for t in trajectories for s in t.steps]
@@ -146,10 +145,10 @@ def test_scores_are_those_of_each_step_alone(mode, context):
     logits = tiny.full_logits(POLICY, parameters()["decoder"], sequences, LONGEST, rows=ROWS)
     logprob, entropy = [], []
     for s, row in zip(steps, logits, strict=True):
-        own = tiny.log_softmax(row[len(s.prompt_ids) - 1 : -1].astype(np.float64) / CONFIG.temperature)
+        own = tiny.log_softmax(row[len(s.prompt_ids) - 1 : -1].astype(np.float64) / OBJECTIVE.temperature)
         logprob += own[np.arange(len(s.response_ids)), s.response_ids].tolist()
         entropy += (-(np.exp(own) * own).sum(-1)).tolist()
-    got = scores(trajectories, mode)
+    got = outputs_of(trajectories, mode)
     np.testing.assert_allclose(got[0], logprob, atol=1e-5)
     np.testing.assert_allclose(got[1], entropy, atol=1e-5)
 
@@ -162,7 +161,7 @@ def test_values_are_a_linear_head():
 
 
 def probe_gradient(batch):
-    """d loss / d (final hidden state of each node) [rows, length, width]: what reaches the logits of each position."""
+    """d loss / d (final hidden state of each token) [rows, length, width]: what reaches the logits of each position."""
     one = jax.tree.map(lambda x: jnp.asarray(x[0]), batch)
 
     def loss(probe):
@@ -171,29 +170,29 @@ def probe_gradient(batch):
             return (out[0] + probe, out[1]) if context.module.name is None else out
 
         with nn.intercept_methods(add):
-            return loss_and_metrics(POLICY, CONFIG, None, parameters(), {}, one)[0]
+            return loss_and_metrics(POLICY, OBJECTIVE, None, parameters(), {}, one)[0]
 
-    return np.asarray(jax.jit(jax.grad(loss))(jnp.zeros((*one.nodes.tokens.shape, POLICY.width))))
+    return np.asarray(jax.jit(jax.grad(loss))(jnp.zeros((*one.packed_tokens.tokens.shape, POLICY.width))))
 
 
 def test_fault_11_only_positions_that_predict_trained_tokens_have_a_gradient():
     """Prompt, tool text, padding and untrained trajectories reach the logits with a gradient of exactly zero."""
     case = example("mixed")
-    packing = layout(case.trajectories, "chains")
-    reads = case.reads(packing)
+    packing = layout(case.trajectories, "trajectory")
+    loss_tokens = case.loss_tokens(packing)
     expected = np.zeros((ROWS, LONGEST), bool)
-    row, column = np.nonzero((reads.weight > 0) | (reads.value_weight > 0))
-    expected[row, reads.src[row, column]] = True
+    row, column = np.nonzero((loss_tokens.weight > 0) | (loss_tokens.value_weight > 0))
+    expected[row, loss_tokens.logit_index[row, column]] = True
     np.testing.assert_array_equal(np.abs(probe_gradient(case.batch())).max(axis=-1) > 0, expected)
 
 
 def test_fault_8_what_stands_in_rows_of_no_weight_does_not_matter():
     batch, rng = example("append").batch(), np.random.default_rng(0)
-    padding = ~(batch.reads.weight[0].any(axis=1) | batch.reads.value_weight[0].any(axis=1))
+    padding = ~(batch.loss_tokens.weight[0].any(axis=1) | batch.loss_tokens.value_weight[0].any(axis=1))
     assert padding.any()
     noise = {
-        "nodes": {"tokens": VOCAB, "position": LONGEST},
-        "reads": {"src": LONGEST, "target": VOCAB, "step": 9, "is_action": 2},
+        "packed_tokens": {"tokens": VOCAB, "position": LONGEST},
+        "loss_tokens": {"logit_index": LONGEST, "target": VOCAB, "step": 9, "is_action": 2},
     }
     spoilt = jax.tree.map(np.copy, batch)
     for part, fields in noise.items():
@@ -201,9 +200,9 @@ def test_fault_8_what_stands_in_rows_of_no_weight_does_not_matter():
             x = getattr(getattr(spoilt, part), name)
             x[0, padding] = rng.integers(0, bound, x[0, padding].shape)
     for name in ("old_logprob", "advantage", "old_value", "value_target"):
-        x = getattr(spoilt.reads, name)
+        x = getattr(spoilt.loss_tokens, name)
         x[0, padding] = rng.normal(size=x[0, padding].shape)
-    clean, noisy = (gradient(POLICY, CONFIG)(parameters(), b) for b in (batch, spoilt))
+    clean, noisy = (gradient(POLICY, OBJECTIVE)(parameters(), b) for b in (batch, spoilt))
     jax.tree.map(np.testing.assert_array_equal, noisy, clean)
 
 
@@ -218,9 +217,9 @@ def test_clip_none_with_advantage_one_is_cross_entropy():
         advantages=ones,
         weights=ones / np.float32(count),
     )
-    config = dataclasses.replace(CONFIG, clip="none", entropy_coef=0.0, temperature=1.0)
+    imitation = objective(clip="none", entropy_coef=0.0, temperature=1.0)
     params = parameters(critic=False)
-    (loss, _), grads = gradient(POLICY, config)(params, case.batch(critic=False))
+    (loss, _), grads = gradient(POLICY, imitation)(params, case.batch(critic=False))
     steps = [s for t in case.trajectories for s in t.steps]
     tokens, mask = np.zeros((2, ROWS, LONGEST), np.int32)
     for row, s in enumerate(steps):

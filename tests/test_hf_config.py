@@ -104,5 +104,5 @@ PUBLISHED = {
 
 
 def test_presets_have_the_published_numbers_of_parameters():
-    counted = {name: sum(x.size for x in jax.tree.leaves(names.expected(PRESETS[name]))) for name in PUBLISHED}
+    counted = {name: sum(x.size for x in jax.tree.leaves(names.parameter_shapes(PRESETS[name]))) for name in PUBLISHED}
     assert counted == PUBLISHED and set(PRESETS) == {*PUBLISHED, "tiny"}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from builders import golden
 
-from agentr1_jax.learner.kl import KL_ESTIMATES, adapted_kl_coef, kl_estimate, kl_rewards
+from agentr1_jax.learner.kl import KL_ESTIMATES, kl_estimate, kl_rewards, next_kl_coef
 
 
 def slope(kind, logprob, ref):
@@ -85,7 +85,7 @@ def test_rewards_are_the_estimate_times_minus_the_coefficient():
     ],
 )
 def test_the_coefficient_moves_towards_the_target(kl, expected):
-    assert adapted_kl_coef(0.5, kl, 256, target=0.1, horizon=1000) == pytest.approx(expected, rel=1e-9)
+    assert next_kl_coef(0.5, kl, 256, target=0.1, horizon=1000) == pytest.approx(expected, rel=1e-9)
 
 
 def test_what_cannot_be_is_an_error():
@@ -96,7 +96,7 @@ def test_what_cannot_be_is_an_error():
         with pytest.raises(ValueError, match=f"unknown KL estimate '{kind}'"):
             kl_rewards(kind, one, one, 0.1)
     with pytest.raises(ValueError, match="the target of the adaptive KL is 0.0; it must be above 0"):
-        adapted_kl_coef(0.1, 0.1, 8, target=0.0, horizon=1e4)
+        next_kl_coef(0.1, 0.1, 8, target=0.0, horizon=1e4)
     for horizon in (0.0, 100.0):
         with pytest.raises(ValueError, match=f"the horizon of the adaptive KL is {horizon}, with 500 trajectories"):
-            adapted_kl_coef(0.1, 0.1, 500, target=0.1, horizon=horizon)
+            next_kl_coef(0.1, 0.1, 500, target=0.1, horizon=horizon)

@@ -17,6 +17,7 @@ from pair import run
 
 from agentr1_jax.agents.session import ScriptedSession
 from agentr1_jax.credit.shaping import RunningMeanStd
+from agentr1_jax.learner.config import PackingConfig
 from agentr1_jax.learner.packing import pack
 from agentr1_jax.runtime import processes
 from agentr1_jax.trajectory import Outcome, Trajectory, read_jsonl, write_jsonl
@@ -148,7 +149,7 @@ def test_processes_and_devices_make_the_same_updates(tmp_path: Path) -> None:
         rows = []
         for share in range(2):
             own = [t for t in batch if t.group % 2 == share and t.outcome is not Outcome.TOOL_FAILURE]
-            made = pack(own, mode="chains", row_tokens=320, row_reads=256, final_reads=True)
+            made = pack(own, PackingConfig("trajectory", 320, 256, rows=1), final_values=True)
             rows.append(made.rows)
         assert rows[0] != rows[1], "one process must fill up with rows of no weight"
         assert len({len(t.steps) for t in batch}) > 2 and len({t.total_reward for t in batch}) > 3

@@ -30,7 +30,7 @@ from learners import (
 )
 from pair import run_two
 
-from agentr1_jax.learner.packing import MODES
+from agentr1_jax.learner.config import PACKING_MODES
 from agentr1_jax.runtime.compiles import CompileCounter
 from agentr1_jax.trajectory import POLICIES, Outcome, OutcomePolicy, read_jsonl, write_jsonl
 from experiments import learning, phases
@@ -182,13 +182,17 @@ def test_the_gap_is_that_of_the_first_update():
 )
 def test_a_learner_has_the_programs_that_its_config_needs(changes, score, log_ratio, critic):
     learner = make(changes).learner
-    assert (learner.score is not None, learner.log_ratio is not None, learner.critic) == (score, log_ratio, critic)
+    assert (learner.token_outputs is not None, learner.log_ratio is not None, learner.critic) == (
+        score,
+        log_ratio,
+        critic,
+    )
     assert (learner.reference is not None) == ("kl.kind" in changes) and learner.credit is not None
 
 
 def test_demonstrations_are_learned_by_cross_entropy_whatever_rl_will_do():
     made = make(EVERYTHING, make_learner=phases.supervised)
-    assert made.learner.score is made.learner.log_ratio is made.learner.credit is None
+    assert made.learner.token_outputs is made.learner.log_ratio is made.learner.credit is None
     shown = batch()
     shown = with_logprobs(shown, np.zeros_like(scores(shown)[0]))
     state, metrics, out = made.learn(shown)
@@ -222,7 +226,7 @@ def test_kl_in_the_reward_is_a_reward_of_tokens():
         return made.learner.credit(streams)
 
     def no_update(state, frozen, batch, count, rates):
-        assert batch.reads.ref_logprob is None, "it would be in the loss, too"
+        assert batch.loss_tokens.ref_logprob is None, "it would be in the loss, too"
         return state, {"loss": jnp.zeros(())}
 
     other = {"decoder": tiny.decoder_params(POLICY, seed=5)}
@@ -326,7 +330,7 @@ def test_layout_changes_nothing(changes, context):
     """Packing mode, microbatches, padding and order, over two passes of two minibatches; in double precision."""
     made, trajectories = make(changes, wide=True), batch(1, context)
     expected, metrics = moved(made, trajectories)
-    others = [made.under({"learner.packing": mode}) for mode in MODES]
+    others = [made.under({"learner.packing": mode}) for mode in PACKING_MODES]
     others.append(make(changes | {"learner.rows": 2, "learner.row_tokens": LONGEST + 11}, wide=True))
     for other in others:
         got, other_metrics = moved(other, trajectories)
@@ -395,6 +399,6 @@ def test_batches_of_any_kind_and_size_run_the_same_programs():
         if update == 1:
             compiled = counter.count
     assert counter.count == compiled
-    programs = (made.learner.update, made.learner.score, made.learner.log_ratio, made.learner.credit)
+    programs = (made.learner.update, made.learner.token_outputs, made.learner.log_ratio, made.learner.credit)
     assert [program._cache_size() for program in programs] == [1] * 4
     assert int(state.skipped) == 0 and all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get(state.params)))

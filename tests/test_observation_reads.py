@@ -1,4 +1,4 @@
-"""Observation tokens as reads: they are counted and laid out right, under any context rule and in any packing."""
+"""Observation tokens as loss tokens: they are counted and laid out right, under any context rule and in any packing."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from builders import LONGEST, batches, fixed_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentr1_jax.learner.fill import gather_final, gather_tokens, place
-from agentr1_jax.learner.packing import MODES, misfit, pack
+from agentr1_jax.learner.config import PACKING_MODES, PackingConfig
+from agentr1_jax.learner.packing import gather, gather_final, pack, packing_fault, scatter
 from agentr1_jax.trajectory import Step, observation_tokens
 
 quick = settings(max_examples=60, deadline=None)
 
 
-def packed(trajectories, mode="chains", reads="all", row_tokens=LONGEST):
-    return pack(trajectories, mode=mode, row_tokens=row_tokens, row_reads=row_tokens, final_reads=True, reads=reads)
+def packed(trajectories, mode="trajectory", observations=True, row_tokens=LONGEST):
+    config = PackingConfig(mode, row_tokens, row_tokens, rows=1)
+    return pack(trajectories, config, final_values=True, observations=observations)
 
 
 @dataclasses.dataclass(frozen=True)
 class Token:
-    """A token that is read, by a loop over the trajectories."""
+    """A loss token, by a loop over the trajectories."""
 
     trajectory: int
     step: int
@@ -47,7 +48,7 @@ def common(one, other):
 
 
 def stream(trajectories):
-    """All tokens to read: of each step what its prompt has beyond the step before, then its response."""
+    """All loss tokens: of each step what its prompt has beyond the step before, then its response."""
     out, number = [], 0
     for i, t in enumerate(trajectories):
         previous = None
@@ -94,48 +95,52 @@ def test_the_first_token_of_a_context_is_no_observation(prompt, count):
 
 
 @quick
-@given(batches(), st.sampled_from(MODES))
-def test_every_read_predicts_the_token_at_its_place(trajectories, mode):
+@given(batches(), st.sampled_from(PACKING_MODES))
+def test_every_loss_token_is_predicted_at_its_logit_index(trajectories, mode):
     packing = packed(trajectories, mode)
-    nodes, reads, tokens = packing.nodes, packing.reads, stream(trajectories)
-    assert len(packing.token_read) == len(tokens)
-    for token, (row, column) in zip(tokens, packing.token_read, strict=True):
-        src = reads.src[row, column]
-        seen = [j for j in range(src + 1) if src < nodes.subtree_end[row, j]]
-        assert tuple(nodes.tokens[row, seen]) == token.before
-        np.testing.assert_array_equal(nodes.position[row, seen], np.arange(len(seen)))
-        assert reads.target[row, column] == token.id
-        assert reads.is_action[row, column] == token.is_action
-        assert reads.old_logprob[row, column] == (token.logprob or 0)
-        unit = reads.step[row, column], reads.trajectory[row, column], reads.group[row, column]
+    packed_tokens, loss_tokens, tokens = packing.packed_tokens, packing.loss_tokens, stream(trajectories)
+    assert len(packing.token_index) == len(tokens)
+    for token, (row, column) in zip(tokens, packing.token_index, strict=True):
+        logit_index = loss_tokens.logit_index[row, column]
+        seen = [j for j in range(logit_index + 1) if logit_index < packed_tokens.subtree_end[row, j]]
+        assert tuple(packed_tokens.tokens[row, seen]) == token.before
+        np.testing.assert_array_equal(packed_tokens.position[row, seen], np.arange(len(seen)))
+        assert loss_tokens.target[row, column] == token.id
+        assert loss_tokens.is_action[row, column] == token.is_action
+        assert loss_tokens.old_logprob[row, column] == (token.logprob or 0)
+        unit = loss_tokens.step[row, column], loss_tokens.trajectory[row, column], loss_tokens.group[row, column]
         assert unit == (token.step, token.trajectory, token.group)
-    cells = [tuple(c) for c in [*packing.token_read.tolist(), *packing.final_read.tolist()] if c[0] >= 0]
-    assert len(set(cells)) == len(cells) and (reads.step >= 0).sum() == len(tokens)
+    cells = [tuple(c) for c in [*packing.token_index.tolist(), *packing.final_index.tolist()] if c[0] >= 0]
+    assert len(set(cells)) == len(cells) and (loss_tokens.step >= 0).sum() == len(tokens)
 
 
 @quick
-@given(batches(), st.sampled_from(MODES))
-def test_gathering_undoes_placing_and_finds_the_final_prompts(trajectories, mode):
+@given(batches(), st.sampled_from(PACKING_MODES))
+def test_gather_undoes_scatter_and_finds_the_final_prompts(trajectories, mode):
     packing = packed(trajectories, mode)
-    per_token = np.random.default_rng(0).normal(size=len(packing.token_read)).astype(np.float32)
-    placed = place(packing, per_token)
-    np.testing.assert_array_equal(gather_tokens(packing, placed), per_token)
-    assert np.count_nonzero(placed) == len(per_token)
+    per_token = np.random.default_rng(0).normal(size=len(packing.token_index)).astype(np.float32)
+    scattered = scatter(packing, per_token)
+    np.testing.assert_array_equal(gather(packing, scattered), per_token)
+    assert np.count_nonzero(scattered) == len(per_token)
     last = [t.final_prompt_ids[-1] if t.final_prompt_ids is not None else 0 for t in trajectories]
-    at_src = np.take_along_axis(packing.nodes.tokens, packing.reads.src, axis=1)
-    np.testing.assert_array_equal(gather_final(packing, at_src), last)
+    at_logit_index = np.take_along_axis(packing.packed_tokens.tokens, packing.loss_tokens.logit_index, axis=1)
+    np.testing.assert_array_equal(gather_final(packing, at_logit_index), last)
 
 
-def test_observation_tokens_count_as_reads_of_their_step():
+def test_observation_tokens_count_as_loss_tokens_of_their_step():
     made = fixed_batch("append")[0]
     need = max(n + len(s.response_ids) for n, s in zip(observation_tokens(made), made.steps, strict=True))
     most = max(len(s.response_ids) for s in made.steps)
-    room = {"mode": "chains", "row_tokens": LONGEST, "final_reads": False}
+
+    def packing(row_loss_tokens, observations):
+        return pack([made], rows(row_loss_tokens), final_values=False, observations=observations)
+
+    def rows(row_loss_tokens):
+        return PackingConfig("trajectory", LONGEST, row_loss_tokens, rows=1)
+
     assert need > most
-    assert pack([made], row_reads=need, reads="all", **room).reads.src.shape[1] == need
-    assert pack([made], row_reads=most, **room).reads.src.shape[1] == most
-    with pytest.raises(ValueError, match=rf"step \d has \d+ tokens with {need} reads, which do not fit a row of"):
-        pack([made], row_reads=need - 1, reads="all", **room)
-    assert misfit(made, row_tokens=LONGEST, row_reads=need - 1, final_reads=False) is None
-    with pytest.raises(ValueError, match="unknown reads 'sample'; choose one of sampled, all"):
-        pack([made], row_reads=need, reads="sample", **room)
+    assert packing(need, True).loss_tokens.logit_index.shape[1] == need
+    assert packing(most, False).loss_tokens.logit_index.shape[1] == most
+    with pytest.raises(ValueError, match=rf"step \d has \d+ tokens with {need} loss tokens, which do not fit a row of"):
+        packing(need - 1, True)
+    assert packing_fault(made, rows(need - 1), final_values=False) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -15,18 +16,19 @@ import pytest
 import tiny
 from examples import check_close
 
+from agentr1_jax.learner.config import SCHEDULES, OptimizerConfig
 from agentr1_jax.learner.optimizer import make_optimizer, optimizers
-from agentr1_jax.learner.schedules import SCHEDULES, rate, rate_by_progress
+from agentr1_jax.learner.schedules import rate, rate_by_progress
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.params import init_params
 from agentr1_jax.policy.sharding import shardings
 
-HYPER = {"max_grad_norm": None, "b1": 0.9, "b2": 0.95, "eps": 1e-6, "weight_decay": 0.0}
+CONFIG = OptimizerConfig(max_grad_norm=0.0, eps=1e-6)
 RATE = 0.03
 
 
 def made(name, **changes):
-    return make_optimizer(name=name, **HYPER | changes)
+    return make_optimizer(dataclasses.replace(CONFIG, name=name, **changes))
 
 
 @functools.cache
@@ -92,7 +94,7 @@ def test_args_reach_the_optimizer_and_come_first():
     check_close(other, walk(optax.lion(RATE, 0.5, 0.95, weight_decay=0.0), lambda p, u: p + u), 1e-5)
 
 
-@pytest.mark.parametrize("bound", [0.5, 1e3, None, 0])
+@pytest.mark.parametrize("bound", [0.5, 1e3, 0.0])
 def test_gradients_are_clipped_to_a_norm_where_one_is_given(bound):
     norm = float(optax.tree.norm(tree(1)))
     optimizer = made("sgd", max_grad_norm=bound)
@@ -143,7 +145,7 @@ def test_adamw_takes_the_clipped_gradient_and_lets_kernels_alone_decay():
     """Three steps, of which one is not clipped, against the published update rule."""
     rng = np.random.default_rng(0)
     params = {"kernel": rng.normal(size=(2, 3)), "scale": rng.normal(size=3)}
-    optimizer = make_optimizer(name="adamw", max_grad_norm=0.5, b1=0.9, b2=0.95, eps=1e-3, weight_decay=0.1)
+    optimizer = made("adamw", max_grad_norm=0.5, eps=1e-3, weight_decay=0.1)
     moments = dict.fromkeys(params, (0.0, 0.0))
     with jax.enable_x64(True):
         state = optimizer.init(jax.tree.map(jnp.asarray, params))
@@ -169,7 +171,7 @@ def test_muon_steps_along_the_orthogonal_factor_of_each_layer():
     hyper = {"max_grad_norm": 1e9, "b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
     def step(grads):
-        optimizer = make_optimizer(name="muon", **hyper)
+        optimizer = make_optimizer(OptimizerConfig("muon", **hyper))
         args = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (grads, params))
         return jax.tree.map(np.asarray, optimizer.update(args[0], optimizer.init(args[1]), args[1])[0])
 

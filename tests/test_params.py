@@ -10,17 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from examples import CONFIG, POLICY, check_close, example
+from examples import OBJECTIVE, POLICY, check_close, example
 
+from agentr1_jax.learner.config import OptimizerConfig
 from agentr1_jax.learner.optimizer import make_optimizer
-from agentr1_jax.learner.update import init_state, loss_and_metrics, make_score, make_update
+from agentr1_jax.learner.update import init_state, loss_and_metrics, make_token_outputs, make_update
 from agentr1_jax.policy import params as parts
 from agentr1_jax.policy.attention import PackedRows
-from agentr1_jax.policy.config import PROJECTIONS, Lora
+from agentr1_jax.policy.config import PROJECTIONS, LoraConfig
 from agentr1_jax.policy.decoder import Decoder
 from agentr1_jax.policy.sharding import shardings
 
-LORA = dataclasses.replace(POLICY, lora=Lora(rank=2, alpha=3.0, targets=("query", "value", "out", "down")))
+LORA = dataclasses.replace(POLICY, lora=LoraConfig(rank=2, alpha=3.0, targets=("query", "value", "out", "down")))
 TOKENS = np.random.default_rng(0).integers(0, POLICY.vocab_size, (2, 9)).astype(np.int32)
 
 
@@ -48,7 +49,7 @@ def paths(tree):
 
 @functools.cache
 def gradient(policy):
-    inner = jax.value_and_grad(functools.partial(loss_and_metrics, policy, CONFIG, None), has_aux=True)
+    inner = jax.value_and_grad(functools.partial(loss_and_metrics, policy, OBJECTIVE, None), has_aux=True)
     return jax.jit(lambda params, frozen, batch: inner(params, frozen, jax.tree.map(lambda x: x[0], batch)))
 
 
@@ -77,7 +78,7 @@ def test_only_targets_have_adapters_and_fresh_ones_change_nothing():
 
 
 def test_merged_adapters_give_the_logits_of_unmerged_ones():
-    everywhere = dataclasses.replace(POLICY, lora=Lora(rank=2, alpha=3.0, targets=PROJECTIONS))
+    everywhere = dataclasses.replace(POLICY, lora=LoraConfig(rank=2, alpha=3.0, targets=PROJECTIONS))
     decoder = whole(everywhere, "none")["decoder"]
     merged = parts.merge_adapters(everywhere, decoder)
     assert paths(merged) == paths(parts.without_adapters(decoder))
@@ -89,12 +90,12 @@ def test_merged_adapters_give_the_logits_of_unmerged_ones():
 def test_an_update_trains_and_keeps_adapters_alone():
     mesh = tiny.mesh(2, 2, 2)
     trained, frozen = parts.split(LORA, whole(LORA, "shared_trunk"))
-    optimizer = make_optimizer(name="adamw", max_grad_norm=1.0, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0)
+    optimizer = make_optimizer(OptimizerConfig())
     state = init_state(jax.tree.map(jnp.copy, trained), optimizer)
     layout = shardings(state, mesh)
     frozen = jax.device_put(frozen, shardings(frozen, mesh))
     batch = jax.tree.map(jnp.asarray, example("append").batch(rows=8))
-    update = make_update(LORA, CONFIG, optimizer, layout)
+    update = make_update(LORA, OBJECTIVE, optimizer, layout)
     rates = dict.fromkeys(trained, np.float32(0.1))
     after, _ = update(jax.device_put(state, layout), frozen, batch, np.int32(1), rates)
     moved = jax.tree.map(lambda a, b: float(np.abs(np.asarray(a) - b).max()), after.params, trained)
@@ -121,7 +122,10 @@ def test_a_critic_of_its_own_shares_no_gradient_with_the_policy():
     (_, _), policy_grads = gradient(POLICY)(alone, {}, batch)
     check_close(grads["decoder"], policy_grads["decoder"], 1e-5)
     trunk = {"decoder": params["critic"], "value": params["value"]}
-    values_of = [np.asarray(make_score(POLICY, CONFIG)(p, {}, None, batch, np.int32(1)).value) for p in (params, trunk)]
+    values_of = [
+        np.asarray(make_token_outputs(POLICY, OBJECTIVE)(p, {}, None, batch, np.int32(1)).value)
+        for p in (params, trunk)
+    ]
     np.testing.assert_allclose(values_of[0], values_of[1], rtol=1e-5, atol=1e-6)
     assert metrics["value_loss"] > 0 and min(np.abs(g).max() for g in jax.tree.leaves(grads["critic"])) > 0
 
@@ -162,4 +166,4 @@ def test_a_cast_for_the_engine_changes_no_result():
 )
 def test_adapters_that_cannot_be_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        Lora(**changes)
+        LoraConfig(**changes)

@@ -15,13 +15,17 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from agentr1_jax.errors import UserError
+from agentr1_jax.learner.config import OptimizerConfig
 from agentr1_jax.learner.optimizer import make_optimizer
 from agentr1_jax.learner.update import init_state
 from agentr1_jax.policy import sharding
 from agentr1_jax.policy.attention import PackedRows, grouped_attention
+from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Decoder, head_kernel
 from agentr1_jax.policy.params import init_params, values
 from agentr1_jax.policy.rope import frequencies, rotate
+from agentr1_jax.validation import from_section
 
 POLICY = tiny.POLICY
 UNTIED = dataclasses.replace(POLICY, tied=False, rope_theta=500.0)
@@ -224,7 +228,7 @@ def trees():
     """Everything whose layout the table must know: parameters and the learner's whole state, tied and untied."""
     for policy, name in itertools.product((POLICY, UNTIED), ("adamw", "muon")):
         params = jax.eval_shape(lambda key, p=policy: init_params(p, key, critic="shared_trunk"), jax.random.key(0))
-        optimizer = make_optimizer(name=name, max_grad_norm=1.0, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
+        optimizer = make_optimizer(OptimizerConfig(name, weight_decay=0.1))
         yield params
         yield jax.eval_shape(lambda p, o=optimizer: init_state(p, o), params)
 
@@ -291,13 +295,15 @@ def test_remat_changes_neither_value_nor_gradient():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kv_heads": 3}, r"policy\.kv_heads \(3\) must divide policy\.heads \(4\)"),
-        ({"head_dim": 7}, r"policy\.head_dim is 7; rotary embeddings need an even number"),
-        ({"remat": "some"}, r"policy\.remat is 'some'; choose one of none, dots, full"),
-        ({"attention": "flash"}, r"policy\.attention is 'flash'; choose one of xla, dense, cudnn, splash, splash_tree"),
-        ({"dtype": "int32"}, r"policy\.dtype is 'int32'; it must be a floating-point dtype"),
+        ({"kv_heads": 3}, r"kv_heads \(3\) must divide heads \(4\)"),
+        ({"head_dim": 7}, r"head_dim is 7; rotary embeddings need an even number"),
+        ({"heads": 0}, r"heads is 0; it must be greater than or equal to 1"),
+        ({"norm_eps": -1.0}, r"norm_eps is -1.0; it must be greater than 0"),
+        ({"rope_theta": 0.0}, r"rope_theta is 0.0; it must be greater than 0"),
+        ({"attention": "flash"}, r"attention is 'flash'; it must be 'xla', 'dense', 'splash' or 'splash_tree'"),
+        ({"dtype": "int32"}, r"dtype is 'int32'; it must be 'float16', 'bfloat16', 'float32' or 'float64'"),
     ],
 )
 def test_a_shape_that_cannot_be_is_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(POLICY, **changes)
+    with pytest.raises(UserError, match=rf"policy.*{message}"):
+        from_section(DecoderConfig, "policy", {**vars(POLICY), **changes})

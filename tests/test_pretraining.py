@@ -53,8 +53,8 @@ def test_pretraining_trains_every_token_of_rows_of_its_own_shape() -> None:
     update = learners.recording(made.learner.update, seen)
     _, record, _ = made.learn(pieces, update=update)
     (_, batch) = seen[0]
-    assert batch.nodes.tokens.shape[1:] == (2, 12)
-    trained = batch.reads.target[batch.reads.weight > 0]
+    assert batch.packed_tokens.tokens.shape[1:] == (2, 12)
+    trained = batch.loss_tokens.target[batch.loss_tokens.weight > 0]
     assert sorted(trained.tolist()) == sorted(i for t in pieces for i in t.steps[0].response_ids.tolist())
     logprobs = learners.slow_logprobs(jax.device_get(made.fresh().params), pieces)
     # The temperature divides logits of demonstrations as it does in sampling.
@@ -63,7 +63,7 @@ def test_pretraining_trains_every_token_of_rows_of_its_own_shape() -> None:
 
 def test_both_supervised_phases_take_the_same_step_where_their_rows_hold_the_same() -> None:
     pieces = documents(["\x05\x09\x0b\x04", "\x07\x03", "\x11\x12\x13\x14"], tokens=8)
-    settings = {"pretrain.rows": 4, "pretrain.row_tokens": 16, "learner.row_tokens": 16, "learner.row_reads": 16}
+    settings = {"pretrain.rows": 4, "pretrain.row_tokens": 16, "learner.row_tokens": 16, "learner.row_loss_tokens": 16}
     one, other = (make(settings, make_learner=each) for each in (phases.pretraining, phases.supervised))
     check_equal(one.learn(pieces)[0].params, other.learn(pieces)[0].params)
 

@@ -1,4 +1,4 @@
-"""Ratios of every unit against loops and by hand; those of a minibatch for any layout of its reads."""
+"""Ratios of every unit against loops and by hand; those of a minibatch for any layout of its loss tokens."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentr1_jax.learner.batch import Reads
-from agentr1_jax.learner.ratios import MINIBATCH_RATIOS, RATIOS, log_ratio, minibatch_log_ratio
+from agentr1_jax.learner.batch import LossTokens
+from agentr1_jax.learner.config import RATIOS
+from agentr1_jax.learner.ratios import MINIBATCH_RATIOS, log_ratio, minibatch_log_ratio
 from agentr1_jax.runtime.mesh import global_batch
 
 SHAPES = ((2, 4, 20), (4, 6, 10), (1, 1, 100))
 
 
-def make_reads(old, mask, step, trajectory=-1):
-    """Reads [..., reads] of these numbers; all else is 0."""
+def make_loss_tokens(old, mask, step, trajectory=-1):
+    """Loss tokens [..., tokens] of these numbers; all else is 0."""
     mask = np.asarray(mask, bool)
     zeros = np.zeros(mask.shape)
-    return Reads(
-        src=zeros.astype(int),
+    return LossTokens(
+        logit_index=zeros.astype(int),
         target=zeros.astype(int),
         step=np.broadcast_to(step, mask.shape),
         trajectory=np.broadcast_to(trajectory, mask.shape),
@@ -38,31 +39,31 @@ def make_reads(old, mask, step, trajectory=-1):
     )
 
 
-def on_device(reads):
-    return jax.tree.map(jnp.asarray, reads)
+def on_device(loss_tokens):
+    return jax.tree.map(jnp.asarray, loss_tokens)
 
 
-def test_the_step_ratio_is_bounded_and_masked_reads_have_none():
-    reads = on_device(make_reads([[-50.0, -50.0, -50.0]], [[1, 1, 0]], [[0, 0, 0]]))
+def test_the_step_ratio_is_bounded_and_masked_tokens_have_none():
+    loss_tokens = on_device(make_loss_tokens([[-50.0, -50.0, -50.0]], [[1, 1, 0]], [[0, 0, 0]]))
     new = jnp.zeros((1, 3))
-    np.testing.assert_allclose(log_ratio("step", new, reads), [[10.0, 10.0, 0.0]])
-    np.testing.assert_allclose(log_ratio("token", new, reads), [[50.0, 50.0, 0.0]])
+    np.testing.assert_allclose(log_ratio("step", new, loss_tokens), [[10.0, 10.0, 0.0]])
+    np.testing.assert_allclose(log_ratio("token", new, loss_tokens), [[50.0, 50.0, 0.0]])
 
 
 def test_a_step_ratio_ends_where_the_step_ends():
     """Two steps side by side, and equal step numbers in different rows, are different units."""
-    reads = make_reads([[-1.0, -3.0, -5.0], [-1.0, -1.0, -1.0]], np.ones((2, 3)), [[0, 0, 1], [1, 1, 1]])
-    got = log_ratio("step", jnp.full((2, 3), -1.0), on_device(reads))
+    loss_tokens = make_loss_tokens([[-1.0, -3.0, -5.0], [-1.0, -1.0, -1.0]], np.ones((2, 3)), [[0, 0, 1], [1, 1, 1]])
+    got = log_ratio("step", jnp.full((2, 3), -1.0), on_device(loss_tokens))
     np.testing.assert_allclose(got, [[1.0, 1.0, 4.0], [0.0, 0.0, 0.0]])
 
 
 @pytest.mark.parametrize("kind", MINIBATCH_RATIOS)
 def test_the_value_of_a_minibatch_ratio_is_data_and_its_slope_is_each_tokens(kind):
-    reads = on_device(make_reads(np.full((1, 4), -2.0), [[1, 1, 0, 1]], [[0, 0, 0, 1]]))
-    reads = reads.replace(log_ratio=jnp.array([[0.5, -0.25, 7.0, 11.0]]))
+    loss_tokens = on_device(make_loss_tokens(np.full((1, 4), -2.0), [[1, 1, 0, 1]], [[0, 0, 0, 1]]))
+    loss_tokens = loss_tokens.replace(log_ratio=jnp.array([[0.5, -0.25, 7.0, 11.0]]))
     new = jnp.array([[-1.0, -9.0, -1.0, -1.0]])
-    np.testing.assert_allclose(log_ratio(kind, new, reads), [[0.5, -0.25, 0.0, 10.0]])
-    slope = jax.grad(lambda new: log_ratio(kind, new, reads).sum())(new)
+    np.testing.assert_allclose(log_ratio(kind, new, loss_tokens), [[0.5, -0.25, 0.0, 10.0]])
+    slope = jax.grad(lambda new: log_ratio(kind, new, loss_tokens).sum())(new)
     np.testing.assert_array_equal(slope, [[1.0, 1.0, 0.0, 0.0]])
 
 
@@ -108,7 +109,7 @@ def lay_out(stream, rng, shape):
 
     # A read that is no action may belong to a step, and its numbers must not be used.
     units = (put(x, rng.integers(-1, 1, shape)) for x in (stream.step, stream.trajectory))
-    return put(stream.new, np.nan), make_reads(put(stream.old, -np.inf), mask, *units), token
+    return put(stream.new, np.nan), make_loss_tokens(put(stream.old, -np.inf), mask, *units), token
 
 
 @functools.cache
@@ -129,9 +130,9 @@ def test_no_layout_of_a_minibatch_changes_its_ratios(kind, drawn):
     """Number of microbatches, order of rows, padding: each token has the value that a loop over the stream gives."""
     stream, rng = drawn
     for shape in SHAPES:
-        new, reads, token = lay_out(stream, rng, shape)
+        new, loss_tokens, token = lay_out(stream, rng, shape)
         with jax.enable_x64(True):
-            got = compiled(kind)(jnp.asarray(new), on_device(reads))
+            got = compiled(kind)(jnp.asarray(new), on_device(loss_tokens))
         check(got, stream, token, kind, 1e-9)
 
 
@@ -141,32 +142,32 @@ def test_shards_of_a_minibatch_do_not_change_its_ratios(kind):
     sizes = np.array([3, 1, 4, 2, 2, 4])
     step = np.repeat(np.arange(6), sizes)
     stream = Stream(step, np.array([0, 0, 0, 1, 1, 2])[step], *rng.uniform(-3, 0, (2, len(step))).astype(np.float32))
-    new, reads, token = lay_out(stream, rng, (2, 8, 10))
-    got = compiled(kind)(*global_batch((new.astype(np.float32), reads), tiny.mesh(8)))
+    new, loss_tokens, token = lay_out(stream, rng, (2, 8, 10))
+    got = compiled(kind)(*global_batch((new.astype(np.float32), loss_tokens), tiny.mesh(8)))
     check(got, stream, token, kind, 1e-5)
 
 
 def test_capo_counts_each_step_once_and_scales_by_the_root_of_its_length():
     """z of the steps: 1/√1, 4/√4, 3·2/√1; their mean is 3."""
-    reads = make_reads(0.0, [[1, 1, 1, 1, 1, 1, 0]], [[0, 1, 1, 1, 1, 2, -1]])
+    loss_tokens = make_loss_tokens(0.0, [[1, 1, 1, 1, 1, 1, 0]], [[0, 1, 1, 1, 1, 2, -1]])
     new = jnp.array([[1.0, 1.0, 1.0, 1.0, 1.0, 6.0, 5.0]])
-    got = compiled("capo")(new, on_device(reads))
+    got = compiled("capo")(new, on_device(loss_tokens))
     np.testing.assert_allclose(got, [[-2.0, -1.0, -1.0, -1.0, -1.0, 3.0, 0.0]], rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", MINIBATCH_RATIOS)
 def test_a_minibatch_without_actions_has_ratios_of_0(kind):
-    got = compiled(kind)(jnp.ones((1, 2, 3)), on_device(make_reads(0.0, np.zeros((1, 2, 3)), -1)))
+    got = compiled(kind)(jnp.ones((1, 2, 3)), on_device(make_loss_tokens(0.0, np.zeros((1, 2, 3)), -1)))
     np.testing.assert_array_equal(got, np.zeros((1, 2, 3)))
 
 
 def test_unknown_kinds_are_errors():
-    new, reads = jnp.zeros((1, 2)), on_device(make_reads(0.0, np.ones((1, 2)), 0))
+    new, loss_tokens = jnp.zeros((1, 2)), on_device(make_loss_tokens(0.0, np.ones((1, 2)), 0))
     with pytest.raises(ValueError, match="unknown loss.ratio 'turn'; choose one of token, step, trajectory, capo"):
-        log_ratio("turn", new, reads)
+        log_ratio("turn", new, loss_tokens)
     for kind in set(RATIOS) - set(MINIBATCH_RATIOS):
         with pytest.raises(ValueError, match=f"no minibatch has a ratio '{kind}'; choose one of trajectory, capo"):
-            minibatch_log_ratio(kind, new, reads)
+            minibatch_log_ratio(kind, new, loss_tokens)
     for kind in MINIBATCH_RATIOS:
         with pytest.raises(ValueError, match=f"'{kind}' takes its value from the whole minibatch, .* no log_ratio"):
-            jax.jit(functools.partial(log_ratio, kind))(new, reads)
+            jax.jit(functools.partial(log_ratio, kind))(new, loss_tokens)

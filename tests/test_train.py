@@ -281,7 +281,7 @@ def test_a_run_with_every_part_of_the_learner_goes_on_where_it_was(tmp_path: Pat
         "kl__horizon": 16.0,
         "loss__ratio": "trajectory",
         "learner__old_logprobs": "learner",
-        "learner__packing": "tree",
+        "learner__packing": "prefix_tree",
         "learner__minibatches": 2,
         "correction__kind": "tis_sequence",
         "optimizer__name": "lion",

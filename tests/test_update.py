@@ -11,9 +11,21 @@ import numpy as np
 import optax
 import pytest
 import tiny
-from examples import CONFIG, POLICY, WIDE, check_close, check_nonzero, example, gradient, layout, parameters, scores
+from examples import (
+    OBJECTIVE,
+    POLICY,
+    WIDE,
+    check_close,
+    check_nonzero,
+    example,
+    gradient,
+    layout,
+    outputs_of,
+    parameters,
+)
 
 from agentr1_jax.learner.batch import to_microbatches
+from agentr1_jax.learner.config import OptimizerConfig
 from agentr1_jax.learner.optimizer import by_part, make_optimizer
 from agentr1_jax.learner.update import init_state, make_update
 from agentr1_jax.policy.sharding import shardings
@@ -21,7 +33,7 @@ from agentr1_jax.runtime.mesh import global_batch
 
 MICROBATCHES = 2
 ROWS_OF_STEPS = 4
-"""Rows of `example("append")` in mode `steps`."""
+"""Rows of `example("append")` in mode `per_step`."""
 RATES = {"decoder": np.float32(1024), "value": np.float32(512)}
 """So large that the old parameters do not round the gradient away."""
 
@@ -33,13 +45,13 @@ def updater(shape, adam=False):
     policy, optimizer, params = WIDE, by_part(optax.identity()), jax.tree.map(np.float64, parameters())
     if adam:
         policy, params = POLICY, parameters()
-        optimizer = make_optimizer(name="adamw", max_grad_norm=0.1, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
+        optimizer = make_optimizer(OptimizerConfig(max_grad_norm=0.1, weight_decay=0.1))
     layout = shardings(jax.eval_shape(lambda: init_state(params, optimizer)), mesh)
 
     def fresh():
         return jax.device_put(init_state(jax.tree.map(jnp.array, params), optimizer), layout)
 
-    return make_update(policy, CONFIG, optimizer, layout), fresh, mesh
+    return make_update(policy, OBJECTIVE, optimizer, layout), fresh, mesh
 
 
 def one_update(batch, count, shape=(1, 1, 1)):
@@ -56,11 +68,14 @@ def one_update(batch, count, shape=(1, 1, 1)):
 
 def in_rows(case, rows):
     """A batch [2, 8] whose rows lie at the given places of 16; the others are padding."""
-    packing = layout(case.trajectories, "steps")
+    packing = layout(case.trajectories, "per_step")
     assert len(rows) == packing.rows
-    content = (packing.nodes, case.reads(packing))
+    content = (packing.packed_tokens, case.loss_tokens(packing))
     empty = to_microbatches(
-        jax.tree.map(lambda x: x[:0], packing.nodes), jax.tree.map(lambda x: x[:0], content[1]), microbatches=2, rows=8
+        jax.tree.map(lambda x: x[:0], packing.packed_tokens),
+        jax.tree.map(lambda x: x[:0], content[1]),
+        microbatches=2,
+        rows=8,
     )
 
     def scatter(to, x):
@@ -69,7 +84,8 @@ def in_rows(case, rows):
         return flat.reshape(to.shape)
 
     return empty.replace(
-        nodes=jax.tree.map(scatter, empty.nodes, content[0]), reads=jax.tree.map(scatter, empty.reads, content[1])
+        packed_tokens=jax.tree.map(scatter, empty.packed_tokens, content[0]),
+        loss_tokens=jax.tree.map(scatter, empty.loss_tokens, content[1]),
     )
 
 
@@ -103,7 +119,7 @@ def test_shards_do_not_change_the_update(shape):
 
 def test_the_update_is_the_gradient_of_the_loss():
     case = example("window")
-    (loss, _), grads = gradient(POLICY, CONFIG)(parameters(), case.batch())
+    (loss, _), grads = gradient(POLICY, OBJECTIVE)(parameters(), case.batch())
     applied, metrics = one_update(case.batch(microbatches=2, rows=8), 2)
     check_close(applied, grads, 1e-5)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
@@ -114,7 +130,7 @@ def test_the_update_is_the_gradient_of_the_loss():
 def test_metrics_say_what_they_are_named_after():
     case = example("mixed")
     metrics = one_update(case.batch(microbatches=2, rows=8), 2)[1]
-    logprob, entropy, value = scores(case.trajectories)
+    logprob, entropy, value = outputs_of(case.trajectories)
     old = np.concatenate([s.logprobs for t in case.trajectories for s in t.steps])
     on, gap = case.weights > 0, logprob - old
     ratio, a = np.exp(gap), case.advantages

@@ -15,7 +15,7 @@ from checkpoints import check_equal, checkpoint, layout, read, tensors_of
 from safetensors.numpy import load_file
 
 from agentr1_jax.policy import weights
-from agentr1_jax.policy.config import DecoderConfig, Lora
+from agentr1_jax.policy.config import DecoderConfig, LoraConfig
 from agentr1_jax.policy.params import init_decoder
 from agentr1_jax.policy.weights import files, names
 
@@ -138,7 +138,7 @@ def count_reads(monkeypatch):
 def test_host_memory_stays_near_one_stacked_tensor(tmp_path, monkeypatch):
     """Of 96 layers in 50 files: beside finished arrays, never more than one parameter and one layer of it."""
     shape = DecoderConfig(vocab_size=512, width=64, layers=96, heads=4, kv_heads=4, head_dim=16, hidden=64, tied=False)
-    params = jax.tree.map(lambda s: np.ones(s.shape, s.dtype), names.expected(shape))
+    params = jax.tree.map(lambda s: np.ones(s.shape, s.dtype), names.parameter_shapes(shape))
     weights.save(tmp_path, shape, params, max_shard_bytes=200_000)
     assert len(list(tmp_path.glob("*.safetensors"))) > 40
     stacked = shape.layers * shape.width * shape.hidden * 4
@@ -164,7 +164,7 @@ def test_host_memory_stays_near_one_stacked_tensor(tmp_path, monkeypatch):
 
 def test_saving_gathers_one_tensor_at_a_time(tmp_path):
     shape = DecoderConfig(vocab_size=64, width=64, layers=64, heads=4, kv_heads=4, head_dim=16, hidden=256)
-    params = jax.device_put(jax.tree.map(lambda s: np.ones(s.shape, s.dtype), names.expected(shape)))
+    params = jax.device_put(jax.tree.map(lambda s: np.ones(s.shape, s.dtype), names.parameter_shapes(shape)))
     tracemalloc.start()
     try:
         weights.save(tmp_path, shape, params)
@@ -177,7 +177,7 @@ def test_saving_gathers_one_tensor_at_a_time(tmp_path):
 def test_lora_weights_load_without_adapters(tmp_path):
     folder = checkpoint(tmp_path)
     _, plain = read(folder)
-    config, params = read(folder, lora=Lora(rank=2))
+    config, params = read(folder, lora=LoraConfig(rank=2))
     check_equal(plain, params)
     shapes = jax.eval_shape(functools.partial(init_decoder, config), jax.random.key(0))
     with pytest.raises(ValueError, match=r"lora_a: merge the adapters first"):

@@ -1,1 +1,1 @@
-"""The learner: packing of trajectories into rows, chunked log-probs, losses, the compiled score and update."""
+"""The learner: packing of trajectories into rows, chunked log-probs, losses, the compiled update."""

@@ -1,4 +1,4 @@
-"""What score and update consume: rows of nodes (tokens to compute) and reads (tokens to train), in microbatches."""
+"""Rows that the learner's programs consume: packed tokens (computed) and loss tokens (trained), in microbatches."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ from jaxtyping import Bool, Float, Int
 
 
 @flax.struct.dataclass
-class Nodes:
-    """Tokens to run through the decoder, each once; written as numpy arrays, seen as JAX arrays by the programs.
+class PackedTokens:
+    """Tokens to run through the decoder, each once. Numpy arrays on the host, JAX arrays in the programs.
 
-    Node i of a row sees node j iff j ≤ i < subtree_end[j]: its ancestors in the tree of shared prefixes.
+    Token i of a row sees token j iff j ≤ i < subtree_end[j]: its ancestors in the tree of shared prefixes.
+
+    Attributes:
+      tokens: ids.
+      position: rotary position, the token's place in its own sequence.
+      subtree_end: end of the tokens that see this one.
     """
 
     tokens: Int[Any, "*rows length"]
@@ -24,75 +29,80 @@ class Nodes:
 
 
 @flax.struct.dataclass
-class Reads:
-    """Tokens to train, each predicted at the node `src` of its own row. Padding has weight 0 and step -1.
+class LossTokens:
+    """Tokens of the loss, each predicted at position `logit_index` of its own row. Padding has weight 0 and step -1.
 
-    A read is trained where its weight is positive, be it an action or (in an ablation) of an observation.
+    A token is trained where its weight is positive, be it an action or (in an ablation) of an observation.
 
     Attributes:
-      src: node whose hidden state predicts the token.
-      target: its id.
-      step, trajectory, group: number of its unit; -1 for padding.
+      logit_index: position in the row whose hidden state predicts the token.
+      target: the token's id.
+      step, trajectory, group: index of the token's unit; -1 for padding.
       is_action: True if the policy sampled it.
-      old_logprob: log π_old, the centre of ratio and clip; of a read that is no action 0 until it is filled.
+      old_logprob: log π_old, the centre of ratio and clip; 0 for an observation token until it is set.
       advantage: A_k.
-      weight: its share of the policy loss; all weights of a batch sum to 1 (aggregate `fixed` apart).
+      weight: share of the policy loss; all weights of a minibatch sum to 1 (except with aggregate `fixed`).
       old_value, value_target, value_weight: of the critic; None without one.
       ref_logprob: log-prob under the reference policy; None without a KL term in the loss.
-      rollout_weight: constant factor of the policy loss that corrects for the gap between sampler and learner; None
+      correction_weight: constant factor of the policy loss that corrects for the gap between sampler and learner; None
         for 1.
       log_ratio: value of log ρ where it takes a pass over the whole minibatch (`trajectory`, `capo`); else None.
     """
 
-    src: Int[Any, "*rows reads"]
-    target: Int[Any, "*rows reads"]
-    step: Int[Any, "*rows reads"]
-    trajectory: Int[Any, "*rows reads"]
-    group: Int[Any, "*rows reads"]
-    is_action: Bool[Any, "*rows reads"]
-    old_logprob: Float[Any, "*rows reads"]
-    advantage: Float[Any, "*rows reads"]
-    weight: Float[Any, "*rows reads"]
-    old_value: Float[Any, "*rows reads"] | None = None
-    value_target: Float[Any, "*rows reads"] | None = None
-    value_weight: Float[Any, "*rows reads"] | None = None
-    ref_logprob: Float[Any, "*rows reads"] | None = None
-    rollout_weight: Float[Any, "*rows reads"] | None = None
-    log_ratio: Float[Any, "*rows reads"] | None = None
+    logit_index: Int[Any, "*rows tokens"]
+    target: Int[Any, "*rows tokens"]
+    step: Int[Any, "*rows tokens"]
+    trajectory: Int[Any, "*rows tokens"]
+    group: Int[Any, "*rows tokens"]
+    is_action: Bool[Any, "*rows tokens"]
+    old_logprob: Float[Any, "*rows tokens"]
+    advantage: Float[Any, "*rows tokens"]
+    weight: Float[Any, "*rows tokens"]
+    old_value: Float[Any, "*rows tokens"] | None = None
+    value_target: Float[Any, "*rows tokens"] | None = None
+    value_weight: Float[Any, "*rows tokens"] | None = None
+    ref_logprob: Float[Any, "*rows tokens"] | None = None
+    correction_weight: Float[Any, "*rows tokens"] | None = None
+    log_ratio: Float[Any, "*rows tokens"] | None = None
 
 
-OPTIONAL = tuple(f.name for f in dataclasses.fields(Reads) if f.default is None)
-"""Fields of `Reads` that are absent where no term of the run needs them."""
-CRITIC = ("old_value", "value_target", "value_weight")
-"""Those of the critic."""
+OPTIONAL_FIELDS = tuple(f.name for f in dataclasses.fields(LossTokens) if f.default is None)
+"""Fields of `LossTokens` that are absent where no term of the run needs them."""
+CRITIC_FIELDS = ("old_value", "value_target", "value_weight")
 
 
 @flax.struct.dataclass
 class Batch:
     """Leaves of shape [microbatches, rows, ...]."""
 
-    nodes: Nodes
-    reads: Reads
+    packed_tokens: PackedTokens
+    loss_tokens: LossTokens
 
 
-def empty_nodes(rows: int, length: int) -> Nodes:
-    """Padding. A node of it sees itself alone, so that its softmax is defined."""
-    alone = np.broadcast_to(np.arange(1, length + 1, dtype=np.int32), (rows, length)).copy()
-    return Nodes(
+def empty_packed_tokens(rows: int, length: int) -> PackedTokens:
+    """Rows of padding. A padding token sees itself alone, so that its softmax is defined."""
+    next_index = np.broadcast_to(np.arange(1, length + 1, dtype=np.int32), (rows, length)).copy()
+    return PackedTokens(
         tokens=np.zeros((rows, length), np.int32),
         position=np.zeros((rows, length), np.int32),
-        subtree_end=alone,
+        subtree_end=next_index,
     )
 
 
-def empty_reads(rows: int, reads: int, present: tuple[str, ...] = ()) -> Reads:
-    """Padding, with the named ones of the `OPTIONAL` fields."""
+def empty_loss_tokens(rows: int, count: int, present: tuple[str, ...] = ()) -> LossTokens:
+    """Rows of padding.
+
+    Args:
+      rows: number of rows.
+      count: loss tokens per row.
+      present: names among `OPTIONAL_FIELDS` that the result has.
+    """
 
     def full(value: float, dtype: type) -> np.ndarray:
-        return np.full((rows, reads), value, dtype)
+        return np.full((rows, count), value, dtype)
 
-    return Reads(
-        src=full(0, np.int32),
+    return LossTokens(
+        logit_index=full(0, np.int32),
         target=full(0, np.int32),
         step=full(-1, np.int32),
         trajectory=full(-1, np.int32),
@@ -106,32 +116,48 @@ def empty_reads(rows: int, reads: int, present: tuple[str, ...] = ()) -> Reads:
 
 
 def batch_shapes(
-    *, microbatches: int, rows: int, row_tokens: int, row_reads: int, present: tuple[str, ...] = ()
+    *, microbatches: int, rows: int, row_tokens: int, row_loss_tokens: int, present: tuple[str, ...] = ()
 ) -> Batch:
-    """The shape structs of a batch, as `to_microbatches` makes it, with the named `OPTIONAL` fields."""
+    """Shape structs of a batch as `to_microbatches` makes it, with the named `OPTIONAL_FIELDS`."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((microbatches, rows, *x.shape[1:]), x.dtype),
-        Batch(empty_nodes(1, row_tokens), empty_reads(1, row_reads, present)),
+        Batch(empty_packed_tokens(1, row_tokens), empty_loss_tokens(1, row_loss_tokens, present)),
     )
 
 
-def to_microbatches(nodes: Nodes, reads: Reads, *, microbatches: int, rows: int) -> Batch:
-    """Pads B rows with rows of zero weight to [microbatches, rows, ...].
+def to_microbatches(packed_tokens: PackedTokens, loss_tokens: LossTokens, *, microbatches: int, rows: int) -> Batch:
+    """Pad B rows with rows of zero weight and split them into [microbatches, rows, ...].
 
     Raises:
       ValueError: B exceeds microbatches · rows.
     """
-    have, capacity = nodes.tokens.shape[0], microbatches * rows
+    have, capacity = packed_tokens.tokens.shape[0], microbatches * rows
     if have > capacity:
         raise ValueError(
             f"{have} rows exceed the {microbatches} microbatches of {rows} rows of this run; "
             "an agent of its own that branches more than its context rule says needs a larger capacity"
         )
-    present = tuple(name for name in OPTIONAL if getattr(reads, name) is not None)
-    empty = Batch(
-        empty_nodes(capacity - have, nodes.tokens.shape[1]),
-        empty_reads(capacity - have, reads.src.shape[1], present),
+    present = tuple(name for name in OPTIONAL_FIELDS if getattr(loss_tokens, name) is not None)
+    padding = Batch(
+        empty_packed_tokens(capacity - have, packed_tokens.tokens.shape[1]),
+        empty_loss_tokens(capacity - have, loss_tokens.logit_index.shape[1], present),
     )
     return jax.tree.map(
-        lambda x, pad: np.concatenate([x, pad]).reshape(microbatches, rows, *x.shape[1:]), Batch(nodes, reads), empty
+        lambda x, pad: np.concatenate([x, pad]).reshape(microbatches, rows, *x.shape[1:]),
+        Batch(packed_tokens, loss_tokens),
+        padding,
     )
+
+
+def with_process_indices(loss_tokens: LossTokens, index: int, count: int) -> LossTokens:
+    """Loss tokens whose steps and trajectories differ from those of all other processes.
+
+    Args:
+      loss_tokens: of this process, its units numbered from 0.
+      index, count: of this process, and number of processes.
+    """
+
+    def spread(unit: np.ndarray) -> np.ndarray:
+        return np.where(unit < 0, unit, unit * count + index).astype(np.int32)
+
+    return dataclasses.replace(loss_tokens, step=spread(loss_tokens.step), trajectory=spread(loss_tokens.trajectory))

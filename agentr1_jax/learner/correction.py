@@ -1,7 +1,7 @@
-"""Sampler and learner give one token two probabilities: weights that correct for the gap, and its measures.
+"""Correction for the gap between sampler and learner, which give one token two probabilities; measures of the gap.
 
-Streams [K] hold the sampled tokens in (trajectory, step, token) order. π_b is the behaviour policy, which is what the
-sampler really sampled from; π_old is the learner's own evaluation of the same weights.
+Arrays [K] hold the sampled tokens in (trajectory, step, token) order. π_b is the behaviour policy, the distribution
+that the sampler really sampled from; π_old is the learner's own evaluation of the same weights.
 """
 
 from __future__ import annotations
@@ -9,46 +9,33 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Float, Int
 
-CORRECTIONS = ("none", "tis_token", "tis_sequence", "icepop", "mask_sequence")
+from agentr1_jax.learner.config import CorrectionConfig
+
 MAX_LOG_RATIO = 20.0
 
 
-def rollout_weights(
-    kind: str,
+def correction_weights(
+    config: CorrectionConfig,
     old_logprob: Float[np.ndarray, "tokens"],
     behaviour_logprob: Float[np.ndarray, "tokens"],
     sequence: Int[np.ndarray, "tokens"],
-    *,
-    cap: float,
-    low: float,
-    high: float,
 ) -> Float[np.ndarray, "tokens"]:
-    """The constant factor of each token's policy loss, from w = exp(clip(log π_old − log π_b, ±20)).
+    """Return the constant factor of each token's policy loss, from w = exp(clip(log π_old − log π_b, ±20)).
 
     `none`: 1. `tis_token`: min(w, cap). `tis_sequence`: the same of the whole sequence, its log-ratios summed and then
     clipped. `icepop`: w where low ≤ w ≤ high, else 0 (arXiv 2510.18855). `mask_sequence`: 1, or 0 for all tokens of a
     sequence whose GEOMETRIC MEAN ratio, exp of the mean of its log-ratios, lies outside [low, high].
 
     Args:
-      kind: one of `CORRECTIONS`.
+      config: kind of the weights and their bounds.
       old_logprob, behaviour_logprob: log π_old and log π_b.
-      sequence: unit of each token, of its step or its trajectory.
-      cap: most weight of the two `tis`.
-      low, high: bounds of `icepop` and `mask_sequence`.
+      sequence: index of each token's step or trajectory, as `config.unit` says.
 
     Returns:
       float32 weights. A log-prob that is not finite gives its token (its whole sequence, where that is the unit)
       weight 0, unless the kind is `none`.
-
-    Raises:
-      ValueError: unknown kind, a cap that is not positive, or bounds out of order.
     """
-    if kind not in CORRECTIONS:
-        raise ValueError(f"unknown rollout correction {kind!r}; choose one of {', '.join(CORRECTIONS)}")
-    if not cap > 0:
-        raise ValueError(f"the cap of the rollout correction is {cap}; it must be above 0")
-    if not 0 <= low <= high:
-        raise ValueError(f"the bounds of the rollout correction are {low} and {high}; they need 0 <= low <= high")
+    kind, low, high = config.kind, config.low, config.high
     if kind == "none":
         return np.ones(len(sequence), np.float32)
     log_ratio, finite = _log_ratio(old_logprob, behaviour_logprob)
@@ -60,7 +47,7 @@ def rollout_weights(
             log_ratio = log_ratio / np.bincount(unit)[unit]
     w = np.exp(np.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     inside = (low <= w) & (w <= high)
-    weights = {"icepop": w * inside, "mask_sequence": inside}.get(kind, np.minimum(w, cap))
+    weights = {"icepop": w * inside, "mask_sequence": inside}.get(kind, np.minimum(w, config.cap))
     return np.where(finite, weights, 0).astype(np.float32)
 
 
@@ -69,7 +56,7 @@ def gap_metrics(
     behaviour_logprob: Float[np.ndarray, "tokens"],
     sequence: Int[np.ndarray, "tokens"],
 ) -> dict[str, float]:
-    """The gap between sampler and learner; names without the prefix under which a run shows them.
+    """Return measures of the gap between sampler and learner, by name.
 
     With d = log π − log π_b of a token (nats) and, for a sequence, its sum D and the log-perplexities ℓ = −mean log π
     and ℓ_b = −mean log π_b, each kept within ±20 in an exponent:
@@ -79,7 +66,7 @@ def gap_metrics(
       learner_log_perplexity, sampler_log_perplexity: means of ℓ and ℓ_b over sequences.
       learner_perplexity, sampler_perplexity, perplexity_ratio: means of e^ℓ, e^ℓ_b and their quotient e^(ℓ − ℓ_b).
       log_perplexity_difference, and its _abs, _max, _min: of ℓ − ℓ_b.
-      nonfinite: tokens with a log-prob that is not finite, which the others leave out.
+      nonfinite: number of tokens with a log-prob that is not finite; all other measures leave them out.
 
     Returns:
       Floats; `nonfinite` alone where no token is finite.
@@ -115,7 +102,7 @@ def gap_metrics(
 
 
 def _log_ratio(above: np.ndarray, below: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The difference of two log-probs in float64, 0 where one is not finite; and where both are finite."""
+    """Difference of two log-probs in float64, 0 where one is not finite; and where both are finite."""
     finite = np.isfinite(above) & np.isfinite(below)
     above, below = (np.where(finite, x, 0).astype(np.float64) for x in (above, below))
     return above - below, finite

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from jaxtyping import Float
 
-KL_ESTIMATES = ("k1", "k2", "k3")
+from agentr1_jax.learner.config import KLEstimate
+
+KL_ESTIMATES: tuple[KLEstimate, ...] = get_args(KLEstimate)
 
 
-def kl_estimate(kind: str, logprob: Float[Any, "*shape"], ref_logprob: Float[Any, "*shape"]) -> Float[Any, "*shape"]:
-    """KL(π‖π_ref) estimated from each sampled token; x = log π − log π_ref (http://joschu.net/blog/kl-approx.html).
+def kl_estimate(
+    kind: KLEstimate, logprob: Float[Any, "*shape"], ref_logprob: Float[Any, "*shape"]
+) -> Float[Any, "*shape"]:
+    """Estimate KL(π‖π_ref) from each sampled token; x = log π − log π_ref (http://joschu.net/blog/kl-approx.html).
 
     `k1` = x; `k2` = x²/2; `k3` = e⁻ˣ + x − 1. On samples of π: as a loss, k2 has the gradient of the KL in
     expectation and k1 none; as a reward, k1 has it.
 
     Args:
-      kind: one of `KL_ESTIMATES`.
+      kind: the estimate.
       logprob, ref_logprob: both numpy or both JAX arrays, and so is the result.
 
     Raises:
@@ -36,9 +40,9 @@ def kl_estimate(kind: str, logprob: Float[Any, "*shape"], ref_logprob: Float[Any
 
 
 def kl_rewards(
-    kind: str, old_logprob: Float[np.ndarray, "tokens"], ref_logprob: Float[np.ndarray, "tokens"], coef: float
+    kind: KLEstimate, old_logprob: Float[np.ndarray, "tokens"], ref_logprob: Float[np.ndarray, "tokens"], coef: float
 ) -> Float[np.ndarray, "tokens"]:
-    """The reward −coef·KL of each token, float32, where the KL is in the reward and not in the loss.
+    """Return the reward −coef·KL of each token, float32, where the KL is in the reward and not in the loss.
 
     Raises:
       ValueError: unknown kind.
@@ -47,8 +51,8 @@ def kl_rewards(
     return (-coef * kl).astype(np.float32)
 
 
-def adapted_kl_coef(coef: float, kl: float, trajectories: int, *, target: float, horizon: float) -> float:
-    """The next coefficient of the KL reward: coef·(1 + clip(kl/target − 1, ±0.2)·trajectories/horizon).
+def next_kl_coef(coef: float, kl: float, trajectories: int, *, target: float, horizon: float) -> float:
+    """Return the next coefficient of the KL reward: coef·(1 + clip(kl/target − 1, ±0.2)·trajectories/horizon).
 
     From Ziegler et al. 2019 (arXiv 1909.08593). A KL that is not a number leaves the coefficient as it is.
 

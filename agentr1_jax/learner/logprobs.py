@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy of reads, in chunks, so that logits are never materialised whole."""
+"""Log-probabilities and entropy of loss tokens, in chunks, so that logits are never materialised whole."""
 
 from __future__ import annotations
 
@@ -15,45 +15,46 @@ from agentr1_jax.policy.sharding import ROWS, constrain, fit
 
 
 def token_logprobs(
-    hidden: Float[Array, "rows reads width"],
-    target: Int[Array, "rows reads"],
-    used: Bool[Array, "rows reads"],
+    hidden: Float[Array, "rows tokens width"],
+    target: Int[Array, "rows tokens"],
+    used: Bool[Array, "rows tokens"],
     head: Float[Array, "width vocab"],
     *,
     temperature: float,
     chunk: int,
     mesh: Mesh | None = None,
     entropy_gradient: bool = True,
-) -> tuple[Float[Array, "rows reads"], Float[Array, "rows reads"]]:
-    """log softmax(h·W/τ)[target] and the entropy of that softmax, in float32 or wider.
+) -> tuple[Float[Array, "rows tokens"], Float[Array, "rows tokens"]]:
+    """Return log softmax(h·W/τ)[target] and the entropy of that softmax, in float32 or wider.
 
-    Used reads, wherever they lie, are moved together, and each device takes as many chunks as its own fill: time
-    follows the used reads. Memory is O(chunk · vocab), since the backward pass computes the logits of a chunk again.
-    Matrices are multiplied in the dtype of `hidden`; sums, the head's gradient among them, are float32 or wider.
+    Used tokens, wherever they lie, are moved together, and each device computes only the chunks that its own used
+    tokens need: time follows their number. Memory is O(chunk · vocab), since the backward pass computes the logits of a
+    chunk again. Matrices are multiplied in the dtype of `hidden`; sums, the head's gradient among them, are float32 or
+    wider.
 
     Args:
       hidden: hidden states that predict the targets.
       target: ids.
-      used: False for padding; nothing of it is looked at, and its results are 0.
+      used: False for padding, whose inputs are not read and whose results are 0.
       head: output head W.
       temperature: τ, the sampler's.
-      chunk: reads per chunk on each device.
-      mesh: rows are dealt over its `data` and `fsdp`, the vocabulary over its `tensor`; None leaves that to the
+      chunk: tokens per chunk on each device.
+      mesh: rows are sharded over its `data` and `fsdp`, the vocabulary over its `tensor`; None leaves that to the
         compiler.
-      entropy_gradient: False where the entropy is only looked at: its gradient is then 0 and costs nothing.
+      entropy_gradient: False where the entropy is only a metric: its gradient is then 0 and costs nothing.
 
     Returns:
       log-probabilities and entropies in nats.
     """
-    how = _How(temperature, chunk, entropy_gradient, split=False)
+    static = _Static(temperature, chunk, entropy_gradient, shard_vocab=False)
     if mesh is None:
-        return _of_rows(how, hidden, target, used, head)
-    how = how._replace(split=head.shape[1] % mesh.shape["tensor"] == 0)
+        return _shard_logprobs(static, hidden, target, used, head)
+    static = static._replace(shard_vocab=head.shape[1] % mesh.shape["tensor"] == 0)
     # By hand over the rows: each device sums the head's gradient over its own chunks, and devices exchange it once. The
     # compiler would gather the head and reduce its gradient for every chunk.
     own = P(*fit((ROWS,), (target.shape[0],), mesh).spec)
     by_rows = jax.shard_map(
-        functools.partial(_of_rows, how),
+        functools.partial(_shard_logprobs, static),
         mesh=mesh,
         in_specs=(own, own, own, P()),
         out_specs=(own, own),
@@ -63,42 +64,42 @@ def token_logprobs(
     return by_rows(hidden, target, used, constrain(head, mesh, None, "tensor"))
 
 
-class _How(NamedTuple):
-    """What is known when the program is compiled; with `split`, the vocabulary is dealt over the mesh's `tensor`."""
+class _Static(NamedTuple):
+    """Static arguments; with `shard_vocab`, the vocabulary is sharded over the mesh's `tensor`."""
 
     temperature: float
     chunk: int
     entropy_gradient: bool
-    split: bool
+    shard_vocab: bool
 
 
-def _of_rows(how: _How, hidden: Array, target: Array, used: Array, head: Array) -> tuple[Array, Array]:
+def _shard_logprobs(static: _Static, hidden: Array, target: Array, used: Array, head: Array) -> tuple[Array, Array]:
     """`token_logprobs` of the rows of one shard."""
-    logprob, entropy = _logprobs(how, hidden.reshape(-1, hidden.shape[-1]), target.ravel(), used.ravel(), head)
+    logprob, entropy = _logprobs(static, hidden.reshape(-1, hidden.shape[-1]), target.ravel(), used.ravel(), head)
     return logprob.reshape(target.shape), entropy.reshape(target.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _logprobs(
-    how: _How,
-    hidden: Float[Array, "reads width"],
-    target: Int[Array, "reads"],
-    used: Bool[Array, "reads"],
+    static: _Static,
+    hidden: Float[Array, "tokens width"],
+    target: Int[Array, "tokens"],
+    used: Bool[Array, "tokens"],
     head: Float[Array, "width vocab"],
-) -> tuple[Float[Array, "reads"], Float[Array, "reads"]]:
-    return _forward(how, hidden, target, used, head)[0]
+) -> tuple[Float[Array, "tokens"], Float[Array, "tokens"]]:
+    return _forward(static, hidden, target, used, head)[0]
 
 
 def _forward(
-    how: _How, hidden: Array, target: Array, used: Array, head: Array
+    static: _Static, hidden: Array, target: Array, used: Array, head: Array
 ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
-    """Both results, and what the backward pass needs."""
-    order, chunks = _compact(used, how.chunk)
+    """Return both results, and the residuals of the backward pass."""
+    order, chunks = _compact(used, static.chunk)
     kernel = head.astype(hidden.dtype)
 
     def body(i: Array, out: tuple[Array, ...]) -> tuple[Array, ...]:
         ids = _pick(target, order[i])
-        logits = _logits(how, _pick(hidden, order[i]), kernel)
+        logits = _logits(static, _pick(hidden, order[i]), kernel)
         # All relative to the largest logit: differences of numbers near log Σexp lose digits when logits are large.
         largest = jnp.max(logits, axis=-1)
         below = logits - largest[:, None]
@@ -111,50 +112,54 @@ def _forward(
 
     empty = jnp.zeros(order.shape, _wide(hidden))
     logprob, entropy, *normalizers = jax.lax.fori_loop(0, chunks, body, (empty,) * 4)
-    kept = (hidden, target, used, head, entropy, *normalizers)
-    return (_spread(logprob, used), _spread(entropy, used)), kept
+    residuals = (hidden, target, used, head, entropy, *normalizers)
+    return (_spread(logprob, used), _spread(entropy, used)), residuals
 
 
-def _backward(how: _How, kept: tuple[Array, ...], cotangents: tuple[Array, Array]) -> tuple[Array, None, None, Array]:
-    """∂log π/∂z = 1[target] − p and ∂H/∂z = −p·(log p + H) for logits z.
+def _backward(
+    static: _Static, residuals: tuple[Array, ...], cotangents: tuple[Array, Array]
+) -> tuple[Array, None, None, Array]:
+    """Apply ∂log π/∂z = 1[target] − p and ∂H/∂z = −p·(log p + H) for logits z.
 
-    The target's place is found by comparing ids: the transpose of a gather would be a scatter into a chunk's logits.
+    The target's column is found by comparing ids: the transpose of a gather would be a scatter into a chunk's logits.
     """
-    hidden, target, used, head, entropy, largest, log_total = kept
-    order, chunks = _compact(used, how.chunk)
+    hidden, target, used, head, entropy, largest, log_total = residuals
+    order, chunks = _compact(used, static.chunk)
     kernel, wide = head.astype(hidden.dtype), _wide(hidden)
 
     def body(i: Array, grads: tuple[Array, Array]) -> tuple[Array, Array]:
         h, ids = _pick(hidden, order[i]), _pick(target, order[i])
-        of_logprob, of_entropy = (_pick(x, order[i])[:, None] / how.temperature for x in cotangents)
-        logits = _logits(how, h, kernel)
+        d_logprob, d_entropy = (_pick(x, order[i])[:, None] / static.temperature for x in cotangents)
+        logits = _logits(static, h, kernel)
         logprobs = logits - largest[i][:, None] - log_total[i][:, None]
-        slope = -of_logprob
-        if how.entropy_gradient:
-            slope -= of_entropy * (logprobs + entropy[i][:, None])
-        of_logits = jnp.exp(logprobs) * slope + jnp.where(_chosen(ids, logits), of_logprob, 0)
-        of_logits = _dealt(how, of_logits.astype(hidden.dtype))
-        of_h = jnp.matmul(of_logits, kernel.T, preferred_element_type=wide)
-        of_kernel = jnp.matmul(h.T, of_logits, preferred_element_type=wide)
-        return _put(grads[0], i, of_h.astype(hidden.dtype)), _dealt(how, grads[1] + of_kernel)
+        slope = -d_logprob
+        if static.entropy_gradient:
+            slope -= d_entropy * (logprobs + entropy[i][:, None])
+        d_logits = jnp.exp(logprobs) * slope + jnp.where(_chosen(ids, logits), d_logprob, 0)
+        d_logits = _constrain_vocab(static, d_logits.astype(hidden.dtype))
+        d_h = jnp.matmul(d_logits, kernel.T, preferred_element_type=wide)
+        d_kernel = jnp.matmul(h.T, d_logits, preferred_element_type=wide)
+        return _put(grads[0], i, d_h.astype(hidden.dtype)), _constrain_vocab(static, grads[1] + d_kernel)
 
     empty = jnp.zeros((*order.shape, hidden.shape[-1]), hidden.dtype)
-    of_hidden, of_head = jax.lax.fori_loop(0, chunks, body, (empty, _dealt(how, jnp.zeros(head.shape, wide))))
-    return _spread(of_hidden, used), None, None, of_head.astype(head.dtype)
+    d_hidden, d_head = jax.lax.fori_loop(
+        0, chunks, body, (empty, _constrain_vocab(static, jnp.zeros(head.shape, wide)))
+    )
+    return _spread(d_hidden, used), None, None, d_head.astype(head.dtype)
 
 
 _logprobs.defvjp(_forward, _backward)
 
 
-def _compact(used: Bool[Array, "reads"], chunk: int) -> tuple[Int[Array, "most_chunks chunk"], Int[Array, ""]]:
-    """Indices of the used reads in chunks, then indices beyond all reads; and how many chunks hold used reads."""
+def _compact(used: Bool[Array, "tokens"], chunk: int) -> tuple[Int[Array, "most_chunks chunk"], Int[Array, ""]]:
+    """Indices of used tokens in chunks, then indices beyond all tokens; and the number of chunks with used tokens."""
     chunk = min(chunk, used.size)
     order = jnp.flatnonzero(used, size=used.size + -used.size % chunk, fill_value=used.size)
     return order.reshape(-1, chunk), (jnp.sum(used) + chunk - 1) // chunk
 
 
-def _pick(x: Shaped[Array, "reads *of_each"], index: Int[Array, "chunk"]) -> Shaped[Array, "chunk *of_each"]:
-    """The reads of a chunk, 0 beyond them."""
+def _pick(x: Shaped[Array, "tokens *features"], index: Int[Array, "chunk"]) -> Shaped[Array, "chunk *features"]:
+    """The tokens of a chunk, 0 beyond them."""
     return x.at[index].get(mode="fill", fill_value=0)
 
 
@@ -163,26 +168,26 @@ def _put(whole: Any, i: Array, chunk: Any) -> Any:
 
 
 def _spread(
-    x: Float[Array, "most_chunks chunk *of_each"], used: Bool[Array, "reads"]
-) -> Float[Array, "reads *of_each"]:
-    """Compact results where their reads are; 0 at unused ones. A gather, which every device does fast."""
-    place = jnp.maximum(jnp.cumsum(used) - 1, 0)
+    x: Float[Array, "most_chunks chunk *features"], used: Bool[Array, "tokens"]
+) -> Float[Array, "tokens *features"]:
+    """Move compact results back to their tokens; 0 at unused ones. A gather, which every device does fast."""
+    index = jnp.maximum(jnp.cumsum(used) - 1, 0)
     flat = x.reshape(-1, *x.shape[2:])
-    return jnp.where(used.reshape(-1, *(1,) * (flat.ndim - 1)), flat[place], 0)
+    return jnp.where(used.reshape(-1, *(1,) * (flat.ndim - 1)), flat[index], 0)
 
 
 def _logits(
-    how: _How, h: Float[Array, "chunk width"], kernel: Float[Array, "width vocab"]
+    static: _Static, h: Float[Array, "chunk width"], kernel: Float[Array, "width vocab"]
 ) -> Float[Array, "chunk vocab"]:
-    return _dealt(how, jnp.matmul(h, kernel, preferred_element_type=_wide(h)) / how.temperature)
+    return _constrain_vocab(static, jnp.matmul(h, kernel, preferred_element_type=_wide(h)) / static.temperature)
 
 
 def _chosen(ids: Int[Array, "chunk"], logits: Float[Array, "chunk vocab"]) -> Bool[Array, "chunk vocab"]:
     return jax.lax.broadcasted_iota(ids.dtype, logits.shape, 1) == ids[:, None]
 
 
-def _dealt(how: _How, x: Float[Array, "any vocab"]) -> Float[Array, "any vocab"]:
-    return jax.lax.with_sharding_constraint(x, P(None, "tensor")) if how.split else x
+def _constrain_vocab(static: _Static, x: Float[Array, "any vocab"]) -> Float[Array, "any vocab"]:
+    return jax.lax.with_sharding_constraint(x, P(None, "tensor")) if static.shard_vocab else x
 
 
 def _wide(x: Array) -> jnp.dtype:

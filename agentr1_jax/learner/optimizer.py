@@ -16,40 +16,32 @@ import optax
 import optax.contrib
 from jaxtyping import Array
 
+from agentr1_jax.learner.config import OptimizerConfig
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.policy.sharding import spec_of
 
 Alias = Callable[..., optax.GradientTransformation]
 
 
-def make_optimizer(
-    *,
-    name: str,
-    max_grad_norm: float | None,
-    b1: float,
-    b2: float,
-    eps: float,
-    weight_decay: float,
-    args: Mapping[str, Any] = types.MappingProxyType({}),
-) -> optax.GradientTransformation:
-    """An optimizer without its learning rate, which is an argument of the update: θ ← θ − rate · updates.
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Return an optimizer without its learning rate, which is an argument of the update: θ ← θ − rate · updates.
 
-    Its state is apart for each part of the parameters; see `by_part`.
+    `config.name` is a function of optax or optax.contrib (`adamw`, `lion`, `adafactor`, `sgd`, ...; see
+    `optimizers()`). `muon` (orthogonalised momentum, https://kellerjordan.github.io/posts/muon) is for the kernels of
+    the layers, scaled to the size of AdamW's steps (arXiv 2502.16982) so that both take one learning rate, with AdamW
+    (of Nesterov momentum, like Muon's) for the rest.
 
-    Args:
-      name: of a function of optax or optax.contrib (`adamw`, `lion`, `adafactor`, `sgd`, ...; see `optimizers()`).
-        `muon` (orthogonalised momentum, https://kellerjordan.github.io/posts/muon) is for the kernels of the layers,
-        scaled to the size of AdamW's steps (arXiv 2502.16982) so that both take one learning rate, with AdamW (of
-        Nesterov momentum, like Muon's) for the rest.
-      max_grad_norm: gradients are clipped to this global norm; None or 0 for no clipping.
-      b1, b2, eps: of Adam and what descends from it (everything that has a b1 and a b2). For others optax's defaults
-        hold: Adafactor's eps is another thing.
-      weight_decay: decoupled, times the learning rate, of kernels, embeddings and heads alone, whatever the optimizer.
-      args: its other parameters, by optax's names; they come before b1, b2 and eps.
+    b1, b2 and eps are for Adam and its descendants (everything that has a b1 and a b2); other optimizers have optax's
+    defaults, since Adafactor's eps is another thing. `config.args` come before them. Weight decay is decoupled, times
+    the learning rate, of kernels, embeddings and heads alone, whatever the optimizer.
+
+    The rate is not injected by `optax.inject_hyperparams`, which makes b1, b2 and eps float32 arrays and thus changes
+    the numbers.
 
     Raises:
       ValueError: unknown name or args, or an optimizer that needs more than gradients and parameters.
     """
+    name, args = config.name, dict(config.args)
     alias = _aliases().get(name)
     if alias is None:
         near = difflib.get_close_matches(name, optimizers(), n=3)
@@ -59,23 +51,25 @@ def make_optimizer(
     for key in args:
         if key not in takes:
             raise ValueError(f"unknown optimizer.args.{key}; {name} takes {', '.join(takes) or 'no args'}")
-    settings = _settings(name, alias, b1, b2, eps) | dict(args)
+    settings = _settings(name, alias, config.b1, config.b2, config.eps) | args
     fault = _fault(alias, settings)
     if fault:
-        given = f" with args {dict(args)}" if args else ""
-        raise ValueError(f"optimizer.name {name!r}{given} cannot be used: {fault}")
+        with_args = f" with args {args}" if args else ""
+        raise ValueError(f"optimizer.name {name!r}{with_args} cannot be used: {fault}")
     rule = alias(learning_rate=-1.0, **settings)  # Optax descends: its updates are to be added.
-    return by_part(optax.chain(rule, optax.add_decayed_weights(weight_decay, mask=_decays)), max_grad_norm)
+    decayed = optax.chain(rule, optax.add_decayed_weights(config.weight_decay, mask=_decay_mask))
+    return by_part(decayed, config.max_grad_norm)
 
 
-def by_part(rule: optax.GradientTransformation, max_grad_norm: float | None = None) -> optax.GradientTransformation:
-    """A transformation with a state for each part (top key) of the parameters: `{part: state}`, counts among them.
+def by_part(rule: optax.GradientTransformation, max_grad_norm: float = 0.0) -> optax.GradientTransformation:
+    """Return a transformation with a state for each part (top key) of the parameters: `{part: state}`.
 
-    So a part that does not learn for some updates keeps its state, and starts afterwards as at the first one.
+    A part that does not learn for some updates keeps its state, counts included. In the state of `optax.partition` the
+    update could not hold one part back: it is a tuple of a chain, with an entry for every label.
 
     Args:
       rule: for the updates of one part.
-      max_grad_norm: the gradients of all parts together are clipped to this norm before; None or 0 for no clipping.
+      max_grad_norm: global norm to which the gradients of all parts together are clipped before; 0 for no clipping.
     """
     clip = optax.clip_by_global_norm(max_grad_norm) if max_grad_norm else optax.identity()
 
@@ -92,14 +86,15 @@ def by_part(rule: optax.GradientTransformation, max_grad_norm: float | None = No
 
 @functools.cache
 def optimizers() -> tuple[str, ...]:
-    """Names that `make_optimizer` takes without args."""
-    usual = {"b1": 0.9, "b2": 0.95, "eps": 1e-8}
-    return tuple(name for name, alias in _aliases().items() if not _fault(alias, _settings(name, alias, **usual)))
+    """Return the names that `make_optimizer` takes without args."""
+    c = OptimizerConfig()
+    usable = (name for name, f in _aliases().items() if not _fault(f, _settings(name, f, c.b1, c.b2, c.eps)))
+    return tuple(usable)
 
 
 @functools.cache
 def _aliases() -> dict[str, Alias]:
-    """The functions of optax and optax.contrib that make an optimizer."""
+    """Functions of optax and optax.contrib that make an optimizer, by name."""
     functions = {
         name: function
         for module in (optax.contrib, optax)
@@ -113,12 +108,12 @@ def _aliases() -> dict[str, Alias]:
 
 
 def _is_ours(key: str) -> bool:
-    """Parameters of an alias that are not for `args`: the learning rate is the update's, weight decay is done here."""
+    """Return whether a parameter of an alias is not for `args`: learning rates, weight decay, masks."""
     return key in ("mask", "muon_weight_dimension_numbers") or "learning_rate" in key or "weight_decay" in key
 
 
 def _settings(name: str, alias: Alias, b1: float, b2: float, eps: float) -> dict[str, Any]:
-    """What an alias gets besides its learning rate and `args`."""
+    """Arguments of an alias besides its learning rate and `args`."""
     if name == "muon":
         kernels = functools.partial(jax.tree_util.tree_map_with_path, _matrix)
         adam = {"adam_b1": b1, "adam_b2": b2, "eps": eps}
@@ -131,7 +126,7 @@ def _settings(name: str, alias: Alias, b1: float, b2: float, eps: float) -> dict
 
 
 def _fault(alias: Alias, settings: Mapping[str, Any]) -> str:
-    """Why an alias cannot be used, or nothing: asked of its signature, then of two steps traced without computation."""
+    """Return why an alias cannot be used, or "": by its signature, then by two steps traced without computation."""
     parameters = inspect.signature(alias).parameters
     if "learning_rate" not in parameters:
         return "it takes no learning rate"
@@ -158,14 +153,14 @@ def _fault(alias: Alias, settings: Mapping[str, Any]) -> str:
         return jax.linear_transpose(lambda rate: second_step(rate, params)[0], 1.0)(params)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # What optax is about to remove or to change.
+        warnings.simplefilter("error")  # Optax is about to remove or to change it.
         try:
             _, state = jax.eval_shape(functools.partial(second_step, -1.0), params)
-        except Exception as error:  # Whatever optax raises.
+        except Exception as error:  # Optax may raise anything.
             return f"a trial step with gradients and parameters alone fails ({type(error).__name__}: {error})"
         try:
             jax.eval_shape(by_rate, params)
-        except Exception:  # Of a function that is not linear JAX finds no transpose.
+        except Exception:  # JAX finds no transpose of a function that is not linear.
             return "its steps are not proportional to its learning rate"
     try:
         for path, leaf in jax.tree_util.tree_leaves_with_path(state):
@@ -177,7 +172,7 @@ def _fault(alias: Alias, settings: Mapping[str, Any]) -> str:
 
 
 def _matrix(path: Any, leaf: Array) -> optax.contrib.MuonDimensionNumbers | None:
-    """Which axes of a kernel of the layers are its inputs and its outputs; heads belong with their dimensions."""
+    """Input and output axes of a kernel of the layers, for Muon; heads belong with their dimensions."""
     names = [key.key for key in path]
     if names[-1] != "kernel" or leaf.ndim < 3:
         return None
@@ -186,5 +181,5 @@ def _matrix(path: Any, leaf: Array) -> optax.contrib.MuonDimensionNumbers | None
     return optax.contrib.MuonDimensionNumbers(axes[1 : 1 + inputs], axes[1 + inputs :])
 
 
-def _decays(params: Params) -> Any:
+def _decay_mask(params: Params) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ("kernel", "embed", "head"), params)

@@ -6,48 +6,52 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from agentr1_jax.learner.batch import Reads
+from agentr1_jax.learner.batch import LossTokens
+from agentr1_jax.learner.config import RATIOS, Ratio
 
-RATIOS = ("token", "step", "trajectory", "capo")
 MINIBATCH_RATIOS = ("trajectory", "capo")
-"""Those whose value takes a forward pass over the whole minibatch."""
+"""Ratios whose value takes a forward pass over the whole minibatch."""
 
 
-def log_ratio(kind: str, logprob: Float[Array, "rows reads"], reads: Reads) -> Float[Array, "rows reads"]:
-    """log ρ of each read; 0 where it is no action.
+def log_ratio(
+    kind: Ratio, logprob: Float[Array, "rows tokens"], loss_tokens: LossTokens
+) -> Float[Array, "rows tokens"]:
+    """Return log ρ of each loss token; 0 where `is_action` is False.
 
-    The update calls action whatever it trains: where an ablation trains observation tokens, each has a ratio of its own
-    (`token`), or takes part in the mean of its step or trajectory like any other (`step`, `trajectory`, `capo`).
+    The update sets `is_action` of whatever it trains: where an ablation trains observation tokens, each has a ratio of
+    its own (`token`), or takes part in the mean of its step or trajectory (`step`, `trajectory`, `capo`).
 
     `token`: log π − log π_old.
     `step`: log s = sg[mean over the step's tokens of log π − log π_old] + log π − sg[log π], clamped to ≤ 10, so
     that the value is the step's and the gradient flows through each token (GSPO, arXiv 2507.18071).
-    `trajectory`, `capo`: the same with `reads.log_ratio` (see `minibatch_log_ratio`) as the value, since a trajectory
-    spreads over rows and microbatches.
+    `trajectory`, `capo`: the same with `loss_tokens.log_ratio` (see `minibatch_log_ratio`) as the value, since a
+    trajectory spreads over rows and microbatches.
 
     Raises:
-      ValueError: unknown kind, or reads without the `log_ratio` that theirs needs; when traced.
+      ValueError: unknown kind, or loss tokens without the `log_ratio` that it needs; when traced.
     """
-    difference = jnp.where(reads.is_action, logprob - reads.old_logprob, 0)
+    difference = jnp.where(loss_tokens.is_action, logprob - loss_tokens.old_logprob, 0)
     if kind == "token":
         return difference
     if kind == "step":
-        value = jax.lax.stop_gradient(_mean_over_steps(difference, reads.is_action, reads.step))
+        value = jax.lax.stop_gradient(_mean_over_steps(difference, loss_tokens.is_action, loss_tokens.step))
     elif kind not in MINIBATCH_RATIOS:
         raise ValueError(f"unknown loss.ratio {kind!r}; choose one of {', '.join(RATIOS)}")
-    elif reads.log_ratio is None:
+    elif loss_tokens.log_ratio is None:
         raise ValueError(
-            f"loss.ratio {kind!r} takes its value from the whole minibatch, but these reads have no log_ratio; "
-            "fill it with minibatch_log_ratio of one forward pass over the minibatch"
+            f"loss.ratio {kind!r} takes its value from the whole minibatch, but these loss tokens have no "
+            "log_ratio; set it to minibatch_log_ratio of one forward pass over the minibatch"
         )
     else:
-        value = reads.log_ratio
+        value = loss_tokens.log_ratio
     through = logprob - jax.lax.stop_gradient(logprob)
-    return jnp.where(reads.is_action, jnp.minimum(value + through, 10.0), 0)
+    return jnp.where(loss_tokens.is_action, jnp.minimum(value + through, 10.0), 0)
 
 
-def minibatch_log_ratio(kind: str, logprob: Float[Array, "*rows reads"], reads: Reads) -> Float[Array, "*rows reads"]:
-    """The value of log ρ that takes the whole minibatch: `Reads.log_ratio`, at every action read; 0 elsewhere.
+def minibatch_log_ratio(
+    kind: Ratio, logprob: Float[Array, "*rows tokens"], loss_tokens: LossTokens
+) -> Float[Array, "*rows tokens"]:
+    """Return the value of log ρ that takes the whole minibatch (`LossTokens.log_ratio`); 0 where `is_action` is False.
 
     `trajectory`: mean over all action tokens of the trajectory of log π − log π_old.
     `capo`: an action is a step; z_t = (1/√L_t)·Σ over its L_t action tokens of (log π − log π_old), and
@@ -56,18 +60,18 @@ def minibatch_log_ratio(kind: str, logprob: Float[Array, "*rows reads"], reads: 
 
     Args:
       kind: one of `MINIBATCH_RATIOS`.
-      logprob: log π of one forward pass over the minibatch, [microbatches, rows, reads] (or any leading shape).
-      reads: of the same shape; the ids of steps and trajectories are unique over the minibatch and all its processes,
-        and below its number of reads. Only reads with `is_action` take part.
+      logprob: log π of one forward pass over the minibatch, [microbatches, rows, tokens] (or any leading shape).
+      loss_tokens: of the same shape; step and trajectory indices are unique over the minibatch and all its processes,
+        and below its number of loss tokens. Only tokens with `is_action` take part.
 
     Raises:
       ValueError: unknown kind; when traced.
     """
     if kind not in MINIBATCH_RATIOS:
         raise ValueError(f"no minibatch has a ratio {kind!r}; choose one of {', '.join(MINIBATCH_RATIOS)}")
-    mask = reads.is_action.ravel()
-    difference = jnp.where(mask, (logprob - reads.old_logprob).ravel(), 0)
-    unit = (reads.trajectory if kind == "trajectory" else reads.step).ravel()
+    mask = loss_tokens.is_action.ravel()
+    difference = jnp.where(mask, (logprob - loss_tokens.old_logprob).ravel(), 0)
+    unit = (loss_tokens.trajectory if kind == "trajectory" else loss_tokens.step).ravel()
     # Padding, of unit -1, adds 0 wherever it lands.
     total = jax.ops.segment_sum(difference, unit, mask.size)
     count = jax.ops.segment_sum(mask.astype(difference.dtype), unit, mask.size)
@@ -80,9 +84,9 @@ def minibatch_log_ratio(kind: str, logprob: Float[Array, "*rows reads"], reads: 
 
 
 def _mean_over_steps(
-    x: Float[Array, "rows reads"], mask: Array, step: Int[Array, "rows reads"]
-) -> Float[Array, "rows reads"]:
-    """Mean of x over the masked reads of each step; a step is never split over rows."""
+    x: Float[Array, "rows tokens"], mask: Array, step: Int[Array, "rows tokens"]
+) -> Float[Array, "rows tokens"]:
+    """Mean of x over the masked tokens of each step; a step is never split over rows."""
     changes = jnp.pad(step[:, 1:] != step[:, :-1], ((0, 0), (1, 0)))
     local = jnp.cumsum(changes, axis=1)
 

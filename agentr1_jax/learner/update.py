@@ -1,5 +1,5 @@
-"""The compiled programs of the learner: `score` (forward only), `update` (one optimizer step), and the pass that some
-ratios need between them.
+"""Compiled programs of the learner: token outputs (forward only), the update (one optimizer step), and the forward pass
+that some ratios need before each update.
 
 They loop over microbatches of one fixed shape whose number is data, so that batches of any size run one program. Loss
 weights carry the global denominators, hence gradients of microbatches and shards are summed, never averaged.
@@ -20,10 +20,11 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float
 
 from agentr1_jax import kept
-from agentr1_jax.learner.batch import Batch, Reads
+from agentr1_jax.learner.batch import Batch, LossTokens
+from agentr1_jax.learner.config import Objective
 from agentr1_jax.learner.kl import kl_estimate
 from agentr1_jax.learner.logprobs import token_logprobs
-from agentr1_jax.learner.losses import LossConfig, policy_loss, value_loss
+from agentr1_jax.learner.losses import policy_loss, value_loss
 from agentr1_jax.learner.ratios import minibatch_log_ratio
 from agentr1_jax.policy.attention import PackedRows
 from agentr1_jax.policy.config import DecoderConfig
@@ -33,13 +34,14 @@ from agentr1_jax.policy.params import join, values
 
 @flax.struct.dataclass
 class LearnerState:
-    """What training changes.
+    """State that training changes.
 
     Attributes:
-      params: what is trained of `policy.params`: `{"decoder": ..., "value": ..., "critic": ...}`.
-      opt_state: of the gradient transformation, by part like `params`.
-      updates: updates applied; int32 scalars, these three (no shape in their types, since the leaves may be shardings).
-      skipped: updates skipped since something was not finite, in all and in a row.
+      params: trained parameters of `policy.params`: `{"decoder": ..., "value": ..., "critic": ...}`.
+      opt_state: state of the optimizer, by part like `params`.
+      updates: int32 scalar, updates applied (without a shape in the type, since the leaves may be shardings).
+      skipped: int32 scalar, updates skipped since something was not finite.
+      skipped_in_a_row: int32 scalar, those since the last update applied.
     """
 
     params: Params
@@ -50,90 +52,95 @@ class LearnerState:
 
 
 @flax.struct.dataclass
-class Scores:
-    """What one forward pass says of each read.
+class TokenOutputs:
+    """Outputs of a forward pass at each loss token.
 
     Attributes:
-      logprob, entropy: of the policy.
+      logprob, entropy: of the policy, in nats.
       value: of the critic; None without one.
       ref_logprob: log-prob under the reference policy; None without one.
     """
 
-    logprob: Float[Any, "*microbatches rows reads"]
-    entropy: Float[Any, "*microbatches rows reads"]
-    value: Float[Any, "*microbatches rows reads"] | None
-    ref_logprob: Float[Any, "*microbatches rows reads"] | None
+    logprob: Float[Any, "*microbatches rows tokens"]
+    entropy: Float[Any, "*microbatches rows tokens"]
+    value: Float[Any, "*microbatches rows tokens"] | None = None
+    ref_logprob: Float[Any, "*microbatches rows tokens"] | None = None
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation) -> LearnerState:
-    """A state at update 0."""
+    """Return the state at update 0."""
     updates, skipped, in_a_row = (jnp.zeros((), jnp.int32) for _ in range(3))  # Donated, hence three buffers.
     return LearnerState(params, optimizer.init(params), updates, skipped, in_a_row)
 
 
-def forward_reads(
-    policy: DecoderConfig, loss: LossConfig, mesh: Mesh | None, params: Params, batch: Batch
-) -> tuple[Float[Array, "rows reads"], Float[Array, "rows reads"], Float[Array, "rows reads"] | None]:
-    """Log-probability, entropy and (with a critic) value of every read of one microbatch, all parameters given."""
-    nodes, reads = batch.nodes, batch.reads
-    memory = PackedRows(nodes.subtree_end, policy.attention, mesh)
+def forward(
+    policy: DecoderConfig, objective: Objective, mesh: Mesh | None, params: Params, batch: Batch
+) -> TokenOutputs:
+    """Return log-prob, entropy and (with a critic) value of every loss token of one microbatch.
 
-    def hidden_of_reads(decoder: Params) -> Float[Array, "rows reads width"]:
-        hidden, _ = Decoder(policy, mesh).apply({"params": decoder}, nodes.tokens, nodes.position, memory)
-        return jnp.take_along_axis(hidden, reads.src[..., None], axis=1)
+    Args:
+      policy: shape of the decoder.
+      objective: its temperature, chunk and entropy bonus are used.
+      mesh: of the batch; None leaves layouts to the compiler.
+      params: trained and frozen parameters together.
+      batch: leaves of shape [rows, ...].
+    """
+    packed, loss_tokens = batch.packed_tokens, batch.loss_tokens
+    memory = PackedRows(packed.subtree_end, policy.attention, mesh)
 
-    read_hidden = hidden_of_reads(params["decoder"])
+    def hidden_states(decoder: Params) -> Float[Array, "rows tokens width"]:
+        hidden, _ = Decoder(policy, mesh).apply({"params": decoder}, packed.tokens, packed.position, memory)
+        return jnp.take_along_axis(hidden, loss_tokens.logit_index[..., None], axis=1)
+
+    hidden = hidden_states(params["decoder"])
     logprob, entropy = token_logprobs(
-        read_hidden,
-        reads.target,
-        reads.step >= 0,
+        hidden,
+        loss_tokens.target,
+        loss_tokens.step >= 0,
         head_kernel(params["decoder"]),
-        temperature=loss.temperature,
-        chunk=loss.chunk,
+        temperature=objective.temperature,
+        chunk=objective.loss.chunk,
         mesh=mesh,
-        entropy_gradient=loss.entropy_coef != 0,
+        entropy_gradient=objective.loss.entropy_coef != 0,
     )
     if "value" not in params:
-        return logprob, entropy, None
-    value = values(params, hidden_of_reads(params["critic"]) if "critic" in params else read_hidden)
-    return logprob, entropy, value
+        return TokenOutputs(logprob, entropy)
+    value = values(params, hidden_states(params["critic"]) if "critic" in params else hidden)
+    return TokenOutputs(logprob, entropy, value)
 
 
 def loss_and_metrics(
-    policy: DecoderConfig, config: LossConfig, mesh: Mesh | None, trained_params: Params, frozen: Params, batch: Batch
+    policy: DecoderConfig, objective: Objective, mesh: Mesh | None, trained: Params, frozen: Params, batch: Batch
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """The loss of one microbatch, and sums over its trained tokens for the metrics."""
-    logprob, entropy, value = forward_reads(policy, config, mesh, join(trained_params, frozen), batch)
-    return loss_of_reads(config, logprob, entropy, value, batch.reads)
+    """Return the loss of one microbatch, and sums over its trained tokens for the metrics."""
+    outputs = forward(policy, objective, mesh, join(trained, frozen), batch)
+    return loss_from_outputs(objective, outputs, batch.loss_tokens)
 
 
-def loss_of_reads(
-    config: LossConfig,
-    logprob: Float[Array, "rows reads"],
-    entropy: Float[Array, "rows reads"],
-    value: Float[Array, "rows reads"] | None,
-    reads: Reads,
+def loss_from_outputs(
+    objective: Objective, outputs: TokenOutputs, loss_tokens: LossTokens
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Σₖ wₖ·lₖ of what the forward pass said of the reads, and sums over those that are trained for the metrics."""
-    trained = _trained(reads)
-    reads = _only_trained(reads, trained, logprob)
+    """Return Σₖ wₖ·lₖ, and sums over the trained tokens for the metrics."""
+    config, logprob = objective.loss, outputs.logprob
+    trained = _trained_mask(loss_tokens)
+    loss_tokens = _neutralize_untrained(loss_tokens, trained, logprob)
 
     def weighted(x: Array) -> Array:
-        return jnp.sum(jnp.where(trained, x * reads.weight, 0))
+        return jnp.sum(jnp.where(trained, x * loss_tokens.weight, 0))
 
     def total(x: Array) -> Array:
         return jnp.sum(jnp.where(trained, x, 0))
 
-    per_read, log_rho, clipped = policy_loss(config, logprob, reads)
-    if reads.rollout_weight is not None:
-        per_read = per_read * reads.rollout_weight
-    gap = reads.old_logprob - logprob
+    per_token, log_rho, clipped = policy_loss(config, logprob, loss_tokens)
+    if loss_tokens.correction_weight is not None:
+        per_token = per_token * loss_tokens.correction_weight
+    gap = loss_tokens.old_logprob - logprob
     metrics = {
-        "policy_loss": weighted(per_read),
-        "entropy_loss": weighted(entropy),
+        "policy_loss": weighted(per_token),
+        "entropy_loss": weighted(outputs.entropy),
         "tokens": total(jnp.ones_like(logprob)),
         "sum/logprob": total(logprob),
-        "sum/entropy": total(entropy),
+        "sum/entropy": total(outputs.entropy),
         "sum/ratio": total(jnp.exp(log_rho)),
         "sum/clip_fraction": total(clipped),
         "sum/approx_kl": total(jnp.exp(-gap) - 1 + gap),
@@ -142,130 +149,153 @@ def loss_of_reads(
         "max/ratio": jnp.max(jnp.where(trained, jnp.exp(log_rho), 0)),
     }
     loss = metrics["policy_loss"] - config.entropy_coef * metrics["entropy_loss"]
-    if config.kl != "none":
-        metrics["kl_loss"] = weighted(kl_estimate(config.kl, logprob, reads.ref_logprob))
-        loss = loss + config.kl_coef * metrics["kl_loss"]
-    if value is not None and reads.value_weight is not None:
-        has_target = reads.value_weight > 0
-        error = value_loss(config, value, reads)
-        metrics["value_loss"] = jnp.sum(jnp.where(has_target, error * reads.value_weight, 0))
+    kind = objective.kl_in_loss
+    if kind != "none":
+        assert loss_tokens.ref_logprob is not None, "loss tokens without ref_logprob"
+        metrics["kl_loss"] = weighted(kl_estimate(kind, logprob, loss_tokens.ref_logprob))
+        loss = loss + objective.kl.coef * metrics["kl_loss"]
+    if outputs.value is not None and loss_tokens.value_weight is not None:
+        has_target = loss_tokens.value_weight > 0
+        error = value_loss(config, outputs.value, loss_tokens)
+        metrics["value_loss"] = jnp.sum(jnp.where(has_target, error * loss_tokens.value_weight, 0))
         loss = loss + config.value_coef * metrics["value_loss"]
     metrics["loss"] = loss
     return loss, metrics
 
 
-def _trained(reads: Reads) -> Bool[Array, "*rows reads"]:
-    return reads.weight > 0
+def _trained_mask(loss_tokens: LossTokens) -> Bool[Array, "*rows tokens"]:
+    return loss_tokens.weight > 0
 
 
-def _only_trained(reads: Reads, trained: Bool[Array, "rows reads"], logprob: Float[Array, "rows reads"]) -> Reads:
-    """What is trained counts as action, so that ratios are of it alone; elsewhere stand harmless numbers, since 0 times
-    an infinite ratio has a NaN gradient."""
+def _neutralize_untrained(
+    loss_tokens: LossTokens, trained: Bool[Array, "rows tokens"], logprob: Float[Array, "rows tokens"]
+) -> LossTokens:
+    """Set `is_action` of exactly the trained tokens, so that ratios are theirs alone, and harmless numbers elsewhere.
+
+    0 times an infinite ratio would have a NaN gradient.
+    """
     here = jax.lax.stop_gradient(logprob)
-    neutral: dict[str, Any] = {"advantage": 0, "old_logprob": here, "ref_logprob": here, "rollout_weight": 1}
+    neutral: dict[str, Any] = {"advantage": 0, "old_logprob": here, "ref_logprob": here, "correction_weight": 1}
     neutral["log_ratio"] = 0
-    present = {name: getattr(reads, name) for name in neutral if getattr(reads, name) is not None}
+    present = {name: getattr(loss_tokens, name) for name in neutral if getattr(loss_tokens, name) is not None}
     harmless = {name: jnp.where(trained, x, neutral[name]) for name, x in present.items()}
-    return dataclasses.replace(reads, is_action=trained, **harmless)
+    return dataclasses.replace(loss_tokens, is_action=trained, **harmless)
 
 
-def make_score(
-    policy: DecoderConfig, loss: LossConfig, mesh: Mesh | None = None
-) -> Callable[[Params, Params, Params | None, Batch, Array], Scores]:
-    """The jitted forward pass: (trained, frozen, reference parameters, batch, microbatches with data) -> Scores.
+def make_token_outputs(
+    policy: DecoderConfig, objective: Objective, mesh: Mesh | None = None
+) -> Callable[[Params, Params, Params | None, Batch, Array], TokenOutputs]:
+    """Compile the forward pass over a batch.
 
-    The reference is what is trained of the policy's decoder, of another time; None where nothing asks for it.
+    Returns:
+      jitted (trained, frozen, reference parameters, batch, microbatches with data) -> token outputs. The reference is a
+      copy of the trained parameters of the policy's decoder, of another time; None where nothing needs it.
     """
 
-    return kept.jit(_score(policy, loss, mesh), mesh)
+    return kept.jit(_batch_outputs(policy, objective, mesh), mesh)
 
 
-def _score(policy: DecoderConfig, loss: LossConfig, mesh: Mesh | None) -> Callable[..., Scores]:
-    """The forward pass of `make_score`."""
+def _batch_outputs(policy: DecoderConfig, objective: Objective, mesh: Mesh | None) -> Callable[..., TokenOutputs]:
+    """Forward pass of `make_token_outputs`."""
 
-    def score(trained_params: Params, frozen: Params, reference: Params | None, batch: Batch, count: Array) -> Scores:
-        params = join(trained_params, frozen)
+    def token_outputs(
+        trained: Params, frozen: Params, reference: Params | None, batch: Batch, count: Array
+    ) -> TokenOutputs:
+        params = join(trained, frozen)
 
-        def microbatch(i: Array | int) -> Scores:
+        def microbatch(i: Array | int) -> TokenOutputs:
             one = jax.tree.map(lambda x: x[i], batch)
-            logprob, entropy, value = forward_reads(policy, loss, mesh, params, one)
+            outputs = forward(policy, objective, mesh, params, one)
             if reference is None:
-                return Scores(logprob, entropy, value, None)
+                return outputs
             other = join({"decoder": reference}, frozen)
-            return Scores(logprob, entropy, value, forward_reads(policy, loss, mesh, other, one)[0])
+            return outputs.replace(ref_logprob=forward(policy, objective, mesh, other, one).logprob)  # type: ignore[attr-defined, no-any-return]
 
         shapes = jax.eval_shape(microbatch, 0)
-        rows = batch.reads.src.shape
+        rows = batch.loss_tokens.target.shape
         empty = jax.tree.map(lambda s: jnp.zeros(rows, s.dtype), shapes)
 
-        def body(i: Array, out: Scores) -> Scores:
+        def body(i: Array, out: TokenOutputs) -> TokenOutputs:
             return jax.tree.map(lambda all_, one: all_.at[i].set(one), out, microbatch(i))
 
         return jax.lax.fori_loop(0, count, body, empty)
 
-    return score
+    return token_outputs
 
 
 def make_log_ratio(
-    policy: DecoderConfig, loss: LossConfig, mesh: Mesh | None = None
+    policy: DecoderConfig, objective: Objective, mesh: Mesh | None = None
 ) -> Callable[[Params, Params, Batch, Array], Array]:
-    """The jitted pass over a minibatch that gives `Reads.log_ratio`, for the ratios that need it."""
-    score = _score(policy, loss, mesh)
+    """Compile the pass over a minibatch that gives `LossTokens.log_ratio`, for the ratios that need it.
+
+    Returns:
+      jitted (trained, frozen parameters, batch, microbatches with data) -> log ρ [microbatches, rows, tokens].
+    """
+    token_outputs = _batch_outputs(policy, objective, mesh)
 
     @functools.partial(kept.jit, mesh=mesh)
-    def log_ratio(trained_params: Params, frozen: Params, batch: Batch, count: Array) -> Array:
-        logprob = score(trained_params, frozen, None, batch, count).logprob
-        reads = dataclasses.replace(batch.reads, is_action=_trained(batch.reads))
-        return minibatch_log_ratio(loss.ratio, logprob, reads).astype(jnp.float32)
+    def log_ratio(trained: Params, frozen: Params, batch: Batch, count: Array) -> Array:
+        logprob = token_outputs(trained, frozen, None, batch, count).logprob
+        loss_tokens = dataclasses.replace(batch.loss_tokens, is_action=_trained_mask(batch.loss_tokens))
+        return minibatch_log_ratio(objective.loss.ratio, logprob, loss_tokens).astype(jnp.float32)
 
     return log_ratio
 
 
 def batch_gradient(
-    policy: DecoderConfig, loss: LossConfig, mesh: Mesh | None
+    policy: DecoderConfig, objective: Objective, mesh: Mesh | None
 ) -> Callable[[Params, Params, Batch, Array], tuple[Params, dict[str, Array]]]:
-    """(trained, frozen parameters, batch, microbatches with data) -> gradient and metrics, both sums over microbatches.
+    """Return the gradient of a batch, a loop whose length is data.
 
-    A loop whose length is data: batches of any size run one program.
+    Returns:
+      (trained, frozen parameters, batch, microbatches with data) -> gradient and metrics, summed over microbatches.
     """
-    objective = functools.partial(loss_and_metrics, policy, loss, mesh)
-    gradient = jax.value_and_grad(objective, has_aux=True)
+    microbatch_loss = functools.partial(loss_and_metrics, policy, objective, mesh)
+    microbatch_gradient = jax.value_and_grad(microbatch_loss, has_aux=True)
 
-    def summed(trained_params: Params, frozen: Params, batch: Batch, count: Array) -> tuple[Params, dict[str, Array]]:
+    def gradient(trained: Params, frozen: Params, batch: Batch, count: Array) -> tuple[Params, dict[str, Array]]:
         def microbatch(i: Array | int) -> Batch:
             return jax.tree.map(lambda x: x[i], batch)
 
         def body(i: Array, carry: tuple[Params, dict[str, Array]]) -> tuple[Params, dict[str, Array]]:
             grads, metrics = carry
-            (_, new_metrics), new_grads = gradient(trained_params, frozen, microbatch(i))
-            joined = {
+            (_, new_metrics), new_grads = microbatch_gradient(trained, frozen, microbatch(i))
+            merged = {
                 key: jnp.maximum(metrics[key], x) if key.startswith("max/") else metrics[key] + x
                 for key, x in new_metrics.items()
             }
-            return jax.tree.map(jnp.add, grads, new_grads), joined
+            return jax.tree.map(jnp.add, grads, new_grads), merged
 
-        shapes = jax.eval_shape(objective, trained_params, frozen, microbatch(0))[1]
+        shapes = jax.eval_shape(microbatch_loss, trained, frozen, microbatch(0))[1]
         zero = (
-            jax.tree.map(jnp.zeros_like, trained_params),
+            jax.tree.map(jnp.zeros_like, trained),
             jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes),
         )
         return jax.lax.fori_loop(0, count, body, zero)
 
-    return summed
+    return gradient
 
 
 def make_update(
-    policy: DecoderConfig, loss: LossConfig, optimizer: optax.GradientTransformation, layout: Any
+    policy: DecoderConfig, objective: Objective, optimizer: optax.GradientTransformation, layout: Any
 ) -> Callable[[LearnerState, Params, Batch, Array, dict[str, Array]], tuple[LearnerState, dict[str, Array]]]:
-    """The jitted update: (state, frozen parameters, batch, microbatches with data, rates) -> (state, metrics).
+    """Compile the update.
 
-    The state is donated; the new one lies as `layout` (shardings, on the mesh of the batch) says. Learning rates are by
-    part of the parameters, and so is the state of the optimizer (`optimizer.by_part`). A part of rate 0 does not learn:
-    it stays as it is bit for bit, its state too, and its gradient counts nowhere. If loss or gradient is not finite,
-    everything stays as it is and the update is counted as skipped.
+    Learning rates and the optimizer's state are by part of the parameters (`optimizer.by_part`). A part of rate 0 does
+    not learn: it stays as it is bit for bit, its state too, and its gradient counts nowhere. If loss or gradient is not
+    finite, everything stays as it is and the update is counted as skipped.
+
+    Args:
+      policy: shape of the decoder.
+      objective: what is minimised.
+      optimizer: without its learning rate.
+      layout: shardings of the new state, on the mesh of the batch.
+
+    Returns:
+      jitted (state, frozen parameters, batch, microbatches with data, rates) -> (state, metrics); the state is donated.
     """
     mesh = jax.tree.leaves(layout)[0].mesh
-    gradient = batch_gradient(policy, loss, mesh)
+    gradient = batch_gradient(policy, objective, mesh)
 
     @functools.partial(kept.jit, mesh=mesh, donate_argnums=0, out_shardings=(layout, None))
     def update(
@@ -299,5 +329,5 @@ def make_update(
 
 
 def _where(on: dict[str, Array], one: Params, other: Params) -> Params:
-    """The parts of one tree or of another."""
+    """Select each part from one tree where `on`, else from the other."""
     return {part: jax.tree.map(functools.partial(jnp.where, x), one[part], other[part]) for part, x in on.items()}

@@ -1,7 +1,7 @@
 """Grouped-query attention and the memory that a decoder attends to.
 
-The decoder knows two kinds of memory. In training (`PackedRows`, here) a token sees its ancestors among the nodes of
-its own row. In sampling (`rollout.cache.CacheView`) it sees the KV cache of its slot. Both answer the same call, so
+The decoder attends to one of two memories. In training (`PackedRows`, here) a token sees its ancestors among the tokens
+of its own row. In sampling (`rollout.cache.CacheView`) it sees the KV cache of its slot. Both have the same method, so
 that there is one decoder and one set of parameters.
 """
 
@@ -20,7 +20,7 @@ from agentr1_jax.policy.sharding import on_shards
 
 
 class Memory(Protocol):
-    """What a block attends to."""
+    """Keys and values that a block attends to."""
 
     def attend(
         self,
@@ -30,7 +30,7 @@ class Memory(Protocol):
         layer: Int[Array, ""],
         state: Any,
     ) -> tuple[Float[Array, "rows length heads dim"], Any]:
-        """Attention output, and the state (KV cache) to carry to the next layer."""
+        """Return the attention output, and the state (KV cache) to carry to the next layer."""
         ...
 
 
@@ -38,14 +38,14 @@ class Memory(Protocol):
 class PackedRows:
     """Ancestor attention over packed rows: token i sees token j iff j ≤ i < subtree_end[j].
 
-    One rule serves rows of one step, chains of steps and trees of shared prefixes.
+    One rule serves all packing modes.
 
     Attributes:
-      subtree_end: of each node.
-      implementation: `xla` (blocks that somebody sees, on any backend), `dense` (all scores at once, the reference),
-        `cudnn` (NVIDIA, 16-bit dtypes, the mask as a bias), `splash` (TPU, rows of steps or chains only: in those all
-        nodes of a sequence have one subtree end, which serves as its segment id) or `splash_tree` (TPU, any rows).
-      mesh: where the rows lie; `xla` and `splash` run in a `shard_map` over it.
+      subtree_end: of each token.
+      implementation: `xla` (visible blocks, on any backend), `dense` (all scores at once, the reference), `splash`
+        (TPU, any packing mode but `prefix_tree`: all tokens of a segment have one subtree end, which serves as its
+        segment id) or `splash_tree` (TPU, any mode).
+      mesh: of the rows; `xla` and `splash` run in a `shard_map` over it.
     """
 
     subtree_end: Int[Any, "rows length"]
@@ -64,15 +64,12 @@ class PackedRows:
         if self.implementation == "xla":
             return on_shards(blockwise_attention, query, key, value, self.subtree_end, self.mesh), state
         if self.implementation in ("splash", "splash_tree"):
-            from agentr1_jax.policy.splash import splash_attention  # Pallas is slow to import, and for TPUs here.
+            from agentr1_jax.policy.splash import splash_attention  # Pallas is slow to import, and only TPUs need it.
 
             tree = self.implementation == "splash_tree"
             return splash_attention(query, key, value, self.subtree_end, self.mesh, tree=tree), state
         index = jnp.arange(self.subtree_end.shape[1])
         visible = (index[None, None, :] <= index[None, :, None]) & (index[None, :, None] < self.subtree_end[:, None, :])
-        if self.implementation == "cudnn":
-            mask = visible[:, None]
-            return jax.nn.dot_product_attention(query, key, value, mask=mask, implementation="cudnn"), state
         return grouped_attention(query, key, value, visible), state
 
 
@@ -82,7 +79,7 @@ def grouped_attention(
     value: Float[Array, "rows keys kv_heads dim"],
     visible: Bool[Array, "rows queries keys"],
 ) -> Float[Array, "rows queries heads dim"]:
-    """softmax(q·k/√d) v, `heads / kv_heads` query heads to each key head; scores and softmax in float32 or wider."""
+    """Return softmax(q·k/√d) v, `heads / kv_heads` query heads to each key head; softmax in float32 or wider."""
     rows, queries, heads, dim = query.shape
     grouped = query.reshape(rows, queries, key.shape[2], heads // key.shape[2], dim)
     wide = jnp.promote_types(query.dtype, jnp.float32)

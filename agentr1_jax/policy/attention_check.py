@@ -1,4 +1,4 @@
-"""A tiny call of the configured attention, so that what cannot work here is said before anything is loaded."""
+"""Check of the configured attention by a tiny call, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ SPLASH_BLOCK = 128
 
 
 def check_attention(policy: DecoderConfig, mesh: Mesh, row_tokens: int, packing: str, *, call: bool = True) -> None:
-    """Runs `policy.attention` and its gradient once on the mesh, over one short row for each shard of a batch.
+    """Run `policy.attention` and its gradient once on the mesh, over one short row for each shard of a batch.
 
     Args:
-      policy: the decoder; its attention, head sizes and dtype are used.
+      policy: shape of the decoder; its attention, head sizes and dtype are used.
       mesh: the learner's; all its processes call this.
       row_tokens: length of a packed row.
-      packing: how rows are packed.
+      packing: mode of the rows.
       call: False leaves out the call, for a mesh whose devices are not here.
 
     Raises:
@@ -35,7 +35,7 @@ def check_attention(policy: DecoderConfig, mesh: Mesh, row_tokens: int, packing:
         return
     try:
         jax.block_until_ready(_tiny_call(policy, mesh))
-    except Exception as error:  # Whatever a backend raises: it is the answer to the question.
+    except Exception as error:  # A backend may raise anything.
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f"policy.attention={policy.attention} fails on {mesh.devices.flat[0].device_kind} with {policy.heads} "
@@ -45,24 +45,19 @@ def check_attention(policy: DecoderConfig, mesh: Mesh, row_tokens: int, packing:
 
 
 def _fault(policy: DecoderConfig, platform: str, row_tokens: int, packing: str) -> str | None:
-    """What stands against the implementation, as the end of a sentence."""
+    """Return why the implementation does not suit, as the end of a sentence, or None."""
     if policy.attention in ("splash", "splash_tree"):
         if platform != "tpu":
             return f"needs a TPU, and the devices here are of platform {platform!r}"
         if row_tokens % SPLASH_BLOCK:
             return f"needs rows of a multiple of {SPLASH_BLOCK} tokens, and learner.row_tokens is {row_tokens}"
-        if policy.attention == "splash" and packing == "tree":
-            return "knows segments but no trees (learner.packing=tree); policy.attention=splash_tree knows both"
-    if policy.attention == "cudnn":
-        if platform not in ("gpu", "cuda"):
-            return f"needs an NVIDIA GPU, and the devices here are of platform {platform!r}"
-        if jnp.dtype(policy.dtype).itemsize != 2:
-            return f"needs a 16-bit dtype, and policy.dtype is {policy.dtype}"
+        if policy.attention == "splash" and packing == "prefix_tree":
+            return "needs segments (learner.packing is prefix_tree); policy.attention=splash_tree takes any rows"
     return None
 
 
 def _tiny_call(policy: DecoderConfig, mesh: Mesh) -> Array:
-    """Sum of the gradients of one short row per shard, made within the program: no process needs to hold an input."""
+    """Return the sum of gradients of one short row per shard, made within the program: no process holds an input."""
     rows, length = mesh.shape["data"] * mesh.shape["fsdp"], SPLASH_BLOCK
 
     def loss(query: Array, key: Array, value: Array) -> Array:

@@ -1,7 +1,7 @@
-"""Ancestor attention in blocks, for any backend: pairs of blocks that nobody sees are not computed.
+"""Ancestor attention in blocks, for any backend: only visible pairs of blocks are computed.
 
-Memory is linear in the length of a row, and cost follows what is attended: a row of many short segments, or a tree
-whose branches do not see each other, costs as much as its visible blocks. Forward and backward pass walk over the same
+Memory is linear in the length of a row, and time in its visible pairs of blocks: few in a row of many short segments,
+or in a tree whose branches do not see each other. Forward and backward pass walk over the same
 list of visible pairs, whose number is data (online softmax of FlashAttention, arXiv 2205.14135; the backward pass
 computes the weights again from the saved log-sum-exp).
 """
@@ -26,7 +26,7 @@ def blockwise_attention(
     *,
     block: int = BLOCK,
 ) -> Float[Array, "rows length heads dim"]:
-    """softmax(q·k/√d) v where token i sees token j iff j ≤ i < subtree_end[j]; softmax in float32 or wider.
+    """Return softmax(q·k/√d) v where token i sees token j iff j ≤ i < subtree_end[j]; softmax in float32 or wider.
 
     Args:
       query, key, value: `heads / kv_heads` query heads to each key head.
@@ -53,7 +53,7 @@ def blockwise_attention(
 
 
 def visible_blocks(ends: Int[Array, "all_blocks block"], blocks: int) -> tuple[Int[Array, "n b"], Int[Array, "n"]]:
-    """Key blocks that each query block sees, its own first, and how many they are."""
+    """Return the key blocks that each query block sees, its own first, and their number."""
     rows, block = ends.shape[0] // blocks, ends.shape[1]
     last = ends.max(axis=1).reshape(rows, 1, blocks)
     index = jnp.arange(blocks)
@@ -71,7 +71,7 @@ def _attend(query: Array, key: Array, value: Array, ends: Array, blocks: int) ->
 
 
 def _scores(query: Array, key: Array, ends: Array, q: Array, k: Array) -> Array:
-    """Scores of one pair of blocks [kv_heads, queries, keys], least where not visible; `q`, `k`: places in the row."""
+    """Scores of one pair of blocks [kv_heads, queries, keys], least where not visible; `q`, `k`: indices of blocks."""
     wide = jnp.promote_types(query.dtype, jnp.float32)
     block = key.shape[1]
     scores = jnp.einsum("hqd,hkd->hqk", query, key, preferred_element_type=wide)
@@ -108,8 +108,8 @@ def _forward(query: Array, key: Array, value: Array, ends: Array, blocks: int) -
     return out, (query, key, value, ends, order, count, out, logsum)
 
 
-def _backward(blocks: int, kept: tuple[Array, ...], cotangent: Array) -> tuple[Array | None, ...]:
-    query, key, value, ends, order, count, out, logsum = kept
+def _backward(blocks: int, residuals: tuple[Array, ...], cotangent: Array) -> tuple[Array | None, ...]:
+    query, key, value, ends, order, count, out, logsum = residuals
     wide = logsum.dtype
     delta = jnp.sum(cotangent.astype(wide) * out.astype(wide), axis=-1)
 

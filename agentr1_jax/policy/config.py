@@ -1,64 +1,68 @@
-"""The shape of a decoder: Qwen2.5, Qwen3, Llama and what lies between them."""
+"""Shape of a decoder (Qwen2.5, Qwen3, Llama and mixtures of them), and the section `policy` of a config."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal, get_args
 
-import jax.numpy as jnp
+from pydantic.dataclasses import dataclass
 
-REMAT = ("none", "dots", "full")
-ATTENTION = ("xla", "dense", "cudnn", "splash", "splash_tree")
-PROJECTIONS = ("query", "key", "value", "out", "gate", "up", "down")
+from agentr1_jax.validation import STRICT, Count, NonNegative, Positive, Whole
+
+Projection = Literal["query", "key", "value", "out", "gate", "up", "down"]
+Dtype = Literal["float16", "bfloat16", "float32", "float64"]
+Remat = Literal["none", "dots", "full"]
+Attention = Literal["xla", "dense", "splash", "splash_tree"]
+Critic = Literal["none", "shared_trunk", "separate"]
+
+PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
+CRITICS: tuple[Critic, ...] = get_args(Critic)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class RopeScaling:
-    """How rotary frequencies are stretched for long contexts; see `policy.rope`.
+    """Stretching of rotary frequencies for long contexts; see `policy.rope`.
 
     Attributes:
       kind: `linear`, or `llama3` (Llama 3.1, https://arxiv.org/abs/2407.21783).
       factor: how much longer the slow waves become.
-      low_frequency, high_frequency: of `llama3`: waves of which fewer, or more, than so many fit into
-        `original_positions` are stretched whole, or not at all.
+      low_frequency, high_frequency: of `llama3`: waves of which fewer (or more) than this number fit into
+        `original_positions` are stretched whole (or not at all).
       original_positions: of `llama3`: context length of the first training.
     """
 
     kind: Literal["linear", "llama3"]
-    factor: float
-    low_frequency: float = 1.0
-    high_frequency: float = 4.0
-    original_positions: int = 8192
+    factor: Positive
+    low_frequency: Positive = 1.0
+    high_frequency: Positive = 4.0
+    original_positions: Count = 8192
 
 
-@dataclasses.dataclass(frozen=True)
-class Lora:
-    """Low-rank adapters (Hu et al. 2021, https://arxiv.org/abs/2106.09685): y = xW + α/r · (xA)B.
+@dataclass(frozen=True, config=STRICT)
+class LoraConfig:
+    """Section `policy.lora`: low-rank adapters, y = xW + α/r · (xA)B (Hu et al. 2021, https://arxiv.org/abs/2106.09685).
 
     Attributes:
       rank: r, columns of A; 0 for no adapters.
       alpha: α.
-      targets: which of `PROJECTIONS` have one.
+      targets: projections that have an adapter.
     """
 
-    rank: int = 0
-    alpha: float = 16.0
-    targets: tuple[str, ...] = PROJECTIONS
+    rank: Whole = 0
+    alpha: NonNegative = 16.0
+    targets: tuple[Projection, ...] = PROJECTIONS
 
     def __post_init__(self) -> None:
-        unknown = sorted(set(self.targets) - set(PROJECTIONS))
-        if unknown:
-            raise ValueError(f"policy.lora.targets names {unknown}; choose among {', '.join(PROJECTIONS)}")
-        if self.rank < 0 or (self.rank and not self.targets):
-            raise ValueError("policy.lora: rank must be at least 0, and adapters need targets")
+        if self.rank and not self.targets:
+            raise ValueError("targets is empty; adapters need at least one projection")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class DecoderConfig:
     """Shape and numerics of a decoder.
 
     Attributes:
-      vocab_size: rows of the embedding; every token id is below it.
+      vocab_size: rows of the embedding; every token id is below it. 0 in a preset: as many as the tokenizer has.
       width: size of the residual stream.
       layers: number of blocks, scanned.
       heads: query heads.
@@ -66,7 +70,7 @@ class DecoderConfig:
       head_dim: size of one head.
       hidden: inner size of the SwiGLU.
       rope_theta: base of the rotary frequencies.
-      rope_scaling: stretches them; None for none.
+      rope_scaling: stretching of the frequencies; None for none.
       norm_eps: epsilon of RMSNorm.
       qkv_bias: True if query, key and value have a bias (Qwen2).
       qk_norm: True if each query and key head is normalised before its rotation (Qwen3).
@@ -79,34 +83,70 @@ class DecoderConfig:
       lora: low-rank adapters, which are then all that is trained of the decoder.
     """
 
-    vocab_size: int
-    width: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    hidden: int
-    rope_theta: float = 10_000.0
+    vocab_size: Whole
+    width: Count
+    layers: Count
+    heads: Count
+    kv_heads: Count
+    head_dim: Count
+    hidden: Count
+    rope_theta: Positive = 10_000.0
     rope_scaling: RopeScaling | None = None
-    norm_eps: float = 1e-6
+    norm_eps: Positive = 1e-6
     qkv_bias: bool = False
     qk_norm: bool = False
     tied: bool = True
-    max_positions: int = 0
-    dtype: str = "float32"
-    param_dtype: str = "float32"
-    remat: str = "none"
-    attention: str = "xla"
-    lora: Lora = Lora()
+    max_positions: Whole = 0
+    dtype: Dtype = "float32"
+    param_dtype: Dtype = "float32"
+    remat: Remat = "none"
+    attention: Attention = "xla"
+    lora: LoraConfig = LoraConfig()
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
-            raise ValueError(f"policy.kv_heads ({self.kv_heads}) must divide policy.heads ({self.heads})")
+            raise ValueError(f"kv_heads ({self.kv_heads}) must divide heads ({self.heads})")
         if self.head_dim % 2:
-            raise ValueError(f"policy.head_dim is {self.head_dim}; rotary embeddings need an even number")
-        for name, known in (("remat", REMAT), ("attention", ATTENTION)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"policy.{name} is {getattr(self, name)!r}; choose one of {', '.join(known)}")
-        for name in ("dtype", "param_dtype"):
-            if not jnp.issubdtype(jnp.dtype(getattr(self, name)), jnp.floating):
-                raise ValueError(f"policy.{name} is {getattr(self, name)!r}; it must be a floating-point dtype")
+            raise ValueError(f"head_dim is {self.head_dim}; rotary embeddings need an even number")
+
+
+@dataclass(frozen=True, config=STRICT)
+class PolicyConfig:
+    """Section `policy`: where the decoder comes from, and changes of its shape.
+
+    Attributes:
+      weights: Hugging Face folder or hub id of shape and parameters; "" for random parameters of a preset.
+      preset: name in `policy.presets`; "" with `weights`.
+      width, layers, heads, kv_heads, head_dim, hidden, rope_theta, norm_eps, tied, qkv_bias, qk_norm: see
+        `DecoderConfig`; None for that of the preset or the weights.
+      dtype, param_dtype, remat, attention, lora: see `DecoderConfig`.
+    """
+
+    weights: str = ""
+    preset: str = ""
+    width: Count | None = None
+    layers: Count | None = None
+    heads: Count | None = None
+    kv_heads: Count | None = None
+    head_dim: Count | None = None
+    hidden: Count | None = None
+    rope_theta: Positive | None = None
+    norm_eps: Positive | None = None
+    tied: bool | None = None
+    qkv_bias: bool | None = None
+    qk_norm: bool | None = None
+    dtype: Dtype = "float32"
+    param_dtype: Dtype = "float32"
+    remat: Remat = "none"
+    attention: Attention = "xla"
+    lora: LoraConfig = LoraConfig()
+
+    def __post_init__(self) -> None:
+        if bool(self.weights) == bool(self.preset):
+            raise ValueError("set one of weights and preset")
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """Fields of `DecoderConfig` that differ from those of the preset or the weights."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {k: v for k, v in values.items() if k not in ("weights", "preset") and v is not None}

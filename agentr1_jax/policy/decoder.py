@@ -1,7 +1,7 @@
 """The decoder: pre-norm blocks of grouped-query attention and SwiGLU, scanned over layers.
 
-`Decoder` is used functionally: policy, critic, reference and old policy are this module with other parameter trees.
-It returns hidden states; logits are made where and when they are needed (`head_kernel`), since they decide memory.
+`Decoder` is used functionally: policy, critic, reference and old policy are this module with other parameter trees. It
+returns hidden states; logits, which dominate memory, are computed where they are needed (`head_kernel`).
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Decoder(nn.Module):
 
     Attributes:
       config: shape and numerics.
-      mesh: activations are laid out on it; None leaves that to the compiler.
+      mesh: of the activations; None leaves layouts to the compiler.
     """
 
     config: DecoderConfig
@@ -142,13 +142,13 @@ class Decoder(nn.Module):
         memory: Memory,
         state: Any = None,
     ) -> tuple[Float[Array, "rows length width"], Any]:
-        """Runs the decoder.
+        """Run the decoder.
 
         Args:
           tokens: ids.
           position: rotary position of each token.
-          memory: what the tokens attend to.
-          state: what `memory` carries through the layers (the KV cache), or None.
+          memory: keys and values that the tokens attend to.
+          state: carried by `memory` through the layers (the KV cache), or None.
 
         Returns:
           hidden: after the final norm; the hidden state of token k predicts token k + 1.
@@ -172,12 +172,12 @@ class Decoder(nn.Module):
 
 
 def output_logits(params: Params, hidden: Float[Array, "... width"]) -> Float[Array, "... vocab"]:
-    """Logits in float32, without another copy of a tied head."""
+    """Return logits in float32, without another copy of a tied head."""
     weights, axis = (params["head"], 0) if "head" in params else (params["embed"], 1)
     dims = (((hidden.ndim - 1,), (axis,)), ((), ()))
     return jax.lax.dot_general(hidden, weights.astype(hidden.dtype), dims, preferred_element_type=jnp.float32)
 
 
 def head_kernel(params: Params) -> Float[Array, "width vocab"]:
-    """The output head: logits = hidden @ head_kernel(params)."""
+    """Return the output head: logits = hidden @ head_kernel(params)."""
     return params["head"] if "head" in params else params["embed"].T

@@ -1,8 +1,8 @@
-"""The parameters of a run: which parts there are, which of them are trained, and how they are joined.
+"""Parameters of a run: their parts, and the split into trained and frozen ones.
 
     decoder   the policy
     value     a linear value head, float32
-    critic    a decoder of its own under the value head (`critic = separate`); without it the head reads the policy's
+    critic    decoder under the value head (`critic = separate`); without it the head is on the policy's trunk
 
 Under LoRA, training changes only adapters (and the value head): the rest is frozen, and policy and critic share it.
 """
@@ -16,29 +16,28 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from agentr1_jax.policy.attention import PackedRows
-from agentr1_jax.policy.config import DecoderConfig
+from agentr1_jax.policy.config import Critic, DecoderConfig
 from agentr1_jax.policy.decoder import Decoder, Params
 
-CRITICS = ("none", "shared_trunk", "separate")
 DECODERS = ("decoder", "critic")
 
 
 def init_decoder(config: DecoderConfig, key: Array) -> Params:
-    """Random parameters of one decoder."""
+    """Return random parameters of one decoder."""
     ids = jnp.zeros((1, 2), jnp.int32)
     memory = PackedRows(subtree_end=jnp.full((1, 2), 2, jnp.int32))
     return Decoder(config).init(key, ids, ids, memory)["params"]
 
 
-def with_critic(config: DecoderConfig, decoder: Params, critic: str) -> Params:
-    """All parts for a policy: a critic of its own starts as its copy, the value head at zero.
+def with_critic(config: DecoderConfig, decoder: Params, critic: Critic) -> Params:
+    """Return all parts for a policy: a separate critic starts as its copy, the value head at zero.
 
     With a head of zeros the first advantages are returns to go.
 
     Args:
-      config: of the policy.
-      decoder: its parameters, or what is trained of them.
-      critic: one of `CRITICS`.
+      config: shape of the policy.
+      decoder: parameters of the policy, all or the trained ones.
+      critic: kind of the critic.
     """
     params = {"decoder": decoder}
     if critic == "separate":
@@ -49,13 +48,13 @@ def with_critic(config: DecoderConfig, decoder: Params, critic: str) -> Params:
     return params
 
 
-def init_params(config: DecoderConfig, key: Array, critic: str = "none") -> Params:
-    """Random parameters of all parts: `{"decoder": ..., "value": ..., "critic": ...}`."""
+def init_params(config: DecoderConfig, key: Array, critic: Critic = "none") -> Params:
+    """Return random parameters of all parts: `{"decoder": ..., "value": ..., "critic": ...}`."""
     return with_critic(config, init_decoder(config, key), critic)
 
 
 def split(config: DecoderConfig, params: Params) -> tuple[Params, Params]:
-    """(trained, frozen): all and nothing; under LoRA adapters and value head, and the decoder without its adapters."""
+    """Return (trained, frozen): all and nothing; under LoRA adapters and value head, and the rest of the decoder."""
     if not config.lora.rank:
         return params, {}
     trained = {part: adapters(tree) if part in DECODERS else tree for part, tree in params.items()}
@@ -63,32 +62,32 @@ def split(config: DecoderConfig, params: Params) -> tuple[Params, Params]:
 
 
 def join(trained: Params, frozen: Params) -> Params:
-    """The parts of `split` whole again; what is frozen of the policy serves the critic too."""
+    """Inverse of `split`; frozen parameters of the policy serve the critic too."""
     base = frozen.get("decoder", {})
     return {part: _merge(base, tree) if part in DECODERS else tree for part, tree in trained.items()}
 
 
 def adapters(decoder: Params) -> Params:
-    """The low-rank adapters of a decoder, alone."""
+    """Return the low-rank adapters of a decoder."""
     return _select(decoder, lambda name: name.startswith("lora_"))
 
 
 def without_adapters(decoder: Params) -> Params:
-    """A decoder's parameters but for its adapters."""
+    """Return a decoder's parameters except its adapters."""
     return _select(decoder, lambda name: not name.startswith("lora_"))
 
 
 def merge_adapters(config: DecoderConfig, decoder: Params) -> Params:
-    """A decoder without adapters that computes the same: W + α/r · AB, summed in float32 or wider.
+    """Return a decoder without adapters that computes the same: W + α/r · AB, summed in float32 or wider.
 
     Args:
       config: with the adapters' α and r.
       decoder: parameters with adapters; returned as they are where there are none.
     """
 
-    def merged(tree: Params) -> Params:
+    def merge(tree: Params) -> Params:
         if "lora_a" not in tree:
-            return {name: merged(x) if isinstance(x, dict) else x for name, x in tree.items()}
+            return {name: merge(x) if isinstance(x, dict) else x for name, x in tree.items()}
         kernel, a, b = (tree[name] for name in ("kernel", "lora_a", "lora_b"))
         wide = jnp.promote_types(kernel.dtype, jnp.float32)
         # Layer by layer: the leading axis is the scan's.
@@ -96,11 +95,11 @@ def merge_adapters(config: DecoderConfig, decoder: Params) -> Params:
         total = kernel.astype(wide) + config.lora.alpha / config.lora.rank * product
         return {**without_adapters(tree), "kernel": total.astype(kernel.dtype)}
 
-    return merged(decoder)
+    return merge(decoder)
 
 
 def cast_for_compute(config: DecoderConfig, decoder: Params) -> Params:
-    """A decoder's parameters in the dtype in which they are used, which spares the engine a cast for each token.
+    """Return a decoder's parameters in its compute dtype, which spares the engine a cast for each token.
 
     Scales of norms are used in float32 and stay as they are.
     """
@@ -112,13 +111,13 @@ def cast_for_compute(config: DecoderConfig, decoder: Params) -> Params:
 
 
 def values(params: Params, hidden: Float[Array, "*batch width"]) -> Float[Array, "*batch"]:
-    """V at a hidden state of the critic's trunk: a linear head, in float32 or wider."""
+    """Return V at hidden states of the critic's trunk: a linear head, in float32 or wider."""
     kernel = params["value"]["kernel"]
     return hidden.astype(kernel.dtype) @ kernel + params["value"]["bias"]
 
 
 def _select(tree: Params, wanted: Any) -> Params:
-    """The leaves whose name is wanted, without what is then empty."""
+    """Return the leaves whose name is wanted, without empty subtrees."""
     out: dict[str, Any] = {}
     for name, x in tree.items():
         if isinstance(x, dict):
@@ -130,7 +129,7 @@ def _select(tree: Params, wanted: Any) -> Params:
 
 
 def _merge(one: Params, other: Params) -> Params:
-    """Union of two nested dicts without a leaf in common."""
+    """Return the union of two nested dicts without a leaf in common."""
     out = dict(one)
     for name, x in other.items():
         out[name] = _merge(out[name], x) if name in out else x

@@ -1,11 +1,15 @@
-"""Named shapes: the families' published sizes, and a tiny one. From the `config.json` of each model on the hub."""
+"""Named shapes of decoders: the published sizes of the families, from each model's `config.json`, and a tiny one."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 
-from agentr1_jax.policy.config import DecoderConfig, RopeScaling
+from agentr1_jax.errors import UserError
+from agentr1_jax.policy.config import DecoderConfig, PolicyConfig, RopeScaling
+from agentr1_jax.policy.weights import read_config
+from agentr1_jax.validation import from_section
 
 _qwen = functools.partial(DecoderConfig, vocab_size=151_936, rope_theta=1_000_000.0, norm_eps=1e-6)
 _qwen25 = functools.partial(_qwen, qkv_bias=True, head_dim=128, max_positions=32_768)
@@ -13,10 +17,10 @@ _qwen3 = functools.partial(_qwen, qk_norm=True, head_dim=128, kv_heads=8, max_po
 _llama3 = functools.partial(
     DecoderConfig, vocab_size=128_256, kv_heads=8, rope_theta=500_000.0, norm_eps=1e-5, max_positions=131_072
 )
-_stretched = functools.partial(RopeScaling, "llama3", low_frequency=1.0, high_frequency=4.0, original_positions=8192)
+_llama3_rope = functools.partial(RopeScaling, "llama3", low_frequency=1.0, high_frequency=4.0, original_positions=8192)
 
 PRESETS: Mapping[str, DecoderConfig] = {
-    # As many embeddings as the run's tokenizer needs.
+    # Vocabulary of the run's tokenizer.
     "tiny": DecoderConfig(vocab_size=0, width=128, layers=3, heads=4, kv_heads=2, head_dim=32, hidden=352),
     "qwen2.5-0.5b": _qwen25(width=896, layers=24, heads=14, kv_heads=2, hidden=4864, head_dim=64),
     "qwen2.5-1.5b": _qwen25(width=1536, layers=28, heads=12, kv_heads=2, hidden=8960),
@@ -27,10 +31,10 @@ PRESETS: Mapping[str, DecoderConfig] = {
     "qwen3-4b": _qwen3(width=2560, layers=36, heads=32, hidden=9728),
     "qwen3-8b": _qwen3(width=4096, layers=36, heads=32, hidden=12_288, tied=False),
     "llama-3.2-1b": _llama3(
-        width=2048, layers=16, heads=32, head_dim=64, hidden=8192, rope_scaling=_stretched(factor=32.0)
+        width=2048, layers=16, heads=32, head_dim=64, hidden=8192, rope_scaling=_llama3_rope(factor=32.0)
     ),
     "llama-3.2-3b": _llama3(
-        width=3072, layers=28, heads=24, head_dim=128, hidden=8192, rope_scaling=_stretched(factor=32.0)
+        width=3072, layers=28, heads=24, head_dim=128, hidden=8192, rope_scaling=_llama3_rope(factor=32.0)
     ),
     "llama-3.1-8b": _llama3(
         width=4096,
@@ -39,6 +43,28 @@ PRESETS: Mapping[str, DecoderConfig] = {
         head_dim=128,
         hidden=14_336,
         tied=False,
-        rope_scaling=_stretched(factor=8.0),
+        rope_scaling=_llama3_rope(factor=8.0),
     ),
 }
+
+
+def decoder_config(config: PolicyConfig, vocab_size: int) -> DecoderConfig:
+    """Return the shape of a decoder: that of its weights or its preset, with the changes that the config names.
+
+    Args:
+      config: section `policy` of a run.
+      vocab_size: embeddings of a preset that has no vocabulary of its own.
+
+    Raises:
+      UserError: an unknown preset, weights that cannot be read, or a shape that cannot be.
+    """
+    if config.preset and config.preset not in PRESETS:
+        raise UserError(f"unknown policy.preset {config.preset!r}; choose one of {', '.join(PRESETS)}")
+    try:
+        shape = read_config(config.weights) if config.weights else PRESETS[config.preset]
+    except (ValueError, FileNotFoundError) as error:
+        raise UserError(f"policy.weights: {error}") from error
+    fields = {f.name: getattr(shape, f.name) for f in dataclasses.fields(shape)}
+    return from_section(
+        DecoderConfig, "policy", fields | {"vocab_size": shape.vocab_size or vocab_size} | config.changes
+    )

@@ -1,7 +1,7 @@
-"""Where things live on the mesh `(data, fsdp, tensor)`: one table from parameter path to PartitionSpec.
+"""Shardings on the mesh `(data, fsdp, tensor)`: one table from parameter path to PartitionSpec.
 
-An axis of the mesh that does not divide an axis of the array is dropped, so that two key heads on four devices of
-`tensor` are simply on all of them.
+A mesh axis that does not divide its axis of the array is dropped: two key heads on four devices of `tensor` are
+replicated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 ROWS = ("data", "fsdp")
-"""Mesh axes over which rows of a batch are dealt."""
+"""Mesh axes over which rows of a batch are sharded."""
 
 # First match wins. Layer parameters have a leading [layers] axis, heads are axes of their own: query [layers, width,
 # heads, dim], out [layers, heads, dim, width].
@@ -40,7 +40,11 @@ RULES: tuple[tuple[str, P], ...] = (
 
 
 def spec_of(path: str) -> P:
-    """PartitionSpec of the parameter at `path` (`decoder/layers/query/kernel`). Raises KeyError if no rule matches."""
+    """Return the PartitionSpec of the parameter at a path such as `decoder/layers/query/kernel`.
+
+    Raises:
+      KeyError: no rule matches.
+    """
     for pattern, spec in RULES:
         if re.search(pattern, path):
             return spec
@@ -48,17 +52,17 @@ def spec_of(path: str) -> P:
 
 
 def fit(spec: P | Sequence[Any], shape: Sequence[int], mesh: Mesh) -> NamedSharding:
-    """The sharding of an array by a spec, without the mesh axes that do not divide their axis of the array."""
+    """Return the sharding of an array by a spec, without the mesh axes that do not divide their axis of the array."""
 
-    def kept(axes: Any, size: int) -> Any:
+    def dividing(axes: Any, size: int) -> Any:
         names = (axes,) if isinstance(axes, str) else axes or ()
         return axes if size % math.prod(mesh.shape[name] for name in names) == 0 else None
 
-    return NamedSharding(mesh, P(*map(kept, spec, shape)))
+    return NamedSharding(mesh, P(*map(dividing, spec, shape)))
 
 
 def shardings(tree: Any, mesh: Mesh) -> Any:
-    """A NamedSharding for every leaf of a tree of parameters, or of anything shaped like them (optimizer moments).
+    """Return a NamedSharding for every leaf of a tree of parameters, or of a tree shaped like them (optimizer state).
 
     Scalars and vectors are replicated.
     """
@@ -72,7 +76,7 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
 
 
 def constrain(x: jax.Array, mesh: Mesh | None, *spec: Any) -> jax.Array:
-    """Lays an activation out as the spec says; leaves it to the compiler without a mesh."""
+    """Constrain the layout of an activation to a spec; without a mesh, leave it to the compiler."""
     return x if mesh is None else jax.lax.with_sharding_constraint(x, fit(spec, x.shape, mesh))
 
 
@@ -84,9 +88,10 @@ def on_shards(
     subtree_end: Int[Array, "rows length"],
     mesh: Mesh | None,
 ) -> Float[Array, "rows length heads dim"]:
-    """Runs `attention(query, key, value, subtree_end)` on each device's own rows and heads.
+    """Run `attention(query, key, value, subtree_end)` on each device's own rows and heads.
 
-    Rows are dealt over (data, fsdp) and heads over tensor, where it divides both kinds of heads; None for one device.
+    Rows are sharded over (data, fsdp) and heads over tensor, where it divides both kinds of heads. A mesh of None
+    stands for one device.
     """
     if mesh is None:
         return attention(query, key, value, subtree_end)

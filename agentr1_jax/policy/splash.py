@@ -1,9 +1,9 @@
 """Attention of packed rows on TPUs, by JAX's splash kernel (`jax.experimental.pallas.ops.tpu.splash_attention`).
 
-Rows of steps or chains are causal attention within segments: the kernel compares segment ids, no mask is stored. In
-rows of trees a token is seen by an interval of its own, [j, subtree_end[j]), which no segment id can say. There the
-kernel reads a mask, made anew in every layer for one row at a time and shared by all heads: 4 bytes for each pair of
-tokens of one row. Blocks of the mask that are empty are neither fetched nor computed.
+Rows of segments (every packing mode but `prefix_tree`) are causal attention within segments: the kernel compares
+segment ids, no mask is stored. In a prefix tree token j is seen by the interval [j, subtree_end[j]), which segment ids
+cannot express. There the kernel reads a mask, made anew in every layer for one row at a time and shared by all heads: 4
+bytes for each pair of tokens of one row. Empty blocks of the mask are neither fetched nor computed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BLOCKS = (512, 256, 128)
 """Sides of a block of scores, the best first: every block costs a step of the grid, computed or not."""
 
 RESIDUALS = "splash_residuals"
-"""Output and log-sum-exp of a row: what its backward pass keeps, while it makes the mask again."""
+"""Output and log-sum-exp of a row, which are kept for its backward pass; the mask is made again."""
 
 
 def splash_attention(
@@ -35,14 +35,14 @@ def splash_attention(
     tree: bool,
     interpret: bool = False,
 ) -> Float[Array, "rows length heads dim"]:
-    """softmax(q·k/√d) v over the ancestors of each token: token i sees token j iff j ≤ i < subtree_end[j].
+    """Return softmax(q·k/√d) v over the ancestors of each token: token i sees token j iff j ≤ i < subtree_end[j].
 
     Args:
       query, key, value: `length` is a multiple of the last of `BLOCKS`.
       subtree_end: of each token; more than its own index, so that every token sees itself.
-      mesh: where the rows lie, as `sharding.on_shards` deals them; None for one device.
-      tree: False if the tokens of a segment all have one subtree end, as in rows of steps or chains.
-      interpret: runs the kernel on any backend, slowly, for tests.
+      mesh: of the rows, sharded as in `sharding.on_shards`; None for one device.
+      tree: False if the tokens of a segment all have one subtree end, as in all packing modes but `prefix_tree`.
+      interpret: run the kernel on any backend, slowly, for tests.
 
     Raises:
       ValueError: no block divides `length`.

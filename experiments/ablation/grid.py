@@ -187,9 +187,9 @@ def configured(config: ml_collections.ConfigDict, arm: Arm) -> tuple[ml_collecti
     if scheme.needs_critic and config.critic == "none":
         config.critic = "shared_trunk"
         notes.append("with critic=shared_trunk, since the config has none")
-    if build.reads(config) == "all" and config.learner.row_reads < config.budget.context_tokens:
-        config.learner.row_reads = config.budget.context_tokens
-        notes.append("with learner.row_reads=budget.context_tokens, since what came from tools is read too")
+    if build.learner_config(config).observations and config.learner.row_loss_tokens < config.budget.context_tokens:
+        config.learner.row_loss_tokens = config.budget.context_tokens
+        notes.append("with learner.row_loss_tokens=budget.context_tokens, since observation tokens are loss tokens too")
     return config, "; ".join(notes)
 
 

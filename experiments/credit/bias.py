@@ -14,28 +14,15 @@ from jaxtyping import Array, Float
 
 from agentr1_jax.credit import TokenBatch, get_scheme
 from agentr1_jax.errors import UserError
-from agentr1_jax.learner.batch import Reads
-from agentr1_jax.learner.fill import AGGREGATES
-from agentr1_jax.learner.losses import CLIPS, LossConfig
-from agentr1_jax.learner.ratios import RATIOS
+from agentr1_jax.learner.batch import LossTokens
+from agentr1_jax.learner.config import AGGREGATES, CLIPS, RATIOS, LossConfig
 from experiments.credit.estimates import draw, gradients, judge, lay_out, weights
 from experiments.credit.processes import PROCESSES, every_path, exact_gradient, old_logits
 
 Row = dict[str, Any]
 WRONG_VALUE = 0.5
 DISCOUNTS = ("gamma", "lam", "gamma_high")
-ON_POLICY = LossConfig(
-    ratio="token",
-    clip="ppo",
-    clip_low=0.2,
-    clip_high=0.2,
-    dual_c=3.0,
-    value_coef=0.5,
-    value_clip=0.5,
-    entropy_coef=0.0,
-    temperature=1.0,
-    chunk=1024,
-)
+ON_POLICY = LossConfig()
 UNCLIPPED = dataclasses.replace(ON_POLICY, clip_low=1 - 1e-6, clip_high=1e9)
 LOSSES = {
     "none": dataclasses.replace(ON_POLICY, clip="none"),
@@ -118,12 +105,14 @@ def on_policy(name: str, schemes: Sequence[Variant], seed: int, sizes: Mapping[s
     process = PROCESSES[name]()
     paths = every_path(process)
     _, exact = exact_gradient(paths, process.logits)
-    fields, reads = lay_out(draw(paths, process.logits, seed, **sizes))
-    shares = {aggregate: weights(aggregate, reads, sizes["groups"] * sizes["samples"]) for aggregate in AGGREGATES}
+    fields, loss_tokens = lay_out(draw(paths, process.logits, seed, **sizes))
+    shares = {
+        aggregate: weights(aggregate, loss_tokens, sizes["groups"] * sizes["samples"]) for aggregate in AGGREGATES
+    }
     for variant in schemes:
         advantage = advantages(variant, fields)
         for aggregate, share in shares.items():
-            errors = judge(estimate(ON_POLICY, process.logits, reads, advantage, share), exact)
+            errors = judge(estimate(ON_POLICY, process.logits, loss_tokens, advantage, share), exact)
             told = {"process": name, "scheme": variant.label, "aggregate": aggregate, "loss": "on-policy", "shift": 0.0}
             yield told | dataclasses.asdict(errors)
 
@@ -139,20 +128,22 @@ def off_policy(
     paths = every_path(process)
     _, exact = exact_gradient(paths, process.logits)
     shift = process.shift if shift is None else shift
-    fields, reads = lay_out(draw(paths, old_logits(process, shift), seed, **sizes))
-    share = weights("fixed", reads, sizes["groups"] * sizes["samples"])
+    fields, loss_tokens = lay_out(draw(paths, old_logits(process, shift), seed, **sizes))
+    share = weights("fixed", loss_tokens, sizes["groups"] * sizes["samples"])
     for variant in schemes:
         advantage = advantages(variant, fields)
         for loss, config in LOSSES.items():
-            errors = judge(estimate(config, process.logits, reads, advantage, share), exact)
+            errors = judge(estimate(config, process.logits, loss_tokens, advantage, share), exact)
             told = {"process": name, "scheme": variant.label, "aggregate": "fixed", "loss": loss, "shift": shift}
             yield told | dataclasses.asdict(errors)
 
 
-def estimate(config: LossConfig, logits: np.ndarray, reads: Reads, advantage: Array, weight: np.ndarray) -> np.ndarray:
+def estimate(
+    config: LossConfig, logits: np.ndarray, loss_tokens: LossTokens, advantage: Array, weight: np.ndarray
+) -> np.ndarray:
     """Gradient of each batch, [batches, actions]."""
-    reads = dataclasses.replace(reads, advantage=advantage, weight=jnp.asarray(weight))
-    return np.asarray(gradients(config, jnp.asarray(logits, jnp.float32), reads))
+    loss_tokens = dataclasses.replace(loss_tokens, advantage=advantage, weight=jnp.asarray(weight))
+    return np.asarray(gradients(config, jnp.asarray(logits, jnp.float32), loss_tokens))
 
 
 def chosen(wanted: Sequence[str], known: Sequence[str], what: str) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,8 @@ from jaxtyping import Float
 
 from agentr1_jax.credit import Scheme, TokenBatch
 from agentr1_jax.credit.flatten import FlatTrajectories, concatenate, to_token_batch
-from agentr1_jax.learner import fill
+from agentr1_jax.learner.config import Aggregate
+from agentr1_jax.learner.loss_weights import TokenUnits, loss_weights
 from agentr1_jax.learner.update import batch_gradient
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.report import credit_stats as stats
@@ -84,7 +85,7 @@ def effects(
     streams = concatenate([part.streams for part in parts])
     judge = make_judge(schemes, parts, baseline=baseline)
     advantages = judge(parts)
-    weights = loss_weights(run, streams, aggregate)
+    weights = token_weights(run, streams, cast(Aggregate, aggregate))
     edges = token_edges(parts)
     factors, moved, misfit = resampled(judge, parts, advantages, resamples)
     # Means are taken anew in a resampled batch: their denominators change with the groups drawn.
@@ -119,12 +120,12 @@ def effects(
     )
 
 
-def loss_weights(run: Run, streams: FlatTrajectories, aggregate: str) -> np.ndarray:
+def token_weights(run: Run, streams: FlatTrajectories, aggregate: Aggregate) -> np.ndarray:
     """Loss weight of each token."""
     group = np.unique(streams.group, return_inverse=True)[1][streams.token_trajectory]
     trained = streams.trainable[streams.token_trajectory]
-    units = (streams.token_step, streams.token_trajectory, group)
-    return fill.aggregate_weights(aggregate, *units, trained, fixed_denominator=run.config.loss.fixed_denominator)
+    units = TokenUnits(streams.token_step, streams.token_trajectory, group)
+    return loss_weights(aggregate, units, trained, fixed_denominator=run.config.loss.fixed_denominator)
 
 
 def token_edges(parts: Sequence[Part]) -> np.ndarray:
@@ -206,8 +207,10 @@ def group_gradients(
 
     Only what is trained of the decoder counts; a group without any advantage has the gradient 0 and costs nothing.
     """
-    loss = build.loss_config(run.config, ratio="token", clip="none", kl="none", entropy_coef=0.0)
-    gradient = jax.jit(batch_gradient(run.policy, loss, run.learner_mesh))
+    objective = build.objective(run.config).imitation()
+    loss = dataclasses.replace(objective.loss, ratio="token", entropy_coef=0.0)
+    objective = dataclasses.replace(objective, loss=loss)
+    gradient = jax.jit(batch_gradient(run.policy, objective, run.learner_mesh))
     policy = {"decoder": params["decoder"]}
     size = sum(x.size for x in jax.tree.leaves(policy))
     capacity = microbatches(run, [part.packing for part in parts])

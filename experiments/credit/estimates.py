@@ -13,11 +13,11 @@ import numpy as np
 import scipy.stats
 from jaxtyping import Array, Float, Int
 
-from agentr1_jax.learner.batch import Reads
-from agentr1_jax.learner.fill import aggregate_weights
-from agentr1_jax.learner.losses import LossConfig
+from agentr1_jax.learner.batch import LossTokens
+from agentr1_jax.learner.config import Aggregate, LossConfig, Objective
+from agentr1_jax.learner.loss_weights import TokenUnits, loss_weights
 from agentr1_jax.learner.ratios import MINIBATCH_RATIOS, minibatch_log_ratio
-from agentr1_jax.learner.update import loss_of_reads
+from agentr1_jax.learner.update import TokenOutputs, loss_from_outputs
 from experiments.credit.processes import Paths, exact_values, greedy_probabilities, log_policy, probabilities
 
 Z = 1.96
@@ -54,7 +54,7 @@ class Drawn:
 
 
 def draw(
-    paths: Paths, logits: Float[np.ndarray, "nodes vocabulary"], seed: int, *, batches: int, groups: int, samples: int
+    paths: Paths, logits: Float[np.ndarray, "states vocabulary"], seed: int, *, batches: int, groups: int, samples: int
 ) -> Drawn:
     """Independent batches from the policy of these logits; each group has a row of its own, drawn evenly."""
     rng = np.random.default_rng(seed)
@@ -73,7 +73,7 @@ def draw(
 
 def gather(
     paths: Paths,
-    logits: Float[np.ndarray, "nodes vocabulary"],
+    logits: Float[np.ndarray, "states vocabulary"],
     path: Int[np.ndarray, "batches trajectories"],
     greedy_return: Float[np.ndarray, "batches trajectories"],
     samples: int,
@@ -96,10 +96,10 @@ def gather(
 
 @jax.jit
 @jax.vmap
-def lay_out(drawn: Drawn) -> tuple[dict[str, Array], Reads]:
-    """Fields of the `TokenBatch`, what is real first, and reads without advantage and weight.
+def lay_out(drawn: Drawn) -> tuple[dict[str, Array], LossTokens]:
+    """Fields of the `TokenBatch`, what is real first, and loss tokens without advantage and weight.
 
-    A read's target is the token's place in the flat logits.
+    A loss token's target is its index in the flat logits.
     """
     trajectories, capacity = drawn.state.shape[0], drawn.state.size
     real, sampled = drawn.state >= 0, drawn.action >= 0
@@ -126,8 +126,8 @@ def lay_out(drawn: Drawn) -> tuple[dict[str, Array], Reads]:
     }
     of_step = jnp.append(step_trajectory, trajectories)
     of_token = jnp.where(is_action, of_step[token_step], 0)
-    reads = Reads(
-        src=jnp.zeros_like(action),
+    loss_tokens = LossTokens(
+        logit_index=jnp.zeros_like(action),
         target=jnp.where(is_action, action, 0),
         step=jnp.where(is_action, token_step, -1),
         trajectory=jnp.where(is_action, of_token, -1),
@@ -137,19 +137,20 @@ def lay_out(drawn: Drawn) -> tuple[dict[str, Array], Reads]:
         advantage=jnp.zeros_like(old),
         weight=jnp.zeros_like(old),
     )
-    return fields, reads
+    return fields, loss_tokens
 
 
-def weights(aggregate: str, reads: Reads, trajectories: int) -> Float[np.ndarray, "batches reads"]:
+def weights(aggregate: Aggregate, loss_tokens: LossTokens, trajectories: int) -> Float[np.ndarray, "batches tokens"]:
     """Loss weights of each batch; `fixed` divides by the number of trajectories, the others sum to 1."""
-    mask = np.asarray(reads.is_action)
+    mask = np.asarray(loss_tokens.is_action)
     batches, capacity = mask.shape
     first = np.arange(batches)[:, None] * (capacity + 1)
     step, trajectory, group = (
         (np.where(mask, np.asarray(unit), capacity) + first).ravel()
-        for unit in (reads.step, reads.trajectory, reads.group)
+        for unit in (loss_tokens.step, loss_tokens.trajectory, loss_tokens.group)
     )
-    flat = aggregate_weights(aggregate, step, trajectory, group, mask.ravel(), fixed_denominator=float(trajectories))
+    units = TokenUnits(step, trajectory, group)
+    flat = loss_weights(aggregate, units, mask.ravel(), fixed_denominator=float(trajectories))
     out = flat.reshape(mask.shape)
     # All batches at once are one long batch; its shares, made to sum to 1 within each, are theirs.
     return out if aggregate == "fixed" else out / out.sum(axis=1, keepdims=True)
@@ -157,19 +158,20 @@ def weights(aggregate: str, reads: Reads, trajectories: int) -> Float[np.ndarray
 
 @functools.partial(jax.jit, static_argnums=0)
 def gradients(
-    config: LossConfig, logits: Float[Array, "nodes vocabulary"], reads: Reads
+    config: LossConfig, logits: Float[Array, "states vocabulary"], loss_tokens: LossTokens
 ) -> Float[Array, "batches actions"]:
     """The ascent direction of each batch: minus the gradient of the loss by the flat logits."""
 
-    def loss(logits: Array, reads: Reads) -> Array:
-        reads = jax.tree.map(lambda x: x[None], reads)
-        logprob = jax.nn.log_softmax(logits).ravel()[reads.target]
+    def loss(logits: Array, loss_tokens: LossTokens) -> Array:
+        loss_tokens = jax.tree.map(lambda x: x[None], loss_tokens)
+        logprob = jax.nn.log_softmax(logits).ravel()[loss_tokens.target]
         if config.ratio in MINIBATCH_RATIOS and config.clip != "none":
-            value = minibatch_log_ratio(config.ratio, jax.lax.stop_gradient(logprob), reads)
-            reads = dataclasses.replace(reads, log_ratio=value)
-        return loss_of_reads(config, logprob, jnp.zeros_like(logprob), None, reads)[0]
+            value = minibatch_log_ratio(config.ratio, jax.lax.stop_gradient(logprob), loss_tokens)
+            loss_tokens = dataclasses.replace(loss_tokens, log_ratio=value)
+        outputs = TokenOutputs(logprob, jnp.zeros_like(logprob))
+        return loss_from_outputs(Objective(config), outputs, loss_tokens)[0]
 
-    gradient = jax.vmap(jax.grad(loss), (None, 0))(logits, reads)
+    gradient = jax.vmap(jax.grad(loss), (None, 0))(logits, loss_tokens)
     return -gradient.reshape(len(gradient), -1)
 
 

@@ -12,10 +12,9 @@ import numpy as np
 
 from agentr1_jax.credit.flatten import FlatTrajectories, concatenate, flatten
 from agentr1_jax.credit.shaping import RunningMeanStd, shape_rewards
-from agentr1_jax.learner import fill
 from agentr1_jax.learner.batch import Batch, to_microbatches
-from agentr1_jax.learner.packing import Packing, pack
-from agentr1_jax.learner.update import make_score
+from agentr1_jax.learner.packing import Packing, gather, gather_final, pack, scatter_fields
+from agentr1_jax.learner.update import make_token_outputs
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.trajectory import Trajectory
@@ -59,25 +58,24 @@ def scored_parts(
       the groups, what training takes a state to be worth of which nothing else is known, and the mean |log-prob as
       recorded − log-prob at the parameters|.
     """
-    c, critic = run.config.learner, "value" in params
+    critic, rows = "value" in params, build.learner_config(run.config).rows_config
     groups = [list(group) for _, group in itertools.groupby(trajectories, key=lambda t: t.group)]
-    limits: dict[str, Any] = {"mode": c.packing, "row_tokens": c.row_tokens, "row_reads": c.row_reads}
-    packings = [pack(group, final_reads=critic, **limits) for group in groups]
-    score = make_score(run.policy, build.loss_config(run.config, kl="none"), run.learner_mesh)
+    packings = [pack(group, rows, final_values=critic) for group in groups]
+    token_outputs = make_token_outputs(run.policy, build.objective(run.config), run.learner_mesh)
     capacity = microbatches(run, packings)
     streams, valued, gaps = [], [], []
     for group, packing in zip(groups, packings, strict=True):
         batch, count = to_device(run, packing, capacity, {})
-        scores: Any = jax.device_get(score(params, run.frozen, None, batch, count))
+        outputs: Any = jax.device_get(token_outputs(params, run.frozen, None, batch, count))
 
         def by_row(x: np.ndarray, packing: Packing = packing) -> np.ndarray:
             return x.reshape(-1, x.shape[-1])[: packing.rows]
 
-        logprobs = fill.gather_tokens(packing, by_row(scores.logprob))
+        logprobs = gather(packing, by_row(outputs.logprob))
         streams.append(flatten(group, process_parts=run.config.shaping.process_parts))
         gaps.append(np.abs(logprobs - streams[-1].logprobs))
         if critic:
-            values, final = (f(packing, by_row(scores.value)) for f in (fill.gather_tokens, fill.gather_final))
+            values, final = (f(packing, by_row(outputs.value)) for f in (gather, gather_final))
             valued.append(dataclasses.replace(streams[-1], values=values.astype(np.float32), final_values=final))
     plain, after = _shaped(run, streams, moments, critic=False)
     with_values = _shaped(run, valued, moments, critic=True)[0] if critic else [None] * len(groups)
@@ -106,9 +104,9 @@ def microbatches(run: Run, packings: Sequence[Packing]) -> int:
 
 
 def to_device(run: Run, packing: Packing, capacity: int, per_token: Mapping[str, np.ndarray]) -> tuple[Batch, Any]:
-    """A group on the learner's mesh with the given fields of its reads, and how many microbatches it fills."""
+    """A group on the learner's mesh with the given fields of its loss tokens, and how many microbatches it fills."""
     rows = _rows(run)
-    batch = to_microbatches(packing.nodes, fill.fill(packing, per_token), microbatches=capacity, rows=rows)
+    batch = to_microbatches(packing.packed_tokens, scatter_fields(packing, per_token), microbatches=capacity, rows=rows)
     return meshes.global_batch(batch, run.learner_mesh), np.int32(-(-packing.rows // rows))
 
 

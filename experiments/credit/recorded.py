@@ -186,7 +186,9 @@ def moments_before(
     if not known:
         return moments, []
     scheme, critic = build.credit_scheme(config), build.learns_values(config)
-    kept, _, _ = learning.sift(run, known, critic=critic, greedy=scheme.needs_greedy, reads=build.reads(config))
+    kept, _, _ = learning.sift(
+        run, known, critic=critic, greedy=scheme.needs_greedy, observations=build.learner_config(config).observations
+    )
     if not kept:
         return moments, []
     shaping, gamma = build.shaping(config), scheme.gamma

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from agentr1_jax import files
 from agentr1_jax.errors import UserError
-from agentr1_jax.policy.config import DecoderConfig, Lora
+from agentr1_jax.policy.config import DecoderConfig, LoraConfig
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.text.tokenizer import Tokenizer, load_tokenizer
@@ -144,7 +144,7 @@ def digest(params: Params) -> str:
 
 def merged(policy: DecoderConfig) -> DecoderConfig:
     """The shape of a policy whose adapters are merged."""
-    return dataclasses.replace(policy, lora=Lora())
+    return dataclasses.replace(policy, lora=LoraConfig())
 
 
 def _of_run(run: str, config: ml_collections.ConfigDict, tokenizer: Tokenizer, mesh: Mesh) -> Params:

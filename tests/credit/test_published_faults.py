@@ -18,8 +18,8 @@ from examples import check_close
 from learners import CAPO, EVERYTHING, RATES, check_equal, exact, make, sampled, stream
 
 from agentr1_jax.errors import UserError
-from agentr1_jax.learner.packing import MODES
-from agentr1_jax.learner.update import Scores
+from agentr1_jax.learner.config import PACKING_MODES
+from agentr1_jax.learner.update import TokenOutputs
 from agentr1_jax.runtime.mesh import global_batch
 from agentr1_jax.trajectory import Outcome
 
@@ -36,24 +36,24 @@ def rewarded(tokens, rewards, **place):
     return dataclasses.replace(made, steps=tuple(steps))
 
 
-def filled(trajectories, changes, mode="chains", value=0.0):
+def filled(trajectories, changes, mode="trajectory", value=0.0):
     """The reads of the one update on a batch, as numpy; nothing is computed but credit. The critic says `value`."""
     made, seen = make(changes).under({"learner.packing": mode}), []
 
     def score(params, frozen, other, batch, count):
-        zeros = jnp.zeros(batch.reads.src.shape)
-        return Scores(zeros, zeros, zeros + value, None)
+        zeros = jnp.zeros(batch.loss_tokens.logit_index.shape)
+        return TokenOutputs(zeros, zeros, zeros + value, None)
 
     def update(state, frozen, batch, count, rates):
-        seen.append(jax.device_get(batch.reads))
+        seen.append(jax.device_get(batch.loss_tokens))
         return state, {"loss": jnp.zeros(())}
 
     _, _, out = made.learn(trajectories, update=update, score=score if made.learner.critic else None)
-    (reads,) = seen
-    return reads, out
+    (loss_tokens,) = seen
+    return loss_tokens, out
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", PACKING_MODES)
 @pytest.mark.parametrize("context", ["append", "window", "rewrite", "branch"])
 def test_fault_1_the_learner_finds_the_log_probs_that_were_sampled_with(mode, context):
     """Ids that were decoded and encoded again, or moved by a place, would have others."""
@@ -84,47 +84,51 @@ def marked():
     return out
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", PACKING_MODES)
 @pytest.mark.parametrize("changes", [STEP_GAE, TOKEN_GAE], ids=["step", "token"])
 def test_fault_2_and_fault_11_neither_glue_nor_tool_text_is_trained(mode, changes):
-    reads, _ = filled(marked(), changes, mode)
-    for weight in (reads.weight, reads.value_weight):
+    loss_tokens, _ = filled(marked(), changes, mode)
+    for weight in (loss_tokens.weight, loss_tokens.value_weight):
         on = weight > 0
-        assert on.any() and reads.is_action[on].all()
-        assert not np.isin(reads.target[on], (GLUE, TOOL)).any()
-    assert (reads.weight > 0).sum() == len(sampled(marked())[0]) == reads.is_action.sum()
+        assert on.any() and loss_tokens.is_action[on].all()
+        assert not np.isin(loss_tokens.target[on], (GLUE, TOOL)).any()
+    assert (loss_tokens.weight > 0).sum() == len(sampled(marked())[0]) == loss_tokens.is_action.sum()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", PACKING_MODES)
 def test_fault_3_an_outcome_is_counted_once_and_at_its_own_step(mode):
     """With tool text behind every response, and whatever the number of steps; no step may get it a second time."""
     data = [rewarded([2, 3, 1, 2], [0, 0, 0, 1]), rewarded([2], [1], sample=1), rewarded([1, 1], [1, 0], sample=2)]
-    reads, _ = filled(data, STEP_GAE, mode)
-    on = stream(reads, "value_weight") > 0
-    np.testing.assert_allclose(stream(reads, "value_target")[on], [1, 1, 1, 1, 1, 1, 0], atol=1e-6)
+    loss_tokens, _ = filled(data, STEP_GAE, mode)
+    on = stream(loss_tokens, "value_weight") > 0
+    np.testing.assert_allclose(stream(loss_tokens, "value_target")[on], [1, 1, 1, 1, 1, 1, 0], atol=1e-6)
     _, (long, short, _) = filled([data[0], data[1], rewarded([1], [0], sample=2)], {}, mode)
     assert long.info["advantages"][0][0] == short.info["advantages"][0][0] > 0
 
 
 def test_fault_4_turns_without_reward_are_turns():
     data = [rewarded([1, 2, 1, 1], [1, 0, 2, 0]), rewarded([2, 1], [0, 0], group=1)]
-    reads, _ = filled(data, STEP_GAE | {"credit.args.gamma": 0.5})
-    on = stream(reads, "value_weight") > 0
-    np.testing.assert_allclose(stream(reads, "value_target")[on], [1.5, 1, 2, 0, 0, 0], atol=1e-6)
-    np.testing.assert_allclose(stream(reads, "value_weight")[on], 1 / 6, rtol=1e-6)
-    reads, _ = filled([rewarded([2, 1], [0, 0], sample=i) for i in range(2)], STEP_GAE)
-    assert np.isfinite(reads.advantage).all() and not reads.advantage.any() and not reads.value_target.any()
+    loss_tokens, _ = filled(data, STEP_GAE | {"credit.args.gamma": 0.5})
+    on = stream(loss_tokens, "value_weight") > 0
+    np.testing.assert_allclose(stream(loss_tokens, "value_target")[on], [1.5, 1, 2, 0, 0, 0], atol=1e-6)
+    np.testing.assert_allclose(stream(loss_tokens, "value_weight")[on], 1 / 6, rtol=1e-6)
+    loss_tokens, _ = filled([rewarded([2, 1], [0, 0], sample=i) for i in range(2)], STEP_GAE)
+    assert (
+        np.isfinite(loss_tokens.advantage).all()
+        and not loss_tokens.advantage.any()
+        and not loss_tokens.value_target.any()
+    )
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", PACKING_MODES)
 def test_fault_5_statistics_are_over_trajectories_and_not_over_their_rows(mode):
     """Over step rows the mean of 1 (three rows) and 0 (two rows) would be 0.6; over trajectories it is one half."""
     data = [rewarded([2, 1, 2], [0, 0, 1]), rewarded([1, 2], [0, 0], sample=1)]
-    reads, _ = filled(data, {"loss.aggregate": "trajectory"}, mode)
+    loss_tokens, _ = filled(data, {"loss.aggregate": "trajectory"}, mode)
     half = np.float32(np.sqrt(0.5))
-    np.testing.assert_allclose(stream(reads, "advantage"), [half] * 5 + [-half] * 3, rtol=1e-5)
+    np.testing.assert_allclose(stream(loss_tokens, "advantage"), [half] * 5 + [-half] * 3, rtol=1e-5)
     owner = sampled(data)[2]
-    np.testing.assert_allclose(np.bincount(owner, stream(reads, "weight")), [0.5, 0.5], rtol=1e-6)
+    np.testing.assert_allclose(np.bincount(owner, stream(loss_tokens, "weight")), [0.5, 0.5], rtol=1e-6)
 
 
 def test_fault_6_a_lone_member_of_a_group_moves_nothing():
@@ -136,18 +140,18 @@ def test_fault_6_a_lone_member_of_a_group_moves_nothing():
         check_equal(state.params, made.fresh().params)
     assert metrics["batch/advantage_std"] == 0 and metrics["learner/tokens"] == len(sampled(lone)[0])
     for changes in (STEP_GAE, TOKEN_GAE):
-        reads, _ = filled([rewarded([1], [5])], changes, value=1.0)
-        assert stream(reads, "advantage").tolist() == [0] and stream(reads, "value_target").tolist() == [5]
+        loss_tokens, _ = filled([rewarded([1], [5])], changes, value=1.0)
+        assert stream(loss_tokens, "advantage").tolist() == [0] and stream(loss_tokens, "value_target").tolist() == [5]
 
 
 def test_fault_7_credit_passes_over_tool_text_to_earlier_steps():
-    reads, _ = filled([rewarded([2, 1, 2], [0, 0, 1])], TOKEN_GAE | {"credit.args.lam": 1.0})
-    np.testing.assert_allclose(stream(reads, "value_target"), [1 / 16, 1 / 8, 1 / 4, 1 / 2, 1], rtol=1e-6)
+    loss_tokens, _ = filled([rewarded([2, 1, 2], [0, 0, 1])], TOKEN_GAE | {"credit.args.lam": 1.0})
+    np.testing.assert_allclose(stream(loss_tokens, "value_target"), [1 / 16, 1 / 8, 1 / 4, 1 / 2, 1], rtol=1e-6)
 
 
 def test_fault_8_neither_the_split_nor_copies_of_rows_as_padding_change_an_update():
     """Means over microbatches that are averaged, or padding that counts, would."""
-    made, seen = make(CAPO, wide=True).under({"learner.packing": "padded"}), []
+    made, seen = make(CAPO, wide=True).under({"learner.packing": "per_step_padded"}), []
 
     def update(state, frozen, batch, count, rates):
         seen.append(jax.device_get(batch))
@@ -156,20 +160,20 @@ def test_fault_8_neither_the_split_nor_copies_of_rows_as_padding_change_an_updat
     data = [rewarded([2, 4, 1], [0, 0, 1]), rewarded([3, 1], [0, 0], sample=1)]
     expected, metrics, _ = made.learn(with_logprobs(data, sampled(data)[0] - 1), update=update)
     (whole,) = seen
-    shape = whole.reads.weight.shape
+    shape = whole.loss_tokens.weight.shape
     spread = np.arange(shape[0] * shape[1]).reshape(shape[1], shape[0]).T.ravel()
     apart = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[spread].reshape(x.shape), whole)
-    real = (whole.reads.weight.reshape(-1, shape[2]) > 0).any(axis=1)
+    real = (whole.loss_tokens.weight.reshape(-1, shape[2]) > 0).any(axis=1)
     assert real.sum() == 5, "a microbatch of four rows and one of a single row"
     copies = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[np.arange(len(real)) % 5].reshape(x.shape), whole)
-    weight = np.where(real.reshape(*shape[:2], 1), copies.reads.weight, 0)
-    copies = copies.replace(reads=copies.reads.replace(weight=weight))
+    weight = np.where(real.reshape(*shape[:2], 1), copies.loss_tokens.weight, 0)
+    copies = copies.replace(loss_tokens=copies.loss_tokens.replace(weight=weight))
     for other in (apart, copies):
         with jax.enable_x64(True):
             other = global_batch(other, made.run.learner_mesh)
             state = made.fresh()
             log_ratio = made.learner.log_ratio(state.params, {}, other, np.int32(shape[0]))
-            other = other.replace(reads=other.reads.replace(log_ratio=log_ratio))
+            other = other.replace(loss_tokens=other.loss_tokens.replace(log_ratio=log_ratio))
             rates = {"decoder": np.float32(RATES["decoder"])}
             got, other_metrics = made.learner.update(state, {}, other, np.int32(shape[0]), rates)
             check_close(got.params, expected.params, 1e-9)
@@ -181,9 +185,11 @@ def test_fault_10_what_was_cut_is_worth_what_the_critic_says_of_its_future(outco
     """An end is worth 0, even where the prompt after it is known."""
     made = rewarded([2, 1], [0, 1], cut="steps")
     data = [dataclasses.replace(made, outcome=outcome)]
-    reads, _ = filled(data, STEP_GAE | {"credit.args.gamma": 0.5}, value=WORTH)
-    on = stream(reads, "value_weight") > 0
-    np.testing.assert_allclose(stream(reads, "value_target")[on], [(1 + future / 2) / 2, 1 + future / 2], rtol=1e-6)
+    loss_tokens, _ = filled(data, STEP_GAE | {"credit.args.gamma": 0.5}, value=WORTH)
+    on = stream(loss_tokens, "value_weight") > 0
+    np.testing.assert_allclose(
+        stream(loss_tokens, "value_target")[on], [(1 + future / 2) / 2, 1 + future / 2], rtol=1e-6
+    )
 
 
 def test_fault_10_an_unknown_scheme_makes_no_learner():

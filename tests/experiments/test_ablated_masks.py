@@ -14,9 +14,10 @@ from agentr1_jax.credit import shaping
 from agentr1_jax.credit.config import ShapingConfig
 from agentr1_jax.credit.flatten import flatten
 from agentr1_jax.credit.shaping import RunningMeanStd
+from agentr1_jax.learner.config import PackingConfig
 from experiments import learning
 
-ALL = {"learner.row_reads": LONGEST}
+ALL = {"learner.row_loss_tokens": LONGEST}
 NO_LOSS_MASK = {**ALL, "learner.loss_mask": False}
 NO_ADVANTAGE_MASK = {
     **ALL,
@@ -33,13 +34,13 @@ def updated(made, trajectories, **arguments):
     update = learners.recording(made.learner.update, seen)
     _, metrics, out = made.learn(trajectories, update=update, **arguments)
     (_, batch), *_ = seen
-    return batch.reads, metrics, out
+    return batch.loss_tokens, metrics, out
 
 
-def in_order(reads, name):
+def in_order(loss_tokens, name):
     """A field of all real reads, in (trajectory, step, place in the sequence) order."""
-    real = reads.step >= 0
-    return getattr(reads, name)[real][np.lexsort((reads.src[real], reads.step[real]))]
+    real = loss_tokens.step >= 0
+    return getattr(loss_tokens, name)[real][np.lexsort((loss_tokens.logit_index[real], loss_tokens.step[real]))]
 
 
 def brought(trajectories):
@@ -51,10 +52,10 @@ def brought(trajectories):
 @pytest.mark.parametrize("context", ["append", "rewrite"])
 def test_without_the_loss_mask_an_answer_is_trained_with_the_advantage_of_what_it_answers(context):
     trajectories = learners.exact(context=context)
-    reads, metrics, out = updated(learners.make(NO_LOSS_MASK), trajectories)
+    loss_tokens, metrics, out = updated(learners.make(NO_LOSS_MASK), trajectories)
     is_action, step = brought(trajectories)
-    np.testing.assert_array_equal(in_order(reads, "is_action"), is_action)
-    weight, advantage = in_order(reads, "weight"), in_order(reads, "advantage")
+    np.testing.assert_array_equal(in_order(loss_tokens, "is_action"), is_action)
+    weight, advantage = in_order(loss_tokens, "weight"), in_order(loss_tokens, "advantage")
     np.testing.assert_allclose(weight, 1 / len(weight), rtol=1e-5)
     of_step = {k: a for k, a, said in zip(step, advantage, is_action, strict=True) if said}
     assert [of_step[k] for k in step[~is_action]] == advantage[~is_action].tolist()
@@ -79,10 +80,10 @@ def test_without_the_advantage_mask_credit_passes_through_every_token():
     """GAE over the whole stream by a loop, answers included, with the critic's value at each of them."""
     trajectories = learners.exact()
     made = learners.make(NO_ADVANTAGE_MASK)
-    reads, _, _ = updated(made, trajectories)
+    loss_tokens, _, _ = updated(made, trajectories)
     is_action, step = brought(trajectories)
     streams = flatten(trajectories, observations=True)
-    value, advantage = in_order(reads, "old_value"), in_order(reads, "advantage")
+    value, advantage = in_order(loss_tokens, "old_value"), in_order(loss_tokens, "advantage")
     owner = streams.token_trajectory
     bootstrap = _final_values(made, trajectories)
     for i, t in enumerate(trajectories):
@@ -93,16 +94,15 @@ def test_without_the_advantage_mask_credit_passes_through_every_token():
             after += streams.rewards[ends[k]] if k in ends else 0.0
             expected.append(after - value[k])
         np.testing.assert_allclose(advantage[at], expected[::-1], atol=1e-5, err_msg=t.uid)
-    weight = in_order(reads, "weight")
+    weight = in_order(loss_tokens, "weight")
     assert (weight[~is_action] == 0).all() and (weight[is_action] > 0).all()
     # The critic learns what credit asks it for: its value at every token of the timeline.
-    assert (in_order(reads, "value_weight") > 0).all()
+    assert (in_order(loss_tokens, "value_weight") > 0).all()
 
 
 def _final_values(made, trajectories):
-    pack = learning.pack(
-        trajectories, mode="chains", row_tokens=LONGEST, row_reads=LONGEST, final_reads=True, reads="all"
-    )
+    rows = PackingConfig("trajectory", LONGEST, LONGEST, rows=1)
+    pack = learning.pack(trajectories, rows, final_values=True, observations=True)
     state = made.fresh()
     return learning._score(made.run, made.learner, state.params, [pack]).final_values
 
@@ -110,10 +110,10 @@ def _final_values(made, trajectories):
 def test_remax_compares_with_the_greedy_rollout_and_drops_rows_that_have_none(caplog):
     trajectories = learners.exact()
     greedy = [dataclasses.replace(t, info={"greedy_reward": 0.25 * t.group}) if t.group else t for t in trajectories]
-    reads, metrics, out = updated(learners.make({"credit.name": "remax"}), greedy)
+    loss_tokens, metrics, out = updated(learners.make({"credit.name": "remax"}), greedy)
     kept = [t for t in greedy if t.group]
     expected = [t.total_reward - 0.25 * t.group for t in kept for s in t.steps for _ in s.response_ids]
-    np.testing.assert_allclose(learners.stream(reads, "advantage"), expected, atol=1e-5)
+    np.testing.assert_allclose(learners.stream(loss_tokens, "advantage"), expected, atol=1e-5)
     assert metrics["batch/malformed"] == len(greedy) - len(kept) == 2
     assert "the greedy rollout of its row failed" in caplog.text
 
@@ -124,8 +124,8 @@ def test_a_state_seen_by_no_other_is_compared_with_earlier_batches():
     returns = shaping.discounted_returns(flatten(trajectories), 1.0)
     per_token = np.repeat(returns, [len(s.response_ids) for t in trajectories for s in t.steps])
     for moments in (RunningMeanStd(), RunningMeanStd(10.0, 0.5, 3.0)):
-        reads, _, _ = updated(made, trajectories, moments=moments)
-        np.testing.assert_allclose(learners.stream(reads, "advantage"), per_token - moments.mean, atol=1e-5)
+        loss_tokens, _, _ = updated(made, trajectories, moments=moments)
+        np.testing.assert_allclose(learners.stream(loss_tokens, "advantage"), per_token - moments.mean, atol=1e-5)
 
 
 def test_moments_of_returns_are_handed_on():
@@ -139,13 +139,13 @@ def test_moments_of_returns_are_handed_on():
 def test_a_state_baseline_with_a_critic_asks_and_teaches_it():
     made = learners.make({"credit.name": "state_baseline", "critic": "shared_trunk"})
     trajectories = [dataclasses.replace(t, outcome="answered", final_prompt_ids=None) for t in learners.exact()]
-    reads, metrics, _ = updated(made, trajectories)
+    loss_tokens, metrics, _ = updated(made, trajectories)
     returns = shaping.discounted_returns(flatten(trajectories), 1.0)
-    first = learners.stream(reads, "value_weight") > 0
+    first = learners.stream(loss_tokens, "value_weight") > 0
     assert first.sum() == len(returns)
-    np.testing.assert_allclose(learners.stream(reads, "value_target")[first], returns, atol=1e-5)
-    expected = returns - learners.stream(reads, "old_value")[first]
-    np.testing.assert_allclose(learners.stream(reads, "advantage")[first], expected, atol=1e-5)
+    np.testing.assert_allclose(learners.stream(loss_tokens, "value_target")[first], returns, atol=1e-5)
+    expected = returns - learners.stream(loss_tokens, "old_value")[first]
+    np.testing.assert_allclose(learners.stream(loss_tokens, "advantage")[first], expected, atol=1e-5)
     assert metrics["learner/value_loss"] > 0
 
 

@@ -50,7 +50,10 @@ def task(*, state_key="s", potential=1.0, evidence="", parts=("goal",)):
         ({"learner__minibatches": 0}, "learner.minibatches is 0; it must be positive"),
         ({"learner__epochs": -1}, "learner.epochs is -1; it must be positive"),
         ({"loss__fixed_denominator": 0.0}, "loss.fixed_denominator is 0.0; it must be positive"),
-        ({"learner__loss_mask": False}, r"budget.context_tokens \(224\) reads, and learner.row_reads is 48; raise it"),
+        (
+            {"learner__loss_mask": False},
+            r"budget.context_tokens \(224\) loss tokens, and learner.row_loss_tokens is 48",
+        ),
         (
             {"credit__name": "remax", "shaping__potential": 1.0},
             "compares with greedy rollouts, whose rewards are not shaped; .*shaping.potential",
@@ -151,8 +154,8 @@ def test_an_arm_without_a_mask_gets_rows_for_what_it_reads():
     config = keydoor.get_config()
     arms = grid.crossed(grid.parse_arms("token_gae"), "learner.loss_mask", ["true", "false"], True)
     _, (masked, unmasked) = grid.make_grid(config, arms, [0], "out")
-    assert masked.config.learner.row_reads == 48 and unmasked.config.learner.row_reads == 224
-    assert "row_reads" in unmasked.note and "critic=shared_trunk" in unmasked.note
+    assert masked.config.learner.row_loss_tokens == 48 and unmasked.config.learner.row_loss_tokens == 224
+    assert "row_loss_tokens" in unmasked.note and "critic=shared_trunk" in unmasked.note
     for cell in (masked, unmasked):
         checks.check(dataclasses.replace(cell).config, jax.devices()[:1])
 

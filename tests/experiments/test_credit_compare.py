@@ -27,8 +27,8 @@ from agentr1_jax.credit import get_scheme
 from agentr1_jax.credit.shaping import RunningMeanStd
 from agentr1_jax.errors import UserError
 from agentr1_jax.learner.batch import to_microbatches
-from agentr1_jax.learner.fill import fill
-from agentr1_jax.learner.packing import pack
+from agentr1_jax.learner.config import PackingConfig
+from agentr1_jax.learner.packing import pack, scatter_fields
 from agentr1_jax.learner.update import batch_gradient
 from agentr1_jax.report import credit as plots
 from agentr1_jax.report import credit_stats as stats
@@ -297,17 +297,18 @@ def case():
 @functools.cache
 def whole_gradient():
     run = case()[0]
-    return jax.jit(batch_gradient(run.policy, build.loss_config(run.config, clip="none"), run.learner_mesh))
+    return jax.jit(batch_gradient(run.policy, build.objective(run.config).imitation(), run.learner_mesh))
 
 
 def slow_gradient(run, params, trajectories, advantages):
     """The gradient of Σ w·A·log π of the policy over a whole batch at once, a row for each step; [parameters]."""
     c = run.config.learner
-    layout = pack(trajectories, mode="padded", row_tokens=c.row_tokens, row_reads=c.row_reads, final_reads=False)
+    rows = PackingConfig("per_step_padded", c.row_tokens, c.row_loss_tokens, c.rows)
+    layout = pack(trajectories, rows, final_values=False)
     step_tokens = np.array([len(s.response_ids) for t in trajectories for s in t.steps])
     weights = np.repeat(1 / step_tokens / len(step_tokens), step_tokens).astype(np.float32)
-    reads = fill(layout, {"advantage": advantages, "weight": weights})
-    batch = to_microbatches(layout.nodes, reads, microbatches=1, rows=MOST_ROWS)
+    loss_tokens = scatter_fields(layout, {"advantage": advantages, "weight": weights})
+    batch = to_microbatches(layout.packed_tokens, loss_tokens, microbatches=1, rows=MOST_ROWS)
     grads, _ = whole_gradient()({"decoder": params["decoder"]}, {}, batch, np.int32(1))
     return np.concatenate([np.ravel(x) for x in jax.tree.leaves(grads)])
 
@@ -330,7 +331,7 @@ def test_resampled_gradients_are_those_of_resampled_batches():
     edges = effects.token_edges(parts)
     factors, _, misfit = effects.resampled(judge, parts, result.advantages, 3)
     np.testing.assert_allclose(misfit, 0, atol=1e-4)
-    weights = effects.loss_weights(run, streams, "step")
+    weights = effects.token_weights(run, streams, "step")
     size = np.array([weights[a:b].sum() for a, b in zip(edges[:-1], edges[1:], strict=True)])
     vectors = effects.group_gradients(run, params, parts, weights)
     shift = vectors(np.ones_like(weights))

@@ -16,7 +16,8 @@ import pytest
 
 from agentr1_jax.credit import SCHEMES
 from agentr1_jax.errors import UserError
-from agentr1_jax.learner.fill import AGGREGATES, aggregate_weights
+from agentr1_jax.learner.config import AGGREGATES
+from agentr1_jax.learner.loss_weights import loss_weights
 from agentr1_jax.report.gradients import clusters, plot_gradients
 from experiments.credit import bias as bench
 from experiments.credit import estimates
@@ -66,15 +67,15 @@ def every_pair(name, shift=0.0):
     return (*estimates.lay_out(drawn), np.pad(likelihood, (0, rest)))
 
 
-def gradients(name, variant, batch, reads, aggregate="fixed", config=bench.ON_POLICY):
-    share = estimates.weights(aggregate, reads, trajectories=2)
-    return bench.estimate(config, known(name)[0].logits, reads, bench.advantages(variant, batch), share)
+def gradients(name, variant, batch, loss_tokens, aggregate="fixed", config=bench.ON_POLICY):
+    share = estimates.weights(aggregate, loss_tokens, trajectories=2)
+    return bench.estimate(config, known(name)[0].logits, loss_tokens, bench.advantages(variant, batch), share)
 
 
 def expected(name, variant):
     """E ĝ of one group of two samples, without chance."""
-    batch, reads, likelihood = every_pair(name)
-    return likelihood @ gradients(name, variant, batch, reads).astype(np.float64)
+    batch, loss_tokens, likelihood = every_pair(name)
+    return likelihood @ gradients(name, variant, batch, loss_tokens).astype(np.float64)
 
 
 @pytest.mark.parametrize("name", mdps.PROCESSES)
@@ -128,50 +129,56 @@ def test_index_baseline_is_biased_where_the_policy_decides_when_to_stop():
 def test_verdicts_from_samples():
     process, paths, exact = known("revisits")
     drawn = estimates.draw(paths, process.logits, 3, batches=PAIRS, groups=1, samples=2)
-    batch, reads = estimates.lay_out(drawn)
+    batch, loss_tokens = estimates.lay_out(drawn)
     for variant in UNBIASED:
-        errors = estimates.judge(gradients("revisits", variant, batch, reads), exact)
+        errors = estimates.judge(gradients("revisits", variant, batch, loss_tokens), exact)
         assert errors.verdict == "unbiased", (variant.label, errors)
         assert errors.bias_low < 0.01 and errors.bias_high < 0.1 and abs(errors.scale - 1) < 2 * errors.scale_half
-    shrunk = estimates.judge(gradients("revisits", DR_GRPO, batch, reads), exact)
+    shrunk = estimates.judge(gradients("revisits", DR_GRPO, batch, loss_tokens), exact)
     assert shrunk.verdict == "scaled" and abs(shrunk.scale - 0.5) < 2 * shrunk.scale_half
-    by_trajectory = estimates.judge(gradients("revisits", UNBIASED[0], batch, reads, "trajectory"), exact)
+    by_trajectory = estimates.judge(gradients("revisits", UNBIASED[0], batch, loss_tokens, "trajectory"), exact)
     assert by_trajectory.verdict == "biased"
     late = bench.Variant("step_gae", PLAIN | {"lam": 0.9}, "const V")
-    assert estimates.judge(gradients("revisits", late, batch, reads), exact).verdict == "biased"
+    assert estimates.judge(gradients("revisits", late, batch, loss_tokens), exact).verdict == "biased"
 
 
 def test_layout_is_that_of_the_paths():
     process, paths, _ = known("key_door")
     path = np.random.default_rng(0).integers(len(paths.noise), size=(PAIRS, 2))
-    batch, reads = estimates.lay_out(estimates.gather(paths, process.logits, path, np.zeros(path.shape), samples=1))
+    batch, loss_tokens = estimates.lay_out(
+        estimates.gather(paths, process.logits, path, np.zeros(path.shape), samples=1)
+    )
     for b in range(3):
         steps = [(i, m, t) for i, m in enumerate(path[b]) for t in np.flatnonzero(paths.state[m] >= 0)]
         tokens = [(s, a) for s, (_, m, t) in enumerate(steps) for a in paths.action[m, t] if a >= 0]
-        pad_steps, pad_tokens = batch["rewards"].shape[1] - len(steps), reads.target.shape[1] - len(tokens)
+        pad_steps, pad_tokens = batch["rewards"].shape[1] - len(steps), loss_tokens.target.shape[1] - len(tokens)
         np.testing.assert_array_equal(batch["step_trajectory"][b], [i for i, _, _ in steps] + [2] * pad_steps)
         np.testing.assert_allclose(batch["rewards"][b], [paths.reward[m, t] for _, m, t in steps] + [0] * pad_steps)
         np.testing.assert_array_equal(
             batch["token_step"][b], [s for s, _ in tokens] + [batch["rewards"].shape[1]] * pad_tokens
         )
-        np.testing.assert_array_equal(reads.target[b], [a for _, a in tokens] + [0] * pad_tokens)
-        np.testing.assert_array_equal(reads.group[b], [steps[s][0] for s, _ in tokens] + [-1] * pad_tokens)
+        np.testing.assert_array_equal(loss_tokens.target[b], [a for _, a in tokens] + [0] * pad_tokens)
+        np.testing.assert_array_equal(loss_tokens.group[b], [steps[s][0] for s, _ in tokens] + [-1] * pad_tokens)
 
 
 def test_old_log_probs_are_those_of_the_policy_that_sampled():
-    _, reads, likelihood = every_pair("key_door", shift=1.0)
+    _, loss_tokens, likelihood = every_pair("key_door", shift=1.0)
     log_pi = mdps.log_policy(known("key_door")[0].logits)
-    log_ratio = np.where(reads.is_action, log_pi[np.asarray(reads.target)] - np.asarray(reads.old_logprob), 0)
+    log_ratio = np.where(
+        loss_tokens.is_action, log_pi[np.asarray(loss_tokens.target)] - np.asarray(loss_tokens.old_logprob), 0
+    )
     assert likelihood @ np.exp(log_ratio.sum(axis=1)) == pytest.approx(1, rel=1e-5)
     assert np.abs(log_ratio).max() > 0.5
 
 
 def test_clipping_adds_bias_that_bounds_out_of_reach_do_not():
     exact = known("key_door")[2]
-    batch, reads, likelihood = every_pair("key_door", shift=1.0)
+    batch, loss_tokens, likelihood = every_pair("key_door", shift=1.0)
 
     def bias(config):
-        found = likelihood @ gradients("key_door", bench.REFERENCE, batch, reads, config=config).astype(np.float64)
+        found = likelihood @ gradients("key_door", bench.REFERENCE, batch, loss_tokens, config=config).astype(
+            np.float64
+        )
         return np.linalg.norm(found - exact) / np.linalg.norm(exact)
 
     assert bias(bench.ON_POLICY) > 1.5 * bias(bench.UNCLIPPED)
@@ -196,12 +203,12 @@ def test_shift_is_that_of_the_process_unless_given():
 
 @pytest.mark.parametrize("aggregate", AGGREGATES)
 def test_weights_are_those_of_each_batch_alone(aggregate):
-    _, reads, _ = every_pair("key_door")
-    some = jax.tree.map(lambda x: x[::999], reads)
+    _, loss_tokens, _ = every_pair("key_door")
+    some = jax.tree.map(lambda x: x[::999], loss_tokens)
     found = estimates.weights(aggregate, some, trajectories=2)
     for b, mask in enumerate(np.asarray(some.is_action)):
         units = (np.where(mask, np.asarray(x)[b], 30) for x in (some.step, some.trajectory, some.group))
-        alone = aggregate_weights(aggregate, *units, mask, fixed_denominator=2.0)
+        alone = loss_weights(aggregate, TokenUnits(*units), mask, fixed_denominator=2.0)
         np.testing.assert_allclose(found[b], alone, rtol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""Weights of published models in and out: Hugging Face folders and hub ids, and llama2.c checkpoints."""
+"""Weights of published models: reading and writing of Hugging Face folders and hub ids."""
 
 from agentr1_jax.policy.weights.hf_config import from_hf, to_hf
 from agentr1_jax.policy.weights.load import load, read_config

@@ -1,4 +1,4 @@
-"""Folders of safetensors files: what tensors there are, and how to read a part of one."""
+"""Tensors in folders of safetensors files, read in parts."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ NOTHING = re.compile(r"(?!)")
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor of a checkpoint, not yet read.
+    """Tensor of a checkpoint, not yet read.
 
     Attributes:
-      file: where it is stored, for error messages.
-      shape: of the whole.
+      file: path of its file, for error messages.
+      shape: of the whole tensor.
       read: slices with start and stop, one for each axis -> that part, read from the file.
     """
 
@@ -34,7 +34,11 @@ class Tensor:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file. Raises ValueError that names it if it is none."""
+    """Return the content of a JSON file.
+
+    Raises:
+      ValueError: it is not valid JSON.
+    """
     try:
         return json.loads(path.read_text("utf-8"))
     except ValueError as error:
@@ -42,10 +46,10 @@ def read_json(path: Path) -> Any:
 
 
 def open_folder(folder: Path, ignored: re.Pattern[str] = NOTHING) -> dict[str, Tensor]:
-    """All tensors of a folder by name, but for those whose name matches `ignored`; only headers are read.
+    """Return all tensors of a folder by name, except those whose name matches `ignored`; only headers are read.
 
     Raises:
-      ValueError: a file is missing, truncated or broken, or holds what is not floating-point; it is named.
+      ValueError: a file is missing, truncated or broken, or holds a tensor that is not floating-point.
     """
     index = folder / INDEX
     if (folder / SINGLE).is_file():  # transformers looks for it first, too.

@@ -1,7 +1,7 @@
 """`config.json` of Hugging Face models, to a `DecoderConfig` and back.
 
-What a file leaves out means what it means to `transformers`. What the decoder cannot compute is refused: a model that
-runs with half of its config ignored is a silent error.
+A missing key has the default of `transformers`. A config that the decoder cannot compute is refused: a model that runs
+with half of its config ignored is a silent error.
 """
 
 from __future__ import annotations
@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from agentr1_jax.errors import UserError
 from agentr1_jax.policy.config import DecoderConfig, RopeScaling
+from agentr1_jax.validation import from_section
 
 FAMILIES: Mapping[str, Mapping[str, bool]] = {
     "llama": {"qkv_bias": False, "qk_norm": False},
     "qwen2": {"qkv_bias": True, "qk_norm": False},
     "qwen3": {"qkv_bias": False, "qk_norm": True},
 }
-"""`model_type` -> what tells the families apart. Qwen2.5 is `qwen2`; all Llamas are `llama`."""
+"""`model_type` -> fields that differ between families. Qwen2.5 is `qwen2`; all Llamas are `llama`."""
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 ROPE_KINDS = ("default", "linear", "llama3")
@@ -28,7 +30,7 @@ MAX_WINDOW_LAYERS = 28
 
 
 def from_hf(record: Mapping[str, Any], source: str) -> DecoderConfig:
-    """The decoder that a `config.json` describes.
+    """Return the decoder that a `config.json` describes.
 
     Args:
       record: the file's content; rotary embeddings in the older form (`rope_theta`, `rope_scaling`) or in that of
@@ -68,13 +70,13 @@ def from_hf(record: Mapping[str, Any], source: str) -> DecoderConfig:
         **FAMILIES[family],
     }
     try:
-        return DecoderConfig(**shape)
-    except ValueError as error:
+        return from_section(DecoderConfig, "", shape)
+    except UserError as error:
         raise ValueError(f"{source}: {error}") from error
 
 
 def to_hf(config: DecoderConfig) -> dict[str, Any]:
-    """The `config.json` of a decoder, without token ids; the inverse of `from_hf` but for numerics and adapters.
+    """Return the `config.json` of a decoder, without token ids; inverse of `from_hf` except for dtypes and adapters.
 
     Rotary embeddings are in the older form, which every version of transformers and most other tools read.
 
@@ -116,7 +118,7 @@ def to_hf(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _unsupported(record: Mapping[str, Any], family: str, layers: int) -> Iterator[tuple[str, str]]:
-    """(key, reason) of what the decoder cannot compute."""
+    """Yield (key, reason) of everything that the decoder cannot compute."""
     if record.get("hidden_act", "silu") != "silu":
         yield "hidden_act", "but only silu is known"
     # Qwen2 has its biases whatever this key says.
@@ -137,7 +139,7 @@ def _unsupported(record: Mapping[str, Any], family: str, layers: int) -> Iterato
 
 
 def _head_dim(record: Mapping[str, Any], family: str, width: int, heads: int, source: str) -> int:
-    """What the file says; else 128 for Qwen3 and width / heads for the others (and where it is null)."""
+    """Head size of the file; else 128 for Qwen3 and width / heads for the others (and where it is null)."""
     default = QWEN3_HEAD_DIM if family == "qwen3" and "head_dim" not in record else width // heads
     if record.get("head_dim") is None and default * heads != width and family != "qwen3":
         raise ValueError(f"{source}: num_attention_heads ({heads}) does not divide hidden_size ({width}); set head_dim")
@@ -192,7 +194,7 @@ def _scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
 
 
 def number(record: Mapping[str, Any], key: str, source: str, default: float | None = None) -> float:
-    """A positive number, or the default where the key is absent or null."""
+    """Return a positive number, or the default where the key is absent or null."""
     value = record.get(key)
     if value is None and default is not None:
         return default
@@ -204,7 +206,7 @@ def number(record: Mapping[str, Any], key: str, source: str, default: float | No
 
 
 def count(record: Mapping[str, Any], key: str, source: str, default: int | None = None) -> int:
-    """A positive whole number, or the default where the key is absent or null."""
+    """Return a positive whole number, or the default where the key is absent or null."""
     value = number(record, key, source, default)
     if value != int(value):
         raise ValueError(f"{source}: {key} is {value}; it must be a whole number")

@@ -1,4 +1,4 @@
-"""Where weights are: a path, or an id on the Hugging Face hub."""
+"""Location of weights: a path, or an id on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
-"""Weights, configs, and all that tokenizers consist of."""
+"""Weights, configs, and files of tokenizers."""
 
 TIMEOUT = 10.0
 
 
 def locate(path_or_hub_id: str | os.PathLike[str]) -> Path:
-    """The folder (or llama2.c file) of a path; of an `owner/name` on the hub its download, which is kept in the cache.
+    """Return the folder of a path, or of the download of an `owner/name` on the hub, which stays in the hub's cache.
 
     A path whose parent is a folder here is never looked up on the hub. HF_HUB_OFFLINE=1 keeps to the cache.
 

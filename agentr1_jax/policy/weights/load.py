@@ -1,4 +1,4 @@
-"""Weights in: from files straight into sharded, stacked arrays."""
+"""Reading of weights from files straight into sharded, stacked arrays."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import numpy as np
 
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
-from agentr1_jax.policy.weights import files, hub, llama2c, names
+from agentr1_jax.policy.weights import files, hub, names
 from agentr1_jax.policy.weights.files import Tensor
 from agentr1_jax.policy.weights.hf_config import from_hf
 
 HARMLESS = re.compile(r"rotary_emb\.inv_freq$")
-"""Tensors that old checkpoints hold and nobody needs: frequencies that follow from the config."""
+"""Tensors of old checkpoints that are not needed: frequencies that follow from the config."""
 
 LISTED = 4
 COMPARED_ROWS = 4096
@@ -26,23 +26,21 @@ HEAD, EMBEDDING = names.tensor_name("head"), names.tensor_name("embed")
 
 
 def read_config(path_or_hub_id: str | os.PathLike[str]) -> DecoderConfig:
-    """The decoder whose weights lie at a path or hub id; float32, without adapters.
+    """Return the shape of the decoder at a path or hub id; float32, without adapters.
 
     Args:
-      path_or_hub_id: a Hugging Face folder, a llama2.c checkpoint or its folder, or `owner/name` on the hub.
+      path_or_hub_id: a Hugging Face folder, or `owner/name` on the hub.
 
     Raises:
-      FileNotFoundError: there is nothing.
-      ValueError: there is something else; see `hf_config.from_hf` and `llama2c.read_config`.
+      FileNotFoundError: there is no such folder, or it has no `config.json`.
+      ValueError: its `config.json` is not that of a known decoder; see `hf_config.from_hf`.
     """
     path = hub.locate(path_or_hub_id)
-    if checkpoint := llama2c.find(path):
-        return llama2c.read_config(checkpoint)
     return from_hf(files.read_json(_config_file(path)), str(path / "config.json"))
 
 
 def load(path_or_hub_id: str | os.PathLike[str], config: DecoderConfig, layout: Callable[[Params], Any]) -> Params:
-    """A decoder's parameters from files, placed on devices.
+    """Return a decoder's parameters from files, placed on devices.
 
     Each process reads only the slices that its own devices hold, each of them once, casts them to `param_dtype` on the
     host and hands them to the devices one parameter at a time. Beside the arrays themselves the host holds at most this
@@ -51,37 +49,33 @@ def load(path_or_hub_id: str | os.PathLike[str], config: DecoderConfig, layout: 
 
     Args:
       path_or_hub_id: see `read_config`.
-      config: the decoder. Its adapters, if any, are not part of the result.
+      config: shape of the decoder. Its adapters, if any, are not part of the result.
       layout: tree of ShapeDtypeStruct -> tree of NamedSharding, e.g. `functools.partial(shardings, mesh=mesh)`.
 
     Returns:
       the parameters of `policy.decoder.Decoder`.
 
     Raises:
-      FileNotFoundError: there is nothing.
+      FileNotFoundError: there is no such folder, or it has no `config.json`.
       ValueError: a tensor is missing, unexpected or of another shape, a tied head differs from the embedding, or a file
         is broken; tensor and file are named.
     """
     path = hub.locate(path_or_hub_id)
-    checkpoint = llama2c.find(path)
-    if checkpoint is None:
-        _config_file(path)
-    tensors = files.open_folder(path) if checkpoint is None else llama2c.open_file(checkpoint)
-    shapes = names.expected(config)
+    _config_file(path)
+    tensors = files.open_folder(path)
+    shapes = names.parameter_shapes(config)
     _check(shapes, tensors, config, path)
 
-    def place(keys: Any, shape: jax.ShapeDtypeStruct, sharding: jax.sharding.NamedSharding) -> jax.Array:
+    def read_parameter(keys: Any, shape: jax.ShapeDtypeStruct, sharding: jax.sharding.NamedSharding) -> jax.Array:
         return _array(jax.tree_util.keystr(keys, simple=True, separator="/"), shape, sharding, tensors)
 
-    return jax.tree_util.tree_map_with_path(place, shapes, layout(shapes))
+    return jax.tree_util.tree_map_with_path(read_parameter, shapes, layout(shapes))
 
 
 def _config_file(path: Path) -> Path:
     file = path / "config.json"
     if not file.is_file():
-        raise FileNotFoundError(
-            f"{path}: neither a Hugging Face folder (no config.json) nor a llama2.c checkpoint (*.bin); give another"
-        )
+        raise FileNotFoundError(f"{path}: no Hugging Face folder, since it has no config.json; give another")
     return file
 
 
@@ -120,7 +114,7 @@ def _listed(tensors: list[str]) -> str:
 
 
 def _check_tied(tensors: Mapping[str, Tensor]) -> None:
-    """A head in the file of a tied model is ignored if it repeats the embedding; transformers does alike."""
+    """Refuse a head in the file of a tied model unless it repeats the embedding."""
     head, embedding = tensors[HEAD], tensors[EMBEDDING]
     rows, width = embedding.shape
     parts = ((slice(i, min(i + COMPARED_ROWS, rows)), slice(0, width)) for i in range(0, rows, COMPARED_ROWS))
@@ -135,15 +129,15 @@ def _check_tied(tensors: Mapping[str, Tensor]) -> None:
 def _array(
     path: str, shape: jax.ShapeDtypeStruct, sharding: jax.sharding.NamedSharding, tensors: Mapping[str, Tensor]
 ) -> jax.Array:
-    """One of our parameters."""
+    """Read one of our parameters."""
     stacked = names.is_stacked(path)
-    made: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
+    shards: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
 
     def shard(index: Any) -> np.ndarray:
         bounds = tuple(s.indices(n)[:2] for s, n in zip(index, shape.shape, strict=True))
-        if bounds not in made:  # Devices that hold the same share it.
-            made[bounds] = read(bounds)
-        return made[bounds]
+        if bounds not in shards:  # Devices that hold the same shard share it.
+            shards[bounds] = read(bounds)
+        return shards[bounds]
 
     def read(bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
         parts = [slice(*b) for b in bounds]

@@ -1,7 +1,7 @@
-"""One table between our parameters and the tensors of Hugging Face checkpoints, used by load and save alike.
+"""Table between our parameters and the tensors of Hugging Face checkpoints, used by load and save alike.
 
-Ours are stacked over layers, kernels are [*inputs, *outputs] and heads are axes of their own; theirs are one tensor to
-a layer, [outputs, inputs], with heads and their dimensions as one axis.
+Our parameters are stacked over layers, kernels are [*inputs, *outputs] and heads are axes of their own; their tensors
+are per layer, [outputs, inputs], with heads and their dimensions as one axis.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from agentr1_jax.policy.config import DecoderConfig, Lora
+from agentr1_jax.policy.config import DecoderConfig, LoraConfig
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.policy.params import init_decoder
 
@@ -42,30 +42,30 @@ TABLE: dict[str, tuple[str, str, str]] = {
 }
 
 
-def expected(config: DecoderConfig) -> Params:
-    """Shape structs of a decoder's parameters, without adapters."""
-    plain = dataclasses.replace(config, lora=Lora())
+def parameter_shapes(config: DecoderConfig) -> Params:
+    """Return shape structs of a decoder's parameters, without adapters."""
+    plain = dataclasses.replace(config, lora=LoraConfig())
     return jax.eval_shape(functools.partial(init_decoder, plain), jax.random.key(0))
 
 
 def is_stacked(path: str) -> bool:
-    """Whether our parameter has a leading axis of layers."""
+    """Return whether our parameter has a leading axis of layers."""
     return path.startswith("layers/")
 
 
 def tensor_name(path: str, layer: int | None = None) -> str:
-    """Their name of our parameter, in one layer where it is stacked."""
+    """Return their name of our parameter, in one layer where it is stacked."""
     return TABLE[path][0].format(layer=layer)
 
 
 def their_shape(path: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """Shape of their tensor for one of ours (of one layer)."""
+    """Return the shape of their tensor for one of our parameters (of one layer)."""
     sizes, groups = _axes(path, shape)
     return tuple(math.prod(sizes[axis] for axis in group) for group in groups)
 
 
 def to_theirs(path: str, ours: np.ndarray) -> np.ndarray:
-    """Our parameter (of one layer) as they store it; contiguous."""
+    """Return our parameter (of one layer) as they store it; contiguous."""
     _, groups = _axes(path, ours.shape)
     mine = TABLE[path][1].split()
     order = [mine.index(axis) for group in groups for axis in group]
@@ -75,15 +75,15 @@ def to_theirs(path: str, ours: np.ndarray) -> np.ndarray:
 def read_ours(
     path: str, shape: Sequence[int], index: Sequence[slice], read: Callable[[tuple[slice, ...]], np.ndarray]
 ) -> np.ndarray:
-    """A part of our parameter (of one layer), from the part of their tensor that holds it.
+    """Return a part of our parameter (of one layer), from the part of their tensor that holds it.
 
     Where heads and dimensions are one axis of theirs, heads are cut by `read` and dimensions afterwards; no rule of
     `policy.sharding` cuts dimensions.
 
     Args:
       path: of our parameter.
-      shape: of it whole.
-      index: the wanted part, a slice with start and stop for each axis.
+      shape: of the whole parameter.
+      index: the part, a slice with start and stop for each axis.
       read: slices of their tensor -> its content.
     """
     sizes, groups = _axes(path, shape)
@@ -102,6 +102,6 @@ def read_ours(
 
 
 def _axes(path: str, shape: Sequence[int]) -> tuple[dict[str, int], list[list[str]]]:
-    """Sizes of our axes by name, and their axes as lists of ours."""
+    """Sizes of our axes by name, and their axes as lists of our axes."""
     _, mine, theirs = TABLE[path]
     return dict(zip(mine.split(), shape, strict=True)), [axis.split("*") for axis in theirs.split()]

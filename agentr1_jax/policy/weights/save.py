@@ -1,4 +1,4 @@
-"""Weights out: a folder that `transformers` loads."""
+"""Writing of weights as a folder that `transformers` loads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF1
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-    """A tensor to be written: its name there, and where it lies in our parameters."""
+    """Tensor to write: its name in the file, and its path and layer in our parameters."""
 
     name: str
     path: str
@@ -47,17 +47,17 @@ def save(
     max_shard_bytes: int = 5_000_000_000,
     dtype: str | None = None,
 ) -> None:
-    """Writes `config.json` and safetensors, with an index where one file does not hold them all.
+    """Write `config.json` and safetensors, with an index where one file does not hold them all.
 
     One tensor (of one layer) at a time is gathered and written. Files get their names when all are complete, and
     `config.json` last.
 
     Args:
-      folder: made where it does not exist; must hold no weights yet.
-      config: of the decoder.
-      decoder_params: its parameters, adapters merged (`params.merge_adapters`).
+      folder: created if missing; must hold no weights yet.
+      config: shape of the decoder.
+      decoder_params: parameters of the decoder, adapters merged (`params.merge_adapters`).
       max_shard_bytes: most bytes of tensors in one file; a larger tensor has a file of its own.
-      dtype: of the stored tensors; None for their own.
+      dtype: of the stored tensors; None for that of the parameters.
 
     Raises:
       ValueError: there are adapters, parameters and config do not belong together, a dtype that safetensors lacks, no
@@ -66,7 +66,7 @@ def save(
     folder = Path(folder)
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
-    record = to_hf(dataclasses.replace(config, param_dtype=dtype or config.param_dtype))
+    record = to_hf(config) | ({"torch_dtype": dtype} if dtype else {})
     flat = _flat(decoder_params)
     _check(config, flat)
     if stale := [path.name for path in folder.glob("*.safetensors*")]:
@@ -95,7 +95,7 @@ def _flat(tree: Params) -> dict[str, Any]:
 def _check(config: DecoderConfig, flat: dict[str, Any]) -> None:
     if adapters := [path for path in flat if "lora_" in path]:
         raise ValueError(f"{adapters[0]}: merge the adapters first, by policy.params.merge_adapters")
-    shapes = {path: leaf.shape for path, leaf in _flat(names.expected(config)).items()}
+    shapes = {path: leaf.shape for path, leaf in _flat(names.parameter_shapes(config)).items()}
     for path in sorted(shapes.keys() | flat.keys()):
         given = flat[path].shape if path in flat else None
         if given != shapes.get(path):
