@@ -12,7 +12,7 @@ import pytest
 import reference
 import tiny
 from builders import LONGEST, with_logprobs
-from examples import POLICY, check_close, parameters, scores
+from examples import POLICY, check_close, outputs_of, parameters
 from learners import (
     CAPO,
     EVERYTHING,
@@ -161,7 +161,7 @@ def test_metrics_of_several_updates_are_joined():
 def test_the_gap_is_that_of_the_first_update():
     made, trajectories = make(CAPO, wide=True).under(TWICE), batch()
     _, metrics, _ = made.learn(trajectories)
-    gap = np.abs(scores(trajectories)[0] - sampled(trajectories)[0])[sampled(trajectories)[2] < 4]
+    gap = np.abs(outputs_of(trajectories)[0] - sampled(trajectories)[0])[sampled(trajectories)[2] < 4]
     np.testing.assert_allclose(metrics["learner/logprob_gap"], gap.mean(), rtol=1e-5)
     np.testing.assert_allclose(metrics["learner/max_logprob_gap"], gap.max(), rtol=1e-5)
 
@@ -194,9 +194,9 @@ def test_demonstrations_are_learned_by_cross_entropy_whatever_rl_will_do():
     made = make(EVERYTHING, make_learner=phases.supervised)
     assert made.learner.token_outputs is made.learner.log_ratio is made.learner.credit is None
     shown = batch()
-    shown = with_logprobs(shown, np.zeros_like(scores(shown)[0]))
+    shown = with_logprobs(shown, np.zeros_like(outputs_of(shown)[0]))
     state, metrics, out = made.learn(shown)
-    logprob = scores(shown)[0]
+    logprob = outputs_of(shown)[0]
     np.testing.assert_allclose(metrics["learner/loss"], -logprob.mean(), rtol=1e-5)
     assert metrics["learner/tokens"] == len(logprob) and not {"learner/kl_loss", "gap/mean"} & set(metrics)
     check_equal(state.params["value"], parameters()["value"])

@@ -13,7 +13,7 @@ import reference
 import tiny
 from builders import CONTEXTS, LONGEST, fixed_batch
 from examples import OBJECTIVE, POLICY, ROWS, WIDE, check_close, check_nonzero, objective, parameters, token_outputs
-from test_observation_reads import packed, stream
+from test_observation_tokens import packed, stream
 
 from agentr1_jax.learner.batch import empty_loss_tokens, to_microbatches
 from agentr1_jax.learner.config import PACKING_MODES, RATIOS
