@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
 class Registry(Mapping[str, T]):
-    """What has a name in configs, by its name; in order of names.
+    """Entries that configs choose by name; in order of names.
 
     Args:
-      what: one of its entries in a message, e.g. `credit scheme`.
-      key: of the config, that names a file of the user's own, e.g. `credit.file`.
+      what: word for an entry in messages, e.g. `credit scheme`.
+      key: key of the config that names a file of the user's own, e.g. `credit.file`.
     """
 
     def __init__(self, what: str, key: str) -> None:
@@ -27,7 +28,7 @@ class Registry(Mapping[str, T]):
         self._files: dict[str, str | None] = {}
 
     def add(self, name: str, entry: T, definition: Callable[..., Any]) -> None:
-        """Gives an entry its name. Raises ValueError if another `definition` has it."""
+        """Add an entry under a name. Raises ValueError if another `definition` has the name."""
         file = inspect.getsourcefile(inspect.unwrap(definition))
         if name in self._entries:
             raise ValueError(f"{self._what} {name!r} is registered twice, in {self._files[name]} and in {file}")
@@ -42,14 +43,14 @@ class Registry(Mapping[str, T]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def called(self, name: str) -> T:
-        """The entry of a name that a config gives. Raises ValueError, which lists the names, if there is none."""
+    def get_entry(self, name: str) -> T:
+        """Return the entry of a name. Raises ValueError, which lists the names, if there is none."""
         if name not in self:
             raise ValueError(f"unknown {self._what} {name!r}; choose one of {', '.join(self)}")
         return self[name]
 
     def load(self, path: str) -> None:
-        """Imports a user's Python file, which registers something; reading it again puts the new in place of the old.
+        """Import a user's Python file, which registers entries; loading it again replaces its earlier entries.
 
         Raises:
           ValueError: there is no such file, it does not load, or it registers nothing.
@@ -79,21 +80,83 @@ class Registry(Mapping[str, T]):
             del self._entries[name], self._files[name]
 
 
-def parse_call(text: str, key: str) -> tuple[str, list[str], dict[str, str]]:
-    """A name with arguments as configs write it: `window(3)` is `("window", ["3"], {})`.
+Value = int | float | bool | str | None
+"""Value of an argument in a config string."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A name with arguments, as config strings write it.
+
+    Attributes:
+      name: e.g. `window`.
+      values: arguments without a name, in order.
+      named: arguments with a name.
+    """
+
+    name: str
+    values: tuple[Value, ...] = ()
+    named: Mapping[str, Value] = dataclasses.field(default_factory=dict)
+
+    def bind(self, parameters: Sequence[str]) -> dict[str, Value]:
+        """Return all arguments by name. Raises ValueError if there are too many, an unknown one, or one is twice."""
+        bound = dict(zip(parameters, self.values, strict=False))
+        unknown = [name for name in self.named if name not in parameters or name in bound]
+        if len(self.values) > len(parameters) or unknown:
+            raise ValueError(f"{self.name} takes {', '.join(parameters) or 'no arguments'}")
+        return bound | dict(self.named)
+
+
+def parse_call(text: str, key: str) -> Call:
+    """Parse `name`, `name(value, ...)` or `name(key=value, ...)`.
+
+    A value is a number, `true`, `false`, `none`, a quoted text, or any other text without quotes, commas and brackets.
 
     Args:
-      text: `name`, `name(value, ...)` or `name(key=value, ...)`.
-      key: of the config, or the flag, for the message.
+      text: e.g. `window(3)` or `step_gae(lam=0.9)`.
+      key: key of the config, or flag, for the message.
 
     Raises:
-      ValueError: it reads otherwise.
+      ValueError: the text reads otherwise.
     """
-    match = re.fullmatch(r"\s*(\w+)\s*(?:\(([^()]*)\))?\s*", text)
-    parts = [part.partition("=") for part in match[2].split(",")] if match and (match[2] or "").strip() else []
-    values = [name.strip() for name, equals, _ in parts if not equals]
-    named = {name.strip(): value.strip() for name, equals, value in parts if equals}
-    whole = len(values) + len(named) == len(parts) and all([*values, *named, *named.values()])
-    if not match or not whole:
+    call = _CALL.fullmatch(text)
+    parts = [_ARGUMENT.fullmatch(part) for part in split_list(call["arguments"] or "")] if call else []
+    named = {part["key"]: _parse_value(part["value"]) for part in parts if part and part["key"]}
+    values = tuple(_parse_value(part["value"]) for part in parts if part and not part["key"])
+    if call is None or len(values) + len(named) != len(parts):
         raise ValueError(f"{key}: cannot read {text!r}; write name, name(value) or name(key=value, ...)")
-    return match[1], values, named
+    return Call(call["name"], values, named)
+
+
+def split_list(text: str) -> list[str]:
+    """Split at commas outside of brackets and quotes; an empty text has no parts."""
+    parts, depth, quote, start = [], 0, "", 0
+    for i, character in enumerate(text):
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        elif character in "()":
+            depth += 1 if character == "(" else -1
+        elif character == "," and depth == 0:
+            parts.append(text[start:i])
+            start = i + 1
+    return [*parts, text[start:]] if text.strip() else []
+
+
+_CALL = re.compile(r"\s*(?P<name>\w+)\s*(?:\((?P<arguments>.*)\))?\s*")
+_ARGUMENT = re.compile(r"\s*(?:(?P<key>[A-Za-z_]\w*)\s*=)?\s*(?P<value>'[^']*'|\"[^\"]*\"|[^'\"(),=]*[^'\"(),=\s])\s*")
+_WORDS: Mapping[str, Value] = {"true": True, "false": False, "none": None}
+
+
+def _parse_value(text: str) -> Value:
+    if text[0] in "'\"":
+        return text[1:-1]
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

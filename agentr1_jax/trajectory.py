@@ -1,4 +1,4 @@
-"""Steps, trajectories and how they end: the record that every other room reads or writes.
+"""Steps, trajectories and how they end: the record that every other package reads or writes.
 
 A step is one RL transition with the exact prompt ids the policy saw and the exact response ids it sampled.
 Nothing in this file depends on a tokenizer, an environment or JAX.
@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import gzip
 import itertools
-import json
-import math
-import os
-import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
+import pydantic.dataclasses
 
-from agentr1_jax import files
+from agentr1_jax.validation import STRICT, Count, Positive
+
+ROW_FACTS = ("id", "task", "dataset", "question", "answers", "kind", "hops", "max_steps")
+"""Keys of a task row that its trajectories keep."""
 
 
 class Outcome(enum.StrEnum):
@@ -40,11 +39,11 @@ class Outcome(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class OutcomePolicy:
-    """What an outcome means for learning.
+    """Meaning of an outcome for learning.
 
     Attributes:
-      reward: `use` the recorded rewards, count them as `zero`, or there is `none` to speak of.
-      bootstrap: True if the trajectory was cut, so that the value of its last observation stands for the future;
+      reward: `use` the recorded rewards; count them as `zero`; `none` exist.
+      bootstrap: True if the trajectory was truncated, so that the value of its last observation stands for the future;
         False if it ended, so that the future is worth 0.
       training: `train` on its tokens; `mask` them but keep its rewards in the group's statistics;
         `drop` it from its group before statistics are taken.
@@ -70,83 +69,70 @@ POLICIES: Mapping[Outcome, OutcomePolicy] = {
 }
 
 
-CORRUPT = (
-    *(ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError),  # of JSON and its shape
-    *(EOFError, zlib.error, gzip.BadGzipFile),  # of gzip
-)
-"""What reading a corrupt line raises."""
-
-NONFINITE = ("nan", "inf", "-inf")
-"""How numbers that are not finite are written."""
-
-
-@dataclasses.dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class Budget:
     """Every length limit of a trajectory, and what happens where it is reached.
 
     Attributes:
       max_steps: steps (responses) of one trajectory; then the outcome is `max_steps`.
-      response_tokens: tokens sampled in one step, stop token included; see `on_response_cut`.
-      observation_tokens: tokens of one tool result; what exceeds it is cut with a visible marker.
+      response_tokens: tokens sampled in one step, stop token included; see `on_truncated_response`.
+      observation_tokens: tokens of one tool result; a longer result is truncated with a visible marker.
       context_tokens: prompt + response of any one step; a prompt that leaves no room for a response
         ends the trajectory with `context_overflow`.
       trajectory_tokens: tokens sampled or observed over the whole trajectory; then `context_overflow`.
-      on_response_cut: `end` the trajectory with `response_truncated`, or `continue`: the environment sees
-        the cut text like any other action.
+      on_truncated_response: `end` the trajectory with `response_truncated`, or `continue`: the environment receives
+        the truncated text like any other action.
       final_answer_step: when the steps run out without an answer, one forced step more, whose observation asks for
         the answer.
-      step_seconds: of one step, from its prompt to what comes back, waiting for a slot included; then the outcome is
-        `time_limit`, and the step that was under way is left out. None for no limit.
-      trajectory_seconds: of one trajectory, likewise.
+      step_seconds: time of one step, from its prompt to the answer of the environment, waiting for a slot included;
+        then the outcome is `time_limit`, and the unfinished step is left out. None for no limit.
+      trajectory_seconds: time of one trajectory, likewise.
     """
 
-    max_steps: int
-    response_tokens: int
-    observation_tokens: int
-    context_tokens: int
-    trajectory_tokens: int
-    on_response_cut: Literal["end", "continue"] = "end"
+    max_steps: Count
+    response_tokens: Count
+    observation_tokens: Count
+    context_tokens: Count
+    trajectory_tokens: Count
+    on_truncated_response: Literal["end", "continue"] = "end"
     final_answer_step: bool = False
-    step_seconds: float | None = None
-    trajectory_seconds: float | None = None
+    step_seconds: Positive | None = None
+    trajectory_seconds: Positive | None = None
 
     def __post_init__(self) -> None:
-        for field in ("max_steps", "response_tokens", "observation_tokens", "context_tokens", "trajectory_tokens"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"budget.{field} is {getattr(self, field)}; it must be at least 1")
-        for field in ("step_seconds", "trajectory_seconds"):
-            seconds = getattr(self, field)
-            if seconds is not None and not seconds > 0:
-                raise ValueError(f"budget.{field} is {seconds}; it must be positive, or None for no limit")
         if self.response_tokens >= self.context_tokens:
             raise ValueError(
-                f"budget.response_tokens ({self.response_tokens}) leaves no room for a prompt within "
-                f"budget.context_tokens ({self.context_tokens})"
+                f"response_tokens ({self.response_tokens}) leaves no room for a prompt within "
+                f"context_tokens ({self.context_tokens})"
             )
-        if self.on_response_cut not in ("end", "continue"):
-            raise ValueError(f"budget.on_response_cut is {self.on_response_cut!r}; choose 'end' or 'continue'")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """One transition: the prompt the policy saw, the tokens it sampled, what came back.
+    """One transition: the prompt the policy saw, the tokens it sampled, what the environment answered.
 
     Attributes:
       prompt_ids: int32 [P], exactly what the policy was given.
       response_ids: int32 [R], exactly what was sampled, with the stop token if one was sampled.
       logprobs: float32 [R], log-probabilities (nats) under the very distribution that was sampled from.
-      reward: the step's reward; None while unknown (never silently 0).
-      reward_parts: named parts of the reward, for logs.
-      observation: what the policy was told next, as text: what the environment answered, or where a summary follows
-        the request for it, whose step then has the answer.
+      reward: reward of the step; None while unknown (never silently 0).
+      reward_parts: weighted parts of the reward by name; their sum is the reward.
+      raw_reward_parts: the same parts, and those without a weight, before weighting; for metrics.
+      observation: text that the policy is given next: the answer of the environment or, before a summary, the request
+        for one (the answer is then the observation of the summary's step).
       tool_calls: one record per parsed call: `name, arguments, ok, error, result`.
-      state_key: anchor of the state the prompt ends with, given by the environment.
-      context_rule: the rule that built `prompt_ids`.
+      state_key: anchor of the state that the prompt ends with, given by the environment.
+      action_key: canonical form of the action, given by the environment; None where it has none.
+      potential: Φ of the state that the prompt ends with; None where the environment has none.
+      next_potential: Φ of the state after the step; likewise.
+      trainable: False leaves the step's tokens out of the loss.
+      advantages: float32 [R], advantages that training assigned to the response; None before.
+      context_rule: name of the rule that built `prompt_ids`.
       policy_version: number of updates the sampling parameters had seen.
-      info: anything else worth keeping; must be JSON. A step that says `"trained": False` is left out of the loss.
+      info: JSON for people; nothing is computed from it.
 
     Raises:
-      ValueError: there is not one log-probability for each response id.
+      ValueError: there is not one log-probability, or one advantage, for each response id.
     """
 
     prompt_ids: np.ndarray
@@ -154,19 +140,25 @@ class Step:
     logprobs: np.ndarray
     reward: float | None = None
     reward_parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    raw_reward_parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
     observation: str = ""
     tool_calls: Sequence[Mapping[str, Any]] = ()
     state_key: str | None = None
+    action_key: str | None = None
+    potential: float | None = None
+    next_potential: float | None = None
+    trainable: bool = True
+    advantages: np.ndarray | None = None
     context_rule: str = "append"
     policy_version: int = 0
     info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.logprobs.shape != self.response_ids.shape:
-            raise ValueError(
-                f"a step needs one log-probability for each response id, and has {self.logprobs.size} for "
-                f"{self.response_ids.size}"
-            )
+        for what, values in (("log-probability", self.logprobs), ("advantage", self.advantages)):
+            if values is not None and values.shape != self.response_ids.shape:
+                raise ValueError(
+                    f"a step needs one {what} for each response id, and has {values.size} for {self.response_ids.size}"
+                )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -174,16 +166,18 @@ class Trajectory:
     """All steps that one agent took on one task row.
 
     Attributes:
-      uid: unique within a run, e.g. `train/000012/00034/3`.
+      uid: unique within a run, e.g. `train/000012/3`: phase, prompt index, sample.
       group: index of the group (all samples of one task row) within its batch.
       sample: index within the group.
-      task: task name and row id.
+      task: name of the task.
       seed: seed of the environment.
       steps: in order of time.
       outcome: how it ended.
-      final_prompt_ids: int32 [P] next prompt had it gone on; set where it was cut, so that V can be bootstrapped there.
+      final_prompt_ids: int32 [P], prompt of the step after a truncated episode, for its bootstrap value.
+      greedy_return: return of the greedy rollout of the same row; None where there is none.
       metrics: scalars such as `em` and `f1`.
-      info: anything else worth keeping (question, gold answer); must be JSON.
+      row: facts of the task row (`ROW_FACTS`, as far as it has them), by which metrics are grouped; JSON.
+      info: JSON for people; nothing is computed from it.
     """
 
     uid: str
@@ -194,12 +188,14 @@ class Trajectory:
     steps: Sequence[Step]
     outcome: Outcome
     final_prompt_ids: np.ndarray | None = None
+    greedy_return: float | None = None
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    row: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def total_reward(self) -> float:
-        """R_i = Σₜ rₜ, as the outcome's reward policy says. Raises if a reward that counts is missing."""
+        """R_i = Σₜ rₜ, as the outcome's reward policy says. Raises ValueError if a reward that counts is missing."""
         if POLICIES[self.outcome].reward != "use":
             return 0.0
         missing = [t for t, step in enumerate(self.steps) if step.reward is None]
@@ -209,11 +205,11 @@ class Trajectory:
 
 
 def observation_tokens(trajectory: Trajectory) -> list[int]:
-    """How many tokens at the end of each step's prompt came from elsewhere than the policy, since the step before.
+    """Return the number of tokens that each step's prompt adds to the step before and that the policy did not sample.
 
-    They are the ids behind the longest common prefix with the previous prompt + response: under the rule `append` what
-    tools and template glue added, under others also what was written anew. Where nothing is common, the first id is not
-    counted, since no token stands before it that could predict it.
+    They are the ids behind the longest common prefix with the previous prompt + response: under the rule `append` tool
+    results and template glue, under other rules also rewritten text. Where nothing is common, the first id does not
+    count, since no token stands before it that could predict it.
 
     Returns:
       a count for each step; 0 for the first, whose prompt is the task.
@@ -221,125 +217,13 @@ def observation_tokens(trajectory: Trajectory) -> list[int]:
     counts = [0] * len(trajectory.steps)
     for t, (before, step) in enumerate(itertools.pairwise(trajectory.steps), start=1):
         previous = np.concatenate([before.prompt_ids, before.response_ids])
-        known = max(_common_prefix(step.prompt_ids, previous), 1)
+        known = max(common_prefix(step.prompt_ids, previous), 1)
         counts[t] = max(len(step.prompt_ids) - known, 0)
     return counts
 
 
-def _common_prefix(one: np.ndarray, other: np.ndarray) -> int:
+def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
+    """Return the length of the longest common prefix of two id sequences [P] and [Q]."""
     shared = min(len(one), len(other))
     differs = np.flatnonzero(one[:shared] != other[:shared])
     return int(differs[0]) if len(differs) else shared
-
-
-def _delta(prompt: np.ndarray, previous: np.ndarray) -> dict[str, Any]:
-    """A prompt as the longest common prefix with `previous` and the ids that follow it."""
-    reuse = _common_prefix(prompt, previous)
-    return {"reuse": reuse, "new": prompt[reuse:].tolist()}
-
-
-def _ids(values: Any) -> np.ndarray:
-    ids = np.asarray(values, np.int32)
-    if ids.ndim != 1 or ids.tolist() != values:
-        raise ValueError(f"{values!r:.80} is not a list of ids")
-    return ids
-
-
-def _undelta(record: Mapping[str, Any], previous: np.ndarray) -> np.ndarray:
-    if not 0 <= record["reuse"] <= len(previous):
-        raise ValueError(f"a prompt reuses {record['reuse']} of {len(previous)} ids")
-    return np.concatenate([previous[: record["reuse"]], _ids(record["new"])])
-
-
-def _finite(value: Any) -> Any:
-    """The same with `nan`, `inf` and `-inf` as strings, for which JSON has no numbers."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {key: _finite(x) for key, x in value.items()}
-    return [_finite(x) for x in value] if isinstance(value, list | tuple) else value
-
-
-def _number(value: Any) -> Any:
-    return float(value) if value in NONFINITE else value
-
-
-def to_json(trajectory: Trajectory) -> dict[str, Any]:
-    """A trajectory as plain JSON; each prompt is stored against the previous prompt + response."""
-    steps = []
-    previous = np.zeros(0, np.int32)
-    for step in trajectory.steps:
-        record = {f.name: getattr(step, f.name) for f in dataclasses.fields(Step)}
-        record["prompt_ids"] = _delta(step.prompt_ids, previous)
-        record["response_ids"] = step.response_ids.tolist()
-        record["logprobs"] = [float(x) for x in step.logprobs]
-        steps.append(record)
-        previous = np.concatenate([step.prompt_ids, step.response_ids])
-    out = {f.name: getattr(trajectory, f.name) for f in dataclasses.fields(Trajectory)}
-    out["steps"] = steps
-    if trajectory.final_prompt_ids is not None:
-        out["final_prompt_ids"] = _delta(trajectory.final_prompt_ids, previous)
-    return out
-
-
-def from_json(record: Mapping[str, Any]) -> Trajectory:
-    """The inverse of `to_json`. Raises one of `CORRUPT` on a record of another shape."""
-    steps: list[Step] = []
-    previous = np.zeros(0, np.int32)
-    for fields in record["steps"]:
-        fields = dict(fields)
-        fields["prompt_ids"] = _undelta(fields["prompt_ids"], previous)
-        fields["response_ids"] = _ids(fields["response_ids"])
-        fields["logprobs"] = np.asarray([float(x) for x in fields["logprobs"]], np.float32)
-        fields["reward"] = _number(fields["reward"])
-        fields["reward_parts"] = {name: _number(x) for name, x in fields["reward_parts"].items()}
-        steps.append(Step(**fields))
-        previous = np.concatenate([steps[-1].prompt_ids, steps[-1].response_ids])
-    out = dict(record)
-    out["steps"] = tuple(steps)
-    out["outcome"] = Outcome(out["outcome"])
-    out["metrics"] = {name: _number(x) for name, x in out["metrics"].items()}
-    if out.get("final_prompt_ids") is not None:
-        out["final_prompt_ids"] = _undelta(out["final_prompt_ids"], previous)
-    return Trajectory(**out)
-
-
-def write_jsonl(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]) -> None:
-    """Writes one gzipped JSONL file, which appears whole; equal content gives equal bytes (mtime 0).
-
-    Numbers that are not finite are written as strings, so that what spoilt a trajectory can be looked at.
-    """
-    with (
-        files.published(path, "wb") as raw,
-        gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0, compresslevel=5) as out,
-    ):
-        for trajectory in trajectories:
-            record = to_json(trajectory)
-            try:
-                line = json.dumps(record, allow_nan=False)
-            except ValueError:
-                line = json.dumps(_finite(record), allow_nan=False)
-            # Plain ASCII, since text of tools may hold lone surrogates, which UTF-8 has no bytes for.
-            out.write(line.encode() + b"\n")
-
-
-def read_jsonl(path: str | os.PathLike[str]) -> Iterator[Trajectory]:
-    """Reads what `write_jsonl` wrote.
-
-    Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: a line is not a trajectory; the message names file and line.
-    """
-    with files.opened(path) as raw, gzip.GzipFile(fileobj=raw) as lines:
-        for number in itertools.count(1):
-            try:
-                line = lines.readline()
-                if not line:
-                    return
-                trajectory = from_json(json.loads(line))
-            except CORRUPT as error:
-                raise ValueError(
-                    f"{os.fspath(path)}, line {number}: not a trajectory ({type(error).__name__}: {error}); "
-                    "delete or repair the file"
-                ) from error
-            yield trajectory

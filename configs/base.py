@@ -128,7 +128,9 @@ def _agent(c: ConfigDict) -> None:
     c.tools.lenient = False  # mends calls whose JSON is broken, and counts them; see docs/formats.md
 
     c.agent = ConfigDict()
-    c.agent.dialect = "auto"  # how calls are written: hermes | llama3 | code | react; auto: as the tokenizer's template
+    c.agent.call_format = (
+        "auto"  # format of tool calls: hermes | llama3 | code | react; auto: that of the chat template
+    )
     c.agent.tell_tools = True  # describes the tools in the first prompt; a policy taught by demonstrations knows them
 
     c.budget = ConfigDict()  # see Budget in agentr1_jax/trajectory.py
@@ -137,7 +139,7 @@ def _agent(c: ConfigDict) -> None:
     c.budget.observation_tokens = 128
     c.budget.context_tokens = 512
     c.budget.trajectory_tokens = 4096
-    c.budget.on_response_cut = "end"  # end | continue
+    c.budget.on_truncated_response = "end"  # end | continue
     c.budget.final_answer_step = False
     c.budget.step_seconds = placeholder(float)  # none unless set
     c.budget.trajectory_seconds = placeholder(float)

@@ -31,7 +31,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.budget.response_tokens = 5
     c.budget.observation_tokens = 32
     c.budget.context_tokens = 336
-    c.budget.on_response_cut = "continue"  # it is no action then
+    c.budget.on_truncated_response = "continue"  # it is no action then
     c.rollout.parking = 0
     c.rollout.length = 384
     c.rollout.groups = 8

@@ -40,7 +40,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.budget.response_tokens = 96
     c.budget.observation_tokens = 192
     c.budget.context_tokens = 1024
-    c.budget.on_response_cut = "continue"
+    c.budget.on_truncated_response = "continue"
     c.rollout.parking = 16
     c.rollout.prefill_width = 64
     c.rollout.prefill_rows = (2, 8)

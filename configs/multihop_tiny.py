@@ -33,7 +33,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.budget.response_tokens = 48
     c.budget.observation_tokens = 192
     c.budget.context_tokens = 1280
-    c.budget.on_response_cut = "continue"
+    c.budget.on_truncated_response = "continue"
     c.rollout.groups = 4
     c.rollout.samples = 4
     c.rollout.slots = 16

@@ -34,7 +34,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.budget.observation_tokens = 512
     c.budget.context_tokens = 4096
     c.budget.trajectory_tokens = 8192
-    c.budget.on_response_cut = "continue"
+    c.budget.on_truncated_response = "continue"
     c.budget.final_answer_step = True
     c.rollout.groups = 32
     c.rollout.samples = 8

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import ml_collections
@@ -21,7 +21,7 @@ from absl import flags
 from rich.console import Console
 from rich.text import Text
 
-from agentr1_jax.agents.base import Completion, Session
+from agentr1_jax.agents.base import Completion, Session, StepFacts
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity
 from agentr1_jax.envs.base import Row, Task
@@ -160,8 +160,8 @@ class ShownSession:
         """See `Session.generate`."""
         completion = await self._session.generate(prompt_ids, max_tokens, stop)
         self._console.rule(style="dim")
-        cut = "" if completion.finish_reason == "stop" else " (cut)"
-        show(self._console, f"Agent{cut}", spoken(completion.ids, self._tokenizer))
+        truncated = "" if completion.finish_reason == "stop" else " (truncated)"
+        show(self._console, f"Agent{truncated}", decode_response(completion.ids, self._tokenizer))
         return completion
 
     @property
@@ -169,22 +169,14 @@ class ShownSession:
         """See `Session.steps`."""
         return self._session.steps
 
-    def cut_off(self, *args: Any, **kwargs: Any) -> None:
-        """See `Session.cut_off`."""
-        self._session.cut_off(*args, **kwargs)
+    def abort(self, *args: Any, **kwargs: Any) -> None:
+        """See `Session.abort`."""
+        self._session.abort(*args, **kwargs)
 
-    def record(
-        self,
-        reward: float | None,
-        reward_parts: Mapping[str, float] | None = None,
-        observation: str = "",
-        tool_calls: Sequence[Mapping[str, Any]] = (),
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
+    def record(self, reward: float | None, **facts: Unpack[StepFacts]) -> None:
         """See `Session.record`."""
-        self._session.record(reward, reward_parts, observation, tool_calls, *args, **kwargs)
-        for label, text in came_back(observation, tool_calls):
+        self._session.record(reward, **facts)
+        for label, text in describe_results(facts.get("observation", ""), facts.get("tool_calls", ())):
             show(self._console, label, text)
 
     def finish(self, *args: Any, **kwargs: Any) -> None:
@@ -192,14 +184,14 @@ class ShownSession:
         self._session.finish(*args, **kwargs)
 
 
-def spoken(ids: np.ndarray, tokenizer: Tokenizer) -> str:
+def decode_response(ids: np.ndarray, tokenizer: Tokenizer) -> str:
     """Text of a response without its stop token."""
     ended = len(ids) > 0 and int(ids[-1]) in tokenizer.stop_ids
     return tokenizer.decode(ids[: len(ids) - ended])
 
 
-def came_back(observation: str, tool_calls: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """What a step led to, as label and text: each call and its result, else the observation."""
+def describe_results(observation: str, tool_calls: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yield the results of a step as label and text: each call and its result, else the observation."""
     for call in tool_calls:
         arguments = ", ".join(f"{key}={value!r}" for key, value in (call["arguments"] or {}).items())
         yield "Call", f"{call['name']}({arguments})" if call["name"] else "(not readable)"
@@ -219,7 +211,7 @@ def conclusion(trajectory: Trajectory, row: Row, tokenizer: Tokenizer) -> Iterat
         raise UserError(f"the episode broke off ({outcome}): {trajectory.info['error']}")
     if outcome is Outcome.CONTEXT_OVERFLOW and not steps:
         raise UserError("the question leaves no room for a response in budget.context_tokens; ask a shorter one")
-    answer = extract_answer(spoken(steps[-1].response_ids, tokenizer)) if outcome is Outcome.ANSWERED else None
+    answer = extract_answer(decode_response(steps[-1].response_ids, tokenizer)) if outcome is Outcome.ANSWERED else None
     yield "Answer", f"none ({outcome})" if answer is None else answer
     if row["answers"]:
         verdict = "right" if trajectory.metrics.get("em") == 1 else "wrong"

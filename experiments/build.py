@@ -48,8 +48,8 @@ from agentr1_jax.rollout.sampling import Sampling
 from agentr1_jax.runtime import checkpoint, processes
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime.seeds import seed_of
+from agentr1_jax.text.call_formats import CALL_FORMATS, make_call_format
 from agentr1_jax.text.chat import chat_format
-from agentr1_jax.text.dialects import DIALECTS, make_dialect
 from agentr1_jax.text.sentencepiece import train_sentencepiece
 from agentr1_jax.text.tokenizer import Tokenizer, load_tokenizer
 from agentr1_jax.trajectory import Budget
@@ -109,16 +109,18 @@ def discard_tokenizer(config: ml_collections.ConfigDict) -> None:
 
 def budget(config: ml_collections.ConfigDict) -> Budget:
     """The length limits."""
-    return Budget(**config.budget.to_dict())
+    return from_section(Budget, "budget", config.budget.to_dict())
 
 
 def agent(config: ml_collections.ConfigDict, task: Task, tokenizer: Tokenizer) -> EnvLoop:
     """The default agent on a task's environments."""
-    if config.agent.dialect not in DIALECTS:
-        raise UserError(f"unknown agent.dialect {config.agent.dialect!r}; choose one of {', '.join(DIALECTS)}")
+    if config.agent.call_format not in CALL_FORMATS:
+        raise UserError(
+            f"unknown agent.call_format {config.agent.call_format!r}; choose one of {', '.join(CALL_FORMATS)}"
+        )
     try:
-        dialect = make_dialect(config.agent.dialect, tokenizer)
-        chat = chat_format(tokenizer, dialect)
+        call_format = make_call_format(config.agent.call_format, tokenizer)
+        chat = chat_format(tokenizer, call_format)
     except ValueError as error:
         raise UserError(f"tokenizer.path: {error}") from error
     if len(tokenizer.stop_ids) > EngineConfig.stop_sequences:
@@ -132,7 +134,7 @@ def agent(config: ml_collections.ConfigDict, task: Task, tokenizer: Tokenizer) -
         chat,
         context_rule(config.context.rule),
         budget(config),
-        dialect,
+        call_format,
         lenient=config.tools.lenient,
         tell_tools=config.agent.tell_tools,
         summary_tokens=config.context.summary_tokens,
@@ -259,13 +261,13 @@ def credit_room(config: ml_collections.ConfigDict) -> dict[str, int]:
 def most_steps(config: ml_collections.ConfigDict) -> int:
     """The most steps of a trajectory, summaries among them; none of these follows the last step."""
     steps = config.budget.max_steps + config.budget.final_answer_step
-    return steps if context_rule(config.context.rule).due is None else 2 * steps - 1
+    return context_rule(config.context.rule).most_steps(steps)
 
 
 def most_sampled(config: ml_collections.ConfigDict) -> int:
     """The most tokens that one step samples."""
-    sums_up = context_rule(config.context.rule).due is not None
-    return max(config.budget.response_tokens, config.context.summary_tokens if sums_up else 0)
+    makes_summaries = context_rule(config.context.rule).makes_summaries
+    return max(config.budget.response_tokens, config.context.summary_tokens if makes_summaries else 0)
 
 
 def learns_values(config: ml_collections.ConfigDict) -> bool:

@@ -10,7 +10,7 @@ import ml_collections
 from jax.sharding import Mesh
 
 from agentr1_jax import files
-from agentr1_jax.agents.context import RULES, Rule, context_rule
+from agentr1_jax.agents.context import RULES, ContextRule, context_rule
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.credit import Scheme
 from agentr1_jax.envs.base import Observation, Row, Task, sums_up
@@ -104,15 +104,15 @@ def _check_places(config: ml_collections.ConfigDict) -> None:
         files.path(value)
 
 
-def _check_context(config: ml_collections.ConfigDict, rule: Rule) -> None:
+def _check_context(config: ml_collections.ConfigDict, rule: ContextRule) -> None:
     """Keys that only the rule `summary` reads are set with it alone."""
     c = config.context
-    if rule.due is not None and not 1 <= c.summary_tokens < config.budget.context_tokens:
+    if rule.makes_summaries and not 1 <= c.summary_tokens < config.budget.context_tokens:
         raise UserError(
             f"context.summary_tokens is {c.summary_tokens}; a summary has at least 1 token, and fewer than "
             f"budget.context_tokens ({config.budget.context_tokens})"
         )
-    if rule.due is None and not c.train_summary:
+    if not rule.makes_summaries and not c.train_summary:
         raise UserError(f"context.train_summary is False, and context.rule {rule.name!r} has no summaries")
 
 
@@ -307,7 +307,7 @@ def check_task(config: ml_collections.ConfigDict, task: Task) -> None:
             )
     rule = context_rule(config.context.rule)
     imitates = bool(config.warm_start_updates or config.control) and not config.warm_start.run
-    if rule.due is not None and imitates and not sums_up(task):
+    if rule.makes_summaries and imitates and not sums_up(task):
         raise UserError(
             f"context.rule {rule.name!r} asks for summaries, and the expert of task {task.name!r} writes none to "
             "imitate; choose another context.rule, set warm_start_updates=0, or name a run in warm_start.run"
@@ -324,7 +324,7 @@ def check_openings(config: ml_collections.ConfigDict, task: Task, agent: EnvLoop
     """
     room = config.budget.context_tokens - config.budget.response_tokens
     for row, observation in _openings(config, task, rows=OPENINGS_CHECKED):
-        tokens = len(agent.opening(observation))
+        tokens = len(agent.render_opening(observation))
         if tokens > room:
             raise UserError(
                 f"the prompt of row {row['id']} has {tokens} tokens; budget.context_tokens "

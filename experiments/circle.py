@@ -72,7 +72,10 @@ def demonstrations(run: Run) -> list[Trajectory]:
         out = []
         for index, (identity,) in zip(indices, names, strict=True):
             row = run.task.row(PRACTICE if practice[index] else "train", index)
-            session = ScriptedSession(identity, run.task.expert(row, identity.seed), run.tokenizer, run.agent.dialect)
+            session = ScriptedSession(
+                identity, run.task.expert(row, identity.seed), run.tokenizer, run.agent.call_format
+            )
+            session.begin(row)
             await run.agent.run(session, row)
             out.append(session.trajectory())
         return out
@@ -118,9 +121,15 @@ def groups_of(
     return [Group(row_of(run, split, visit), names) for visit, names in zip(visits, identities, strict=True)]
 
 
-def row_of(run: Run, split: str, visit: int) -> Row:
-    """The row of a running index; where it is trained on, with the steps that a curriculum allows."""
-    row = run.task.row(split, visit)
+def row_of(run: Run, split: str, visit: int) -> Row | Exception:
+    """The row of a running index; where it is trained on, with the steps that a curriculum allows.
+
+    An exception stands for a row that cannot be made: its trajectories end in `env_failure`.
+    """
+    try:
+        row = run.task.row(split, visit)
+    except Exception as error:
+        return error
     if split != "train":
         return row
     stages = parse_curriculum(run.config.task.curriculum, run.config.budget.max_steps)
@@ -219,7 +228,7 @@ def roll_out(
 def with_greedy_rewards(
     run: Run, params: Params, trajectories: Sequence[Trajectory], visits: Sequence[int], *, version: int
 ) -> list[Trajectory]:
-    """The trajectories with the reward of the greedy rollout of their row in `info["greedy_reward"]`, where it did not
+    """The trajectories with the reward of the greedy rollout of their row as `greedy_return`, where it did not
     fail; `visits` is where group 0 of the batch began.
 
     Each process makes those of its own groups.
@@ -239,10 +248,7 @@ def with_greedy_rewards(
         limits=build.limits(run.config),
     )
     rewards = {t.group: t.total_reward for (t,) in greedy if POLICIES[t.outcome].reward == "use"}
-    return [
-        dataclasses.replace(t, info={**t.info, "greedy_reward": rewards[t.group]}) if t.group in rewards else t
-        for t in trajectories
-    ]
+    return [dataclasses.replace(t, greedy_return=rewards[t.group]) if t.group in rewards else t for t in trajectories]
 
 
 def means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -256,13 +262,13 @@ def means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     for t in trajectories:
         for key, value in t.metrics.items():
             add(key, value)
-        if "em" in t.metrics and "kind" in t.info:
-            add(f"em_{t.info['kind']}", t.metrics["em"])
-        if "em" in t.metrics and "task" in t.info:
-            add(f"em_{t.info['task']}", t.metrics["em"])
+        if "em" in t.metrics and "kind" in t.row:
+            add(f"em_{t.row['kind']}", t.metrics["em"])
+        if "em" in t.metrics and "task" in t.row:
+            add(f"em_{t.row['task']}", t.metrics["em"])
         if POLICIES[t.outcome].reward == "use":
             add("reward", t.total_reward)
-            for part, value in totals(step.info.get("raw_parts", {}) for step in t.steps).items():
+            for part, value in totals(step.raw_reward_parts for step in t.steps).items():
                 add(f"reward/{part}", value)
         add("steps", len(t.steps))
         add("response_tokens", sum(len(s.response_ids) for s in t.steps))

@@ -60,7 +60,7 @@ def finish(run: Run, position: Position) -> None:
         summary=summary,
         curve_png=curve,
         timeline_png=timeline_path(run) if files.exists(timeline_path(run)) else None,
-        advantages={t.uid: step_advantages(t) for t in shown if "advantages" in t.info},
+        advantages={t.uid: step_advantages(t) for t in shown if has_advantages(t)},
         config=configs.resolve(config),
         template_ids=run.tokenizer.added.values(),
     )
@@ -69,6 +69,11 @@ def finish(run: Run, position: Position) -> None:
     console.print(f"Look at {folder}/report.html and {folder}/learning_curve.png; figures are in {folder}/summary.json")
 
 
+def has_advantages(trajectory: Trajectory) -> bool:
+    """Return whether training assigned advantages to a trajectory."""
+    return bool(trajectory.steps) and all(step.advantages is not None for step in trajectory.steps)
+
+
 def step_advantages(trajectory: Trajectory) -> list[np.ndarray]:
-    """The advantages that training left in a trajectory's `info`."""
-    return [np.asarray(a, np.float32) for a in trajectory.info["advantages"]]
+    """Return the advantages that training assigned, float32 [R] for each step."""
+    return [np.zeros(0, np.float32) if s.advantages is None else s.advantages for s in trajectory.steps]

@@ -205,7 +205,7 @@ def shown_steps(result: Effects, tokenizer: Tokenizer) -> list[StepView]:
                 title=f"Step {number + 1} of {len(t.steps)}",
                 uid=t.uid,
                 facts=facts,
-                question=str(t.info.get("question", t.task)),
+                question=str(t.row.get("question", t.task)),
                 prompt=("… " if len(end) < len(step.prompt_ids) else "") + tokenizer.decode(end),
                 response=tokenizer.decode(step.response_ids),
                 observation=step.observation,

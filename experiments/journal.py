@@ -19,7 +19,8 @@ from agentr1_jax.runtime.checkpoint import Checkpoints
 from agentr1_jax.runtime.compiles import CompileCounter
 from agentr1_jax.runtime.metrics import MetricsWriter
 from agentr1_jax.runtime.processes import StopRequest
-from agentr1_jax.trajectory import Trajectory, read_jsonl, write_jsonl
+from agentr1_jax.trajectory import Trajectory
+from agentr1_jax.trajectory_io import read_jsonl, write_jsonl
 
 FORMAT = 2
 """Of the checkpoints; grows where an earlier version could not go on with them."""

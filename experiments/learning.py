@@ -237,7 +237,7 @@ def sift(
         rewards = [t.total_reward, *(s.reward for s in t.steps if s.reward is not None)] if counts else []
         # Statistics are float32; not a number is not below anything either.
         fault = fault or next((f"its reward is {r}" for r in rewards if not abs(r) <= LARGEST), None)
-        if greedy and not fault and not math.isfinite(t.info.get("greedy_reward", math.nan)):
+        if greedy and not fault and not math.isfinite(math.nan if t.greedy_return is None else t.greedy_return):
             fault = "the greedy rollout of its row failed"
         beyond = max((max(s.prompt_ids.max(), s.response_ids.max()) for s in t.steps), default=0) if not fault else 0
         if beyond >= run.policy.vocab_size:
@@ -291,14 +291,15 @@ def _corrections(run: Run, learner: Learner, own: FlatTrajectories, scored: Scor
 
 
 def with_advantages(trajectories: Sequence[Trajectory], advantages: np.ndarray) -> list[Trajectory]:
-    """The trajectories with the advantage of each response token in `info["advantages"]`, one list a step."""
+    """Return the trajectories with the advantage of each response token, [K] in their order, in their steps."""
     out, at = [], 0
     for t in trajectories:
-        lists = []
+        steps = []
         for step in t.steps:
-            lists.append([round(float(a), 4) for a in advantages[at : at + len(step.response_ids)]])
+            own = np.asarray(advantages[at : at + len(step.response_ids)], np.float32)
+            steps.append(dataclasses.replace(step, advantages=own))
             at += len(step.response_ids)
-        out.append(dataclasses.replace(t, info={**t.info, "advantages": lists}))
+        out.append(dataclasses.replace(t, steps=tuple(steps)))
     return out
 
 

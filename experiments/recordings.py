@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from agentr1_jax import files
 from agentr1_jax.errors import UserError
 from agentr1_jax.runtime import processes
-from agentr1_jax.trajectory import Trajectory, read_jsonl, write_jsonl
+from agentr1_jax.trajectory import Trajectory
+from agentr1_jax.trajectory_io import read_jsonl, write_jsonl
 
 _FILE = re.compile(r"(?P<name>[^.]+)(\.p\d+)?\.jsonl\.gz")
 _BATCH = re.compile(r"rl_(\d+)")

@@ -93,6 +93,7 @@ def play(texts: Sequence[str], env, rule: str = "append", row=ROW, **budget):
     """The trajectory of a policy that says `texts`, one a step."""
     script = iter(texts)
     session = ScriptedSession(Identity("u", 0, 0, "letters", 7), lambda observation: next(script), TOKENIZER)
+    session.begin(row)
     asyncio.run(loop(lambda: env, rule, **budget).run(session, row))
     return session.trajectory()
 

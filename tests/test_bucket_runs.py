@@ -23,7 +23,7 @@ from agentr1_jax.runtime.checkpoint import COMMITTED, INVENTORY, Checkpoints, ne
 from agentr1_jax.runtime.lease import Lease
 from agentr1_jax.runtime.lock import NAME
 from agentr1_jax.runtime.metrics import MetricsWriter, read_metrics
-from agentr1_jax.trajectory import read_jsonl
+from agentr1_jax.trajectory_io import read_jsonl
 from configs import quickstart
 from experiments import checks, inherited
 

@@ -58,18 +58,18 @@ def test_a_tokenizer_that_cannot_serve_an_agent_with_tools_is_refused(config):
         build.agent(config, HopWorldTask(), without_tags)
     many = Letters()
     many.added = {**Letters.added, "<tool_call>": 2, "</tool_call>": 3}
-    assert build.agent(config, HopWorldTask(), many).dialect.name == "hermes"
+    assert build.agent(config, HopWorldTask(), many).call_format.name == "hermes"
     many.stop_ids = (1, 2, 3, 4, 5)
     with pytest.raises(UserError, match="letters has 5 stop ids, the engine knows at most 4; shorten eos_token_id"):
         build.agent(config, HopWorldTask(), many)
 
 
-def test_the_dialect_and_how_strictly_it_is_read_come_from_the_config(config):
-    config.agent.dialect, config.tools.lenient = "react", True
+def test_the_call_format_and_how_strictly_it_is_read_come_from_the_config(config):
+    config.agent.call_format, config.tools.lenient = "react", True
     agent = build.agent(config, HopWorldTask(), Letters())
-    assert agent.dialect.name == "react" and agent.lenient
-    config.agent.dialect = "xml"
+    assert agent.call_format.name == "react" and agent.lenient
+    config.agent.call_format = "xml"
     with pytest.raises(
-        UserError, match=r"unknown agent\.dialect 'xml'; choose one of auto, hermes, llama3, code, react"
+        UserError, match=r"unknown agent\.call_format 'xml'; choose one of auto, hermes, llama3, code, react"
     ):
         build.agent(config, HopWorldTask(), Letters())

@@ -101,7 +101,7 @@ def test_an_episode_pays_a_solution_and_asks_for_new_calls():
 )
 def test_a_call_that_brings_nothing_is_wasted(calls):
     *_, last = play(TASK, ROW, [call("3 + 5 + 9"), *calls])
-    assert last.info["raw_parts"]["wasted_call"] == 1
+    assert last.raw_reward_parts["wasted_call"] == 1
 
 
 def test_what_is_no_expression_is_told():

@@ -247,7 +247,7 @@ def test_each_flaw_is_a_decision_that_shows(flaw):
         assert em == 1 and len(texts) > len(perfect)
     errors = [kind for step in steps for kind in step.info["errors"]]
     assert errors == (["bad_json"] * 3 if flaw == "malformed_call" else [])
-    assert (sum(s.info["raw_parts"]["repeated_query"] for s in steps) == 3) == (flaw == "repeat_query")
+    assert (sum(s.raw_reward_parts["repeated_query"] for s in steps) == 3) == (flaw == "repeat_query")
     skipped = RELATIONS[row["plan"][1]["relation"]].query.format(row["plan"][0]["subject"])
     assert any(skipped in text for text in texts) == (flaw == "skip_hop")
 

@@ -19,7 +19,8 @@ from programs import program
 from agentr1_jax.errors import UserError
 from agentr1_jax.runtime.checkpoint import Checkpoints
 from agentr1_jax.runtime.metrics import MetricsWriter, read_metrics
-from agentr1_jax.trajectory import Outcome, Step, Trajectory, write_jsonl
+from agentr1_jax.trajectory import Outcome, Step, Trajectory
+from agentr1_jax.trajectory_io import write_jsonl
 
 kill_test = program("kill_test")
 ROOT = Path(__file__).parent.parent

@@ -20,7 +20,8 @@ from agentr1_jax.credit.shaping import RunningMeanStd
 from agentr1_jax.learner.config import PackingConfig
 from agentr1_jax.learner.packing import pack
 from agentr1_jax.runtime import processes
-from agentr1_jax.trajectory import Outcome, Trajectory, read_jsonl, write_jsonl
+from agentr1_jax.trajectory import Outcome, Trajectory
+from agentr1_jax.trajectory_io import read_jsonl, write_jsonl
 from configs import quickstart
 from experiments import build, checks, learning, phases, tasks
 from experiments.circle import Run
@@ -67,7 +68,7 @@ def recorded(folder) -> list[list[Trajectory]]:
     c = config.rollout
 
     async def play(row, identity):
-        session = ScriptedSession(identity, task.expert(row, identity.seed), tokenizer, agent.dialect)
+        session = ScriptedSession(identity, task.expert(row, identity.seed), tokenizer, agent.call_format)
         await agent.run(session, row)
         return sampled(session.trajectory())
 

@@ -32,7 +32,8 @@ from pair import run_two
 
 from agentr1_jax.learner.config import PACKING_MODES
 from agentr1_jax.runtime.compiles import CompileCounter
-from agentr1_jax.trajectory import POLICIES, Outcome, OutcomePolicy, read_jsonl, write_jsonl
+from agentr1_jax.trajectory import POLICIES, Outcome, OutcomePolicy
+from agentr1_jax.trajectory_io import read_jsonl, write_jsonl
 from experiments import learning, phases
 
 MALFORMED = {
@@ -65,7 +66,7 @@ def test_a_malformed_trajectory_is_dropped_and_the_others_are_trained_as_if_it_h
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get(got.params)))
     assert with_bad == metrics | {"batch/dropped": 1, "batch/malformed": 1}
     assert out[-1] is t and [o.uid for o in out[:-1]] == [g.uid for g in good]
-    assert all(len(o.info["advantages"]) == len(o.steps) for o in out[:-1])
+    assert all(len(s.advantages) == len(s.response_ids) for o in out[:-1] for s in o.steps)
 
 
 @pytest.mark.parametrize("outcome", [Outcome.TOOL_FAILURE, Outcome.ENV_FAILURE, Outcome.ENGINE_FAILURE, Outcome.STALE])
@@ -200,7 +201,7 @@ def test_demonstrations_are_learned_by_cross_entropy_whatever_rl_will_do():
     np.testing.assert_allclose(metrics["learner/loss"], -logprob.mean(), rtol=1e-5)
     assert metrics["learner/tokens"] == len(logprob) and not {"learner/kl_loss", "gap/mean"} & set(metrics)
     check_equal(state.params["value"], parameters()["value"])
-    assert {a for t in out for step in t.info["advantages"] for a in step} == {1.0}
+    assert {a for t in out for step in t.steps for a in step.advantages} == {1.0}
     assert made.learn(shown, state)[1]["learner/loss"] < metrics["learner/loss"]
 
 

@@ -44,7 +44,7 @@ def rows_that_hang(*calls):
 
 
 def loop(make_env=Hanging, **budget):
-    return letters.loop(make_env, max_steps=3, context_tokens=128, on_response_cut="continue", **budget)
+    return letters.loop(make_env, max_steps=3, context_tokens=128, on_truncated_response="continue", **budget)
 
 
 def next_prompt(step):
@@ -68,11 +68,11 @@ def test_an_environment_that_hangs_is_given_up_and_its_steps_are_kept(key):
         assert len(t.steps) == max(call - 1, 0)
         assert all_ids([t]) == [all_ids([whole])[0][: len(t.steps)]]
         if not t.steps:  # Nothing yet that the policy could be judged by.
-            assert t.outcome is Outcome.ENV_FAILURE and t.info["error"] == f"TimeUp: {reason}"
+            assert t.outcome is Outcome.ENV_FAILURE and t.info["error"] == f"TimeLimitReached: {reason}"
             assert t.final_prompt_ids is None
             continue
         assert t.outcome is Outcome.TIME_LIMIT and POLICIES[t.outcome].bootstrap
-        assert t.info["error"] == reason and t.info["question"] == letters.ROW["question"]
+        assert t.info["error"] == reason and t.row["question"] == letters.ROW["question"]
         assert t.metrics == {"em": 0.0}
         assert t.final_prompt_ids.tolist() == next_prompt(t.steps[-1]) == whole.steps[call - 1].prompt_ids.tolist()
         assert t.total_reward == sum(range(1, call))

@@ -359,7 +359,7 @@ def test_dev_questions_of_musique_are_never_trained_on(folder):
     assert task.size("eval/musique") == 3 and "eval/hotpotqa" not in task.counts
     # Nobody knows the gold passages: no figure of them is made up.
     [answer] = play(task, task.row("eval", 0), ["<answer> x </answer>"])
-    assert "gold_recall" not in answer.metrics and "gold_passage" not in answer.info["raw_parts"]
+    assert "gold_recall" not in answer.metrics and "gold_passage" not in answer.raw_reward_parts
     assert task.counts["eval"]["gold_unknown"] == 3
 
 

@@ -62,7 +62,7 @@ def test_functions_are_paid_by_weight_and_logged_raw(module):
     done = transition([f"{module}:brevity=0.5", f"{module}:by_numpy=2", f"{module}:known=1"])
     assert done.reward_parts == {"answer": 1.0, "brevity": -1.0, "by_numpy": 1.0}
     assert done.reward == 1.0
-    assert done.info["raw_parts"]["brevity"] == -2.0 and "known" not in done.info["raw_parts"]
+    assert done.raw_reward_parts["brevity"] == -2.0 and "known" not in done.raw_reward_parts
     reward = qa.make_reward({}, "agentr1_v1", [f"{module}:brevity=0.5"])
     assert list(reward.weights) == ["v1_start", "v1_format", "v1_answer", "brevity"]
     assert load_functions([f"{module}:optional=-1e-1"])[1] == {"optional": -0.1}

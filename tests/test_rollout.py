@@ -158,7 +158,7 @@ def test_fault_1_and_fault_2_prompts_go_on_from_the_sampled_ids():
         max_steps=3,
         response_tokens=9,
         context_tokens=128,
-        on_response_cut="continue",
+        on_truncated_response="continue",
     )
     out = sampled([letters.ROW] * 12, agent=agent)
     respelled, stopped = assert_ids_only_grow(out, letters.TOKENIZER, letters.CHAT, limit)
@@ -168,7 +168,7 @@ def test_fault_1_and_fault_2_prompts_go_on_from_the_sampled_ids():
 
 def test_a_window_keeps_the_sampled_ids_too():
     agent = letters.loop(
-        lambda: letters.ScriptedEnv(["the cab", "abc"]), rule="window(1)", max_steps=3, on_response_cut="continue"
+        lambda: letters.ScriptedEnv(["the cab", "abc"]), rule="window(1)", max_steps=3, on_truncated_response="continue"
     )
     out = sampled([letters.ROW] * 6, agent=agent)
     for t in out:
@@ -196,7 +196,7 @@ def test_fault_1_in_hopworld_trained_ids_are_the_sampled_ids(tmp_path):
         observation_tokens=24,
         context_tokens=256,
         trajectory_tokens=256,
-        on_response_cut="continue",
+        on_truncated_response="continue",
     )
     agent = EnvLoop(task.env, tokenizer, chat, context_rule("append"), budget)
     params = jax.device_put(tiny.decoder_params(policy), NamedSharding(tiny.mesh(), P()))

@@ -112,7 +112,7 @@ def test_search_then_answer():
 
 def test_raw_parts_are_logged_even_where_they_have_no_weight():
     (first,), _ = play(search("Glass Harbor"), weights={"answer": 1.0})
-    assert first.reward_parts == {"answer": 0} and first.info["raw_parts"]["gold_passage"] == 1
+    assert first.reward_parts == {"answer": 0} and first.raw_reward_parts["gold_passage"] == 1
 
 
 def test_a_wrong_answer_ends_the_episode_with_nothing():
@@ -180,7 +180,7 @@ def test_a_mended_call_runs_and_is_counted():
     assert first.observation.texts == ["- Glass Harbor: director Ada.", "- Pale River: song."]
     assert [call.get("repaired") for call in first.tool_calls] == [True, None]
     assert first.info["errors"] == {"repaired": 1} and first.tool_calls[0]["ok"]
-    assert second.info["raw_parts"]["repeated_query"] == 1
+    assert second.raw_reward_parts["repeated_query"] == 1
     assert last.metrics["repaired_calls"] == 2 and last.info["errors"] == {}
 
 

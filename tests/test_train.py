@@ -24,7 +24,8 @@ from agentr1_jax.report.inspector import script_json
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.checkpoint import Checkpoints
 from agentr1_jax.runtime.metrics import read_metrics
-from agentr1_jax.trajectory import Outcome, Trajectory, read_jsonl
+from agentr1_jax.trajectory import Outcome, Trajectory
+from agentr1_jax.trajectory_io import read_jsonl
 from configs import quickstart
 from experiments import build, inherited, tasks
 
@@ -213,7 +214,7 @@ def test_a_run_leaves_everything_and_another_config_is_refused(tmp_path: Path) -
     assert {"config.json", "metrics.jsonl", "learning_curve.png", "report.html", "checkpoints"} <= set(os.listdir(run))
     assert [phase for _, phase, _ in in_order(run)].count("rl") == 3
     for t in read_jsonl(run / "trajectories" / "rl_000002.jsonl.gz"):
-        assert t.steps and len(t.info["advantages"]) == len(t.steps)
+        assert t.steps and all(s.advantages is not None for s in t.steps)
         for before, after in zip(t.steps[:-1], t.steps[1:], strict=True):
             sampled = [*before.prompt_ids, *before.response_ids]
             assert after.prompt_ids[: len(sampled)].tolist() == sampled
@@ -389,7 +390,7 @@ def test_real_data(tmp_path: Path, data_dir: Path, config: str, tools: set[str],
     assert first.metrics["em"] == 1.0 and tools <= {call["name"] for call in first.steps[0].tool_calls}
     (record,) = (r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["phase"] == "rl")
     assert record["batch/tokens"] > 0
-    for text, least in ((first.info["question"], 20), (first.steps[0].tool_calls[0]["result"], 0)):
+    for text, least in ((first.row["question"], 20), (first.steps[0].tool_calls[0]["result"], 0)):
         assert len(text) > least and script_json(text) in page
 
 
@@ -404,8 +405,8 @@ def test_summaries_are_steps_of_a_run(tmp_path: Path, trained: bool) -> None:
     batch = list(read_jsonl(tmp_path / "run" / "trajectories" / "rl_000000.jsonl.gz"))
     summaries = [(t, place) for t in batch for place, s in enumerate(t.steps) if s.info.get("summary")]
     assert {s.context_rule for t in batch for s in t.steps} == {"summary(turns=2)"} and len(summaries) >= 16
-    assert {t.steps[place].info["trained"] for t, place in summaries} == {trained}
-    assert any(a for t, place in summaries for a in t.info["advantages"][place])
+    assert {t.steps[place].trainable for t, place in summaries} == {trained}
+    assert any(a for t, place in summaries for a in t.steps[place].advantages)
     (record,) = (r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["phase"] == "rl")
     assert record["learner/grad_norm"] > 0 and "rollout/kept" in record
 
@@ -425,8 +426,8 @@ def test_a_mixture_under_a_curriculum(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     for update, most in ((0, 2), (1, 7)):
         batch = list(read_jsonl(tmp_path / "run" / "trajectories" / f"rl_{update:06d}.jsonl.gz"))
-        assert {t.info["task"] for t in batch} == {"countdown", "keydoor"}
-        assert {t.info["max_steps"] for t in batch} == {most} and max(len(t.steps) for t in batch) <= most
+        assert {t.row["task"] for t in batch} == {"countdown", "keydoor"}
+        assert {t.row["max_steps"] for t in batch} == {most} and max(len(t.steps) for t in batch) <= most
     evaluated = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["phase"] == "eval"]
     assert all({"eval/em_countdown", "eval/em_keydoor"} <= r.keys() for r in evaluated)
 

@@ -1,6 +1,6 @@
-"""Context rules: how the next prompt is built from what happened, C(z₀..zₜ) → ids.
+"""Context rules: functions from what happened to the next prompt, C(z₀..zₜ) → ids.
 
-They cut and join ids, and tell an environment's own words anew; what was sampled is never written and read again.
+They select and join ids, and render text of the environment again; sampled ids are never decoded and tokenised again.
 """
 
 from __future__ import annotations
@@ -11,154 +11,192 @@ import inspect
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import pydantic.dataclasses
 
 from agentr1_jax.registry import Registry, parse_call
+from agentr1_jax.validation import STRICT, Count
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class ContextConfig:
+    """Settings of the section `context`.
+
+    Attributes:
+      rule: name and arguments of a context rule, e.g. `append` or `window(3)`; see `context_rule`.
+      file: Python file that registers rules; empty for none.
+      summary_tokens: most tokens of a summary.
+      train_summary: False leaves summaries out of the loss.
+    """
+
+    rule: str = "append"
+    file: str = ""
+    summary_tokens: Count = 64
+    train_summary: bool = True
+
+    def __post_init__(self) -> None:
+        makes_summaries = self.bound_rule.makes_summaries
+        if not self.train_summary and not makes_summaries:
+            raise ValueError(f"train_summary is False, and the rule {self.rule!r} makes no summaries")
+
+    @functools.cached_property
+    def bound_rule(self) -> ContextRule:
+        """The rule with its arguments; the `file` must be loaded before (`RULES.load`)."""
+        return context_rule(self.rule)
 
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """One finished step, or a summary of those before.
+    """One finished step, or a summary of the steps before.
 
     Attributes:
       response_ids: int32 [R], as sampled.
-      observation_ids: int32 [O], what came back as it is rendered behind the response, glue included.
-      thought: how many ids at the start of the response are thinking, `</think>` included.
-      evidence: all that the environment has shown until then, in its words; None where it does not say.
+      observation_ids: int32 [O], the observation as it is rendered behind the response, glue included.
+      thinking_tokens: number of ids at the start of the response that are thinking, `</think>` included.
+      evidence: everything the environment has shown up to this turn, as text; None if the environment does not say.
     """
 
     response_ids: np.ndarray
     observation_ids: np.ndarray
-    thought: int = 0
+    thinking_tokens: int = 0
     evidence: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class History:
-    """What a rule builds a prompt from.
+    """Input of a context rule.
 
     Attributes:
       opening: int32 [P], ids of the first prompt.
-      turns: since then; where `summarised`, the first is the summary of all that came before the others.
-      summarised: whether it is.
-      retold: evidence -> int32 ids of an opening whose last message ends with it.
+      turns: turns since the opening, in order of time.
+      starts_with_summary: True if the first of `turns` is a summary of all earlier ones.
+      render_evidence: evidence -> int32 ids of an opening whose last message ends with it.
     """
 
     opening: np.ndarray
     turns: Sequence[Turn] = ()
-    summarised: bool = False
-    retold: Callable[[str], np.ndarray] | None = None
+    starts_with_summary: bool = False
+    render_evidence: Callable[[str], np.ndarray] | None = None
 
-    def then(self, turn: Turn) -> History:
-        """With one turn more."""
+    def with_turn(self, turn: Turn) -> History:
+        """Return the history with one turn more."""
         return dataclasses.replace(self, turns=[*self.turns, turn])
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class RuleDefinition:
     """A registered rule.
 
     Attributes:
-      prompt: (history, **arguments) -> int32 ids of the next prompt.
-      due: (history, **arguments) -> whether the policy is to write a summary first; None for never.
-      needs_evidence: whether environments have to say what they have shown.
+      next_prompt: (history, **arguments) -> int32 ids of the next prompt.
+      summary_due: (history, **arguments) -> True if the policy is to write a summary first; None for never.
+      needs_evidence: True if environments must give `Observation.evidence`.
     """
 
-    prompt: Callable[..., np.ndarray]
-    due: Callable[..., bool] | None = None
+    next_prompt: Callable[..., np.ndarray]
+    summary_due: Callable[..., bool] | None = None
     needs_evidence: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
-    """A rule with its arguments.
+class ContextRule:
+    """A rule with its arguments bound; made by `context_rule`.
 
     Attributes:
       name: as in the config, e.g. `window(3)`.
-      prompt, due, needs_evidence: see `Kind`.
+      next_prompt, summary_due, needs_evidence: see `RuleDefinition`.
     """
 
     name: str
-    prompt: Callable[[History], np.ndarray]
-    due: Callable[[History], bool] | None = None
+    next_prompt: Callable[[History], np.ndarray]
+    summary_due: Callable[[History], bool] | None = None
     needs_evidence: bool = False
 
+    @property
+    def makes_summaries(self) -> bool:
+        """True if the policy writes summaries, which are steps of their own."""
+        return self.summary_due is not None
 
-RULES: Registry[Kind] = Registry("context rule", "context.file")
+    def most_steps(self, responses: int) -> int:
+        """Return the most steps of a trajectory of so many responses, summaries included; none follows the last."""
+        return 2 * responses - 1 if self.makes_summaries else responses
+
+
+RULES: Registry[RuleDefinition] = Registry("context rule", "context.file")
 
 Function = Callable[..., np.ndarray]
 
 
 def register(
-    name: str, *, due: Callable[..., bool] | None = None, needs_evidence: bool = False
+    name: str, *, summary_due: Callable[..., bool] | None = None, needs_evidence: bool = False
 ) -> Callable[[Function], Function]:
-    """Decorator that adds a rule under `name`; see `Kind`. Raises ValueError if the name is taken."""
+    """Return a decorator that adds a rule; see `RuleDefinition`. Raises ValueError if the name is taken."""
 
-    def add(prompt: Function) -> Function:
-        RULES.add(name, Kind(prompt, due, needs_evidence), prompt)
-        return prompt
+    def add(next_prompt: Function) -> Function:
+        RULES.add(name, RuleDefinition(next_prompt, summary_due, needs_evidence), next_prompt)
+        return next_prompt
 
     return add
 
 
-def joined(opening: np.ndarray, turns: Sequence[Turn]) -> np.ndarray:
-    """The opening and the turns, one after another."""
+def join(opening: np.ndarray, turns: Sequence[Turn]) -> np.ndarray:
+    """Return the ids of the opening and of the turns, one after another."""
     return np.concatenate([opening, *(part for t in turns for part in (t.response_ids, t.observation_ids))])
 
 
 @register("append")
 def append(history: History) -> np.ndarray:
-    """Everything so far: each prompt extends the one before."""
-    return joined(history.opening, history.turns)
+    """Return everything so far: each prompt extends the one before."""
+    return join(history.opening, history.turns)
 
 
 @register("window")
 def window(history: History, k: int) -> np.ndarray:
-    """The opening and the last `k` turns; older ones are dropped whole."""
+    """Return the opening and the last `k` turns; older turns are dropped whole."""
     if not k:
-        raise ValueError("a window without a turn never shows what came back")
-    return joined(history.opening, history.turns[max(0, len(history.turns) - k) :])
+        raise ValueError("a window of 0 turns never shows an observation")
+    return join(history.opening, history.turns[max(0, len(history.turns) - k) :])
 
 
 @register("token_budget")
 def token_budget(history: History, tokens: int) -> np.ndarray:
-    """The opening and as many of the last turns as fit so many tokens with it; the newest is there in any case."""
+    """Return the opening and as many of the last turns as fit `tokens` with it; the newest turn in any case."""
     room, first = tokens - len(history.opening), len(history.turns)
     for turn in reversed(history.turns):
         room -= len(turn.response_ids) + len(turn.observation_ids)
         if room < 0 and first < len(history.turns):
             break
         first -= 1
-    return joined(history.opening, history.turns[first:])
+    return join(history.opening, history.turns[first:])
 
 
 @register("evidence", needs_evidence=True)
 def evidence(history: History) -> np.ndarray:
-    """An opening that tells what the environment has shown so far, and nothing of what the policy said."""
+    """Return an opening with everything the environment has shown so far, and nothing that the policy wrote."""
     if not history.turns:
         return history.opening
     shown = history.turns[-1].evidence
-    if shown is None or history.retold is None:
-        raise ValueError("the context rule 'evidence' needs an environment that says what it has shown")
-    return history.retold(shown)
+    if shown is None or history.render_evidence is None:
+        raise ValueError("the context rule 'evidence' needs an environment that sets Observation.evidence")
+    return history.render_evidence(shown)
 
 
 @register("strip_thinking")
 def strip_thinking(history: History, keep: int = 0) -> np.ndarray:
-    """Everything so far but the thinking of all responses except the last `keep`."""
+    """Return everything so far except the thinking of all responses but the last `keep`."""
     old = max(len(history.turns) - keep, 0)
-    turns = [dataclasses.replace(t, response_ids=t.response_ids[t.thought :]) for t in history.turns[:old]]
-    return joined(history.opening, [*turns, *history.turns[old:]])
+    turns = [dataclasses.replace(t, response_ids=t.response_ids[t.thinking_tokens :]) for t in history.turns[:old]]
+    return join(history.opening, [*turns, *history.turns[old:]])
 
 
 def summary_due(history: History, turns: int = 0, tokens: int = 0) -> bool:
-    """Whether so many turns, or a prompt of more than so many tokens, came since the last summary."""
-    since = len(history.turns) - history.summarised
+    """Return True after so many turns, or at a prompt of more than so many tokens, since the last summary."""
+    since = len(history.turns) - history.starts_with_summary
     return bool(turns and since >= turns or tokens and since and len(append(history)) > tokens)
 
 
-@register("summary", due=summary_due)
+@register("summary", summary_due=summary_due)
 def summary(history: History, turns: int = 0, tokens: int = 0) -> np.ndarray:
-    """Everything since the last summary, which stands in place of what came before it.
+    """Return everything since the last summary, which stands for what came before it.
 
     Where one is due (see `summary_due`), the policy writes it as a step of its own, before the next prompt is built.
     """
@@ -167,28 +205,27 @@ def summary(history: History, turns: int = 0, tokens: int = 0) -> np.ndarray:
     return append(history)
 
 
-def context_rule(spec: str) -> Rule:
-    """The rule that a config value names, e.g. `append`, `window(3)` or `summary(tokens=800)`.
+def context_rule(spec: str) -> ContextRule:
+    """Return the rule that a config value names, e.g. `append`, `window(3)` or `summary(tokens=800)`.
 
     Raises:
       ValueError: unknown name or wrong argument; the message says what there is.
     """
-    name, values, named = parse_call(spec, "context.rule")
-    kind = RULES.called(name)
-    parameters = list(inspect.signature(kind.prompt).parameters)[1:]
-    form = f"{name}({', '.join(parameters)})" if parameters else name
-    given = dict(zip(parameters, values, strict=False)) | named
-    twice = set(parameters[: len(values)]) & set(named)
-    if len(values) > len(parameters) or twice or not given.keys() <= set(parameters):
-        raise ValueError(f"context.rule is {spec!r}; write {form}, with whole numbers")
-    wrong = [value for value in given.values() if not value.isdecimal()]
-    if wrong:
-        raise ValueError(f"context.rule is {spec!r}; {wrong[0]!r} is no whole number: write {form}")
-    arguments = {key: int(value) for key, value in given.items()}
-    prompt = functools.partial(kind.prompt, **arguments)
+    call = parse_call(spec, "context.rule")
+    definition = RULES.get_entry(call.name)
+    parameters = list(inspect.signature(definition.next_prompt).parameters)[1:]
+    form = f"{call.name}({', '.join(parameters)})" if parameters else call.name
     try:
-        prompt(History(np.zeros(1, np.int32)))
+        arguments = call.bind(parameters)
+    except ValueError as error:
+        raise ValueError(f"context.rule is {spec!r}; write {form}, with whole numbers") from error
+    wrong = [value for value in arguments.values() if type(value) is not int or value < 0]
+    if wrong:
+        raise ValueError(f"context.rule is {spec!r}; {str(wrong[0])!r} is no whole number: write {form}")
+    next_prompt = functools.partial(definition.next_prompt, **arguments)
+    try:
+        next_prompt(History(np.zeros(1, np.int32)))
     except (TypeError, ValueError) as error:
         raise ValueError(f"context.rule is {spec!r}; write {form}, with whole numbers ({error})") from error
-    due = functools.partial(kind.due, **arguments) if kind.due else None
-    return Rule(spec, prompt, due, kind.needs_evidence)
+    due = functools.partial(definition.summary_due, **arguments) if definition.summary_due else None
+    return ContextRule(spec, next_prompt, due, definition.needs_evidence)

@@ -8,53 +8,68 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import pydantic.dataclasses
 
+from agentr1_jax.agents import boundary
 from agentr1_jax.agents.base import Completion, Session
-from agentr1_jax.agents.context import History, Rule, Turn, append
+from agentr1_jax.agents.context import ContextRule, History, Turn, append
 from agentr1_jax.envs.base import SUMMARY_REQUEST, Action, Env, Observation, Row, judged
-from agentr1_jax.text.chat import ChatFormat
-from agentr1_jax.text.dialects import Dialect, hermes
+from agentr1_jax.text.call_formats import CallFormat, hermes
+from agentr1_jax.text.chat import MOST_CHARACTERS_PER_TOKEN, ChatFormat
 from agentr1_jax.text.tokenizer import Tokenizer
 from agentr1_jax.trajectory import Budget, Outcome
+from agentr1_jax.validation import STRICT
 
 FINAL_REQUEST = "No more calls. Give the final answer now."
-THOUGHT = "</think>"
-ROW_FACTS = ("id", "task", "dataset", "question", "answers", "kind", "hops", "max_steps")
+END_OF_THINKING = "</think>"
 
 
-class TimeUp(Exception):
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class AgentConfig:
+    """Settings of the section `agent`.
+
+    Attributes:
+      call_format: how the policy writes tool calls; `auto`: as the tokenizer's chat template writes them.
+      tell_tools: describe the tools in the first prompt; a policy taught by demonstrations knows them.
+    """
+
+    call_format: Literal["auto", "hermes", "llama3", "code", "react"] = "auto"
+    tell_tools: bool = True
+
+
+class TimeLimitReached(Exception):
     """A limit of the budget in seconds was reached."""
 
 
 @contextlib.asynccontextmanager
-async def within(seconds: float | None, key: str) -> AsyncIterator[None]:
-    """Breaks its body off with `TimeUp` after so many seconds; None for no limit."""
+async def time_limit(seconds: float | None, key: str) -> AsyncIterator[None]:
+    """Stop the body with `TimeLimitReached` after some seconds; None for no limit."""
     limit = asyncio.timeout(seconds)
     try:
         async with limit:
             yield
     except TimeoutError as error:
         if not limit.expired():
-            raise  # Of somebody else.
-        raise TimeUp(f"{key} ({seconds} s) was reached") from error
+            raise  # Raised by the body itself.
+        raise TimeLimitReached(f"{key} ({seconds} s) was reached") from error
 
 
 @dataclasses.dataclass(frozen=True)
 class EnvLoop:
-    """Prompt, response, action, observation, and again, until the environment or the budget ends it.
+    """Prompt, response, action, observation, and again, until the environment or the budget ends the episode.
 
     Attributes:
-      make_env: a fresh environment for each episode.
+      make_env: makes a fresh environment for each episode.
       tokenizer: decodes responses.
-      chat: renders observations as ids.
+      chat: renders observations as ids, for the same call format.
       rule: builds the next prompt.
-      budget: every length limit. Summaries come beside `max_steps`, and within all others.
-      dialect: how the policy writes calls and answers; environments read the house's format. `chat` is made for it.
-      lenient: whether environments may mend calls that cannot be read.
-      tell_tools: whether the first prompt describes the tools; a policy that knows them needs no such words.
+      budget: every length limit. Summaries do not count as steps of `max_steps`; all other limits include them.
+      call_format: how the policy writes calls and answers; environments read the common format.
+      lenient: allow environments to repair calls that cannot be read.
+      tell_tools: describe the tools in the first prompt; a policy that knows them needs no description.
       summary_tokens: most tokens of a summary.
       train_summaries: False leaves summaries out of the loss.
     """
@@ -62,119 +77,121 @@ class EnvLoop:
     make_env: Callable[[], Env]
     tokenizer: Tokenizer
     chat: ChatFormat
-    rule: Rule
+    rule: ContextRule
     budget: Budget
-    dialect: Dialect = hermes.dialect()
+    call_format: CallFormat = hermes.call_format()
     lenient: bool = False
     tell_tools: bool = True
     summary_tokens: int = 64
     train_summaries: bool = True
 
     async def run(self, session: Session, row: Row) -> None:
-        """Runs one episode on `row`."""
+        """Run one episode on a task row."""
         env = self.make_env()
-        facts = {key: row[key] for key in ROW_FACTS if key in row}
         try:
-            async with within(self.budget.trajectory_seconds, "budget.trajectory_seconds"):
-                await self._episode(session, env, row, facts)
-        except TimeUp as error:
+            async with time_limit(self.budget.trajectory_seconds, "budget.trajectory_seconds"):
+                await self._run_episode(session, env, row)
+        except TimeLimitReached as error:
             if not session.steps:
-                raise  # Whatever hung, the policy has done nothing yet that could be judged.
-            session.cut_off(Outcome.TIME_LIMIT, str(error), env.cut(), facts)
+                raise  # The policy has done nothing yet that could be judged.
+            session.abort(Outcome.TIME_LIMIT, str(error), env.cut())
 
-    async def _episode(self, session: Session, env: Env, row: Row, facts: Mapping[str, Any]) -> None:
+    async def _run_episode(self, session: Session, env: Env, row: Row) -> None:
         budget = self.budget
-        at = await env.reset(row, session.seed)
-        history = History(self.opening(at), retold=functools.partial(self._retold, at))
+        at = boundary.check_observation(await env.reset(row, session.seed))
+        history = History(self.render_opening(at), render_evidence=functools.partial(self._render_evidence, at))
         spent = 0
-        fits: np.ndarray | None = None
+        last_sequence: np.ndarray | None = None  # Prompt + response of the newest step.
         steps = min(budget.max_steps, row.get("max_steps", budget.max_steps)) + budget.final_answer_step
         for index in range(steps):
-            prompt = self.rule.prompt(history)
+            prompt = self.rule.next_prompt(history)
             room = self._room(prompt, spent)
             if room < 1:
-                session.finish(Outcome.CONTEXT_OVERFLOW, fits, env.cut(), facts)
+                session.finish(Outcome.CONTEXT_OVERFLOW, last_sequence, env.cut())
                 return
-            async with within(budget.step_seconds, "budget.step_seconds"):
+            last = index + 1 == steps
+            async with time_limit(budget.step_seconds, "budget.step_seconds"):
                 completion = await session.generate(prompt, min(budget.response_tokens, room), stop=self._stops)
-                cut = completion.finish_reason == "length"
-                last = index + 1 == steps
-                text = self._text(completion, at.tools)
-                action = Action(completion.ids, text, truncated=cut, final=last, lenient=self.lenient)
-                transition = await env.step(action)
+                truncated = completion.finish_reason == "length"
+                text = self._parse(completion, at.tools)
+                action = Action(completion.ids, text, truncated=truncated, final=last, lenient=self.lenient)
+                transition = boundary.check_transition(await env.step(action))
             after = transition.observation
             ask_now = budget.final_answer_step and index + 2 == steps
             turn = None if after is None else self._turn(completion, after, ask_now)
             spent += 0 if turn is None else len(turn.response_ids) + len(turn.observation_ids)
             over = transition.terminated or transition.truncated
-            cut_off = cut and budget.on_response_cut == "end"
-            ends = over or cut_off or last
+            response_limit = truncated and budget.on_truncated_response == "end"
+            ends = over or response_limit or last
             request = None if ends or turn is None else self._summary_prompt(history, turn, completion)
             room = 0 if request is None else self._room(request, spent)
             session.record(
                 reward=transition.reward,
                 reward_parts=transition.reward_parts,
-                observation=SUMMARY_REQUEST if room > 0 else _text_of(after),
+                raw_reward_parts=transition.raw_reward_parts,
+                observation=SUMMARY_REQUEST if room > 0 else self._content(after),
                 tool_calls=transition.tool_calls,
                 state_key=at.state_key,
+                action_key=transition.action_key,
+                potential=at.potential,
+                next_potential=None if after is None else after.potential,
                 context_rule=self.rule.name,
-                info={**transition.info, **_potentials(at, after), "finish_reason": completion.finish_reason},
+                info={**transition.info, "finish_reason": completion.finish_reason},
             )
-            fits = np.concatenate([prompt, completion.ids])
+            last_sequence = np.concatenate([prompt, completion.ids])
             if over:
                 outcome = transition.outcome or Outcome.ENV_DONE
                 final = None
                 if transition.truncated:
-                    final = fits if turn is None else self._next(history.then(turn), fits)
-                session.finish(outcome, final, transition.metrics, facts)
+                    final = last_sequence if turn is None else self._next(history.with_turn(turn), last_sequence)
+                session.finish(outcome, final, transition.metrics)
                 return
-            if cut_off:
-                session.finish(Outcome.RESPONSE_TRUNCATED, fits, env.cut(), facts)
+            if response_limit:
+                session.finish(Outcome.RESPONSE_TRUNCATED, last_sequence, env.cut())
                 return
-            assert after is not None and turn is not None, "an environment that goes on must give an observation"
+            assert after is not None and turn is not None, "checked: an episode that goes on has an observation"
             if request is not None:
                 if room < 1:
-                    session.finish(Outcome.CONTEXT_OVERFLOW, fits, env.cut(), facts)
+                    session.finish(Outcome.CONTEXT_OVERFLOW, last_sequence, env.cut())
                     return
-                completion = await self._summary(session, env, request, room, after)
-                fits = np.concatenate([request, completion.ids])
+                completion = await self._summarise(session, env, request, room, after)
+                last_sequence = np.concatenate([request, completion.ids])
                 spent += len(completion.ids)
-                history = dataclasses.replace(history, turns=[self._turn(completion, after, ask_now)], summarised=True)
+                summary = self._turn(completion, after, ask_now)
+                history = dataclasses.replace(history, turns=[summary], starts_with_summary=True)
             else:
-                history = history.then(turn)
+                history = history.with_turn(turn)
             at = after
-        session.finish(Outcome.MAX_STEPS, self._next(history, fits), env.cut(), facts)
+        session.finish(Outcome.MAX_STEPS, self._next(history, last_sequence), env.cut())
 
     def _room(self, prompt: np.ndarray, spent: int) -> int:
-        """The most tokens of a response to a prompt."""
+        """Return the most tokens that a response to a prompt may have."""
         return min(self.budget.context_tokens - len(prompt), self.budget.trajectory_tokens - spent)
 
-    async def _summary(
+    async def _summarise(
         self, session: Session, env: Env, prompt: np.ndarray, room: int, after: Observation
     ) -> Completion:
-        """One step in which the policy sums up all but the observation that it has yet to see."""
-        async with within(self.budget.step_seconds, "budget.step_seconds"):
+        """Run one step in which the policy sums up everything but the newest observation."""
+        async with time_limit(self.budget.step_seconds, "budget.step_seconds"):
             completion = await session.generate(prompt, min(self.summary_tokens, room), stop=self._stops)
-        parts = judged(env, self._text(completion, ()))
+        parts = boundary.check_numbers(judged(env, self._parse(completion, ())), "parts of a summary's reward")
         session.record(
             reward=float(sum(parts.values())),
             reward_parts=parts,
-            observation=_text_of(after),
+            observation=self._content(after),
             state_key=None if after.state_key is None else f"{after.state_key}|summary",
+            potential=after.potential,
+            next_potential=after.potential,
+            trainable=self.train_summaries,
             context_rule=self.rule.name,
-            info={
-                "summary": True,
-                "trained": self.train_summaries,
-                **_potentials(after, after),
-                "finish_reason": completion.finish_reason,
-            },
+            info={"summary": True, "finish_reason": completion.finish_reason},
         )
         return completion
 
-    def opening(self, observation: Observation) -> np.ndarray:
-        """Ids of the first prompt. Raises ValueError if the observation holds neither messages nor ids."""
+    def render_opening(self, observation: Observation) -> np.ndarray:
+        """Return the ids of the first prompt. Raises ValueError if the observation holds neither messages nor ids."""
         if observation.messages is not None:
-            return self._rendered(observation.messages, observation.tools)
+            return self._render(observation.messages, observation.tools)
         if observation.token_ids is not None:
             return np.asarray(observation.token_ids, np.int32)
         raise ValueError("the first observation of an environment must hold messages or token ids")
@@ -183,68 +200,72 @@ class EnvLoop:
     def _stops(self) -> list[tuple[int, ...]]:
         return [(i,) for i in self.tokenizer.stop_ids]
 
-    def _rendered(self, messages: Sequence[Mapping[str, str]], tools: Sequence[Mapping[str, Any]]) -> np.ndarray:
-        return np.asarray(self.chat.render_opening(messages, tools if self.tell_tools else ()), np.int32)
+    @property
+    def _most_characters(self) -> int:
+        """Characters of one text that are tokenised: a longer one fits no prompt."""
+        return MOST_CHARACTERS_PER_TOKEN * self.budget.context_tokens
 
-    def _retold(self, first: Observation, evidence: str) -> np.ndarray:
-        """Ids of an opening that ends with evidence, which is data."""
+    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> np.ndarray:
+        bounded = [{**message, "content": message["content"][: self._most_characters]} for message in messages]
+        return np.asarray(self.chat.render_opening(bounded, tools if self.tell_tools else ()), np.int32)
+
+    def _render_evidence(self, first: Observation, evidence: str) -> np.ndarray:
+        """Return the ids of an opening that ends with evidence, which is data."""
         if not first.messages:
             raise ValueError("the context rule 'evidence' needs an environment that opens with messages")
         *before, last = first.messages
-        told = {**last, "content": f"{last['content']}\n\n{self.chat.data(evidence)}"}
-        return self._rendered([*before, told], first.tools)
+        data = self.chat.data(evidence[: self._most_characters])
+        return self._render([*before, {**last, "content": f"{last['content']}\n\n{data}"}], first.tools)
 
     def _turn(self, completion: Completion, after: Observation, ask_now: bool) -> Turn:
         evidence = after.evidence
         if ask_now and evidence is not None:
             evidence = f"{evidence}\n{FINAL_REQUEST}".lstrip()
-        return Turn(completion.ids, self._observed(after, completion, ask_now), self._thought(completion), evidence)
+        observation_ids = self._render_observation(after, completion, ask_now)
+        return Turn(completion.ids, observation_ids, self._thinking_tokens(completion), evidence)
 
-    def _next(self, history: History, fits: np.ndarray | None) -> np.ndarray | None:
-        """The prompt had the episode gone on; what fitted last where it has no room, or cannot be told."""
+    def _next(self, history: History, otherwise: np.ndarray | None) -> np.ndarray | None:
+        """Return the next prompt, or `otherwise` where it is too long or cannot be built."""
         if self.rule.needs_evidence and history.turns[-1].evidence is None:
-            return fits
-        prompt = self.rule.prompt(history)
-        return prompt if len(prompt) <= self.budget.context_tokens else fits
+            return otherwise
+        prompt = self.rule.next_prompt(history)
+        return prompt if len(prompt) <= self.budget.context_tokens else otherwise
 
     def _summary_prompt(self, history: History, turn: Turn, completion: Completion) -> np.ndarray | None:
-        """The prompt that asks for a summary, in place of the observation that came back; None where none is due."""
-        if self.rule.due is None or not self.rule.due(history.then(turn)):
+        """Return the prompt that asks for a summary in place of the newest observation; None where none is due."""
+        if self.rule.summary_due is None or not self.rule.summary_due(history.with_turn(turn)):
             return None
         stopped = completion.finish_reason == "stop"
         request = np.asarray(self.chat.render_observation(SUMMARY_REQUEST, "user", stopped), np.int32)
-        return append(history.then(dataclasses.replace(turn, observation_ids=request)))
+        return append(history.with_turn(dataclasses.replace(turn, observation_ids=request)))
 
-    def _thought(self, completion: Completion) -> int:
-        """How many ids at the start of a response are thinking: as few as decode to all up to `</think>`."""
+    def _thinking_tokens(self, completion: Completion) -> int:
+        """Return the fewest ids at the start of a response that decode to all up to `</think>`; 0 without one."""
         ids = completion.ids.tolist()
-        if THOUGHT not in self.tokenizer.decode(ids):
+        if END_OF_THINKING not in self.tokenizer.decode(ids):
             return 0
-        return bisect.bisect_left(range(len(ids) + 1), True, key=lambda n: THOUGHT in self.tokenizer.decode(ids[:n]))
+        return bisect.bisect_left(
+            range(len(ids) + 1), True, key=lambda n: END_OF_THINKING in self.tokenizer.decode(ids[:n])
+        )
 
-    def _observed(self, observation: Observation, completion: Completion, ask_now: bool) -> np.ndarray:
-        """Ids between a response and the next one: glue, the observation cut to its budget, glue."""
+    def _render_observation(self, observation: Observation, completion: Completion, ask_now: bool) -> np.ndarray:
+        """Return the ids between a response and the next one: glue, the observation within its budget, glue."""
         if observation.token_ids is not None:
             return np.asarray(observation.token_ids, np.int32)
         texts = [observation.text] if observation.text is not None else observation.texts
         if texts is None:
             raise ValueError("a later observation of an environment must hold text or token ids, not messages")
-        if ask_now:  # The request stands first, where no cut can take it away.
+        if ask_now:  # The request stands first, where truncation cannot take it away.
             texts = [f"{FINAL_REQUEST}\n{texts[0]}", *texts[1:]]
         stopped = completion.finish_reason == "stop"
         limit = self.budget.observation_tokens
         return np.asarray(self.chat.render_observation(texts, observation.role, stopped, max_tokens=limit), np.int32)
 
-    def _text(self, completion: Completion, tools: Sequence[Mapping[str, Any]]) -> str:
+    def _parse(self, completion: Completion, tools: Sequence[Mapping[str, Any]]) -> str:
+        """Return the text of a response in the common format of calls and answers."""
         ids = completion.ids[:-1] if completion.finish_reason == "stop" else completion.ids
-        return self.dialect.to_house(self.tokenizer.decode(ids.tolist()), tools)
+        return self.call_format.parse(self.tokenizer.decode(ids.tolist()), tools)
 
-
-def _text_of(observation: Observation | None) -> str:
-    return "" if observation is None else observation.content or ""
-
-
-def _potentials(before: Observation, after: Observation | None) -> dict[str, float]:
-    """Φ of the states around a step, where the environment gives one; for potential-based shaping."""
-    found = {"potential": before.potential, "next_potential": after.potential if after is not None else None}
-    return {key: x for key, x in found.items() if x is not None}
+    def _content(self, observation: Observation | None) -> str:
+        """Return the text of an observation for the record."""
+        return "" if observation is None else (observation.content or "")[: self._most_characters]

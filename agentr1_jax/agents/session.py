@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
-from agentr1_jax.agents.base import Completion
+from agentr1_jax.agents import boundary
+from agentr1_jax.agents.base import Completion, Row, StepFacts
 from agentr1_jax.envs.base import Expert
-from agentr1_jax.text.dialects import Dialect, hermes
+from agentr1_jax.text.call_formats import CallFormat, hermes
 from agentr1_jax.text.tokenizer import Tokenizer
-from agentr1_jax.trajectory import Outcome, Step, Trajectory
+from agentr1_jax.trajectory import POLICIES, Outcome, Step, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """Which trajectory a session stands for; see `Trajectory`."""
+    """Name and seed of a session's trajectory; see `Trajectory`."""
 
     uid: str
     group: int
@@ -27,11 +28,12 @@ class Identity:
 
 
 class RecordedSession:
-    """The part of `Session` that does not depend on where responses come from; children implement `respond`."""
+    """The part of `Session` that does not depend on the source of responses; children implement `respond`."""
 
     def __init__(self, identity: Identity) -> None:
         self.identity = identity
         self.seed = identity.seed
+        self._row: Mapping[str, Any] = {}
         self._steps: list[Step] = []
         self._open: Step | None = None
         self._generating = False
@@ -45,11 +47,15 @@ class RecordedSession:
 
     @property
     def finished(self) -> bool:
-        """Whether `finish` was called."""
+        """True after `finish`."""
         return self._trajectory is not None
 
+    def begin(self, row: Row) -> None:
+        """Keep the facts of the task row; see `Trajectory.row`. Raises BoundaryError if they are no JSON."""
+        self._row = boundary.check_row(row)
+
     async def respond(self, prompt_ids: np.ndarray, max_tokens: int, stop: Sequence[Sequence[int]]) -> Completion:
-        """Produces the response to a prompt."""
+        """Return the response to a prompt."""
         raise NotImplementedError
 
     async def generate(self, prompt_ids: np.ndarray, max_tokens: int, stop: Sequence[Sequence[int]] = ()) -> Completion:
@@ -70,30 +76,11 @@ class RecordedSession:
         )
         return completion
 
-    def record(
-        self,
-        reward: float | None,
-        reward_parts: Mapping[str, float] | None = None,
-        observation: str = "",
-        tool_calls: Sequence[Mapping[str, Any]] = (),
-        state_key: str | None = None,
-        context_rule: str = "append",
-        info: Mapping[str, Any] | None = None,
-    ) -> None:
+    def record(self, reward: float | None, **facts: Unpack[StepFacts]) -> None:
         """See `Session.record`."""
         if self._open is None:
             raise RuntimeError(f"{self.identity.uid}: record() without generate()")
-        step = dataclasses.replace(
-            self._open,
-            reward=reward,
-            reward_parts=dict(reward_parts or {}),
-            observation=observation,
-            tool_calls=tuple(tool_calls),
-            state_key=state_key,
-            context_rule=context_rule,
-            info=dict(info or {}),
-        )
-        self._steps.append(step)
+        self._steps.append(dataclasses.replace(self._open, **boundary.check_step(reward, facts)))
         self._open = self._prompt = None
 
     def finish(
@@ -108,74 +95,66 @@ class RecordedSession:
             raise RuntimeError(f"{self.identity.uid}: finish() was called twice")
         if self._generating or self._open is not None:
             raise RuntimeError(f"{self.identity.uid}: finish() before record(), which would lose a step")
+        ending = boundary.check_ending(outcome, metrics, info)
+        if POLICIES[ending["outcome"]].reward == "use":
+            missing = [t for t, step in enumerate(self._steps) if step.reward is None]
+            if missing:
+                raise boundary.BoundaryError(f"{self.identity.uid}: steps {missing} have no reward")
         self._trajectory = Trajectory(
             **dataclasses.asdict(self.identity),
             steps=tuple(self._steps),
-            outcome=outcome,
             final_prompt_ids=None if final_prompt_ids is None else np.asarray(final_prompt_ids, np.int32),
-            metrics=dict(metrics or {}),
-            info=dict(info or {}),
+            row=self._row,
+            **ending,
         )
 
-    def cut_off(
-        self,
-        outcome: Outcome,
-        reason: str,
-        metrics: Mapping[str, float] | None = None,
-        info: Mapping[str, Any] | None = None,
-    ) -> None:
-        """See `Session.cut_off`."""
+    def abort(self, outcome: Outcome, reason: str, metrics: Mapping[str, float] | None = None) -> None:
+        """See `Session.abort`."""
         if self._trajectory is not None:
-            raise RuntimeError(f"{self.identity.uid}: cut_off() after finish()")
+            raise RuntimeError(f"{self.identity.uid}: abort() after finish()")
         final = self._prompt
         if final is None and self._steps:  # Between two steps: the next prompt is unknown.
             final = np.concatenate([self._steps[-1].prompt_ids, self._steps[-1].response_ids])
         self._open, self._generating = None, False
-        self.finish(outcome, final, metrics, {**(info or {}), "error": reason})
+        self.finish(outcome, final, metrics, {"error": reason})
 
-    def abandoned(self, outcome: Outcome, error: BaseException) -> Trajectory:
-        """The trajectory as far as it got when `error` broke it off."""
+    def fail(self, outcome: Outcome, error: BaseException) -> Trajectory:
+        """Return the trajectory up to the step in which `error` ended it."""
         self._trajectory = self._open = None
-        self.finish(outcome, info={"error": f"{type(error).__name__}: {error}"})
+        self._generating = False
+        self.finish(outcome, info={"error": boundary.describe_error(error)})
         return self.trajectory()
 
     def trajectory(self) -> Trajectory:
-        """The finished trajectory. Raises RuntimeError if the agent returned without finish()."""
+        """Return the finished trajectory. Raises RuntimeError if the agent returned without finish()."""
         if self._trajectory is None:
             raise RuntimeError(f"{self.identity.uid}: the agent returned without finish()")
         return self._trajectory
 
 
 class ScriptedSession(RecordedSession):
-    """A session whose responses are an expert's texts, in the policy's dialect: demonstrations become trajectories.
+    """A session whose responses are an expert's texts, in the policy's call format: a source of demonstrations.
 
     Log-probabilities are 0: demonstrations are trained with clip `none`, which does not use them.
     """
 
     def __init__(
-        self, identity: Identity, expert: Expert, tokenizer: Tokenizer, dialect: Dialect | None = None
+        self, identity: Identity, expert: Expert, tokenizer: Tokenizer, call_format: CallFormat | None = None
     ) -> None:
         super().__init__(identity)
         self._expert = expert
         self._tokenizer = tokenizer
-        self._dialect = dialect or hermes.dialect()
+        self._call_format = call_format or hermes.call_format()
         self._observation: str | None = None
 
     async def respond(self, prompt_ids: np.ndarray, max_tokens: int, stop: Sequence[Sequence[int]]) -> Completion:
-        text = self._dialect.from_house(self._expert(self._observation))
+        text = self._call_format.render(self._expert(self._observation))
         ids = [*self._tokenizer.encode_template(text), self._tokenizer.stop_id]
-        cut = np.asarray(ids[:max_tokens], np.int32)
-        logprobs = np.zeros(len(cut), np.float32)
-        return Completion(cut, logprobs, finish_reason="stop" if len(ids) <= max_tokens else "length")
+        response = np.asarray(ids[:max_tokens], np.int32)
+        logprobs = np.zeros(len(response), np.float32)
+        return Completion(response, logprobs, finish_reason="stop" if len(ids) <= max_tokens else "length")
 
-    def record(
-        self,
-        reward: float | None,
-        reward_parts: Mapping[str, float] | None = None,
-        observation: str = "",
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        """Keeps the observation for the expert's next turn."""
-        self._observation = observation
-        super().record(reward, reward_parts, observation, *args, **kwargs)
+    def record(self, reward: float | None, **facts: Unpack[StepFacts]) -> None:
+        """Keep the observation for the expert's next turn, and the step."""
+        self._observation = facts.get("observation", "")
+        super().record(reward, **facts)

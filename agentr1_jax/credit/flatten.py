@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -112,19 +112,19 @@ def flatten(
     def per_step(read: Callable[[Step], float | None]) -> np.ndarray:
         return np.array([read(s) if use else 0.0 for s, use in zip(steps, counted, strict=True)], np.float32)
 
-    def per_info(owners: Sequence[Step | Trajectory], key: str) -> np.ndarray:
-        return np.array([owner.info.get(key, np.nan) for owner in owners], np.float32)
+    def nan_if_none(values: Iterable[float | None]) -> np.ndarray:
+        return np.array([np.nan if x is None else x for x in values], np.float32)
 
     return FlatTrajectories(
         rewards=per_step(lambda s: s.reward),
         process_rewards=per_step(lambda s: sum(x for name, x in s.reward_parts.items() if name in process_parts)),
-        potential=per_info(steps, "potential"),
-        next_potential=per_info(steps, "next_potential"),
+        potential=nan_if_none(s.potential for s in steps),
+        next_potential=nan_if_none(s.next_potential for s in steps),
         state_key=np.array([_hash(s.state_key) for s in steps], np.int64),
         step_tokens=sampled + answered,
         trajectory_steps=np.array([len(t.steps) for t in trajectories], np.int64),
         returns=np.array([t.total_reward for t in trajectories], np.float32),
-        greedy_return=per_info(trajectories, "greedy_reward"),
+        greedy_return=nan_if_none(t.greedy_return for t in trajectories),
         group=np.array([t.group for t in trajectories], np.int64),
         truncated=np.array([POLICIES[t.outcome].bootstrap for t in trajectories], bool),
         trainable=np.array([_is_trainable(t, s) for t in trajectories for s in t.steps], bool),
@@ -195,7 +195,7 @@ def to_token_batch(
 
 
 def _is_trainable(trajectory: Trajectory, step: Step) -> bool:
-    return POLICIES[trajectory.outcome].training == "train" and step.info.get("trained", True)
+    return POLICIES[trajectory.outcome].training == "train" and step.trainable
 
 
 def _hash(key: str | None) -> int:

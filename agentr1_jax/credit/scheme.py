@@ -120,7 +120,7 @@ def get_scheme(name: str, /, **arguments: Any) -> Scheme:
       ValueError: there is no such scheme; the message lists the names.
       UserError: see `Scheme.bind`.
     """
-    return SCHEMES.called(name).bind(**arguments)
+    return SCHEMES.get_entry(name).bind(**arguments)
 
 
 @functools.cache

@@ -84,23 +84,27 @@ class Transition:
     Attributes:
       observation: what the policy sees next; None only where the episode ended.
       reward: reward of this step, the sum that training uses.
-      reward_parts: its named parts, for logs.
+      reward_parts: its weighted parts by name.
+      raw_reward_parts: the parts before weighting, by name; for metrics.
       terminated: the episode ended by itself; its future is worth 0.
       truncated: the episode was cut by the environment; its future is bootstrapped.
       outcome: why it ended; required where `terminated` or `truncated`.
       tool_calls: one JSON record per call: `name, arguments, ok, error, result`.
       metrics: scalars of the finished episode (`em`, `f1`); only where it ended.
-      info: further JSON.
+      action_key: canonical form of the action, for credit schemes that compare equal actions; None if there is none.
+      info: JSON for people; nothing is computed from it.
     """
 
     observation: Observation | None
     reward: float
     reward_parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    raw_reward_parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
     terminated: bool = False
     truncated: bool = False
     outcome: Outcome | None = None
     tool_calls: Sequence[Mapping[str, Any]] = ()
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    action_key: str | None = None
     info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 

@@ -75,7 +75,7 @@ class Reward:
 
 
 def totals(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Parts summed over the steps of an episode: from `info["raw_parts"]` of each to what metrics report."""
+    """Parts summed over the steps of an episode: from `raw_reward_parts` of each to the values of metrics."""
     sums: dict[str, float] = {}
     for parts in steps:
         for name, value in parts.items():

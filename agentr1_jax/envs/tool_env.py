@@ -109,7 +109,8 @@ class ToolEnv:
             outcome=outcome,
             tool_calls=[_record(call, result) for call, result in zip(calls, results, strict=True)],
             metrics=self.cut() if outcome else {},
-            info={"raw_parts": raw, "errors": self._errors(turn)},
+            raw_reward_parts=raw,
+            info={"errors": self._errors(turn)},
         )
 
     def cut(self) -> Mapping[str, float]:

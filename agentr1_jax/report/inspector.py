@@ -15,7 +15,8 @@ from markupsafe import Markup
 
 from agentr1_jax.report.page import write_page
 from agentr1_jax.report.tables import flatten
-from agentr1_jax.trajectory import POLICIES, Step, Trajectory, to_json
+from agentr1_jax.trajectory import POLICIES, Step, Trajectory
+from agentr1_jax.trajectory_io import to_json
 
 Decode = Callable[[Sequence[int]], str]
 StepAdvantages = Sequence[np.ndarray | None]
@@ -97,8 +98,15 @@ def _step_data(step: Step, record: Mapping[str, Any], index: Callable[[int], int
         "state_key": plain(step.state_key),
         "rule": step.context_rule,
         "version": step.policy_version,
-        "info": plain(step.info),
+        "info": plain({**_shown_facts(step), **step.info}),
     }
+
+
+def _shown_facts(step: Step) -> dict[str, Any]:
+    facts: dict[str, Any] = {"raw_reward_parts": step.raw_reward_parts or None, "action_key": step.action_key}
+    facts |= {"potential": step.potential, "next_potential": step.next_potential}
+    facts |= {"trainable": None if step.trainable else False}
+    return {name: value for name, value in facts.items() if value is not None}
 
 
 def page_data(
@@ -139,7 +147,7 @@ def page_data(
                 "trained": policy.training == "train" and not phase.startswith("eval"),
                 "reward": _total_reward(trajectory),
                 "metrics": plain(trajectory.metrics),
-                "info": plain(trajectory.info),
+                "info": plain({**trajectory.row, **trajectory.info}),
                 "steps": [{**s, "advantages": a} for s, a in zip(steps, of_steps, strict=True)],
                 "final": final and {"reuse": final["reuse"], "new": [index(i) for i in final["new"]]},
             }
@@ -177,7 +185,7 @@ def write_report(
 
     Args:
       path: HTML file to write.
-      trajectories: those to show; the part of a uid before the first `/` is its phase. `info` may hold `question`,
+      trajectories: those to show; the part of a uid before the first `/` is its phase. `row` may hold `question`,
         `answers` and `kind`. A few hundred trajectories make a page of a few megabytes.
       decode: token ids -> text; called with one or two ids at a time.
       title: heading of the page.

@@ -13,6 +13,8 @@ import numpy as np
 from absl import logging
 
 from agentr1_jax.agents.base import Agent, Completion, Row
+from agentr1_jax.agents.boundary import BoundaryError
+from agentr1_jax.agents.isolation import AgentTimeout, Isolation
 from agentr1_jax.agents.session import Identity, RecordedSession
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.rollout.engine import Engine, RequestError
@@ -26,9 +28,14 @@ RETRIED = (Outcome.TOOL_FAILURE, Outcome.ENV_FAILURE)
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """A task row and who is to try it."""
+    """A task row and its trajectories.
 
-    row: Row
+    Attributes:
+      row: the task row, or what making it raised: then every trajectory ends in `env_failure`.
+      identities: names and seeds of the trajectories.
+    """
+
+    row: Row | Exception
     identities: Sequence[Identity]
 
 
@@ -116,6 +123,7 @@ async def sample_groups(
     """
     source = iter(groups)
     tasks: set[asyncio.Task[list[Trajectory]]] = set()
+    isolation = Isolation()
     kept = 0
 
     def start(count: int | None) -> None:
@@ -130,8 +138,8 @@ async def sample_groups(
         episodes = (episode(group.row, identity) for identity in group.identities)
         return sorted(await asyncio.gather(*episodes), key=lambda t: t.sample)
 
-    async def episode(row: Row, identity: Identity) -> Trajectory:
-        trajectory = await _episode(engine, agent, row, identity, sampling, limits)
+    async def episode(row: Row | Exception, identity: Identity) -> Trajectory:
+        trajectory = await _episode(engine, isolation, agent, row, identity, sampling, limits)
         on_finish(trajectory)
         return trajectory
 
@@ -146,15 +154,14 @@ async def sample_groups(
                     start(wanted - kept - len(tasks))
                 yield task.result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await isolation.close(tasks)
 
 
 async def _episode(
     engine: Engine,
+    isolation: Isolation,
     agent: Agent,
-    row: Row,
+    row: Row | Exception,
     identity: Identity,
     sampling: Sampling,
     limits: Limits,
@@ -165,7 +172,7 @@ async def _episode(
         failures: list[str] = []
         for attempt in range(limits.attempts):
             session = EngineSession(engine, ticket, identity, sampling)
-            trajectory = await _attempt(agent, session, row, limits.seconds)
+            trajectory = await _attempt(isolation, agent, session, row, limits.seconds)
             if POLICIES[trajectory.outcome].training != "drop":
                 break
             failures.append(f"{trajectory.outcome}: {trajectory.info.get('error', 'no details')}")
@@ -179,35 +186,23 @@ async def _episode(
         engine.release(ticket)
 
 
-async def _attempt(agent: Agent, session: EngineSession, row: Row, seconds: float | None) -> Trajectory:
-    """What the agent made of a row, or how it failed. A bad rollout is data, not a crash."""
-    task = asyncio.current_task()
-    cancels = task.cancelling() if task else 0
+async def _attempt(
+    isolation: Isolation, agent: Agent, session: EngineSession, row: Row | Exception, seconds: float | None
+) -> Trajectory:
+    """Run one attempt. A bad rollout is data, not a crash."""
+    error = await isolation.run(agent, session, row, seconds)
+    if isinstance(error, RequestError):
+        return session.fail(Outcome.ENGINE_FAILURE, error)
+    if error is not None and not isinstance(error, AgentTimeout):
+        return session.fail(Outcome.ENV_FAILURE, error)
     try:
-        async with asyncio.timeout(seconds) as limit:
-            await agent.run(session, row)
+        if error is not None and not session.finished:
+            if not session.steps:
+                raise TimeoutError(f"no step within {seconds} s")
+            session.abort(Outcome.TIME_LIMIT, str(error))
         return session.trajectory()
-    except RequestError as error:
-        return session.abandoned(Outcome.ENGINE_FAILURE, error)
-    except TimeoutError as error:
-        if limit.expired():
-            return _timed_out(session, seconds)
-        return session.abandoned(Outcome.ENV_FAILURE, error)
-    except asyncio.CancelledError as error:
-        if task and task.cancelling() > cancels:
-            raise  # Nobody wants the trajectory any more; else something within it was cancelled.
-        return session.abandoned(Outcome.ENV_FAILURE, error)
-    except (Exception, SystemExit) as error:
-        return session.abandoned(Outcome.ENV_FAILURE, error)
-
-
-def _timed_out(session: EngineSession, seconds: float | None) -> Trajectory:
-    if session.finished:
-        return session.trajectory()
-    if not session.steps:
-        return session.abandoned(Outcome.ENV_FAILURE, TimeoutError(f"no step within {seconds} s"))
-    session.cut_off(Outcome.TIME_LIMIT, f"no end within {seconds} s")
-    return session.trajectory()
+    except (RuntimeError, TimeoutError, BoundaryError) as fault:
+        return session.fail(Outcome.ENV_FAILURE, fault)
 
 
 def signal(group: Sequence[Trajectory]) -> bool:

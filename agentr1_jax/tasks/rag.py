@@ -59,6 +59,7 @@ class RagEnv:
                 observation=None,
                 reward=done.reward,
                 reward_parts=done.reward_parts,
+                raw_reward_parts=done.raw_reward_parts,
                 terminated=True,
                 outcome=done.outcome,
                 tool_calls=self._retrieval,

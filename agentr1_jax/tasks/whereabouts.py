@@ -215,7 +215,7 @@ class WhereaboutsEnv:
                 terminated=True,
                 outcome=Outcome.ANSWERED,
                 metrics=self.cut(),
-                info={"raw_parts": {"answer": self._right}},
+                raw_reward_parts={"answer": self._right},
             )
         self._shown += 1
         over = self._shown > len(reports)

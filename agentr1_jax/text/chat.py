@@ -18,11 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from agentr1_jax.text.dialects import Dialect, hermes
-from agentr1_jax.text.dialects.base import Schemas
+from agentr1_jax.text.call_formats import CallFormat, hermes
+from agentr1_jax.text.call_formats.base import Schemas
 from agentr1_jax.text.tokenizer import Tokenizer, encode_parts, one_of, split_added
 
-CUT_MARKER = " [cut]"
+TRUNCATION_MARKER = " [cut]"
+MOST_CHARACTERS_PER_TOKEN = 64
+"""Characters of a text that are tokenised for each token of its limit: what lies behind them cannot survive."""
 DELIMITER = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 PRIVATE_USE = range(0xF0000, 0xFFFFE)
 
@@ -77,10 +79,10 @@ class ChatFormat:
         Returns:
           int32 [P].
         """
-        said = [m if m["role"] == "system" else _map_strings(m, self._result_marks_broken) for m in messages]
-        offered = _map_strings(tools, self._result_marks_broken)
+        said = [m if m["role"] == "system" else _map_strings(m, self._escape_result_marks) for m in messages]
+        offered = _map_strings(tools, self._escape_result_marks)
         if self.instructions and offered:
-            said, offered = _instructed(said, self.instructions(offered)), []
+            said, offered = _with_instructions(said, self.instructions(offered)), []
         mark = _unused_character(json.dumps([said, offered], ensure_ascii=False))
         guarded = _map_strings([said, offered], lambda s: _guard(s, self.tokenizer.added, mark))
         return self._encode(self.tokenizer.render_chat(*guarded), mark)
@@ -121,25 +123,28 @@ class ChatFormat:
         return np.concatenate([end_of_turn, ids])
 
     def data(self, text: str, max_tokens: int | None = None, written: Callable[[str], str] = str) -> str:
-        """Text from the environment as a later turn tells it: its marks broken, then cut; see `cut`."""
-        unmarked = _unmarked(self.tokenizer, text, self.marks)
-        return unmarked if max_tokens is None else cut(self.tokenizer, unmarked, max_tokens, written)
+        """Return text of the environment as a later turn writes it: marks escaped, then truncated; see `truncate`."""
+        if max_tokens is None:
+            return _escape_marks(self.tokenizer, text, self.marks)
+        bounded = text[: MOST_CHARACTERS_PER_TOKEN * max_tokens]
+        escaped = _escape_marks(self.tokenizer, bounded, self.marks)
+        return truncate(self.tokenizer, escaped, max_tokens, written, whole=len(bounded) == len(text))
 
     def _encode(self, text: str, mark: str) -> np.ndarray:
         parts = [part.replace(mark, "") for part in split_added(text, self.tokenizer.added, mark)]
         return np.asarray(encode_parts(self.tokenizer, parts), np.int32)
 
-    def _result_marks_broken(self, text: str) -> str:
-        return _unmarked(self.tokenizer, text, self.result_marks)
+    def _escape_result_marks(self, text: str) -> str:
+        return _escape_marks(self.tokenizer, text, self.result_marks)
 
 
-def chat_format(tokenizer: Tokenizer, dialect: Dialect | None = None) -> ChatFormat:
+def chat_format(tokenizer: Tokenizer, call_format: CallFormat | None = None) -> ChatFormat:
     """The chat format of a tokenizer for a policy that speaks a dialect, the house's own unless another is given.
 
     Raises:
       ValueError: its template does not end an assistant's turn with its stop token, or renders no later turns at all.
     """
-    dialect = dialect or hermes.dialect()
+    call_format = call_format or hermes.call_format()
     glue = {}
     problems = []
     for role in ("tool", "user"):
@@ -149,15 +154,16 @@ def chat_format(tokenizer: Tokenizer, dialect: Dialect | None = None) -> ChatFor
             problems.append(str(error))
     if "user" not in glue:
         raise ValueError(problems[-1])
-    if dialect.results:
-        user, told = glue["user"], dialect.results
-        glue["tool"] = Glue(user.before + told.before, told.after + user.after, told.between, user.quoted)
+    if call_format.results:
+        user, results = glue["user"], call_format.results
+        glue["tool"] = Glue(user.before + results.before, results.after + user.after, results.between, user.quoted)
     strings = [s for g in glue.values() for s in (g.before, g.between or "", g.after)]
     of_results = {found for string in strings for found in DELIMITER.findall(string)}
-    if dialect.results:
-        of_results |= {told.strip() for told in dataclasses.astuple(dialect.results) for told in told.split("\n")}
-    plain = [{s for s in marks if s} - set(tokenizer.added) for marks in (of_results, dialect.marks)]
-    instructions = None if dialect.tools_in_template else dialect.instructions
+    if call_format.results:
+        parts = dataclasses.astuple(call_format.results)
+        of_results |= {line.strip() for part in parts for line in part.split("\n")}
+    plain = [{s for s in marks if s} - set(tokenizer.added) for marks in (of_results, call_format.marks)]
+    instructions = None if call_format.tools_in_template else call_format.instructions
     return ChatFormat(tokenizer, glue, tuple(sorted(plain[0] | plain[1])), tuple(sorted(plain[0])), instructions)
 
 
@@ -190,7 +196,7 @@ def _glue(tokenizer: Tokenizer, role: str) -> Glue:
     return Glue(between.removeprefix(stop), after, several[2] if together else None, quoted)
 
 
-def _instructed(messages: Sequence[Mapping[str, Any]], instructions: str) -> list[Mapping[str, Any]]:
+def _with_instructions(messages: Sequence[Mapping[str, Any]], instructions: str) -> list[Mapping[str, Any]]:
     """The messages with instructions at the end of the system message, which is made where there is none."""
     if not instructions:
         return list(messages)
@@ -204,7 +210,7 @@ def escape(text: str, delimiters: Sequence[str]) -> str:
     return re.sub(f"(?={one_of(delimiters)})(.)", lambda found: f"{found[1]}\\", text, flags=re.DOTALL)
 
 
-def _unmarked(tokenizer: Tokenizer, text: str, marks: Sequence[str]) -> str:
+def _escape_marks(tokenizer: Tokenizer, text: str, marks: Sequence[str]) -> str:
     """`text` escaped, also where only the tokenizer's normalisation makes a mark of it (full-width letters, say)."""
     if not marks:
         return text
@@ -219,21 +225,30 @@ def _json_string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def cut(tokenizer: Tokenizer, text: str, max_tokens: int, written: Callable[[str], str] = str) -> str:
-    """The beginning of data text with ` [cut]` behind it where, as it is `written`, it exceeds `max_tokens` tokens.
+def truncate(
+    tokenizer: Tokenizer, text: str, max_tokens: int, written: Callable[[str], str] = str, whole: bool = True
+) -> str:
+    """Return the beginning of data text with ` [cut]` behind it where it is longer than `max_tokens` tokens.
+
+    Args:
+      tokenizer: of the policy.
+      text: data.
+      max_tokens: most tokens of the result as it is `written`.
+      written: text -> the text as the template writes it.
+      whole: False if `text` is itself the beginning of a longer text, and so is always marked.
 
     Raises:
       ValueError: `max_tokens` has no room for the marker.
     """
-    if len(tokenizer.encode_data(written(text))) <= max_tokens:
+    if whole and len(tokenizer.encode_data(written(text))) <= max_tokens:
         return text
     ids = tokenizer.encode_data(text)
-    for keep in range(max_tokens - len(tokenizer.encode_data(CUT_MARKER)), -1, -1):
+    for keep in range(max_tokens - len(tokenizer.encode_data(TRUNCATION_MARKER)), -1, -1):
         # The last token may hold only the first bytes of a character.
-        shorter = tokenizer.decode(ids[:keep]).rstrip("\ufffd") + CUT_MARKER
+        shorter = tokenizer.decode(ids[:keep]).rstrip("\ufffd") + TRUNCATION_MARKER
         if len(tokenizer.encode_data(written(shorter))) <= max_tokens:
             return shorter
-    raise ValueError(f"a limit of {max_tokens} tokens has no room for the marker {CUT_MARKER!r}")
+    raise ValueError(f"a limit of {max_tokens} tokens has no room for the marker {TRUNCATION_MARKER!r}")
 
 
 def _unused_character(text: str) -> str:

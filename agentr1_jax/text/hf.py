@@ -17,7 +17,7 @@ import tokenizers
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 import transformers
 
-from agentr1_jax.text.tokenizer import encode_parts, split_added, well_formed
+from agentr1_jax.text.tokenizer import encode_parts, replace_surrogates, split_added
 
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 RESPONSE = "\U000f0000"
@@ -33,7 +33,7 @@ def _without_added_tokens(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer
     return tokenizers.Tokenizer.from_str(json.dumps({**spec, "added_tokens": []}))
 
 
-def _fetched(hub_id: str) -> str:
+def _download(hub_id: str) -> str:
     """Folder with the tokenizer's files; one attempt, then what an earlier one left in the cache."""
     try:
         return huggingface_hub.snapshot_download(hub_id, allow_patterns=TOKENIZER_FILES)
@@ -69,7 +69,7 @@ class HFTokenizer:
     def __init__(self, path: str | os.PathLike[str], template_args: Mapping[str, Any] | None = None) -> None:
         self.name = os.fspath(path)
         self._template_args = dict(template_args or {})
-        folder = self.name if os.path.isdir(self.name) else _fetched(self.name)
+        folder = self.name if os.path.isdir(self.name) else _download(self.name)
         try:
             self._hf = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except Exception as error:
@@ -101,11 +101,11 @@ class HFTokenizer:
         return encode_parts(self, split_added(text, self.added))
 
     def encode_data(self, text: str) -> list[int]:
-        ids = self._encode_plain(well_formed(text))
+        ids = self._encode_plain(replace_surrogates(text))
         if self._added_ids.isdisjoint(ids):
             return ids
         # The model itself (a word list, say) holds an added token as one of its words: spell the text instead.
-        spelled = [i for character in well_formed(text) for i in self._encode_plain(character)]
+        spelled = [i for character in replace_surrogates(text) for i in self._encode_plain(character)]
         return [i for i in spelled if i not in self._added_ids]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 import sentencepiece
 
 from agentr1_jax import files
-from agentr1_jax.text.tokenizer import encode_parts, one_of, split_added, well_formed
+from agentr1_jax.text.tokenizer import encode_parts, one_of, replace_surrogates, split_added
 
 PAD, TURN_START, TURN_END = "<pad>", "<|im_start|>", "<|im_end|>"
 ADDED = (
@@ -80,7 +80,7 @@ class SentencePieceTokenizer:
 
     def encode_data(self, text: str) -> list[int]:
         # One by one: for a list the library starts threads, which takes longer than the work itself.
-        first, *rest = (self._model.encode(part) for part in well_formed(text).split(SPACE))
+        first, *rest = (self._model.encode(part) for part in replace_surrogates(text).split(SPACE))
         return list(itertools.chain(first, *(self._space + part for part in rest)))
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:

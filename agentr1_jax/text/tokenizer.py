@@ -109,6 +109,6 @@ def encode_parts(tokenizer: Tokenizer, parts: Sequence[str]) -> list[int]:
     return ids
 
 
-def well_formed(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """`text` with lone surrogates (JSON can carry them) replaced by `?`: no tokenizer encodes them."""
     return text.encode("utf-8", "replace").decode("utf-8")

@@ -2,7 +2,7 @@
 
 Reading never raises: whatever a policy writes is either a call or a typed error.
 
-Environments and experts know this format only. A policy speaks a dialect of its own (`text/dialects`); text is
+Environments and experts know this format only. A policy speaks a dialect of its own (`text/call_formats`); text is
 translated where it meets ids.
 """
 
@@ -109,7 +109,7 @@ def parse_tool_calls(text: str, lenient: bool = False) -> list[ToolCall | ParseE
 
     Args:
       text: in the house format.
-      lenient: whether calls that cannot be read may be mended; see `repaired`.
+      lenient: whether calls that cannot be read may be mended; see `repair_call`.
     """
     return [read_call(part, lenient) for part in segments(text) if part.kind in ("call", "unclosed")]
 
@@ -123,11 +123,11 @@ def read_call(part: Segment, lenient: bool = False) -> ToolCall | ParseError:
             return dataclasses.replace(call, repaired=True)
         return _error("unclosed_tag")
     if lenient and isinstance(call, ParseError):
-        return repaired(part.text) or call
+        return repair_call(part.text) or call
     return call
 
 
-def repaired(body: str) -> ToolCall | None:
+def repair_call(body: str) -> ToolCall | None:
     """The call that `json_repair` makes of unreadable JSON; None if it is none, has no arguments, or is too long.
 
     Of two calls between one pair of tags it would keep one, and nobody could tell which was meant: None, too.
@@ -137,7 +137,7 @@ def repaired(body: str) -> ToolCall | None:
     if len(_NAMED.findall(body)) > 1:
         return None
     try:
-        call = _checked(json_repair.loads(body, skip_json_loads=True))
+        call = _check_call(json_repair.loads(body, skip_json_loads=True))
     except Exception:  # A guess at what a policy meant; whatever stops it, there is none.
         return None
     if isinstance(call, ToolCall) and call.arguments:
@@ -164,7 +164,7 @@ def render_answer(answer: str) -> str:
     return f"<answer> {answer} </answer>"
 
 
-def _nested_deeper(value: Any, levels: int) -> bool:
+def _is_nested_deeper(value: Any, levels: int) -> bool:
     """Whether objects and lists stand more than so many levels within each other."""
     level = [value]
     for _ in range(levels):
@@ -179,14 +179,14 @@ def _error(kind: ErrorKind) -> ParseError:
 
 def _parse(body: str) -> ToolCall | ParseError:
     try:
-        return _checked(json.loads(body))
+        return _check_call(json.loads(body))
     except (ValueError, RecursionError):
         return _error("bad_json")
 
 
-def _checked(record: Any) -> ToolCall | ParseError:
+def _check_call(record: Any) -> ToolCall | ParseError:
     """A decoded call. Raises ValueError or RecursionError on what no strict JSON file could hold or nests too deep."""
-    if _nested_deeper(record, MOST_NESTED):
+    if _is_nested_deeper(record, MOST_NESTED):
         raise ValueError(f"it is nested more than {MOST_NESTED} deep")
     # NaN, infinities and lone surrogates pass json.loads.
     json.dumps(record, ensure_ascii=False, allow_nan=False).encode()

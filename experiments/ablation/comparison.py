@@ -93,7 +93,7 @@ def scores(folder: str, name: str, metric: str) -> dict[str, float]:
     for trajectory in recordings.read(recordings.paths_by_name(folder).get(name, ())):
         known |= trajectory.metrics.keys()
         if metric in trajectory.metrics:
-            out[str(trajectory.info.get("id", trajectory.uid))] = float(trajectory.metrics[metric])
+            out[str(trajectory.row.get("id", trajectory.uid))] = float(trajectory.metrics[metric])
     if not out:
         has = f"it has {', '.join(sorted(known))}" if known else "the evaluation is missing or empty"
         raise UserError(f"{folder}/trajectories/{name}: no metric {metric!r}; {has}")

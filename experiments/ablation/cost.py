@@ -91,7 +91,8 @@ def cost(config: ml_collections.ConfigDict) -> tuple[int, int, int]:
     trained = config.updates * (r.groups + r.refills) * r.samples
     trajectories = trained + final * evaluation.questions + quick * evaluation.quick_questions
     steps = b.max_steps + b.final_answer_step
-    summaries = 0 if context_rule(config.context.rule).due is None else (steps - 1) * config.context.summary_tokens
+    makes_summaries = context_rule(config.context.rule).makes_summaries
+    summaries = (steps - 1) * config.context.summary_tokens if makes_summaries else 0
     tokens = min(steps * b.response_tokens + summaries, b.trajectory_tokens)
     return supervised + config.updates, trajectories, trajectories * tokens
 

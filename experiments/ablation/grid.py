@@ -27,7 +27,7 @@ WARM_START = "warm_start"
 SAME_FOR_ALL = ("seed", "run_dir", "compilation_cache", "control", "control_seconds", "eval", "task")
 """What an arm cannot change, since its runs would not be compared with those of other arms; reward weights it can."""
 OF_WARM_START = ("pretrain", "warm_start", "warm_start_updates")
-OF_PROMPTS = ("context.rule", "context.file", "context.summary_tokens", "agent.dialect", "agent.tell_tools")
+OF_PROMPTS = ("context.rule", "context.file", "context.summary_tokens", "agent.call_format", "agent.tell_tools")
 """How demonstrations look to the policy: one that imitated others than it meets in RL would start with a handicap, so
 that each has a warm start of its own."""
 SYNTAX = "write SCHEME, SCHEME(setting=value, ...), or either with changes: SCHEME+config.key=value+config.key=value"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import ml_collections
 
 from agentr1_jax.credit import SCHEMES, Scheme, get_scheme
 from agentr1_jax.errors import UserError
-from agentr1_jax.registry import parse_call
+from agentr1_jax.registry import parse_call, split_list
 from agentr1_jax.trajectory import Trajectory
 from experiments import build
 from experiments.credit.effects import Schemes
@@ -64,25 +63,15 @@ def choose(text: str, config: ml_collections.ConfigDict, trajectories: Sequence[
 def parsed(text: str) -> list[tuple[str, dict[str, Any]]]:
     """`a,b(x=1,y=z)` as names with arguments. Raises UserError if it reads otherwise."""
     out = []
-    for item in re.split(r",(?![^(]*\))", text):
+    for item in split_list(text) or [text]:
         try:
-            name, values, named = parse_call(item, "--schemes")
+            call = parse_call(item, "--schemes")
         except ValueError as error:
             raise UserError(f"{error}, e.g. --schemes='grpo,step_gae(lam=0.9)'") from error
-        if values:
-            raise UserError(f"--schemes: cannot read {item!r}; write e.g. --schemes='{name}(lam=0.9)'")
-        out.append((name, {key: number_or_text(value) for key, value in named.items()}))
+        if call.values:
+            raise UserError(f"--schemes: cannot read {item!r}; write e.g. --schemes='{call.name}(lam=0.9)'")
+        out.append((call.name, dict(call.named)))
     return out
-
-
-def number_or_text(text: str) -> int | float | str:
-    """What a hyper-parameter on the command line means."""
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
 
 
 def label(name: str, args: Mapping[str, Any]) -> str:
@@ -93,7 +82,7 @@ def label(name: str, args: Mapping[str, Any]) -> str:
 def lacks(scheme: Scheme, config: ml_collections.ConfigDict, trajectories: Sequence[Trajectory]) -> str | None:
     """What a scheme needs that these trajectories or their run do not have; None if nothing."""
     groups = [t.group for t in trajectories]
-    greedy = sum(not math.isfinite(float(t.info.get("greedy_reward", "nan"))) for t in trajectories)
+    greedy = sum(not math.isfinite(math.nan if t.greedy_return is None else t.greedy_return) for t in trajectories)
     if scheme.needs_critic and config.critic == "none":
         return "needs a critic, and the run has none (config.critic)"
     if scheme.needs_state_key and all(s.state_key is None for t in trajectories for s in t.steps):

@@ -24,7 +24,8 @@ from agentr1_jax.rollout.sampling import Sampling
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.processes import StopRequest
 from agentr1_jax.runtime.seeds import seed_of
-from agentr1_jax.trajectory import Trajectory, read_jsonl
+from agentr1_jax.trajectory import Trajectory
+from agentr1_jax.trajectory_io import read_jsonl
 
 FACTS = ("id", "kind", "hops", "question", "answers", "gold_ids")
 """What a trajectory keeps of its row, also where it failed before its agent could say so."""
@@ -174,7 +175,7 @@ def with_facts(trajectory: Trajectory, chunk: Chunk, row: Row, task: str) -> Tra
     """The trajectory with what figures need to know of its row: mode, split, data set (else the task) and `FACTS`."""
     facts = {key: row[key] for key in FACTS if key in row}
     place = {"mode": chunk.mode, "split": chunk.split, "dataset": row.get("dataset", task)}
-    return dataclasses.replace(trajectory, info={**trajectory.info, **facts, **place})
+    return dataclasses.replace(trajectory, row={**trajectory.row, **facts, **place})
 
 
 def read_chunks(chunks: Sequence[Chunk]) -> Iterator[Trajectory]:

@@ -13,8 +13,8 @@ from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.envs.base import Action, Env, Observation, Row, Task, Transition, judged
 from agentr1_jax.errors import UserError
 from agentr1_jax.tasks.rag import RagEnv, searches
+from agentr1_jax.text.call_formats import hermes
 from agentr1_jax.text.chat import chat_format
-from agentr1_jax.text.dialects import hermes
 from agentr1_jax.text.tokenizer import Tokenizer
 from experiments import build
 
@@ -51,12 +51,12 @@ def make_agent(mode: str, config: ml_collections.ConfigDict, task: Task, tokeniz
     if mode != "rag":
         return agent
     # Its answer stands between the house's tags, whatever dialect the config has for calls: there are none.
-    dialect = hermes.dialect()
-    chat = chat_format(tokenizer, dialect)
+    call_format = hermes.call_format()
+    chat = chat_format(tokenizer, call_format)
     told = functools.partial(chat.data, max_tokens=config.budget.observation_tokens)
     budget = dataclasses.replace(agent.budget, max_steps=1, final_answer_step=False)
     return dataclasses.replace(
-        agent, make_env=lambda: RagEnv(task.env(), told), chat=chat, budget=budget, dialect=dialect
+        agent, make_env=lambda: RagEnv(task.env(), told), chat=chat, budget=budget, call_format=call_format
     )
 
 
@@ -103,6 +103,6 @@ class InstructedEnv:
 def _react(config: ml_collections.ConfigDict, task: Task, tokenizer: Tokenizer) -> EnvLoop:
     """The same tools, called in the text form of ReAct (Yao et al. 2023), as the prompt says."""
     config = config.copy_and_resolve_references()
-    config.agent.dialect, config.agent.tell_tools = "react", True
+    config.agent.call_format, config.agent.tell_tools = "react", True
     agent = build.agent(config, task, tokenizer)
     return dataclasses.replace(agent, make_env=lambda: InstructedEnv(task.env(), REACT_INSTRUCTION))

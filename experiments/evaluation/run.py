@@ -16,7 +16,7 @@ from agentr1_jax.rollout.sampling import Sampling
 from agentr1_jax.runtime.compiles import CompileCounter
 from agentr1_jax.runtime.processes import StopRequest
 from agentr1_jax.runtime.progress import progress
-from agentr1_jax.trajectory import write_jsonl
+from agentr1_jax.trajectory_io import write_jsonl
 from experiments import build
 from experiments.evaluation import modes, results
 from experiments.evaluation.chunks import Chunk, Stopped, chunks_of, claim, roll_out

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from agentr1_jax import files
 from agentr1_jax.errors import UserError
-from agentr1_jax.trajectory import CORRUPT, POLICIES, Trajectory
+from agentr1_jax.trajectory import POLICIES, Trajectory
+from agentr1_jax.trajectory_io import CORRUPT
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,11 +44,11 @@ def failed(trajectory: Trajectory) -> bool:
 
 
 def score(trajectory: Trajectory) -> Score:
-    """A trajectory whose `info` holds `mode, split, dataset, id`, and where known `kind` and `gold_ids`.
+    """A trajectory whose `row` holds `mode, split, dataset, id`, and where known `kind` and `gold_ids`.
 
     A metric that the environment could not take, since the trajectory was broken off for the policy's slowness, is 0.
     """
-    info, measured = trajectory.info, trajectory.metrics
+    row, measured = trajectory.row, trajectory.metrics
     metrics = {}
     if not failed(trajectory):
         metrics = {
@@ -58,15 +59,15 @@ def score(trajectory: Trajectory) -> Score:
             "prompt_tokens": float(sum(len(step.prompt_ids) for step in trajectory.steps)),
             "response_tokens": float(sum(len(step.response_ids) for step in trajectory.steps)),
         }
-        if info.get("gold_ids"):
+        if row.get("gold_ids"):
             recall = measured.get("gold_recall", 0.0)
             metrics |= {"recall": recall, "all_gold": float(recall == 1.0)}
     return Score(
-        mode=info["mode"],
-        split=info["split"],
-        dataset=info["dataset"],
-        kind=str(info.get("kind", "")),
-        question=str(info["id"]),
+        mode=row["mode"],
+        split=row["split"],
+        dataset=row["dataset"],
+        kind=str(row.get("kind", "")),
+        question=str(row["id"]),
         sample=trajectory.sample,
         outcome=str(trajectory.outcome),
         metrics=metrics,
@@ -84,7 +85,7 @@ class Gallery:
     def passing(self, trajectories: Iterable[Trajectory]) -> Iterator[Trajectory]:
         """The same trajectories, some of them kept."""
         for trajectory in trajectories:
-            place = (trajectory.info["mode"], verdict(trajectory))
+            place = (trajectory.row["mode"], verdict(trajectory))
             if self._counts[place] < self._of_each:
                 self._counts[place] += 1
                 self.shown.append(trajectory)

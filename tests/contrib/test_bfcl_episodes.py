@@ -75,7 +75,7 @@ def test_calls_of_one_response_run_in_order_and_the_user_goes_on(task, rows):
     assert [t.observation.role for t in done[:-1]] == ["tool", "user"] * 3 + ["tool"]
     assert [t.observation.text for t in done[1:-1:2]] == row["turns"][1:]
     assert len(done[0].observation.texts) == 3 and metrics["em"] == metrics["turns_reached"] == 1
-    assert [t.info["raw_parts"]["turn_state"] for t in done] == [0, 0.25] * 4
+    assert [t.raw_reward_parts["turn_state"] for t in done] == [0, 0.25] * 4
     assert done[-1].reward_parts == {"state": 1, "turn_state": 0, "format": 0} and done[-1].terminated
 
 

@@ -103,7 +103,7 @@ def test_fault_3_an_outcome_is_counted_once_and_at_its_own_step(mode):
     on = stream(loss_tokens, "value_weight") > 0
     np.testing.assert_allclose(stream(loss_tokens, "value_target")[on], [1, 1, 1, 1, 1, 1, 0], atol=1e-6)
     _, (long, short, _) = filled([data[0], data[1], rewarded([1], [0], sample=2)], {}, mode)
-    assert long.info["advantages"][0][0] == short.info["advantages"][0][0] > 0
+    assert long.steps[0].advantages[0] == short.steps[0].advantages[0] > 0
 
 
 def test_fault_4_turns_without_reward_are_turns():

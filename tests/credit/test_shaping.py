@@ -34,7 +34,7 @@ def with_potentials(trajectories, seed):
     for t in trajectories:
         phi = rng.integers(-8, 9, len(t.steps) + 1) / 8
         steps = [
-            dataclasses.replace(s, info={"potential": float(phi[i]), "next_potential": float(phi[i + 1])})
+            dataclasses.replace(s, potential=float(phi[i]), next_potential=float(phi[i + 1]))
             for i, s in enumerate(t.steps)
         ]
         out.append(dataclasses.replace(t, steps=tuple(steps)))
@@ -216,7 +216,7 @@ def test_scaling_divides_rewards_by_the_std_of_all_returns_so_far():
 
 def test_scaling_keeps_the_distance_to_a_greedy_rollout():
     t = trajectory(np.random.default_rng(0), [1, 2])
-    before = flatten([dataclasses.replace(t, info={"greedy_reward": t.total_reward})])
+    before = flatten([dataclasses.replace(t, greedy_return=t.total_reward)])
     after = shaping.scale_rewards(before, 4.0)
     assert after.greedy_return.tolist() == pytest.approx(after.returns.tolist())
     assert after.returns[0] == pytest.approx(t.total_reward / 4)

@@ -25,7 +25,8 @@ from agentr1_jax.report.ablation import ArmResult, RunResult
 from agentr1_jax.report.statistics import area_under, mean_interval, paired_difference, two_stage_interval
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.processes import StopRequest
-from agentr1_jax.trajectory import Outcome, Step, Trajectory, write_jsonl
+from agentr1_jax.trajectory import Outcome, Step, Trajectory
+from agentr1_jax.trajectory_io import write_jsonl
 from configs import quickstart, resolved
 from experiments import checks
 from experiments.ablation import comparison, cost, fleet, grid
@@ -506,9 +507,7 @@ def test_scores_come_from_the_final_evaluations_of_all_processes(tmp_path):
     def evaluated(index, metrics):
         step = Step(np.zeros(1, np.int32), np.zeros(1, np.int32), np.zeros(1, np.float32), reward=0.0)
         identity = {"uid": f"u{index}", "group": index, "sample": 0, "task": "t", "seed": 0}
-        return Trajectory(
-            **identity, steps=(step,), outcome=Outcome.ANSWERED, metrics=metrics, info={"id": f"q{index}"}
-        )
+        return Trajectory(**identity, steps=(step,), outcome=Outcome.ANSWERED, metrics=metrics, row={"id": f"q{index}"})
 
     folder = tmp_path / "run [x]" / "trajectories"
     write_jsonl(folder / "eval_after.p0.jsonl.gz", [evaluated(0, {"em": 1.0}), evaluated(2, {})])

@@ -63,7 +63,7 @@ def test_without_the_loss_mask_an_answer_is_trained_with_the_advantage_of_what_i
     # Nobody sampled them: their ratio starts at 1, like that of the policy's own tokens.
     assert metrics["learner/ratio"] == pytest.approx(1, abs=1e-4)
     assert metrics["batch/tokens"] == is_action.sum()
-    shown = [a for t in out for own in t.info["advantages"] for a in own]
+    shown = [a for t in out for s in t.steps for a in s.advantages]
     np.testing.assert_allclose(shown, advantage[is_action], atol=1e-4)
 
 
@@ -109,7 +109,7 @@ def _final_values(made, trajectories):
 
 def test_remax_compares_with_the_greedy_rollout_and_drops_rows_that_have_none(caplog):
     trajectories = learners.exact()
-    greedy = [dataclasses.replace(t, info={"greedy_reward": 0.25 * t.group}) if t.group else t for t in trajectories]
+    greedy = [dataclasses.replace(t, greedy_return=0.25 * t.group) if t.group else t for t in trajectories]
     loss_tokens, metrics, out = updated(learners.make({"credit.name": "remax"}), greedy)
     kept = [t for t in greedy if t.group]
     expected = [t.total_reward - 0.25 * t.group for t in kept for s in t.steps for _ in s.response_ids]

@@ -146,7 +146,7 @@ def test_greedy_rollouts_are_of_the_rows_of_the_batch(monkeypatch):
     assert [row for row, _ in asked] == [("train", 41), ("train", 45)]
     assert len({uid for _, uids in asked for uid in uids}) == 2
     reward = trajectory(np.random.default_rng(0), [2], group=1).total_reward
-    assert [t.info.get("greedy_reward") for t in out] == [reward, reward, None, None]
+    assert [t.greedy_return for t in out] == [reward, reward, None, None]
     assert circle.with_greedy_rewards(run, {}, [], range(40, 44), version=7) == []
 
 

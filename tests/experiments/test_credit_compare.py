@@ -35,7 +35,7 @@ from agentr1_jax.report import credit_stats as stats
 from agentr1_jax.report.credit import StepView
 from agentr1_jax.report.page import write_page
 from agentr1_jax.runtime.config import write_config
-from agentr1_jax.trajectory import write_jsonl
+from agentr1_jax.trajectory_io import write_jsonl
 from configs import quickstart
 from experiments import build, learning
 from experiments.credit import choice, effects, recorded
@@ -159,7 +159,7 @@ def test_all_is_what_the_recording_has_the_data_for(config):
     chosen = choice.choose("all", config, learners.batch())
     assert chosen.own is None and not {"gigpo", "token_gae", "step_gae(lam=0.95)"} & set(chosen.schemes)
     assert any("steps have no state key" in note for note in chosen.notes)
-    greedy = [dataclasses.replace(t, info={"greedy_reward": 0.5}) for t in learners.batch()]
+    greedy = [dataclasses.replace(t, greedy_return=0.5) for t in learners.batch()]
     assert "remax" in choice.choose("all", config, greedy).schemes
 
 
@@ -375,12 +375,13 @@ def reshaped():
             dataclasses.replace(
                 s,
                 state_key=None if i == 2 else f"{t.group}/{i}/{t.sample if i else ''}",
-                info={"potential": 0.25 * i + t.sample, "next_potential": 0.25 * (i + 1) + t.sample},
+                potential=0.25 * i + t.sample,
+                next_potential=0.25 * (i + 1) + t.sample,
                 policy_version=1,
             )
             for i, s in enumerate(t.steps)
         )
-        out.append(dataclasses.replace(t, steps=steps, info={"greedy_reward": 0.125 * t.group}))
+        out.append(dataclasses.replace(t, steps=steps, greedy_return=0.125 * t.group))
     return out
 
 
@@ -410,7 +411,7 @@ def test_schemes_judge_as_they_do_in_training(critic):
     chosen = {name: get_scheme(name, **TRAINED[name]) for name in names}
     judged = effects.make_judge(chosen, parts, baseline=baseline)(parts)
     for name, advantages in zip(names, judged, strict=True):
-        recorded_ones = np.concatenate([a for t in trained(name, critic)[1] for a in t.info["advantages"]])
+        recorded_ones = np.concatenate([s.advantages for t in trained(name, critic)[1] for s in t.steps])
         np.testing.assert_allclose(advantages, recorded_ones, atol=6e-5, err_msg=name)
     assert not notes and np.abs(judged).max(1).min() > 0.1
 

@@ -26,7 +26,8 @@ from test_train import ROOT
 from agentr1_jax.errors import UserError
 from agentr1_jax.policy.params import join, merge_adapters
 from agentr1_jax.text.sentencepiece import train_sentencepiece
-from agentr1_jax.trajectory import Outcome, read_jsonl, write_jsonl
+from agentr1_jax.trajectory import Outcome
+from agentr1_jax.trajectory_io import read_jsonl, write_jsonl
 from configs import keydoor, quickstart
 from experiments import build, sources, tasks
 from experiments.evaluation import chunks, modes, policies, setting
@@ -120,7 +121,7 @@ def test_every_question_is_answered_in_every_mode_by_the_same_programs(run, whol
         folder = os.path.join(out, "trajectories", mode, "eval")
         read = [t for number in range(2) for t in read_jsonl(f"{folder}/{number:05}.jsonl.gz")]
         assert [t.uid for t in read] == [f"eval_{mode}/eval/{i:06}/0" for i in range(6)]
-        assert all(t.info["gold_ids"] and t.info["dataset"] == "hopworld" and t.info["mode"] == mode for t in read)
+        assert all(t.row["gold_ids"] and t.row["dataset"] == "hopworld" and t.row["mode"] == mode for t in read)
     assert "gold recall" in shown and "evaluation.md" in shown
     assert text(os.path.join(out, "report.html")).count("eval_rag/eval/000000/0") >= 1
 
@@ -209,7 +210,7 @@ def test_failures_of_the_infrastructure_are_counted_apart(run, whole, tmp_path):
     first, second = read_jsonl(path)
     chunk = chunks.Chunk("agent", "eval", range(4, 6), path)
     broken = type(first)(first.uid, 4, 0, "hopworld", 0, (), Outcome.ENV_FAILURE, info={"error": "gone"})
-    row = {"id": first.info["id"], "answers": ["x"]}
+    row = {"id": first.row["id"], "answers": ["x"]}
     write_jsonl(path, [chunks.with_facts(broken, chunk, row, "hopworld"), second])
     evaluated(run, out=out, modes=["agent"])
     (group,) = json.loads(text(f"{out}/evaluation.json"))["groups"]
@@ -390,7 +391,7 @@ def test_the_task_must_fit_the_modes(run):
     assert counts == {"eval": 256}
 
 
-def test_react_speaks_its_dialect(run):
+def test_react_writes_calls_in_its_format(run):
     """The prompt of ReAct has the tools, the format and the instruction; no budget of HopWorld holds it."""
     with pytest.raises(UserError, match=r"mode react: the prompt of row .* or leave react out of --modes"):
         evaluated(run, modes=["react"])
@@ -399,10 +400,10 @@ def test_react_speaks_its_dialect(run):
     tokenizer = build.tokenizer(config, task, resumes=True)
     agent = modes.make_agent("react", config, task, tokenizer)
     opening = asyncio.run(agent.make_env().reset(task.row("eval", 0), 0))
-    prompt = tokenizer.decode(agent.opening(opening))
+    prompt = tokenizer.decode(agent.render_opening(opening))
     assert "Action Input:" in prompt and modes.REACT_INSTRUCTION in prompt and '"search"' in prompt
     assert task.row("eval", 0)["question"] in prompt and "<answer>" not in prompt
-    assert config.agent.dialect == "auto"
+    assert config.agent.call_format == "auto"
 
 
 @pytest.mark.slow

@@ -27,7 +27,8 @@ from agentr1_jax.errors import UserError
 from agentr1_jax.report.evaluation import markdown, quality_rows
 from agentr1_jax.report.statistics import two_stage_interval
 from agentr1_jax.text.tool_calls import render_answer, render_call
-from agentr1_jax.trajectory import Budget, Outcome, write_jsonl
+from agentr1_jax.trajectory import Budget, Outcome
+from agentr1_jax.trajectory_io import write_jsonl
 from experiments.evaluation import chunks, scores
 from experiments.evaluation.figures import figures, intervals, pass_at_k, question_values
 
@@ -80,13 +81,13 @@ def trajectory_of(rng, chunk, index, row, sample):
     if chance < 0.12:
         session = ScriptedSession(identity, lambda observation: "", TOKENIZER)
         outcome = rng.choice([Outcome.ENV_FAILURE, Outcome.ENGINE_FAILURE])
-        return session.abandoned(outcome, OSError("gone"))
+        return session.fail(outcome, OSError("gone"))
     if chance < 0.18:
         small = Budget(3, response_tokens=5, observation_tokens=9, context_tokens=10, trajectory_tokens=99)
         return play(identity, row, iter([]), agent(budget=small)).trajectory()
     if chance < 0.22:
         session = ScriptedSession(identity, lambda observation: look_up("Pale River"), TOKENIZER)
-        session.cut_off(Outcome.TIME_LIMIT, "too slow")
+        session.abort(Outcome.TIME_LIMIT, "too slow")
         return session.trajectory()
     said = rng.choice(row["right"] if rng.random() < 0.6 else [x for _, xs in ANSWERS for x in xs])
     return play(identity, row, iter(rng.choice(scripts(said))), agent()).trajectory()
@@ -164,14 +165,14 @@ def slow_metrics(record):
     prompts = [s["prompt_ids"]["reuse"] + len(s["prompt_ids"]["new"]) for s in record["steps"]]
     calls = [call for step in record["steps"] for call in step["tool_calls"]]
     out = {
-        "em": slow_em(said, record["info"]["answers"]),
-        "f1": slow_f1(said, record["info"]["answers"]),
+        "em": slow_em(said, record["row"]["answers"]),
+        "f1": slow_f1(said, record["row"]["answers"]),
         "steps": len(record["steps"]),
         "tool_calls": len(calls),
         "prompt_tokens": sum(prompts),
         "response_tokens": sum(len(step["response_ids"]) for step in record["steps"]),
     }
-    gold = record["info"]["gold_ids"]
+    gold = record["row"]["gold_ids"]
     if gold:
         shown = {
             p.id for p in PASSAGES for c in calls if c["ok"] for line in c["result"].split("\n") if p.title in line
@@ -183,8 +184,8 @@ def slow_metrics(record):
 def slow_table(records):
     """Question -> name -> value, over the samples that count."""
     table = {}
-    for question in {r["info"]["id"] for r in records}:
-        found = [slow_metrics(r) for r in records if r["info"]["id"] == question]
+    for question in {r["row"]["id"] for r in records}:
+        found = [slow_metrics(r) for r in records if r["row"]["id"] == question]
         found = [m for m in found if m is not None]
         if found:
             table[question] = {name: sum(m[name] for m in found) / len(found) for name in found[0]}
@@ -213,24 +214,24 @@ def test_figures_of_a_recorded_run_equal_a_slow_computation(recorded):
     assert {"answered", "max_steps", "response_truncated", "context_overflow", "time_limit", "tool_failure"} <= {
         r["outcome"] for r in records
     }
-    places = {(r["info"]["mode"], r["info"]["split"], r["info"]["dataset"]) for r in records}
+    places = {(r["row"]["mode"], r["row"]["split"], r["row"]["dataset"]) for r in records}
     pooled = {(mode, "eval", name) for mode in ("agent", "rag") for name in ("all", "mean")}
     assert {(g["mode"], g["split"], g["dataset"]) for g in found["groups"]} == places | pooled
     ems = {slow_metrics(r)["em"] for r in records if slow_metrics(r) and r["outcome"] == "answered"}
     assert ems == {0.0, 1.0}
     for group in found["groups"]:
         mode, split, dataset = group["mode"], group["split"], group["dataset"]
-        members = [r for r in records if (r["info"]["mode"], r["info"]["split"]) == (mode, split)]
+        members = [r for r in records if (r["row"]["mode"], r["row"]["split"]) == (mode, split)]
         if dataset not in ("all", "mean"):
-            members = [r for r in members if r["info"]["dataset"] == dataset]
+            members = [r for r in members if r["row"]["dataset"] == dataset]
         for r in members:  # The data sets have equal ids.
-            r["info"] = {**r["info"], "id": f"{r['info']['dataset']} {r['info']['id']}"}
-        tables = {d: slow_table([r for r in members if r["info"]["dataset"] == d]) for _, s, d in places if s == split}
+            r["row"] = {**r["row"], "id": f"{r['info']['dataset']} {r['info']['id']}"}
+        tables = {d: slow_table([r for r in members if r["row"]["dataset"] == d]) for _, s, d in places if s == split}
         check_group(group, members, tables)
 
 
 def check_group(group, members, tables):
-    asked = {r["info"]["id"] for r in members}
+    asked = {r["row"]["id"] for r in members}
     table = slow_table(members)
     assert group["questions"] == len(asked) and group["failed_questions"] == len(asked - table.keys())
     assert group["trajectories"] == len(members)
@@ -242,10 +243,10 @@ def check_group(group, members, tables):
         expected = {n: (np.mean([p[n][0] for p in parts]), sum(p[n][1] for p in parts)) for n in parts[0]}
     else:
         expected = slow_means(table)
-        kinds = {r["info"]["kind"] for r in members if "kind" in r["info"]}
+        kinds = {r["row"]["kind"] for r in members if "kind" in r["row"]}
         assert group["kinds"].keys() == kinds
         for kind in kinds:
-            of_kind = slow_means(slow_table([r for r in members if r["info"].get("kind") == kind]))
+            of_kind = slow_means(slow_table([r for r in members if r["row"].get("kind") == kind]))
             for name, figure in group["kinds"][kind].items():
                 assert (figure["mean"], figure["n"]) == pytest.approx(of_kind[name])
     assert group["figures"].keys() == expected.keys() >= {"em", "f1", "recall", "all_gold", "pass@1", "pass@3"}
@@ -259,7 +260,7 @@ def test_modes_are_compared_on_the_questions_that_both_have(recorded):
     records = slow_records(recorded)
 
     def table(mode, dataset):
-        return slow_table([r for r in records if (r["info"]["mode"], r["info"]["dataset"]) == (mode, dataset)])
+        return slow_table([r for r in records if (r["row"]["mode"], r["row"]["dataset"]) == (mode, dataset)])
 
     by_place = {(d["dataset"], d["metric"]): d for d in found}
     names = {"hop", "plain", "two", "all", "mean"}
@@ -381,5 +382,5 @@ def test_scores_are_read_back_and_damage_is_told(recorded, tmp_path):
 def test_the_gallery_keeps_some_of_each(recorded):
     gallery = scores.Gallery(2)
     assert len(list(gallery.passing(read_back(recorded)))) == 2 * 3 * (24 + 13 + 10)
-    kept = sorted((t.info["mode"], scores.verdict(t)) for t in gallery.shown)
+    kept = sorted((t.row["mode"], scores.verdict(t)) for t in gallery.shown)
     assert kept == sorted(2 * list(itertools.product(("agent", "rag"), ("right", "wrong", "failed"))))

@@ -105,7 +105,7 @@ def sample_trajectory(
         outcome=outcome,
         final_prompt_ids=prompt if outcome == Outcome.MAX_STEPS else None,
         metrics={} if em is None else {"em": em, "f1": em},
-        info={"question": question, "answers": answers, "kind": "bridge", "hops": 2},
+        row={"question": question, "answers": answers, "kind": "bridge", "hops": 2},
     )
 
 

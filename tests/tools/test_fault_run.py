@@ -176,7 +176,7 @@ def groups_of(groups, samples):
 
 def loop(make_env, **budget):
     usual = {"max_steps": CALLS + 1, "response_tokens": 4, "observation_tokens": 10, "context_tokens": 128}
-    usual |= {"on_response_cut": "continue"}
+    usual |= {"on_truncated_response": "continue"}
     return letters.loop(make_env, **usual | budget)
 
 

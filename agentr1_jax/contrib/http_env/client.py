@@ -252,6 +252,7 @@ def _transition(answer: Mapping[str, Any]) -> Transition:
         observation=_observation(_of(answer, "observation", dict)) if has_observation else None,
         reward=_number(answer.get("reward"), "reward"),
         reward_parts=_numbers(answer, "reward_parts"),
+        raw_reward_parts=_numbers(answer, "raw_reward_parts"),
         terminated=terminated,
         truncated=truncated and not terminated,
         outcome=outcome,

@@ -186,6 +186,7 @@ def _answer(transition: Transition, metrics: Mapping[str, float]) -> dict[str, A
         "observation": None if transition.observation is None else _observation_fields(transition.observation),
         "reward": transition.reward,
         "reward_parts": dict(transition.reward_parts),
+        "raw_reward_parts": dict(transition.raw_reward_parts),
         "terminated": transition.terminated,
         "truncated": transition.truncated,
         "outcome": transition.outcome,

@@ -22,11 +22,12 @@ from agentr1_jax.text.tool_calls import (
     parse_tool_calls,
     render_answer,
     render_call,
-    repaired,
+    repair_call,
     segments,
 )
 from agentr1_jax.tools.search import BM25, Passage, SearchTool
-from agentr1_jax.trajectory import Outcome, Step, Trajectory, read_jsonl, write_jsonl
+from agentr1_jax.trajectory import Outcome, Step, Trajectory
+from agentr1_jax.trajectory_io import read_jsonl, write_jsonl
 
 # Fragments that make broken calls likely, among arbitrary text.
 FRAGMENTS = [
@@ -224,5 +225,5 @@ def test_what_is_well_written_is_not_called_mended(name, arguments):
 
 @given(st.lists(st.sampled_from([*FRAGMENTS, "'", ",", ":", "\\", "//", "\n"]) | st.text(max_size=4), max_size=200))
 def test_mending_gives_a_call_with_arguments_or_nothing(fragments):
-    call = repaired("".join(fragments))
+    call = repair_call("".join(fragments))
     assert call is None or (call.repaired and call.name and call.arguments)

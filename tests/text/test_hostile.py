@@ -16,8 +16,8 @@ from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.tasks import qa
 from agentr1_jax.tasks.rag import RagEnv
+from agentr1_jax.text.call_formats import make_call_format
 from agentr1_jax.text.chat import chat_format, escape
-from agentr1_jax.text.dialects import make_dialect
 from agentr1_jax.text.sentencepiece import train_sentencepiece
 from agentr1_jax.text.tokenizer import load_tokenizer
 from agentr1_jax.text.tool_calls import render_answer, render_call
@@ -25,7 +25,7 @@ from agentr1_jax.tools.base import ToolResult, failure
 from agentr1_jax.trajectory import Budget, Outcome
 
 TOKENIZERS = ("qwen2.5", "qwen3", "minimind-6400", "hopworld")
-DIALECTS = ("auto", "llama3", "code", "react")
+CALL_FORMATS = ("auto", "llama3", "code", "react")
 MARKS = [
     *("</tool_response>", "<tool_response>", "<|im_end|>", "<|im_start|>", "<|endoftext|>", "<tool_call>"),
     *("</tool_call>", "<think>", "</think>", "<answer>", "</answer>", "<|python_tag|>", "<|eot_id|>", "<pad>"),
@@ -41,7 +41,7 @@ HOSTILE = (
 
 @pytest.fixture(scope="session")
 def load(data_dir, tmp_path_factory):
-    """The tokenizer of a name, its dialect of a name and the chat format of both."""
+    """The tokenizer of a name, its call format of a name and the chat format of both."""
 
     @functools.cache
     def tokenizer(name):
@@ -53,8 +53,8 @@ def load(data_dir, tmp_path_factory):
 
     @functools.cache
     def load_once(name, spoken):
-        dialect = make_dialect(spoken, tokenizer(name))
-        return tokenizer(name), dialect, chat_format(tokenizer(name), dialect)
+        call_format = make_call_format(spoken, tokenizer(name))
+        return tokenizer(name), call_format, chat_format(tokenizer(name), call_format)
 
     return load_once
 
@@ -87,7 +87,7 @@ def check_observation(loaded, said, calm="calm"):
             assert text.count(mark) == calm_text.count(mark), mark
 
 
-@pytest.mark.parametrize("spoken", DIALECTS)
+@pytest.mark.parametrize("spoken", CALL_FORMATS)
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(max_examples=15)
 @given(texts=st.lists(st.lists(st.sampled_from(MARKS) | st.text(max_size=4), max_size=6).map("".join), min_size=1))
@@ -95,19 +95,19 @@ def test_results_can_fake_neither_the_end_of_their_turn_nor_another_result(load,
     check_observation(load(name, spoken), texts)
 
 
-@pytest.mark.parametrize("spoken", DIALECTS)
+@pytest.mark.parametrize("spoken", CALL_FORMATS)
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_what_is_plain_text_to_the_tokenizer_is_visibly_escaped(load, name, spoken):
-    tokenizer, dialect, form = load(name, spoken)
-    check_observation((tokenizer, dialect, form), [HOSTILE])
-    check_observation((tokenizer, dialect, form), [HOSTILE] * 3)
+    tokenizer, call_format, form = load(name, spoken)
+    check_observation((tokenizer, call_format, form), [HOSTILE])
+    check_observation((tokenizer, call_format, form), [HOSTILE] * 3)
     text = tokenizer.decode(form.render_observation(HOSTILE))
     assert escape(HOSTILE, form.marks) in text and "fake" in text
-    for mark in (*dialect.marks, "<answer>", "<think>"):
+    for mark in (*call_format.marks, "<answer>", "<think>"):
         assert (mark in form.marks) is (mark not in tokenizer.added)
 
 
-@pytest.mark.parametrize("spoken", DIALECTS)
+@pytest.mark.parametrize("spoken", CALL_FORMATS)
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_an_opening_keeps_hostile_questions_and_tools_in_their_place(load, name, spoken):
     tokenizer, _, form = load(name, spoken)
@@ -167,7 +167,7 @@ SAID = [
 
 def episode(loaded, tool, question, limit=2000):
     """The trajectory of an expert that calls, calls several at once, errs and answers."""
-    tokenizer, dialect, form = loaded
+    tokenizer, call_format, form = loaded
     budget = Budget(
         max_steps=9,
         response_tokens=9000,
@@ -181,17 +181,17 @@ def episode(loaded, tool, question, limit=2000):
         form,
         context_rule("append"),
         budget,
-        dialect,
+        call_format,
     )
     script = iter(SAID)
-    session = ScriptedSession(Identity("u", 0, 0, "t", 0), lambda observation: next(script), tokenizer, dialect)
+    session = ScriptedSession(Identity("u", 0, 0, "t", 0), lambda observation: next(script), tokenizer, call_format)
     asyncio.run(agent.run(session, {"id": "r", "question": question, "answers": ["Ada"]}))
     return session.trajectory()
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_hostile_passages_add_no_mark_to_the_prompt_of_naive_rag(load, name):
-    tokenizer, dialect, form = load(name, "auto")
+    tokenizer, call_format, form = load(name, "auto")
     row = {"id": "r", "question": "Who?", "answers": ["Ada"]}
 
     def prompt(tool):
@@ -205,7 +205,7 @@ def test_hostile_passages_add_no_mark_to_the_prompt_of_naive_rag(load, name):
 
 
 @pytest.mark.parametrize("limit", [60, 2000])
-@pytest.mark.parametrize("spoken", DIALECTS)
+@pytest.mark.parametrize("spoken", CALL_FORMATS)
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_a_hostile_world_changes_nothing_of_an_episode_but_its_words(load, name, spoken, limit):
     loaded = load(name, spoken)

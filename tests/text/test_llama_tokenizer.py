@@ -16,9 +16,9 @@ from agentr1_jax.agents.base import Completion
 from agentr1_jax.agents.context import context_rule
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity, RecordedSession, ScriptedSession
+from agentr1_jax.text.call_formats import hermes, make_call_format
+from agentr1_jax.text.call_formats.hermes import COMMON, CallTags, call_tags
 from agentr1_jax.text.chat import chat_format
-from agentr1_jax.text.dialects import hermes, make_dialect
-from agentr1_jax.text.dialects.hermes import HOUSE, CallTags, call_tags
 from agentr1_jax.text.sentencepiece import train_sentencepiece
 from agentr1_jax.text.tokenizer import load_tokenizer
 from agentr1_jax.text.tool_calls import parse_tool_calls, render_call
@@ -124,10 +124,12 @@ class Speaker(RecordedSession):
         return Completion(ids, np.zeros(len(ids), np.float32), "stop")
 
 
-def loop(tokenizer, env, dialect=None):
+def loop(tokenizer, env, call_format=None):
     limits = Budget(**{**BUDGET, "response_tokens": 100, "context_tokens": 1000, "trajectory_tokens": 1000})
-    dialect = dialect or hermes.dialect()
-    return EnvLoop(lambda: env, tokenizer, chat_format(tokenizer, dialect), context_rule("append"), limits, dialect)
+    call_format = call_format or hermes.call_format()
+    return EnvLoop(
+        lambda: env, tokenizer, chat_format(tokenizer, call_format), context_rule("append"), limits, call_format
+    )
 
 
 def test_a_response_may_end_with_any_stop_id_and_keeps_it(llama):
@@ -160,14 +162,14 @@ def test_tags_of_a_template_that_writes_no_calls_are_a_pair_of_added_tokens(tmp_
         tokenizer = load_tokenizer(write(tmp_path, call=call, added=added))
         assert call_tags(tokenizer) == CallTags("<toolcall>", "</toolcall>")
     train_sentencepiece(["some words"] * 9, tmp_path / "c.model", vocab_size=400)
-    assert call_tags(load_tokenizer(str(tmp_path / "c.model"))) == HOUSE
+    assert call_tags(load_tokenizer(str(tmp_path / "c.model"))) == COMMON
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "minimind-6400"])
 def test_tags_of_real_tokenizers_are_added_tokens(data_dir, name):
     tokenizer = load_tokenizer(str(data_dir / "tokenizers" / name))
     tags = call_tags(tokenizer)
-    assert tags == HOUSE and {tags.open, tags.close} <= tokenizer.added.keys()
+    assert tags == COMMON and {tags.open, tags.close} <= tokenizer.added.keys()
 
 
 @pytest.mark.parametrize(
@@ -191,18 +193,18 @@ def test_a_tokenizer_without_tags_is_refused_for_tools(tmp_path, call, added, me
     ).map("".join)
 )
 def test_only_a_policys_own_tags_make_a_call(text):
-    to_house = hermes.dialect(CallTags("[CALL]", "[/CALL]")).to_house
+    parse = hermes.call_format(CallTags("[CALL]", "[/CALL]")).parse
     # The same text with unlike tags in both places says what the calls are.
-    other = text.replace("<", "(").replace("[CALL]", HOUSE.open).replace("[/CALL]", HOUSE.close)
-    assert len(parse_tool_calls(to_house(text, ()))) == len(parse_tool_calls(other))
-    assert hermes.dialect().to_house(text, ()) == text
+    other = text.replace("<", "(").replace("[CALL]", COMMON.open).replace("[/CALL]", COMMON.close)
+    assert len(parse_tool_calls(parse(text, ()))) == len(parse_tool_calls(other))
+    assert hermes.call_format().parse(text, ()) == text
 
 
 def test_an_expert_speaks_with_the_policys_tags_and_is_understood(llama):
-    env, dialect = ScriptedEnv(["seen"], end=1), make_dialect("auto", llama)
+    env, call_format = ScriptedEnv(["seen"], end=1), make_call_format("auto", llama)
     call = render_call("search", {"query": "the thing"})
-    session = ScriptedSession(Identity("u", 0, 0, "letters", 0), lambda observation: call, llama, dialect)
-    asyncio.run(loop(llama, env, dialect).run(session, ROW))
+    session = ScriptedSession(Identity("u", 0, 0, "letters", 0), lambda observation: call, llama, call_format)
+    asyncio.run(loop(llama, env, call_format).run(session, ROW))
     (step,) = session.trajectory().steps
-    assert llama.decode(step.response_ids) == f"{dialect.from_house(call)}<|eot_id|>"
+    assert llama.decode(step.response_ids) == f"{call_format.render(call)}<|eot_id|>"
     assert "[CALL]" in llama.decode(step.response_ids) and env.actions[0].text == call

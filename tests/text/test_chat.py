@@ -270,7 +270,7 @@ def test_observations_survive_unchanged(load, text):
 @given(text=st.text(min_size=1), limit=st.integers(12, 40))
 def test_cut_text_keeps_to_its_limit(load, small, name, text, limit):
     tokenizer = small.tokenizer if name == "small" else load(name)[0].tokenizer
-    shorter = chat.cut(tokenizer, text * 9, limit)
+    shorter = chat.truncate(tokenizer, text * 9, limit)
     assert len(tokenizer.encode_data(shorter)) <= limit
     if len(tokenizer.encode_data(text * 9)) <= limit:
         assert shorter == text * 9

@@ -13,18 +13,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from agentr1_jax.trajectory import (
-    POLICIES,
-    Budget,
-    Outcome,
-    OutcomePolicy,
-    Step,
-    Trajectory,
-    from_json,
-    read_jsonl,
-    to_json,
-    write_jsonl,
-)
+from agentr1_jax.errors import UserError
+from agentr1_jax.trajectory import POLICIES, Budget, Outcome, OutcomePolicy, Step, Trajectory
+from agentr1_jax.trajectory_io import from_json, read_jsonl, to_json, write_jsonl
+from agentr1_jax.validation import from_section
 
 ARRAYS = ("prompt_ids", "response_ids", "logprobs", "final_prompt_ids")
 BUDGET = {
@@ -266,16 +258,16 @@ def test_a_missing_file_is_reported_as_missing(tmp_path):
 @pytest.mark.parametrize("field", list(BUDGET))
 def test_a_budget_below_one_is_refused(field):
     for value in (0, -3):
-        with pytest.raises(ValueError, match=rf"budget\.{field} is {value}; it must be at least 1"):
-            Budget(**BUDGET | {field: value})
+        with pytest.raises(UserError, match=rf"budget\.{field} is {value}; it must be greater than or equal to 1"):
+            from_section(Budget, "budget", BUDGET | {field: value})
 
 
 def test_a_budget_must_leave_room_for_a_prompt():
     Budget(**BUDGET | {"response_tokens": 63})
-    with pytest.raises(ValueError, match=r"budget\.response_tokens \(64\) leaves no room"):
+    with pytest.raises(ValueError, match=r"response_tokens \(64\) leaves no room"):
         Budget(**BUDGET | {"response_tokens": 64})
-    with pytest.raises(ValueError, match="on_response_cut is 'stop'; choose 'end' or 'continue'"):
-        Budget(**BUDGET, on_response_cut="stop")
+    with pytest.raises(ValueError, match="on_truncated_response is 'stop'; it must be 'end' or 'continue'"):
+        from_section(Budget, "budget", BUDGET | {"on_truncated_response": "stop"})
 
 
 @pytest.mark.parametrize("outcome", Outcome)

@@ -15,7 +15,7 @@ from test_llama_tokenizer import BARE, write
 
 from agentr1_jax.envs.base import Action, Transition
 from agentr1_jax.tasks import qa
-from agentr1_jax.text.dialects import DIALECTS, code, hermes, llama3, make_dialect, react
+from agentr1_jax.text.call_formats import CALL_FORMATS, code, hermes, llama3, make_call_format, react
 from agentr1_jax.text.tokenizer import load_tokenizer
 from agentr1_jax.text.tool_calls import (
     OPEN,
@@ -54,17 +54,17 @@ class Count:
 TOOLS = (Search(), Count())
 SCHEMAS = [base.schema(tool) for tool in TOOLS]
 SPOKEN = {
-    "hermes": hermes.dialect(),
-    "brackets": hermes.dialect(hermes.CallTags("[CALL]", "[/CALL]")),
-    "llama3": llama3.dialect(Letters()),
-    "code": code.dialect(),
-    "react": react.dialect(),
+    "hermes": hermes.call_format(),
+    "brackets": hermes.call_format(hermes.CallTags("[CALL]", "[/CALL]")),
+    "llama3": llama3.call_format(Letters()),
+    "code": code.call_format(),
+    "react": react.call_format(),
 }
 
 
 def read(name, text):
     """Calls and answer of what a policy said."""
-    house = SPOKEN[name].to_house(text, SCHEMAS)
+    house = SPOKEN[name].parse(text, SCHEMAS)
     return parse_tool_calls(house), extract_answer(house)
 
 
@@ -219,8 +219,8 @@ BROKEN = MIXED.filter(lambda text: "tool_call>" not in text).map(lambda text: f"
 @example(parts=[render_call("python", {"code": "print('```')"}), render_call("a", {"": "[/CALL]"})], answer="Action: x")
 def test_an_expert_is_understood_whatever_it_says(name, parts, answer):
     text = "".join([*parts, "" if answer is None else render_answer(answer)])
-    spoken = SPOKEN[name].from_house(text)
-    house = SPOKEN[name].to_house(spoken, ())
+    spoken = SPOKEN[name].render(text)
+    house = SPOKEN[name].parse(spoken, ())
     assert parse_tool_calls(house) == parse_tool_calls(text)
     assert extract_answer(house) == extract_answer(text)
 
@@ -231,7 +231,7 @@ def test_an_expert_is_understood_whatever_it_says(name, parts, answer):
 def test_broken_calls_of_an_expert_stay_broken(name, parts):
     read = [
         [call if isinstance(call, ToolCall) else None for call in parse_tool_calls(text)]
-        for text in ("".join(parts), SPOKEN[name].to_house(SPOKEN[name].from_house("".join(parts)), ()))
+        for text in ("".join(parts), SPOKEN[name].parse(SPOKEN[name].render("".join(parts)), ()))
     ]
     assert read[0] == read[1]
 
@@ -239,22 +239,22 @@ def test_broken_calls_of_an_expert_stay_broken(name, parts):
 @pytest.mark.parametrize("name", SPOKEN)
 def test_a_flawed_demonstration_says_what_is_wrong(name):
     flawed = render_call("search", {"query": "x"}).replace("}</tool_call>", "</tool_call>")
-    spoken = SPOKEN[name].from_house(flawed)
+    spoken = SPOKEN[name].render(flawed)
     assert '{"query": "x"' in spoken and read(name, spoken) == ([error("bad_json")], None)
 
 
 def test_how_demonstrations_look():
     text = f"I look. {render_call('search', {'query': 'x'})}"
-    assert SPOKEN["llama3"].from_house(text) == f"I look. \n{JSON_X}"
-    assert SPOKEN["react"].from_house(text) == 'Thought: I look.\nAction: search\nAction Input: {"query": "x"}'
-    assert SPOKEN["react"].from_house(f"So.{render_answer('a')}") == "Thought: So.\nFinal Answer: a"
-    assert SPOKEN["code"].from_house(text) == text
+    assert SPOKEN["llama3"].render(text) == f"I look. \n{JSON_X}"
+    assert SPOKEN["react"].render(text) == 'Thought: I look.\nAction: search\nAction Input: {"query": "x"}'
+    assert SPOKEN["react"].render(f"So.{render_answer('a')}") == "Thought: So.\nFinal Answer: a"
+    assert SPOKEN["code"].render(text) == text
     run = render_call("python", {"code": "print(1)"})
-    assert SPOKEN["code"].from_house(run) == "<code>\n```python\nprint(1)\n```\n</code>"
+    assert SPOKEN["code"].render(run) == "<code>\n```python\nprint(1)\n```\n</code>"
 
 
 SEEDS = [
-    (name, SPOKEN[name].from_house(text))
+    (name, SPOKEN[name].render(text))
     for name in SPOKEN
     for text in (
         "I look. " + render_call("search", {"query": "the film"}) + render_call("count", {"n": 3}),
@@ -281,7 +281,7 @@ def mutated(text, edits):
 
 
 def check_mutations(max_examples):
-    """Every mutated call of every dialect gives typed results, strict and lenient, and a Transition."""
+    """Every mutated call of every call format gives typed results, strict and lenient, and a Transition."""
     env = qa.search_env(TOOLS, {"format": 0.1}, "Search.")
     row = {"id": "r", "question": "Who?", "answers": ["Ada"]}
     seen = collections.Counter()
@@ -297,7 +297,7 @@ def check_mutations(max_examples):
         def check(seed, edits):
             name, text = seed[0], mutated(seed[1], edits)
             for lenient in (False, True):
-                house = SPOKEN[name].to_house(text, SCHEMAS)
+                house = SPOKEN[name].parse(text, SCHEMAS)
                 transition = runner.run(step(house, lenient))
                 assert isinstance(transition, Transition)
                 calls = parse_tool_calls(house, lenient)
@@ -315,7 +315,7 @@ def check_mutations(max_examples):
 
 
 def test_mutated_calls_give_typed_results():
-    """The same thousand in every run; each kind of result is among them in every dialect."""
+    """The same thousand in every run; each kind of result is among them in every call format."""
     seen = check_mutations(1000)
     kinds = ("call", "bad_json", "repaired", "ended")
     assert all(seen[name, kind] for name in SPOKEN for kind in kinds), seen
@@ -329,27 +329,27 @@ def test_ten_thousand_mutated_calls_give_typed_results():
 @settings(max_examples=100)
 @given(st.sampled_from(FRAGMENTS), st.sampled_from(FRAGMENTS), st.sampled_from(FRAGMENTS))
 def test_long_texts_are_read(a, b, c):
-    for dialect in SPOKEN.values():
+    for call_format in SPOKEN.values():
         text = ((a + b) * 3000)[:6000] + c
-        house = dialect.to_house(text, SCHEMAS)
+        house = call_format.parse(text, SCHEMAS)
         assert all(isinstance(call, ToolCall | ParseError) for call in parse_tool_calls(house, lenient=True))
         assert "<answer>" not in (extract_answer(house) or "")
 
 
-def test_the_dialect_is_the_one_of_the_template_unless_named(tmp_path):
+def test_the_call_format_is_the_one_of_the_template_unless_named(tmp_path):
     tokenizer = load_tokenizer(write(tmp_path, call=BARE))
-    assert make_dialect("auto", tokenizer).name == "llama3"
-    assert not make_dialect("auto", tokenizer).tools_in_template
+    assert make_call_format("auto", tokenizer).name == "llama3"
+    assert not make_call_format("auto", tokenizer).tools_in_template
     tagged = load_tokenizer(
         write(tmp_path / "tagged", call=BARE.replace("parameters", "arguments").join(["<c>", "</c>"]))
     )
-    assert make_dialect("auto", tagged).name == "hermes"
-    for name in DIALECTS[2:]:
-        assert make_dialect(name, tokenizer).name == name
-    with pytest.raises(ValueError, match=r"or set agent\.dialect to one that needs none: llama3, code or react"):
-        make_dialect("hermes", tokenizer)
-    with pytest.raises(ValueError, match="unknown dialect 'xml'; choose one of auto, hermes, llama3, code, react"):
-        make_dialect("xml", tokenizer)
+    assert make_call_format("auto", tagged).name == "hermes"
+    for name in CALL_FORMATS[2:]:
+        assert make_call_format(name, tokenizer).name == name
+    with pytest.raises(ValueError, match=r"or set agent\.call_format to one that needs none: llama3, code or react"):
+        make_call_format("hermes", tokenizer)
+    with pytest.raises(ValueError, match="unknown call format 'xml'; choose one of auto, hermes, llama3, code, react"):
+        make_call_format("xml", tokenizer)
 
 
 @pytest.mark.parametrize("name", ["llama3", "code", "react"])

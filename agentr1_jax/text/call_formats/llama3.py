@@ -10,17 +10,17 @@ import json
 import re
 from typing import Any
 
-from agentr1_jax.text.dialects.base import (
+from agentr1_jax.text.call_formats.base import (
     OF_ANY_POLICY,
-    Dialect,
+    CallFormat,
     Schemas,
-    dumped,
-    house_call,
-    house_text,
-    marks_again,
-    marks_broken,
-    told_tools,
-    written,
+    break_marks,
+    choose_rendering,
+    common_call,
+    dump_json,
+    escape_common_tags,
+    list_tools,
+    restore_marks,
 )
 from agentr1_jax.text.tokenizer import Tokenizer
 from agentr1_jax.text.tool_calls import ParseError, ToolCall, read_call, segments
@@ -37,14 +37,14 @@ _APART = re.compile(rf"\n|<answer>|{re.escape(TAG)}")
 _DECODER = json.JSONDecoder()
 
 
-def dialect(tokenizer: Tokenizer) -> Dialect:
+def call_format(tokenizer: Tokenizer) -> CallFormat:
     """The dialect; its instructions tell the tools where the tokenizer's chat template does not."""
-    return Dialect(
-        "llama3", to_house, from_house, (TAG, *OF_ANY_POLICY), None, instructions, template_tells_tools(tokenizer)
+    return CallFormat(
+        "llama3", parse, render, (TAG, *OF_ANY_POLICY), None, instructions, template_tells_tools(tokenizer)
     )
 
 
-def to_house(text: str, tools: Schemas = ()) -> str:
+def parse(text: str, tools: Schemas = ()) -> str:
     """See `Dialect.to_house`."""
     out, at = [], 0
     while start := _START.search(text, at):
@@ -52,24 +52,24 @@ def to_house(text: str, tools: Schemas = ()) -> str:
         begin: re.Match[str] | None = start
         while begin:
             body, at = _call(text, begin.end())
-            out.append(house_call(body))
+            out.append(common_call(body))
             begin = _NEXT.match(text, at)
     return "".join([*out, _prose(text[at:])])
 
 
-def from_house(text: str) -> str:
+def render(text: str) -> str:
     """See `Dialect.from_house`. Text behind a broken call, which only a call or an answer would end, is left out."""
     out, broken = "", False
     for part in segments(text):
         if part.kind in ("text", "answer"):
             if part.kind == "answer" or not broken:
-                out += _OBJECT.sub(r"{\\", marks_broken(part.source, [TAG]))
+                out += _OBJECT.sub(r"{\\", break_marks(part.source, [TAG]))
                 broken = False
             continue
         call = read_call(part)
         said = _broken_call(part.text)
         if isinstance(call, ToolCall):
-            said = (TAG if broken else "") + dumped({"name": call.name, "parameters": call.arguments})
+            said = (TAG if broken else "") + dump_json({"name": call.name, "parameters": call.arguments})
         broken = not isinstance(call, ToolCall)
         out += f"{said}\n" if not out or out.endswith("\n") else f"\n{said}\n"
     return out.removesuffix("\n") if out.endswith("}\n") else out
@@ -80,7 +80,7 @@ def instructions(tools: Schemas) -> str:
     if not tools:
         return ""
     return (
-        f"You can call these functions:\n{told_tools(tools)}\n"
+        f"You can call these functions:\n{list_tools(tools)}\n"
         'To call one, write {"name": FUNCTION, "parameters": {ARGUMENT: VALUE, ...}} on a line of its own.'
     )
 
@@ -96,7 +96,7 @@ def template_tells_tools(tokenizer: Tokenizer) -> bool:
 
 
 def _prose(text: str) -> str:
-    return marks_again(_BROKEN_OBJECT.sub("{", house_text(text)), [TAG])
+    return restore_marks(_BROKEN_OBJECT.sub("{", escape_common_tags(text)), [TAG])
 
 
 def _broken_call(body: str) -> str:
@@ -104,14 +104,14 @@ def _broken_call(body: str) -> str:
     raw = body.replace('"arguments"', '"parameters"', 1)
     # What else could be read otherwise where something follows it.
     candidates = [raw, TAG + raw] if raw.startswith("{") and not _APART.search(raw) else []
-    return written(ParseError("bad_json", ""), [*candidates, TAG + "{"], to_house)
+    return choose_rendering(ParseError("bad_json", ""), [*candidates, TAG + "{"], parse)
 
 
 def _call(text: str, at: int) -> tuple[str, int]:
     """House JSON of the call that begins at a place, as far as it can be read, and where it ends."""
     try:
         record, end = _DECODER.raw_decode(text, at)
-        return dumped(_house_record(record)), end
+        return dump_json(_common_record(record)), end
     except (ValueError, RecursionError):
         following = _END.search(text, at + text.startswith("{", at))
         end = following.start() if following else len(text)
@@ -119,7 +119,7 @@ def _call(text: str, at: int) -> tuple[str, int]:
         return raw if '"arguments"' in raw else raw.replace('"parameters"', '"arguments"', 1), end
 
 
-def _house_record(record: Any) -> Any:
+def _common_record(record: Any) -> Any:
     if not isinstance(record, dict):
         return record
     inner = record.get("function")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from agentr1_jax.text.dialects import code, hermes, llama3, react
-from agentr1_jax.text.dialects.base import Dialect as Dialect
+from agentr1_jax.text.call_formats import code, hermes, llama3, react
+from agentr1_jax.text.call_formats.base import CallFormat as CallFormat
 from agentr1_jax.text.tokenizer import Tokenizer
 
-DIALECTS = ("auto", "hermes", "llama3", "code", "react")
+CALL_FORMATS = ("auto", "hermes", "llama3", "code", "react")
 
 
-def make_dialect(name: str, tokenizer: Tokenizer) -> Dialect:
+def make_call_format(name: str, tokenizer: Tokenizer) -> CallFormat:
     """The dialect of a name; `auto` is the one in which the tokenizer's chat template writes calls.
 
     Raises:
@@ -18,11 +18,11 @@ def make_dialect(name: str, tokenizer: Tokenizer) -> Dialect:
     if name == "auto":
         name = "llama3" if hermes.writes_bare_json(tokenizer) else "hermes"
     if name == "hermes":
-        return hermes.dialect(hermes.call_tags(tokenizer))
+        return hermes.call_format(hermes.call_tags(tokenizer))
     if name == "llama3":
-        return llama3.dialect(tokenizer)
+        return llama3.call_format(tokenizer)
     if name == "code":
-        return code.dialect()
+        return code.call_format()
     if name == "react":
-        return react.dialect()
-    raise ValueError(f"unknown dialect {name!r}; choose one of {', '.join(DIALECTS)}")
+        return react.call_format()
+    raise ValueError(f"unknown call format {name!r}; choose one of {', '.join(CALL_FORMATS)}")

@@ -15,17 +15,17 @@ import json
 import re
 from collections.abc import Mapping
 
-from agentr1_jax.text.dialects.base import (
+from agentr1_jax.text.call_formats.base import (
     OF_ANY_POLICY,
-    Dialect,
+    CallFormat,
     Results,
     Schemas,
-    dumped,
-    house_call,
-    house_text,
-    told_tools,
-    unfenced,
-    written,
+    choose_rendering,
+    common_call,
+    dump_json,
+    escape_common_tags,
+    list_tools,
+    strip_fence,
 )
 from agentr1_jax.text.tool_calls import ToolCall, extract_answer, read_call, render_answer, segments
 
@@ -39,14 +39,14 @@ _BRACKETS = re.compile(r"([\w.-]+)[ \t]*\[(.*?)\][ \t]*(?:\n.*)?", re.DOTALL)
 _WHOLE_CALL = "Action Input:"
 
 
-def dialect() -> Dialect:
+def call_format() -> CallFormat:
     """The dialect."""
     marks = ("Thought:", "Action:", "Action Input:", "Observation:", "Final Answer:", *OF_ANY_POLICY)
     results = Results("Observation: ", "\nObservation: ", "")
-    return Dialect("react", to_house, from_house, marks, results, instructions, tools_in_template=False)
+    return CallFormat("react", parse, render, marks, results, instructions, tools_in_template=False)
 
 
-def to_house(text: str, tools: Schemas = ()) -> str:
+def parse(text: str, tools: Schemas = ()) -> str:
     """See `Dialect.to_house`. The text of a tool's only argument need not be JSON."""
     made_up = _OBSERVED.search(text)
     said = text[: made_up.start()] if made_up else text
@@ -57,34 +57,36 @@ def to_house(text: str, tools: Schemas = ()) -> str:
         if label == "action" and following == "action input":
             name = content.strip()
         elif label == "action input":
-            out.append(house_call(content.strip()) if name is None else _action(name, content, tools))
+            out.append(common_call(content.strip()) if name is None else _action(name, content, tools))
             name = None
         elif label == "action":
             match = _BRACKETS.fullmatch(content.strip())
-            out.append(_action(match[1], match[2], tools) if match else house_call(dumped({"name": content.strip()})))
+            out.append(
+                _action(match[1], match[2], tools) if match else common_call(dump_json({"name": content.strip()}))
+            )
         elif label == "final answer":
             out.append(_answer(content))
         else:
-            out.append(house_text(content))
+            out.append(escape_common_tags(content))
     return "\n".join(out)
 
 
-def from_house(text: str) -> str:
+def render(text: str) -> str:
     """See `Dialect.from_house`."""
     out = []
     for part in segments(text):
         if part.kind == "text":
-            out += [f"Thought: {_broken(part.text.strip())}"] if part.text.strip() else []
+            out += [f"Thought: {_break_labels(part.text.strip())}"] if part.text.strip() else []
         elif part.kind == "answer":
-            out.append(f"Final Answer: {_broken(part.text.strip())}")
+            out.append(f"Final Answer: {_break_labels(part.text.strip())}")
         else:
             call = read_call(part)
-            candidates = [f"{_WHOLE_CALL} {_broken(part.text)}"]
+            candidates = [f"{_WHOLE_CALL} {_break_labels(part.text)}"]
             if isinstance(call, ToolCall):
-                candidates.insert(0, f"Action: {call.name}\nAction Input: {_broken(dumped(call.arguments))}")
+                candidates.insert(0, f"Action: {call.name}\nAction Input: {_break_labels(dump_json(call.arguments))}")
             else:
                 candidates.append(f"{_WHOLE_CALL} {{")
-            out.append(written(call, candidates, to_house))
+            out.append(choose_rendering(call, candidates, parse))
     return "\n".join(out)
 
 
@@ -93,7 +95,7 @@ def instructions(tools: Schemas) -> str:
     if not tools:
         return ""
     return (
-        f"You can use these tools:\n{told_tools(tools)}\n"
+        f"You can use these tools:\n{list_tools(tools)}\n"
         "Write:\n"
         "Thought: what to do next\n"
         "Action: the name of a tool\n"
@@ -112,7 +114,7 @@ def _fields(text: str) -> list[tuple[str, str]]:
     for match, end in zip(labels, ends[1:], strict=True):
         label = " ".join(re.findall("[a-z]+", match[0].lower()))
         content = text[match.end() : end]
-        fields.append((label, match[0] + content if label == "thought" else _mended(content)))
+        fields.append((label, match[0] + content if label == "thought" else _restore_labels(content)))
     return fields
 
 
@@ -120,18 +122,18 @@ def _action(name: str, given: str, tools: Schemas) -> str:
     """House text of an action with its input."""
     if name.lower() == "finish":
         return _answer(given)
-    given = unfenced(given, "json").strip()
+    given = strip_fence(given, "json").strip()
     try:
         value = json.loads(given)
-        dumped(value)
+        dump_json(value)
     except (ValueError, RecursionError):
         if given.startswith("{"):
-            return house_call(f'{{"name": {dumped(name)}, "arguments": {given}}}')
+            return common_call(f'{{"name": {dump_json(name)}, "arguments": {given}}}')
         value = given
     if not isinstance(value, dict):
         argument, is_text = _only_argument(name, tools)
         value = {argument: given if is_text and not isinstance(value, str) else value}
-    return house_call(dumped({"name": name, "arguments": value}))
+    return common_call(dump_json({"name": name, "arguments": value}))
 
 
 def _only_argument(name: str, tools: Schemas) -> tuple[str, bool]:
@@ -148,14 +150,14 @@ def _only_argument(name: str, tools: Schemas) -> tuple[str, bool]:
 
 def _answer(content: str) -> str:
     """House text of an answer; of one that stands between the house's own tags, what they hold."""
-    text = house_text(content)
+    text = escape_common_tags(content)
     inside = extract_answer(text)
     return render_answer(re.sub("<(?=/?answer>)", r"<\\", text.strip()) if inside is None else inside)
 
 
-def _broken(text: str) -> str:
+def _break_labels(text: str) -> str:
     return _LABEL.sub(r"\1\\\2", text)
 
 
-def _mended(text: str) -> str:
+def _restore_labels(text: str) -> str:
     return _BROKEN_LABEL.sub(r"\1\2", text)

@@ -9,14 +9,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from agentr1_jax.text.dialects.base import (
+from agentr1_jax.text.call_formats.base import (
     OF_ANY_POLICY,
-    Dialect,
+    CallFormat,
     Schemas,
-    house_call,
-    house_text,
-    marks_again,
-    marks_broken,
+    break_marks,
+    common_call,
+    escape_common_tags,
+    restore_marks,
 )
 from agentr1_jax.text.tokenizer import Tokenizer
 from agentr1_jax.text.tool_calls import CLOSE, OPEN, ToolCall, parse_tool_calls, segments
@@ -35,38 +35,41 @@ class CallTags:
     close: str
 
 
-HOUSE = CallTags(OPEN, CLOSE)
+COMMON = CallTags(OPEN, CLOSE)
 
 
-def dialect(tags: CallTags = HOUSE) -> Dialect:
+def call_format(tags: CallTags = COMMON) -> CallFormat:
     """The dialect with these tags; with the house's own it changes nothing."""
     own = (tags.open, tags.close)
     call = re.compile(rf"{re.escape(tags.open)}(.*?)({re.escape(tags.close)}|\Z)", re.DOTALL)
 
-    def to_house(text: str, tools: Schemas = ()) -> str:
-        if tags == HOUSE:
+    def parse(text: str, tools: Schemas = ()) -> str:
+        if tags == COMMON:
             return text
         out, at = [], 0
         for match in call.finditer(text):
-            out += [marks_again(house_text(text[at : match.start()]), own), house_call(match[1], bool(match[2]))]
+            out += [
+                restore_marks(escape_common_tags(text[at : match.start()]), own),
+                common_call(match[1], bool(match[2])),
+            ]
             at = match.end()
-        return "".join([*out, marks_again(house_text(text[at:]), own)])
+        return "".join([*out, restore_marks(escape_common_tags(text[at:]), own)])
 
-    def from_house(text: str) -> str:
-        if tags == HOUSE:
+    def render(text: str) -> str:
+        if tags == COMMON:
             return text
         # Inside JSON a mark can only stand in a string, where any character may be written as its number.
         spelled = f"\\u{ord(tags.close[0]):04x}{tags.close[1:]}"
         out = []
         for part in segments(text):
             if part.kind in ("text", "answer"):
-                out.append(marks_broken(part.source, own))
+                out.append(break_marks(part.source, own))
             else:
                 closing = tags.close if part.kind == "call" else ""
                 out.append(f"{tags.open}{part.text.replace(tags.close, spelled)}{closing}")
         return "".join(out)
 
-    return Dialect("hermes", to_house, from_house, (*own, *OF_ANY_POLICY))
+    return CallFormat("hermes", parse, render, (*own, *OF_ANY_POLICY))
 
 
 def call_tags(tokenizer: Tokenizer) -> CallTags:
@@ -77,7 +80,7 @@ def call_tags(tokenizer: Tokenizer) -> CallTags:
     """
     call = call_by_template(tokenizer)
     if call is not None and (match := _TAGGED.fullmatch(call)):
-        if parse_tool_calls(house_call(match[2])) == [ToolCall(_NAME, _ARGUMENTS)]:
+        if parse_tool_calls(common_call(match[2])) == [ToolCall(_NAME, _ARGUMENTS)]:
             return CallTags(match[1], match[3])
     pairs = [(s, f"</{match[1]}>") for s in sorted(tokenizer.added) if (match := _ADDED_TAG.fullmatch(s))]
     known = [CallTags(*pair) for pair in pairs if pair[1] in tokenizer.added]
@@ -87,7 +90,7 @@ def call_tags(tokenizer: Tokenizer) -> CallTags:
     raise ValueError(
         f"{tokenizer.name}: {what}, and tools need calls between two tags of their own, as "
         f'{OPEN}{{"name": ..., "arguments": {{...}}}}{CLOSE}; give it such a template (chat_template.jinja '
-        "beside the tokenizer), or set agent.dialect to one that needs none: llama3, code or react"
+        "beside the tokenizer), or set agent.call_format to one that needs none: llama3, code or react"
     )
 
 

@@ -37,7 +37,7 @@ def test_rules_concatenate_ids_in_order(opening, turns, k):
             out += response + observation
         return out
 
-    append, window = (context_rule(spec).prompt(History(start, ids)) for spec in ("append", f"window({k})"))
+    append, window = (context_rule(spec).next_prompt(History(start, ids)) for spec in ("append", f"window({k})"))
     assert append.tolist() == slow(turns)
     assert window.tolist() == slow([turn for i, turn in enumerate(turns) if i >= len(turns) - k])
     assert append.dtype == window.dtype == np.int32
@@ -50,7 +50,7 @@ def test_rules_concatenate_ids_in_order(opening, turns, k):
         ("windows(2)", "unknown context rule 'windows'; choose one of append, evidence, .*, window"),
         ("window", r"write window\(k\), with whole numbers"),
         ("window()", r"write window\(k\)"),
-        ("window(0)", "a window without a turn"),
+        ("window(0)", "a window of 0 turns"),
         ("window(-1)", "'-1' is no whole number"),
         ("window(2", r"cannot read 'window\(2'"),
         ("window(k=1, l=2)", r"write window\(k\)"),
@@ -95,7 +95,7 @@ def test_an_answered_question_is_recorded_as_it_happened():
     assert [a.text for a in env.actions] == WORDS[:3]
     assert [(a.truncated, a.final) for a in env.actions] == [(False, False)] * 3
     assert t.metrics == {"em": 1.0}
-    assert t.info == {"id": "letters/0", "question": "who?", "answers": ["me"], "kind": "short"}
+    assert t.row == {"id": "letters/0", "question": "who?", "answers": ["me"], "kind": "short"}
     assert (t.uid, t.group, t.sample, t.task, t.seed) == ("u", 0, 0, "letters", 7)
 
 
@@ -140,7 +140,7 @@ def test_a_prompt_without_room_for_a_response_is_a_context_overflow():
     third = len(whole.steps[2].prompt_ids)
     t = play(WORDS, ScriptedEnv(SEEN), context_tokens=third)
     check(t, Outcome.CONTEXT_OVERFLOW, 2, ids_after(whole, 1))
-    assert t.metrics == {"em": 0.0} and t.info["question"] == "who?"
+    assert t.metrics == {"em": 0.0} and t.row["question"] == "who?"
     one_more = play(WORDS, ScriptedEnv(SEEN), context_tokens=third + 1)
     check(one_more, Outcome.RESPONSE_TRUNCATED, 3, ids_after(one_more))
     assert len(one_more.steps[2].response_ids) == 1
@@ -185,7 +185,7 @@ def test_a_response_that_stops_with_its_last_token_is_not_cut():
 
 def test_fault_2_the_end_of_turn_of_a_cut_response_is_glue_and_not_sampled():
     env = ScriptedEnv(SEEN, end=3, outcome=Outcome.ANSWERED)
-    t = play(["look", LONG, "me"], env, on_response_cut="continue")
+    t = play(["look", LONG, "me"], env, on_truncated_response="continue")
     check(t, Outcome.ANSWERED, 3, None)
     assert STOP not in t.steps[1].response_ids and len(t.steps[1].response_ids) == len(t.steps[1].logprobs) == 12
     assert t.steps[2].prompt_ids.tolist() == [*ids_after(t, 1), STOP, *observed(SEEN[1])]
@@ -333,7 +333,8 @@ def test_a_session_keeps_steps_in_order_with_their_policy_version():
     prompt = np.asarray([1, 2])
     asyncio.run(s.generate(prompt, 3))
     prompt[:] = 9
-    s.record(0.5, {"a": 0.5}, "seen", [{"name": "x"}], "key", "window(2)", {"i": 1})
+    facts = {"reward_parts": {"a": 0.5}, "observation": "seen", "tool_calls": [{"name": "x"}], "info": {"i": 1}}
+    s.record(0.5, **facts, state_key="key", context_rule="window(2)")
     asyncio.run(s.generate([3], 3))
     s.record(None)
     s.finish(Outcome.STALE, [3, 4], {"em": 0.0}, {"q": 1})
@@ -376,7 +377,7 @@ def test_fault_9_a_broken_off_trajectory_keeps_its_finished_steps_and_its_error(
     s = generated()
     s.record(1.0)
     asyncio.run(s.generate([5], 1))
-    t = s.abandoned(Outcome.ENV_FAILURE, OSError("disk full"))
+    t = s.fail(Outcome.ENV_FAILURE, OSError("disk full"))
     assert t.outcome is Outcome.ENV_FAILURE and len(t.steps) == 1
     assert t.info == {"error": "OSError: disk full"}
 

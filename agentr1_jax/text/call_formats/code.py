@@ -14,18 +14,18 @@ from __future__ import annotations
 
 import re
 
-from agentr1_jax.text.dialects.base import (
+from agentr1_jax.text.call_formats.base import (
     OF_ANY_POLICY,
-    Dialect,
+    CallFormat,
     Results,
     Schemas,
-    dumped,
-    house_call,
-    marks_again,
-    marks_broken,
-    told_tools,
-    unfenced,
-    written,
+    break_marks,
+    choose_rendering,
+    common_call,
+    dump_json,
+    list_tools,
+    restore_marks,
+    strip_fence,
 )
 from agentr1_jax.text.tool_calls import CLOSE, OPEN, ToolCall, read_call, segments
 
@@ -41,18 +41,18 @@ _PART = re.compile(
 )
 
 
-def dialect() -> Dialect:
+def call_format() -> CallFormat:
     """The dialect."""
     marks = (*_OWN, "</interpreter>", "```", OPEN, CLOSE, *OF_ANY_POLICY)
     results = Results("<interpreter>\n", "\n</interpreter>\n<interpreter>\n", "\n</interpreter>")
-    return Dialect("code", to_house, from_house, marks, results, instructions, tools_in_template=False)
+    return CallFormat("code", parse, render, marks, results, instructions, tools_in_template=False)
 
 
-def to_house(text: str, tools: Schemas = ()) -> str:
+def parse(text: str, tools: Schemas = ()) -> str:
     """See `Dialect.to_house`. Output that the policy made up, and all behind it, is cut off."""
     out, at = [], 0
     for match in _PART.finditer(text):
-        out.append(marks_again(text[at : match.start()], _OWN))
+        out.append(restore_marks(text[at : match.start()], _OWN))
         at = match.end()
         if match["made_up"]:
             return "".join(out)
@@ -61,22 +61,22 @@ def to_house(text: str, tools: Schemas = ()) -> str:
             continue
         body = match["fence"].removesuffix("\n") if match["code"] is None else match["code"]
         closed = bool(match["code_end"] or match["fence_end"])
-        out.append(house_call(dumped({"name": TOOL, "arguments": {ARGUMENT: unfenced(body, _PYTHON)}}), closed))
-    return "".join([*out, marks_again(text[at:], _OWN)])
+        out.append(common_call(dump_json({"name": TOOL, "arguments": {ARGUMENT: strip_fence(body, _PYTHON)}}), closed))
+    return "".join([*out, restore_marks(text[at:], _OWN)])
 
 
-def from_house(text: str) -> str:
+def render(text: str) -> str:
     """See `Dialect.from_house`."""
     out = []
     for part in segments(text):
         if part.kind in ("text", "answer"):
-            out.append(marks_broken(part.source, _OWN))
+            out.append(break_marks(part.source, _OWN))
             continue
         call = read_call(part)
         candidates = [part.source]
         if isinstance(call, ToolCall) and call.name == TOOL and call.arguments.keys() == {ARGUMENT}:
             candidates.insert(0, f"<code>\n```python\n{call.arguments[ARGUMENT]}\n```\n</code>")
-        out.append(written(call, candidates, to_house))
+        out.append(choose_rendering(call, candidates, parse))
     return "".join(out)
 
 
@@ -92,7 +92,7 @@ def instructions(tools: Schemas) -> str:
         )
     if others:
         said.append(
-            f"You can call these functions:\n{told_tools(others)}\n"
+            f"You can call these functions:\n{list_tools(others)}\n"
             f'To call one, write {OPEN}{{"name": FUNCTION, "arguments": {{ARGUMENT: VALUE, ...}}}}{CLOSE}. Its result '
             "comes back between <interpreter> and </interpreter>."
         )

@@ -15,7 +15,7 @@ from typing import Any
 from agentr1_jax.text.tool_calls import CLOSE, OPEN, ParseError, ToolCall, parse_tool_calls
 
 Schemas = Sequence[Mapping[str, Any]]
-ToHouse = Callable[[str, Schemas], str]
+Parse = Callable[[str, Schemas], str]
 
 OF_ANY_POLICY = ("<answer>", "</answer>", "<think>", "</think>")
 """What policies of every dialect write, and data must not."""
@@ -31,7 +31,7 @@ class Results:
 
 
 @dataclasses.dataclass(frozen=True)
-class Dialect:
+class CallFormat:
     """How a policy writes tool calls and answers, and how it is told of tools and results.
 
     Attributes:
@@ -46,61 +46,61 @@ class Dialect:
     """
 
     name: str
-    to_house: ToHouse
-    from_house: Callable[[str], str]
+    parse: Parse
+    render: Callable[[str], str]
     marks: tuple[str, ...]
     results: Results | None = None
     instructions: Callable[[Schemas], str] = lambda tools: ""
     tools_in_template: bool = True
 
 
-def house_call(body: str, closed: bool = True) -> str:
+def common_call(body: str, closed: bool = True) -> str:
     """House text of one call with whatever JSON or other text for its body."""
     inner = body.replace(CLOSE, CLOSE.replace("/", r"\/"))
     return f"{OPEN}{inner}{CLOSE if closed else ''}"
 
 
-def house_text(text: str) -> str:
+def escape_common_tags(text: str) -> str:
     """Text of a policy to whom the house's tags mean nothing."""
     return text.replace(OPEN, f"{OPEN[0]}\\{OPEN[1:]}")
 
 
-def dumped(record: Any) -> str:
+def dump_json(record: Any) -> str:
     """JSON text in one line, without escapes that are not needed."""
     return json.dumps(record, ensure_ascii=False)
 
 
-def marks_again(text: str, marks: Iterable[str]) -> str:
+def restore_marks(text: str, marks: Iterable[str]) -> str:
     """Undoes `marks_broken`."""
     return _with_backslashes(marks, r"\\").sub(lambda found: found[0][0] + found[0][2:], text)
 
 
-def marks_broken(text: str, marks: Iterable[str]) -> str:
+def break_marks(text: str, marks: Iterable[str]) -> str:
     r"""Data text in which no mark occurs: `<code>` becomes `<\code>`, `<\code>` becomes `<\\code>`."""
     return _with_backslashes(marks, "").sub(lambda found: f"{found[0][0]}\\{found[0][1:]}", text)
 
 
 def _with_backslashes(marks: Iterable[str], least: str) -> re.Pattern[str]:
     ordered = sorted(marks, key=len, reverse=True)
-    written = (rf"{re.escape(mark[0])}{least}\\*{re.escape(mark[1:])}" for mark in ordered)
-    return re.compile("|".join(written) or r"(?!)", re.IGNORECASE)
+    choose_rendering = (rf"{re.escape(mark[0])}{least}\\*{re.escape(mark[1:])}" for mark in ordered)
+    return re.compile("|".join(choose_rendering) or r"(?!)", re.IGNORECASE)
 
 
-def unfenced(body: str, language: str) -> str:
+def strip_fence(body: str, language: str) -> str:
     """What a ``` block holds, where it is all of the body and of a language (a regular expression), or of none."""
     fenced = re.fullmatch(rf"\s*```[ \t]*(?:{language})?[ \t]*\n(.*?)\n?[ \t]*```\s*", body, re.DOTALL | re.IGNORECASE)
     return fenced[1] if fenced else body
 
 
-def written(call: ToolCall | ParseError, candidates: Sequence[str], to_house: ToHouse) -> str:
+def choose_rendering(call: ToolCall | ParseError, candidates: Sequence[str], parse: Parse) -> str:
     """The first candidate that reads as `call`, or as an error of whatever kind where `call` is one; else the last."""
     for candidate in candidates[:-1]:
-        read = parse_tool_calls(to_house(candidate, ()))
+        read = parse_tool_calls(parse(candidate, ()))
         if read == [call] or (len(read) == 1 and isinstance(read[0], ParseError) and isinstance(call, ParseError)):
             return candidate
     return candidates[-1]
 
 
-def told_tools(tools: Schemas) -> str:
+def list_tools(tools: Schemas) -> str:
     """The tools' schemas, one a line."""
-    return "\n".join(dumped(tool.get("function", tool)) for tool in tools)
+    return "\n".join(dump_json(tool.get("function", tool)) for tool in tools)

@@ -37,7 +37,7 @@ def said(text):
 @given(id_lists, turns_of_ids, st.integers(1, 60))
 def test_a_token_budget_keeps_the_most_turns_that_fit_and_the_newest_in_any_case(opening, turns, tokens):
     history = History(ids(opening), [Turn(ids(r), ids(o)) for r, o in turns])
-    found = context_rule(f"token_budget({tokens})").prompt(history).tolist()
+    found = context_rule(f"token_budget({tokens})").next_prompt(history).tolist()
     endings = [[*opening, *(i for r, o in turns[first:] for i in r + o)] for first in range(len(turns) + 1)]
     fitting = [prompt for prompt in endings[: max(len(turns), 1)] if len(prompt) <= tokens]
     assert found == (fitting[0] if fitting else endings[max(len(turns) - 1, 0)])
@@ -50,9 +50,9 @@ def test_thinking_is_cut_from_the_front_of_all_but_the_last_responses(opening, t
     slow = list(opening)
     for place, ((response, observation), n) in enumerate(zip(turns, thought, strict=True)):
         slow += (response[n:] if len(turns) - place > keep else response) + observation
-    assert context_rule(f"strip_thinking({keep})").prompt(history).tolist() == slow
+    assert context_rule(f"strip_thinking({keep})").next_prompt(history).tolist() == slow
     if not keep:
-        assert context_rule("strip_thinking").prompt(history).tolist() == slow
+        assert context_rule("strip_thinking").next_prompt(history).tolist() == slow
 
 
 THINKER = TOKENIZER.__class__
@@ -112,7 +112,7 @@ def test_evidence_is_data():
 
 
 def test_evidence_needs_an_environment_that_gives_some():
-    with pytest.raises(ValueError, match="'evidence' needs an environment that says what it has shown"):
+    with pytest.raises(ValueError, match="'evidence' needs an environment that sets Observation.evidence"):
         play(["ab", "cd"], ScriptedEnv(SEEN, end=3), "evidence", **WIDE)
 
 
@@ -133,7 +133,7 @@ def test_a_summary_is_a_step_and_stands_in_place_of_what_came_before():
     assert env.judged == ["a sum"] and len(env.actions) == 4
     step = t.steps[2]
     assert step.reward == 0.25 and step.reward_parts == {"summary": 0.5, "length": -0.25}
-    assert step.info["summary"] and step.info["trained"] and step.state_key == "s2|summary"
+    assert step.info["summary"] and step.trainable and step.state_key == "s2|summary"
     assert {s.context_rule for s in t.steps} == {"summary(2)"}
     assert [s.observation for s in t.steps] == ["a dog", SUMMARY_REQUEST, "the cat", "a bird", ""]
 
@@ -180,7 +180,7 @@ def test_no_summary_follows_the_last_step():
     t = play(["ab", "cd", "unheard"], Showing(SEEN), "summary(2)", **WIDE | {"max_steps": 2})
     assert t.outcome is Outcome.MAX_STEPS and [s.observation for s in t.steps] == ["a dog", "the cat"]
     assert t.final_prompt_ids.tolist() == [*t.steps[1].prompt_ids, *said("cd"), *observed("the cat")]
-    cut = {"response_tokens": 2, "on_response_cut": "end"}
+    cut = {"response_tokens": 2, "on_truncated_response": "end"}
     t = play(["abcdabcd"], Showing(SEEN), "summary(1)", **WIDE | cut)
     assert t.outcome is Outcome.RESPONSE_TRUNCATED and [s.observation for s in t.steps] == ["a dog"]
 
@@ -236,7 +236,7 @@ def test_summaries_can_be_left_out_of_the_loss_and_still_count(trains):
 
 def test_a_row_may_allow_fewer_steps():
     t = play(["ab", "cd"], ScriptedEnv(SEEN), row={**ROW, "max_steps": 2})
-    assert t.outcome is Outcome.MAX_STEPS and len(t.steps) == 2 and t.info["max_steps"] == 2
+    assert t.outcome is Outcome.MAX_STEPS and len(t.steps) == 2 and t.row["max_steps"] == 2
     assert len(play(["ab"] * 4, ScriptedEnv(SEEN), row={**ROW, "max_steps": 9}).steps) == BUDGET["max_steps"]
 
 
@@ -244,10 +244,10 @@ def test_a_rule_of_ones_own_is_loaded_from_a_file(tmp_path, monkeypatch):
     for attribute in ("_entries", "_files"):
         monkeypatch.setattr(RULES, attribute, dict(getattr(RULES, attribute)))
     (tmp_path / "mine.py").write_text(
-        "from agentr1_jax.agents.context import joined, register\n"
+        "from agentr1_jax.agents.context import join, register\n"
         "@register('every_other')\n"
         "def every_other(history, first=0):\n"
-        "    return joined(history.opening, history.turns[first::2])\n"
+        "    return join(history.opening, history.turns[first::2])\n"
     )
     RULES.load(str(tmp_path / "mine.py"))
     t = play(["ab", "cd", "ing"], ScriptedEnv(SEEN, end=3), "every_other(1)", **WIDE)

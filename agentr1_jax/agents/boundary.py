@@ -1,0 +1,256 @@
+"""Conversion and checks of everything that environments, tools and agents return.
+
+numpy scalars become Python numbers. Any other value that training could not compute with, or that JSON could not
+store, raises `BoundaryError`, which ends its trajectory as `env_failure`. Past this module all types are right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from agentr1_jax.envs.base import Observation, Transition
+from agentr1_jax.trajectory import ROW_FACTS, Outcome
+
+LARGEST_REWARD = 1e15
+"""Largest magnitude of a reward or potential: squares, summed over a batch, stay within float32."""
+MOST_NESTED = 100
+"""Deepest nesting of JSON: reading, writing and showing JSON recurses."""
+MOST_DIGITS = 4000
+"""Decimal digits of an integer that Python converts to text."""
+ERROR_CHARACTERS = 2000
+
+E = TypeVar("E")
+
+
+class BoundaryError(ValueError):
+    """An environment, tool or agent returned a value of the wrong type or range."""
+
+
+def check_number(value: Any, name: str, largest: float = math.inf) -> float:
+    """Return a finite number of magnitude <= `largest` as a float. Raises BoundaryError for any other value."""
+    plain = _from_numpy(value)
+    if not isinstance(plain, int | float):
+        raise BoundaryError(f"{name} is {_show(value)}; it must be a number")
+    try:
+        found = float(plain)
+    except OverflowError:
+        found = math.inf
+    if not math.isfinite(found) or abs(found) > largest:
+        limit = "" if largest == math.inf else f" between -{largest:g} and {largest:g}"
+        raise BoundaryError(f"{name} is {_show(value)}; it must be a finite number{limit}")
+    return found
+
+
+def check_numbers(values: Any, name: str, largest: float = math.inf) -> dict[str, float]:
+    """Return a mapping from names to numbers; see `check_number`. None is an empty mapping."""
+    if values is None:
+        return {}
+    if not isinstance(values, Mapping):
+        raise BoundaryError(f"{name} is {_show(values)}; it must map names to numbers")
+    return {
+        check_text(key, f"a key of {name}"): check_number(x, f"{name}[{key!r}]", largest) for key, x in values.items()
+    }
+
+
+def check_text(value: Any, name: str) -> str:
+    """Return a text. Raises BoundaryError for any other value."""
+    if not isinstance(value, str):
+        raise BoundaryError(f"{name} is {_show(value)}; it must be a text")
+    return str(value)
+
+
+def check_flag(value: Any, name: str) -> bool:
+    """Return a bool. Raises BoundaryError for any other value."""
+    plain = _from_numpy(value)
+    if not isinstance(plain, bool):
+        raise BoundaryError(f"{name} is {_show(value)}; it must be True or False")
+    return plain
+
+
+def check_outcome(value: Any) -> Outcome:
+    """Return an outcome, which may be given by its name. Raises BoundaryError for any other value."""
+    try:
+        return Outcome(value)
+    except ValueError:
+        raise BoundaryError(f"outcome is {_show(value)}; it must be one of {', '.join(Outcome)}") from None
+
+
+def check_json(value: Any, name: str, levels: int = MOST_NESTED) -> Any:
+    """Return JSON with numpy values as plain ones. Raises BoundaryError for what JSON cannot store."""
+    plain = _from_numpy(value)
+    if plain is None or isinstance(plain, bool | float):
+        return plain
+    if isinstance(plain, str):
+        return str(plain)
+    if isinstance(plain, int):
+        if plain.bit_length() > 3 * MOST_DIGITS:
+            raise BoundaryError(f"{name} holds an integer of more than {MOST_DIGITS} digits")
+        return int(plain)
+    if levels == 0:
+        raise BoundaryError(f"{name} is nested more than {MOST_NESTED} levels deep")
+    if isinstance(plain, Mapping):
+        return {_json_key(key, name): check_json(item, name, levels - 1) for key, item in plain.items()}
+    if isinstance(plain, list | tuple):
+        return [check_json(item, name, levels - 1) for item in plain]
+    raise BoundaryError(f"{name} holds {_show(value)}, which JSON cannot store")
+
+
+def check_records(values: Any, name: str) -> tuple[dict[str, Any], ...]:
+    """Return JSON objects, such as the records of tool calls. Raises BoundaryError for any other value."""
+    if not isinstance(values, Sequence) or not all(isinstance(record, Mapping) for record in values):
+        raise BoundaryError(f"{name} is {_show(values)}; it must be a list of mappings")
+    return tuple(check_json(record, name) for record in values)
+
+
+def check_observation(observation: Any) -> Observation:
+    """Return an observation with every field checked. Raises BoundaryError."""
+    o = _instance(observation, Observation, "an observation")
+    if o.messages is not None:
+        for message in check_records(o.messages, "messages of an observation"):
+            for key in ("role", "content"):
+                check_text(message.get(key), f"{key!r} of a message")
+    if o.token_ids is not None and np.asarray(o.token_ids).dtype.kind not in "iu":
+        raise BoundaryError(f"token_ids of an observation are {_show(o.token_ids)}; they must be integers [N]")
+    return dataclasses.replace(
+        o,
+        text=_optional(check_text, o.text, "text of an observation"),
+        texts=None if o.texts is None else [check_text(text, "one of the texts of an observation") for text in o.texts],
+        role=check_text(o.role, "role of an observation"),
+        tools=check_records(o.tools, "tools of an observation"),
+        state_key=_optional(check_text, o.state_key, "state_key"),
+        evidence=_optional(check_text, o.evidence, "evidence of an observation"),
+        potential=_optional(check_potential, o.potential, "potential"),
+    )
+
+
+def check_potential(value: Any, name: str) -> float:
+    """Return a potential; see `check_number`."""
+    return check_number(value, name, LARGEST_REWARD)
+
+
+def check_transition(transition: Any) -> Transition:
+    """Return a transition with every field checked. Raises BoundaryError."""
+    t = _instance(transition, Transition, "the result of step()")
+    terminated, truncated = check_flag(t.terminated, "terminated"), check_flag(t.truncated, "truncated")
+    if t.observation is None and not terminated and not truncated:
+        raise BoundaryError("the episode goes on without an observation")
+    facts = check_step(t.reward, {name: getattr(t, name) for name in TRANSITION_FACTS})
+    return dataclasses.replace(
+        t,
+        **facts,
+        observation=None if t.observation is None else check_observation(t.observation),
+        terminated=terminated,
+        truncated=truncated,
+        outcome=None if t.outcome is None else check_outcome(t.outcome),
+        metrics=check_numbers(t.metrics, "metrics"),
+    )
+
+
+TRANSITION_FACTS = ("reward_parts", "raw_reward_parts", "tool_calls", "action_key", "info")
+"""Fields that a transition and a step share, apart from the reward."""
+
+
+def check_step(reward: Any, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a step that its environment or agent determines, checked.
+
+    Args:
+      reward: reward of the step; None while unknown.
+      facts: fields of `StepFacts` by name.
+
+    Raises:
+      BoundaryError: a value has the wrong type or range.
+      TypeError: `facts` has an unknown name.
+    """
+    unknown = facts.keys() - STEP_CHECKS.keys()
+    if unknown:
+        raise TypeError(f"a step has no {min(unknown)!r}; it has reward, {', '.join(STEP_CHECKS)}")
+    checked = {name: STEP_CHECKS[name](value, name) for name, value in facts.items()}
+    return {"reward": None if reward is None else check_number(reward, "reward", LARGEST_REWARD), **checked}
+
+
+def _rewards(value: Any, name: str) -> dict[str, float]:
+    return check_numbers(value, name, LARGEST_REWARD)
+
+
+def _json_object(value: Any, name: str) -> dict[str, Any]:
+    if value is not None and not isinstance(value, Mapping):
+        raise BoundaryError(f"{name} is {_show(value)}; it must be a mapping")
+    return dict(check_json(value or {}, name))
+
+
+STEP_CHECKS = {
+    "reward_parts": _rewards,
+    "raw_reward_parts": _rewards,
+    "observation": check_text,
+    "tool_calls": check_records,
+    "state_key": lambda value, name: _optional(check_text, value, name),
+    "action_key": lambda value, name: _optional(check_text, value, name),
+    "potential": lambda value, name: _optional(check_potential, value, name),
+    "next_potential": lambda value, name: _optional(check_potential, value, name),
+    "trainable": check_flag,
+    "context_rule": check_text,
+    "info": _json_object,
+}
+
+
+def check_ending(outcome: Any, metrics: Any, info: Any) -> dict[str, Any]:
+    """Return the fields of a trajectory that its agent determines at the end, checked. Raises BoundaryError."""
+    return {
+        "outcome": check_outcome(outcome),
+        "metrics": check_numbers(metrics, "metrics"),
+        "info": _json_object(info, "info"),
+    }
+
+
+def check_row(row: Any) -> dict[str, Any]:
+    """Return the facts of a task row that its trajectories keep. Raises BoundaryError if it is no mapping."""
+    if not isinstance(row, Mapping):
+        raise BoundaryError(f"a task row is {_show(row)}; it must be a mapping")
+    return {key: check_json(row[key], f"row[{key!r}]") for key in ROW_FACTS if key in row}
+
+
+def describe_error(error: BaseException) -> str:
+    """Return type and message of an exception, also where the message cannot be made."""
+    try:
+        message = str(error)
+    except Exception as failure:
+        message = f"(its message raises {type(failure).__name__})"
+    return f"{type(error).__name__}: {message[:ERROR_CHARACTERS]}"
+
+
+def _optional(check: Any, value: Any, name: str) -> Any:
+    return None if value is None else check(value, name)
+
+
+def _instance(value: Any, kind: type[E], name: str) -> E:
+    if not isinstance(value, kind):
+        raise BoundaryError(f"{name} is {_show(value)}; it must be a {kind.__name__}")
+    return value
+
+
+def _from_numpy(value: Any) -> Any:
+    """Return a scalar or array of numpy as Python values, and any other value as it is."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
+
+
+def _json_key(key: Any, name: str) -> str:
+    plain = _from_numpy(key)
+    if not isinstance(plain, str | int):
+        raise BoundaryError(f"{name} has the key {_show(key)}; keys of JSON are texts")
+    return str(plain)
+
+
+def _show(value: Any) -> str:
+    """Return a short description of a value, also where its `repr` raises."""
+    try:
+        text = repr(value)
+    except Exception:
+        text = f"an object of type {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."

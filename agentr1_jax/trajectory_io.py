@@ -1,0 +1,149 @@
+"""Trajectories as JSON records and as gzipped JSONL files."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import itertools
+import json
+import math
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from agentr1_jax import files
+from agentr1_jax.trajectory import Outcome, Step, Trajectory, common_prefix
+
+CORRUPT = (
+    *(ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError),  # of JSON and its shape
+    *(EOFError, zlib.error, gzip.BadGzipFile),  # of gzip
+)
+"""Exceptions that a corrupt line raises."""
+
+NONFINITE = ("nan", "inf", "-inf")
+"""Spelling of the numbers that JSON lacks."""
+
+
+def _delta(prompt: np.ndarray, previous: np.ndarray) -> dict[str, Any]:
+    """Return a prompt as the length of its common prefix with `previous` and the ids that follow."""
+    reuse = common_prefix(prompt, previous)
+    return {"reuse": reuse, "new": prompt[reuse:].tolist()}
+
+
+def _ids(values: Any) -> np.ndarray:
+    ids = np.asarray(values, np.int32)
+    if ids.ndim != 1 or ids.tolist() != values:
+        raise ValueError(f"{values!r:.80} is not a list of ids")
+    return ids
+
+
+def _undelta(record: Mapping[str, Any], previous: np.ndarray) -> np.ndarray:
+    if not 0 <= record["reuse"] <= len(previous):
+        raise ValueError(f"a prompt reuses {record['reuse']} of {len(previous)} ids")
+    return np.concatenate([previous[: record["reuse"]], _ids(record["new"])])
+
+
+def _finite(value: Any) -> Any:
+    """Return JSON with `nan`, `inf` and `-inf` as strings."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _finite(x) for key, x in value.items()}
+    return [_finite(x) for x in value] if isinstance(value, list | tuple) else value
+
+
+def _number(value: Any) -> Any:
+    return float(value) if value in NONFINITE else value
+
+
+def _floats(values: Any) -> np.ndarray:
+    return np.asarray([float(x) for x in values], np.float32)
+
+
+def to_json(trajectory: Trajectory) -> dict[str, Any]:
+    """Return a trajectory as JSON; each prompt is stored against the previous prompt + response."""
+    steps = []
+    previous = np.zeros(0, np.int32)
+    for step in trajectory.steps:
+        record = {f.name: getattr(step, f.name) for f in dataclasses.fields(Step)}
+        record["prompt_ids"] = _delta(step.prompt_ids, previous)
+        record["response_ids"] = step.response_ids.tolist()
+        record["logprobs"] = step.logprobs.tolist()
+        record["advantages"] = None if step.advantages is None else step.advantages.tolist()
+        steps.append(record)
+        previous = np.concatenate([step.prompt_ids, step.response_ids])
+    out = {f.name: getattr(trajectory, f.name) for f in dataclasses.fields(Trajectory)}
+    out["steps"] = steps
+    if trajectory.final_prompt_ids is not None:
+        out["final_prompt_ids"] = _delta(trajectory.final_prompt_ids, previous)
+    return out
+
+
+def from_json(record: Mapping[str, Any]) -> Trajectory:
+    """Invert `to_json`. Raises one of `CORRUPT` on a record of another shape."""
+    steps: list[Step] = []
+    previous = np.zeros(0, np.int32)
+    for fields in record["steps"]:
+        fields = dict(fields)
+        fields["prompt_ids"] = _undelta(fields["prompt_ids"], previous)
+        fields["response_ids"] = _ids(fields["response_ids"])
+        fields["logprobs"] = _floats(fields["logprobs"])
+        fields["advantages"] = None if fields["advantages"] is None else _floats(fields["advantages"])
+        for name in ("reward", "potential", "next_potential"):
+            fields[name] = _number(fields[name])
+        for name in ("reward_parts", "raw_reward_parts"):
+            fields[name] = {part: _number(x) for part, x in fields[name].items()}
+        steps.append(Step(**fields))
+        previous = np.concatenate([steps[-1].prompt_ids, steps[-1].response_ids])
+    out = dict(record)
+    out["steps"] = tuple(steps)
+    out["outcome"] = Outcome(out["outcome"])
+    out["greedy_return"] = _number(out["greedy_return"])
+    out["metrics"] = {name: _number(x) for name, x in out["metrics"].items()}
+    if out.get("final_prompt_ids") is not None:
+        out["final_prompt_ids"] = _undelta(out["final_prompt_ids"], previous)
+    return Trajectory(**out)
+
+
+def write_jsonl(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]) -> None:
+    """Write one gzipped JSONL file, which appears whole; equal content gives equal bytes (mtime 0).
+
+    Numbers that are not finite are written as strings, so that a spoilt trajectory can be inspected.
+    """
+    with (
+        files.published(path, "wb") as raw,
+        gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0, compresslevel=5) as out,
+    ):
+        for trajectory in trajectories:
+            record = to_json(trajectory)
+            try:
+                line = json.dumps(record, allow_nan=False)
+            except ValueError:
+                line = json.dumps(_finite(record), allow_nan=False)
+            # Plain ASCII, since text of tools may hold lone surrogates, which UTF-8 has no bytes for.
+            out.write(line.encode() + b"\n")
+
+
+def read_jsonl(path: str | os.PathLike[str]) -> Iterator[Trajectory]:
+    """Read the trajectories of a file that `write_jsonl` wrote.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: a line is not a trajectory; the message names file and line.
+    """
+    with files.opened(path) as raw, gzip.GzipFile(fileobj=raw) as lines:
+        for number in itertools.count(1):
+            try:
+                line = lines.readline()
+                if not line:
+                    return
+                trajectory = from_json(json.loads(line))
+            except CORRUPT as error:
+                raise ValueError(
+                    f"{os.fspath(path)}, line {number}: not a trajectory ({type(error).__name__}: {error}); "
+                    "delete or repair the file"
+                ) from error
+            yield trajectory
