@@ -41,13 +41,12 @@ def parse_curriculum(entries: Sequence[str], max_steps: int) -> list[Stage]:
     """
     stages: list[Stage] = []
     for entry in entries:
-        name, values, named = parse_call(str(entry), KEY)
-        try:
-            stage = Stage(int(named.pop("update", 0)), *map(int, values))
-        except (TypeError, ValueError):
-            stage = Stage(-1, 0)
-        if name != "max_steps" or named or stage.update < 0:
+        call = parse_call(str(entry), KEY)
+        update, steps = call.named.get("update", 0), call.values[0] if len(call.values) == 1 else None
+        unknown = call.name != "max_steps" or not call.named.keys() <= {"update"}
+        if unknown or type(update) is not int or type(steps) is not int or update < 0:
             raise ValueError(f"{KEY}: cannot read {entry!r}; write max_steps(3) or max_steps(6, update=40)")
+        stage = Stage(update, steps)
         if not 1 <= stage.max_steps <= max_steps:
             raise ValueError(f"{KEY}: {entry!r} allows {stage.max_steps} steps; budget.max_steps is {max_steps}")
         if stage.update <= stages[-1].update if stages else stage.update != 0:

@@ -22,16 +22,13 @@ def parse_weights(entries: Sequence[str], key: str) -> dict[str, float]:
     """
     weights: dict[str, float] = {}
     for entry in entries:
-        name, values, named = parse_call(str(entry), key)
-        try:
-            weight = float(named["weight"])
-        except (KeyError, ValueError):
-            weight = math.nan
-        if values or named.keys() != {"weight"} or not 0 <= weight < math.inf:
+        call = parse_call(str(entry), key)
+        weight = call.named.get("weight")
+        if not isinstance(weight, int | float) or call.values or len(call.named) > 1 or not 0 <= weight < math.inf:
             raise ValueError(f"{key}: {entry!r}: write name(weight=2), with a weight of 0 or more")
-        if name in weights:
-            raise ValueError(f"{key} names {name!r} twice")
-        weights[name] = weight
+        if call.name in weights:
+            raise ValueError(f"{key} names {call.name!r} twice")
+        weights[call.name] = float(weight)
     return weights
 
 

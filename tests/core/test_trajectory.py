@@ -266,7 +266,7 @@ def test_a_budget_must_leave_room_for_a_prompt():
     Budget(**BUDGET | {"response_tokens": 63})
     with pytest.raises(ValueError, match=r"response_tokens \(64\) leaves no room"):
         Budget(**BUDGET | {"response_tokens": 64})
-    with pytest.raises(ValueError, match="on_truncated_response is 'stop'; it must be 'end' or 'continue'"):
+    with pytest.raises(UserError, match="on_truncated_response is 'stop'; it must be 'end' or 'continue'"):
         from_section(Budget, "budget", BUDGET | {"on_truncated_response": "stop"})
 
 

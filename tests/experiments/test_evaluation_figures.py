@@ -225,7 +225,7 @@ def test_figures_of_a_recorded_run_equal_a_slow_computation(recorded):
         if dataset not in ("all", "mean"):
             members = [r for r in members if r["row"]["dataset"] == dataset]
         for r in members:  # The data sets have equal ids.
-            r["row"] = {**r["row"], "id": f"{r['info']['dataset']} {r['info']['id']}"}
+            r["row"] = {**r["row"], "id": f"{r['row']['dataset']} {r['row']['id']}"}
         tables = {d: slow_table([r for r in members if r["row"]["dataset"] == d]) for _, s, d in places if s == split}
         check_group(group, members, tables)
 
