@@ -5,17 +5,17 @@ from __future__ import annotations
 import errno
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-"""`OSError.errno` where there is no room left to write to."""
+"""Values of `OSError.errno` for a full disk or an exhausted quota."""
 
 
 class UserError(Exception):
-    """A mistake of the user: its message says what is wrong, where, and what to do; no traceback is shown."""
+    """Mistake of the user. Its message says what is wrong, where, and what to do; no traceback is shown."""
 
     status = 2
-    """Exit status of the program: starting it again as it is would end the same way."""
+    """Exit status of the program: the same command would fail again."""
 
 
-class PassingError(UserError):
-    """What may go well at another try, without any change: launchers start the program again."""
+class RetryableError(UserError):
+    """Failure that another attempt may not meet, such as a lost connection: launchers start the program again."""
 
     status = 1

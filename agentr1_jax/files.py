@@ -1,8 +1,12 @@
-"""Files of run folders, on local file systems and in buckets (`gs://BUCKET/FOLDER`), through `etils.epath`.
+"""Files of run folders, on disks and in buckets (`gs://BUCKET/FOLDER`).
 
-Paths are strings or path objects; `os.path.join` and `os.path.basename` hold for both kinds. A bucket knows objects and
-no folders: a folder is there while something lies in it. Its objects appear whole or not at all, and are never
-appended to. The way into buckets is `gcsfs`, by the extra `gcs`.
+`etils.epath` reads, writes and lists both kinds. This module adds what it lacks: atomic writes of whole files on disks,
+clear errors where `gcsfs` (the extra `gcs`) or the credentials are missing, listings that are never out of date, sizes
+of all files of a folder, and creation that fails where something exists.
+
+Paths are strings or path objects; `os.path.join` and `os.path.basename` hold for both kinds. A bucket has objects and
+no folders: a folder exists while there are objects below it. An object appears whole or not at all and cannot be
+appended to.
 """
 
 from __future__ import annotations
@@ -27,15 +31,15 @@ PathLike = str | os.PathLike[str]
 
 
 def is_remote(path: PathLike) -> bool:
-    """Whether a path lies in a bucket."""
+    """Return True for a path in a bucket."""
     return os.fspath(path).startswith(BUCKETS)
 
 
 def path(where: PathLike) -> epath.Path:
-    """A path as an object, with the way into buckets prepared where it is one there.
+    """Return an `epath.Path`; for a path in a bucket, set up the access to buckets first.
 
     Raises:
-      UserError: it lies in a bucket, and the extra `gcs` is not installed.
+      UserError: the path lies in a bucket, and the extra `gcs` is not installed.
     """
     if is_remote(where):
         _prepare_buckets()
@@ -43,11 +47,11 @@ def path(where: PathLike) -> epath.Path:
 
 
 def check_reachable(where: PathLike, name: str) -> None:
-    """Refuses a path in a bucket that cannot be read from here.
+    """Refuse a path in a bucket that cannot be read from this host.
 
     Args:
-      where: of a file or folder that need not exist.
-      name: of the key or flag that says so, for the message.
+      where: path of a file or folder, which need not exist.
+      name: config key or flag that holds the path, for the message.
 
     Raises:
       UserError: the extra `gcs` is not installed, the bucket does not answer, or wants other credentials.
@@ -58,64 +62,68 @@ def check_reachable(where: PathLike, name: str) -> None:
         path(where).exists()
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
-    except Exception as error:  # gcsfs, aiohttp and google-auth each raise their own.
+    except Exception as error:  # gcsfs, aiohttp and google-auth each raise their own exceptions.
         raise UserError(
             f"{name}: {os.fspath(where)} cannot be reached ({type(error).__name__}: {error}); this host needs "
             "credentials for the bucket: those of its service account, or `gcloud auth application-default login`"
         ) from error
 
 
-def absolute(where: PathLike) -> str:
-    """The path from the root on; one in a bucket has no other."""
+def absolute_path(where: PathLike) -> str:
+    """Return the absolute path; a path in a bucket is absolute already."""
     return os.fspath(path(where)) if is_remote(where) else os.path.abspath(where)
 
 
-def same(one: PathLike, other: PathLike) -> bool:
-    """Whether two paths are one place, links and `..` followed."""
-    both = [absolute(each) if is_remote(each) else os.path.realpath(each) for each in (one, other)]
+def same_path(one: PathLike, other: PathLike) -> bool:
+    """Return True if two paths name one file or folder, after links and `..` are resolved."""
+    both = [absolute_path(each) if is_remote(each) else os.path.realpath(each) for each in (one, other)]
     return both[0] == both[1]
 
 
 def exists(where: PathLike) -> bool:
-    """Whether there is such a file or folder."""
+    """Return True if there is a file or folder at this path."""
     return path(where).exists()
 
 
 def is_file(where: PathLike) -> bool:
-    """Whether there is such a file."""
+    """Return True if there is a file at this path."""
     return path(where).is_file()
 
 
 def is_folder(where: PathLike) -> bool:
-    """Whether there is such a folder."""
+    """Return True if there is a folder at this path."""
     return path(where).is_dir()
 
 
-def names(folder: PathLike) -> list[str]:
-    """What lies in a folder, sorted; nothing where there is none."""
+def list_names(folder: PathLike) -> list[str]:
+    """List the names of the files and folders in a folder, sorted; a missing folder has none."""
     try:
         if not is_remote(folder):
             return sorted(os.listdir(folder))
-        files, own = _file_system(), absolute(folder).removeprefix(BUCKETS)
-        # An empty object that stands for the folder is listed by the folder's own name.
+        files, own = _file_system(), absolute_path(folder).removeprefix(BUCKETS)
+        # An empty object that stands for the folder is listed under the folder's own name.
         return sorted(os.path.basename(name) for name in files.ls(own, detail=False) if name.rstrip("/") != own)
     except (FileNotFoundError, NotADirectoryError):
         return []
 
 
-def sizes(folder: PathLike) -> dict[str, int]:
-    """Bytes of all files below a folder, by their paths from there."""
+def file_sizes(folder: PathLike) -> dict[str, int]:
+    """Return the sizes in bytes of all files below a folder, by their paths relative to it."""
     if is_remote(folder):
-        own = absolute(folder).removeprefix(BUCKETS)
-        found = _file_system().find(own, detail=True)
-        return {os.path.relpath(name, own): facts["size"] for name, facts in found.items()}
+        own = absolute_path(folder).removeprefix(BUCKETS)
+        entries = _file_system().find(own, detail=True)
+        return {os.path.relpath(name, own): entry["size"] for name, entry in entries.items()}
     paths = [os.path.join(root, name) for root, _, inside in os.walk(folder) for name in inside]
     return {os.path.relpath(each, folder): os.path.getsize(each) for each in paths}
 
 
 @contextlib.contextmanager
-def opened(where: PathLike) -> Iterator[IO[bytes]]:
-    """A file to read bytes from; one in a bucket is fetched whole. Raises FileNotFoundError, which names it."""
+def open_bytes(where: PathLike) -> Iterator[IO[bytes]]:
+    """Open a file to read bytes from; an object in a bucket is fetched whole.
+
+    Raises:
+      FileNotFoundError: there is no such file; the error names it, in buckets too.
+    """
     if not is_remote(where):
         with open(where, "rb") as file:
             yield file
@@ -128,23 +136,23 @@ def opened(where: PathLike) -> Iterator[IO[bytes]]:
 
 
 def read_bytes(where: PathLike) -> bytes:
-    """All of a file. Raises FileNotFoundError, which names it."""
-    with opened(where) as file:
+    """Read a whole file. Raises FileNotFoundError, which names it."""
+    with open_bytes(where) as file:
         return file.read()
 
 
 @contextlib.contextmanager
-def published(where: PathLike, mode: str = "w", **how: Any) -> Iterator[IO[Any]]:
-    """A new file to write to, which takes the place of an old one when it is whole; its folder is made if need be.
+def atomic_write(where: PathLike, mode: str = "w", **options: Any) -> Iterator[IO[Any]]:
+    """Open a new file to write to, which replaces an old one only when this context ends without an exception.
 
-    A local one is renamed into place. One in a bucket is held in memory until then.
+    A file on a disk is written beside its place and renamed; an object in a bucket is held in memory until the end.
 
     Args:
-      where: its path.
+      where: path of the file; its folder is made if need be.
       mode: `w` for text in UTF-8, `wb` for bytes.
-      how: `errors` and `newline`, as `open` takes them.
+      options: `errors` and `newline`, as `open` takes them.
     """
-    text = {} if mode == "wb" else {"encoding": "utf-8", **how}
+    text = {} if mode == "wb" else {"encoding": "utf-8", **options}
     if is_remote(where):
         whole = io.BytesIO()
         out: IO[Any] = whole if mode == "wb" else io.TextIOWrapper(whole, **text)
@@ -165,36 +173,48 @@ def published(where: PathLike, mode: str = "w", **how: Any) -> Iterator[IO[Any]]
     os.replace(partial, where)
 
 
+def create(where: PathLike, data: bytes) -> None:
+    """Write a new file. Raises FileExistsError if there is one; of several processes, one alone succeeds."""
+    if is_remote(where):
+        _file_system().pipe_file(absolute_path(where), data, mode="create")
+    else:
+        with open(where, "xb") as file:
+            file.write(data)
+
+
 def copy(source: PathLike, to: PathLike) -> None:
-    """Copies a file, which appears whole."""
-    with published(to, "wb") as out:
+    """Copy a file atomically."""
+    with atomic_write(to, "wb") as out:
         out.write(read_bytes(source))
 
 
 def remove(where: PathLike) -> None:
-    """Removes a file."""
+    """Remove a file."""
     path(where).unlink()
 
 
 def remove_if_empty(folder: PathLike) -> None:
-    """Removes a folder in which nothing lies."""
+    """Remove a folder if it is empty."""
     if not is_remote(folder):
         with contextlib.suppress(OSError):
             os.rmdir(folder)
 
 
 def move_folder(source: PathLike, to: PathLike) -> None:
-    """Moves a folder to where nothing is: a rename, or in a bucket object by object, the old ones last."""
+    """Move a folder to a free path: by a rename, or in a bucket object by object."""
     if is_remote(source):
-        _file_system().mv(absolute(source), absolute(to), recursive=True)
+        _file_system().mv(absolute_path(source), absolute_path(to), recursive=True)
     else:
         os.makedirs(os.path.dirname(to), exist_ok=True)
         os.rename(source, to)
 
 
 @contextlib.contextmanager
-def written_locally(folder: PathLike) -> Iterator[str]:
-    """A local folder for what writes no other: the folder itself, or one whose files are taken to the bucket after."""
+def local_folder(folder: PathLike) -> Iterator[str]:
+    """Return a folder on a disk for code that cannot write to buckets: the folder itself, or a temporary one.
+
+    The files of the temporary folder are copied to the bucket when this context ends, whatever the reason.
+    """
     if not is_remote(folder):
         yield os.fspath(folder)
         return
@@ -202,7 +222,7 @@ def written_locally(folder: PathLike) -> Iterator[str]:
         try:
             yield scratch
         finally:
-            for name in sizes(scratch):
+            for name in file_sizes(scratch):
                 copy(os.path.join(scratch, name), os.path.join(folder, name))
 
 
@@ -212,14 +232,14 @@ def _prepare_buckets() -> None:
         raise UserError(f"{BUCKETS} paths need gcsfs, which is not installed: pip install 'agentr1_jax[gcs]'")
     import fsspec.config
 
-    # Others write there too, TensorStore and other processes among them: what was once listed must not be believed.
+    # TensorStore and other processes write there too, so cached listings would be out of date.
     fsspec.config.conf.setdefault("gs", {})["use_listings_cache"] = False
-    # epath would take another way where TensorFlow happens to be installed, with other errors.
+    # Where TensorFlow is installed epath would use it instead of gcsfs, and raise other errors.
     os.environ.setdefault("EPATH_USE_TF", "false")
 
 
 def _file_system() -> Any:
-    """What epath works with in buckets, for what it does not offer itself."""
+    """Return the fsspec file system under epath, for operations that epath lacks."""
     _prepare_buckets()
     import fsspec
 

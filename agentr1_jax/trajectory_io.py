@@ -114,7 +114,7 @@ def write_jsonl(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]
     Numbers that are not finite are written as strings, so that a spoilt trajectory can be inspected.
     """
     with (
-        files.published(path, "wb") as raw,
+        files.atomic_write(path, "wb") as raw,
         gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0, compresslevel=5) as out,
     ):
         for trajectory in trajectories:
@@ -134,7 +134,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> Iterator[Trajectory]:
       FileNotFoundError: there is no such file.
       ValueError: a line is not a trajectory; the message names file and line.
     """
-    with files.opened(path) as raw, gzip.GzipFile(fileobj=raw) as lines:
+    with files.open_bytes(path) as raw, gzip.GzipFile(fileobj=raw) as lines:
         for number in itertools.count(1):
             try:
                 line = lines.readline()

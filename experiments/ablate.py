@@ -27,8 +27,9 @@ from collections.abc import Sequence
 from absl import flags
 from rich.console import Console
 
-from agentr1_jax import files, kept
+from agentr1_jax import files
 from agentr1_jax.errors import UserError
+from agentr1_jax.runtime import compile_cache
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.processes import StopRequest
 from experiments.ablation import cost, fleet, grid
@@ -62,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     out = OUT.value or f"{config.run_dir.rstrip('/')}_ablation"
     if files.is_remote(out):
         raise UserError(f"{out}: the logs of a grid are appended to, which a bucket cannot; choose a local --out")
-    config.compilation_cache = kept.folder_of(config.compilation_cache, out)  # One for all arms.
+    config.compilation_cache = compile_cache.cache_folder(config.compilation_cache, out)  # One for all arms.
     warm_starts, cells = grid.make_grid(config, arms, grid.parse_seeds(SEEDS.value), out)
     todo = [cell for cell in (*warm_starts, *cells) if not cell.finished]
     backend = cost.check_apart([cell.config for cell in todo]) if todo else ""

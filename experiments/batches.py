@@ -203,12 +203,12 @@ def sampler(run: Run, journal: Journal, params: Params) -> Iterator[Batches]:
     position = journal.position
     number = position.first_checkpoint + position.update
     if processes.process_index() == 0:
-        journal.unused.forget_later(number)
-    finished = journal.unused.read(number)
+        journal.folder.remove_pending_after(number)
+    finished = journal.folder.read_pending(number)
     if not run.config.rollout.staleness:
         yield InTurn(run, finished)
         return
     ahead = Ahead(run, params, position.update, finished)
     apart = run.config.mesh.rollout_devices > 0
-    with contextlib.closing(ahead), contextlib.nullcontext() if apart else dispatch.through(run.engine.in_turn):
+    with contextlib.closing(ahead), contextlib.nullcontext() if apart else dispatch.use_dispatcher(run.engine.in_turn):
         yield ahead

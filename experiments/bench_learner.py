@@ -37,9 +37,9 @@ from agentr1_jax.learner.update import LearnerState, batch_gradient, init_state,
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.params import init_params
 from agentr1_jax.policy.sharding import shardings
-from agentr1_jax.runtime.compiles import CompileCounter
-from agentr1_jax.runtime.memory import use_huge_pages
+from agentr1_jax.runtime.compile_cache import CompileCounter
 from agentr1_jax.runtime.mesh import global_batch, learner_mesh
+from agentr1_jax.runtime.processes import use_huge_pages
 from agentr1_jax.trajectory import Outcome, Step, Trajectory
 
 STEPS = flags.DEFINE_list("steps", ["2", "4", "8", "16", "32"], "steps of a trajectory, for each case")

@@ -37,9 +37,9 @@ from agentr1_jax.rollout.counters import Counters
 from agentr1_jax.rollout.engine import Engine
 from agentr1_jax.rollout.runner import Group, run_groups
 from agentr1_jax.rollout.sampling import Sampling
-from agentr1_jax.runtime.compiles import CompileCounter
-from agentr1_jax.runtime.memory import use_huge_pages
+from agentr1_jax.runtime.compile_cache import CompileCounter
 from agentr1_jax.runtime.mesh import learner_mesh
+from agentr1_jax.runtime.processes import use_huge_pages
 from agentr1_jax.trajectory import Outcome
 
 EPISODES = flags.DEFINE_integer("episodes", 256, "episodes, in groups of 8")

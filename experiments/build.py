@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from agentr1_jax import files, kept
+from agentr1_jax import files
 from agentr1_jax.agents.context import context_rule
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity
@@ -45,8 +45,9 @@ from agentr1_jax.rollout.config import EngineConfig
 from agentr1_jax.rollout.engine import Engine
 from agentr1_jax.rollout.runner import Limits
 from agentr1_jax.rollout.sampling import Sampling
-from agentr1_jax.runtime import checkpoint, processes
+from agentr1_jax.runtime import checkpoint, compile_cache, processes
 from agentr1_jax.runtime import mesh as meshes
+from agentr1_jax.runtime.compile_cache import cached_jit
 from agentr1_jax.runtime.seeds import seed_of
 from agentr1_jax.text.call_formats import CALL_FORMATS, make_call_format
 from agentr1_jax.text.chat import chat_format
@@ -63,18 +64,18 @@ def keep_programs(config: ml_collections.ConfigDict) -> None:
     JAX's own variable `JAX_COMPILATION_CACHE_DIR` goes before it.
     """
     if folder := os.environ.get("JAX_COMPILATION_CACHE_DIR") or config.compilation_cache:
-        kept.keep_in(kept.folder_of(folder, config.run_dir))
+        compile_cache.enable(compile_cache.cache_folder(folder, config.run_dir))
 
 
 def learner_mesh(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The learner's mesh over all devices of all processes, or over those given, without those for rollouts alone."""
-    learning, _ = meshes.divided(jax.devices() if devices is None else devices, config.mesh.rollout_devices)
+    learning, _ = meshes.split_devices(jax.devices() if devices is None else devices, config.mesh.rollout_devices)
     return meshes.learner_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, learning)
 
 
 def rollout_mesh(config: ml_collections.ConfigDict) -> Mesh:
     """The mesh of this process's engine."""
-    _, rolling = meshes.divided(jax.devices(), config.mesh.rollout_devices)
+    _, rolling = meshes.split_devices(jax.devices(), config.mesh.rollout_devices)
     return meshes.rollout_mesh(rolling, config.rollout.tensor)
 
 
@@ -309,7 +310,7 @@ def published(source: str, policy: DecoderConfig, mesh: Mesh, prefix: str = "") 
 def _made(make: Callable[[jax.Array], Params], config: ml_collections.ConfigDict, mesh: Mesh) -> Params:
     layout = shardings(jax.eval_shape(make, jax.random.key(0)), mesh)
     seed = np.uint32(seed_of(config.seed, "parameters") % 2**32)
-    return kept.jit(lambda seed: make(jax.random.key(seed)), mesh, out_shardings=layout)(seed)
+    return cached_jit(lambda seed: make(jax.random.key(seed)), mesh, out_shardings=layout)(seed)
 
 
 def optimizer_config(config: ml_collections.ConfigDict) -> OptimizerConfig:
@@ -348,12 +349,12 @@ def reference(
     cast = functools.partial(cast_for_compute, policy)
     layout = shardings(jax.eval_shape(cast, params["decoder"]), mesh)
     with contextlib.closing(checkpoint.Checkpoints(config.run_dir, keep=1, name="reference")) as saved:
-        restored = saved.restore(checkpoint.abstract(jax.eval_shape(cast, params["decoder"]), layout))
+        restored = saved.restore(checkpoint.sharded_shapes(jax.eval_shape(cast, params["decoder"]), layout))
         if restored is not None:
             return restored[0]
         if not fresh:
             raise UserError(f"{config.run_dir}/reference is gone, to which the KL of this run is measured; restore it")
-        copy = kept.jit(lambda decoder: jax.tree.map(jnp.copy, cast(decoder)), mesh, out_shardings=layout)
+        copy = cached_jit(lambda decoder: jax.tree.map(jnp.copy, cast(decoder)), mesh, out_shardings=layout)
         made = copy(params["decoder"])
         saved.save(0, made, {})
     return made
@@ -376,20 +377,20 @@ def learner_state(config: ml_collections.ConfigDict, policy: DecoderConfig, mesh
     shapes = jax.eval_shape(lambda key: init_state(trained(key), optimizer), jax.random.key(0))
     layout = shardings(shapes, mesh)
 
-    @functools.partial(kept.jit, mesh=mesh, out_shardings=layout)
+    @functools.partial(cached_jit, mesh=mesh, out_shardings=layout)
     def start(begun: Params) -> LearnerState:
         return init_state(with_critic(policy, begun, config.critic), optimizer)
 
     def fresh() -> LearnerState:
         if config.warm_start.run:
-            like = checkpoint.abstract(shapes.params["decoder"], layout.params["decoder"])
+            like = checkpoint.sharded_shapes(shapes.params["decoder"], layout.params["decoder"])
             return start(inherited.decoder(config.warm_start.run, like, inherited.KEY))
         if policy.lora.rank:
             return start(_made(lambda key: adapters(init_decoder(policy, key)), config, mesh))
         return start(decoder(config, policy, mesh))
 
-    restart = kept.jit(lambda params: init_state(params, optimizer), mesh, out_shardings=layout)
-    return fresh, restart, (optimizer, checkpoint.abstract(shapes, layout), layout)
+    restart = cached_jit(lambda params: init_state(params, optimizer), mesh, out_shardings=layout)
+    return fresh, restart, (optimizer, checkpoint.sharded_shapes(shapes, layout), layout)
 
 
 def microbatches(config: ml_collections.ConfigDict, trajectories: int) -> int:

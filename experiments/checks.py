@@ -23,8 +23,11 @@ from agentr1_jax.policy import attention_check
 from agentr1_jax.policy.config import CRITICS, DecoderConfig
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import mesh as meshes
-from agentr1_jax.runtime.profile import parse_updates
-from agentr1_jax.runtime.sinks import check_sinks
+from agentr1_jax.runtime.checkpoint import CheckpointConfig
+from agentr1_jax.runtime.mesh import MeshConfig
+from agentr1_jax.runtime.monitoring import parse_profile_updates
+from agentr1_jax.runtime.processes import ProcessesConfig
+from agentr1_jax.runtime.sinks import SinksConfig
 from agentr1_jax.validation import from_section
 from experiments import build
 
@@ -49,7 +52,11 @@ def check(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | Non
       UserError: with the keys at fault and what to do.
     """
     _check_places(config)
-    check_sinks(config.run_dir, **config.sinks.to_dict())
+    from_section(SinksConfig, "sinks", config.sinks.to_dict()).check(config.run_dir)
+    from_section(ProcessesConfig, "processes", config.processes.to_dict())
+    from_section(MeshConfig, "mesh", config.mesh.to_dict())
+    checkpoint_keys = ("checkpoint_every", "checkpoints_kept")
+    from_section(CheckpointConfig, "", {key: config[key] for key in checkpoint_keys})
     try:
         build.budget(config)
         if config.context.file:
@@ -78,7 +85,7 @@ def check(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | Non
     _check_kl(config)
     _check_pretraining(config)
     _check_curriculum(config)
-    parse_updates(config.profile_updates)
+    parse_profile_updates(config.profile_updates)
     _check_sampling(config)
     _check_lengths(config)
     _check_placement(config, jax.devices() if devices is None else devices)
@@ -277,7 +284,7 @@ def _check_placement(config: ml_collections.ConfigDict, devices: Sequence[jax.De
     if config.control and processes > 1:
         raise UserError("a control run is timed, and clocks of several processes differ; run it in one process")
     c = config.mesh
-    learning, rolling = meshes.divided(devices, c.rollout_devices)
+    learning, rolling = meshes.split_devices(devices, c.rollout_devices)
     data, fsdp, _ = meshes.axis_sizes(c.data, c.fsdp, c.tensor, learning)
     for section in ("learner", "pretrain") if config.pretrain.updates else ("learner",):
         rows = config[section].rows

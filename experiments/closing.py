@@ -11,8 +11,8 @@ from rich.console import Console
 from agentr1_jax import files, report
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.metrics import read_metrics
+from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.trajectory import Trajectory
-from experiments import recordings
 from experiments.circle import Run
 from experiments.journal import Position
 
@@ -46,12 +46,12 @@ def finish(run: Run, position: Position) -> None:
         "recompiles_after_warmup": int(totals.get("recompiles", 0)),
     }
     folder = config.run_dir
-    with files.published(os.path.join(folder, "summary.json")) as out:
+    with files.atomic_write(os.path.join(folder, "summary.json")) as out:
         json.dump(summary, out, indent=2)
         out.write("\n")
     curve = os.path.join(folder, "learning_curve.png")
     report.plot_learning_curve(curve, read_metrics(os.path.join(folder, "metrics.jsonl")), title=folder)
-    shown = recordings.chosen(folder, SHOWN_PER_FILE)
+    shown = RunFolder(folder).sample_trajectories(SHOWN_PER_FILE)
     report.write_report(
         os.path.join(folder, "report.html"),
         shown,

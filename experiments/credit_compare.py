@@ -264,10 +264,10 @@ def write(
         own=own,
     )
     for name, rows in (("schemes", schemes), ("pairs", pairs), ("advantages", advantage_rows(result))):
-        with files.published(os.path.join(out, f"{name}.csv"), errors="replace", newline="") as file:
+        with files.atomic_write(os.path.join(out, f"{name}.csv"), errors="replace", newline="") as file:
             file.write(stats.csv_text(rows))
     told = "".join(f"- {note}\n" for note in [*(f"{k}: {format_value(x)}" for k, x in facts.items()), *notes])
-    with files.published(os.path.join(out, "summary.md")) as file:
+    with files.atomic_write(os.path.join(out, "summary.md")) as file:
         file.write(f"# {title}\n\n{told}\n{markdown_table(short(schemes))}\n{markdown_table(short(pairs))}")
 
 

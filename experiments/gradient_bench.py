@@ -27,7 +27,7 @@ from agentr1_jax.learner.config import AGGREGATES, RATIOS
 from agentr1_jax.report.gradients import plot_gradients
 from agentr1_jax.report.tables import markdown_table
 from agentr1_jax.runtime import config as configs
-from agentr1_jax.runtime.progress import progress
+from agentr1_jax.runtime.monitoring import progress_bar
 from experiments.credit.bias import LOSSES, REFERENCE, Row, chosen, off_policy, on_policy, plain, variants
 from experiments.credit.estimates import LEVEL
 from experiments.credit.processes import PROCESSES
@@ -152,7 +152,7 @@ def main(argv: Sequence[str]) -> None:
     sizes = {"batches": BATCHES.value, "groups": GROUPS.value, "samples": SAMPLES.value}
     rows: list[Row] = []
     total = len(processes) * (len(schemes) * len(AGGREGATES) + len(plain(schemes)) * len(LOSSES))
-    with progress("gradients", 0, total, True) as tell:
+    with progress_bar("gradients", 0, total, True) as tell:
         for name in processes:
             for row in itertools.chain(
                 on_policy(name, schemes, SEED.value, sizes),

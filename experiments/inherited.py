@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +14,7 @@ from agentr1_jax import files
 from agentr1_jax.errors import UserError
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.runtime import config as configs
-from agentr1_jax.runtime.checkpoint import newest_intact
+from agentr1_jax.runtime.checkpoint import find_newest_intact
 
 SAME = ("policy.", "tokenizer.")
 KEY = "warm_start.run: "
@@ -33,16 +32,13 @@ def check(config: ml_collections.ConfigDict) -> None:
     source = config.warm_start.run
     if config.control:
         raise UserError("control learns from demonstrations alone; set warm_start.run='' or control=False")
-    if files.same(source, config.run_dir):
+    if files.same_path(source, config.run_dir):
         raise UserError(f"warm_start.run is {source}, the run's own folder; name the run that RL starts from")
     files.check_reachable(source, "warm_start.run")
-    path = os.path.join(source, "config.json")
-    if not files.is_file(path):
-        raise UserError(f"{KEY}{source}: no run (it has no config.json)")
     try:
-        theirs = dict(configs.flatten(json.loads(files.read_bytes(path))))
-    except (ValueError, AttributeError) as error:
-        raise UserError(f"{KEY}{path}: not a config ({error}); restore it") from error
+        theirs = dict(configs.flatten(configs.read_config(source)))
+    except UserError as error:
+        raise UserError(f"{KEY}{error}") from error
     different = differing(dict(configs.flatten(configs.resolve(config))), theirs)
     if different:
         listed = "\n".join(different)
@@ -74,10 +70,10 @@ def newest_checkpoint(source: str, prefix: str = "") -> str:
     """Folder of the newest intact checkpoint of a run. Raises UserError, with its message after `prefix`, if there is
     none."""
     folder = os.path.join(source, "checkpoints")
-    step = newest_intact(folder)[0]
+    step = find_newest_intact(folder)[0]
     if step is None:
         raise UserError(f"{prefix}{source}: has no checkpoint yet; let that run come to its first one")
-    return files.absolute(os.path.join(folder, str(step)))
+    return files.absolute_path(os.path.join(folder, str(step)))
 
 
 def decoder(source: str, like: Params, prefix: str = "") -> Params:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from absl import logging
 
-from agentr1_jax import files
 from agentr1_jax.errors import UserError
 from agentr1_jax.learner.update import LearnerState
-from agentr1_jax.runtime import processes
 from agentr1_jax.runtime.checkpoint import Checkpoints
-from agentr1_jax.runtime.compiles import CompileCounter
+from agentr1_jax.runtime.compile_cache import CompileCounter
 from agentr1_jax.runtime.metrics import MetricsWriter
 from agentr1_jax.runtime.processes import StopRequest
+from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.trajectory import Trajectory
-from agentr1_jax.trajectory_io import read_jsonl, write_jsonl
 
 FORMAT = 2
 """Of the checkpoints; grows where an earlier version could not go on with them."""
@@ -79,56 +75,6 @@ class Position:
         self.phase, self.update = phase, 0
 
 
-class Unused:
-    """Trajectories that are sampled and not trained yet, in a file for each checkpoint and process that has some.
-
-    Args:
-      run_dir: the run's folder.
-    """
-
-    def __init__(self, run_dir: str) -> None:
-        self._folder = os.path.join(run_dir, "unused")
-
-    def write(self, number: int, trajectories: Sequence[Trajectory]) -> None:
-        """Writes this process's, before the checkpoint of that number; a file of an earlier attempt is replaced."""
-        path = os.path.join(self._folder, f"{number}.p{processes.process_index()}.jsonl.gz")
-        if trajectories:
-            write_jsonl(path, trajectories)
-        elif files.exists(path):
-            files.remove(path)
-
-    def read(self, number: int) -> list[Trajectory]:
-        """Those of all processes there were; the groups of a file that cannot be read are sampled again."""
-        out: list[Trajectory] = []
-        for name in self._names():
-            if not name.startswith(f"{number}.p"):
-                continue
-            try:
-                out += list(read_jsonl(os.path.join(self._folder, name)))
-            except ValueError as error:
-                logging.warning("%s; what it held is sampled again", error)
-        return out
-
-    def forget_later(self, number: int) -> None:
-        """Removes what an earlier attempt wrote after the checkpoint that the run goes on from, whoever wrote it."""
-        for name in self._names():
-            if int(name.partition(".")[0]) > number:
-                files.remove(os.path.join(self._folder, name))
-
-    def forget(self, numbers: Sequence[int]) -> None:
-        """Removes files of checkpoints that are not among these: this process's, and by the first those of processes
-        that there are no more."""
-        here, gone = processes.process_index(), processes.process_count()
-        for name in self._names():
-            number, process = name.removesuffix(".jsonl.gz").split(".p")
-            mine = int(process) == here or (here == 0 and int(process) >= gone)
-            if mine and int(number) not in numbers:
-                files.remove(os.path.join(self._folder, name))
-
-    def _names(self) -> list[str]:
-        return fnmatch.filter(files.names(self._folder), "*.p*.jsonl.gz")
-
-
 @dataclasses.dataclass(frozen=True)
 class Journal:
     """The writers and watchers of a run.
@@ -137,7 +83,7 @@ class Journal:
       position: where it stands.
       metrics: the writer of metrics.jsonl.
       checkpoints: of its state.
-      unused: what is kept of the trajectories beside it.
+      folder: run folder, which keeps pending rollouts beside the checkpoints.
       stop: whether somebody asked it to stop.
       compiles: counts compiled programs.
       started: `time.perf_counter()` at its start; earlier by the time of earlier starts where it was resumed.
@@ -146,7 +92,7 @@ class Journal:
     position: Position
     metrics: MetricsWriter
     checkpoints: Checkpoints
-    unused: Unused
+    folder: RunFolder
     stop: StopRequest
     compiles: CompileCounter
     started: float
@@ -167,10 +113,10 @@ class Journal:
         position.metrics_index = self.metrics.next_index
         position.seconds = self.seconds
         number = position.first_checkpoint + position.update
-        self.metrics.save()
-        self.unused.write(number, unused)
+        self.metrics.sync()
+        self.folder.write_pending(number, unused)
         self.checkpoints.save(number, state, dataclasses.asdict(position))
-        self.unused.forget([number, *self.checkpoints.numbers()])
+        self.folder.remove_pending_except([number, *self.checkpoints.numbers()])
 
     def save_if_due(
         self,
@@ -181,7 +127,7 @@ class Journal:
         unused: Callable[[], Sequence[Trajectory]] = lambda: (),
     ) -> None:
         """Saves after `every` updates, and where the run is to stop; calls `before` first. Raises Stopped then."""
-        stop = self.stop.agreed()
+        stop = self.stop.requested_anywhere()
         if stop or self.position.update % every == 0:
             before()
             self.save(state, unused())

@@ -20,7 +20,6 @@ import contextlib
 import dataclasses
 import functools
 import glob
-import json
 import os
 import signal
 import subprocess
@@ -39,9 +38,8 @@ from rich.console import Console
 from agentr1_jax.errors import UserError
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.metrics import read_metrics
+from agentr1_jax.runtime.run_folder import RunFolder, read_trajectories
 from agentr1_jax.trajectory import Trajectory
-from experiments import recordings
-from experiments.journal import Unused
 
 KILLS = flags.DEFINE_integer("kills", 20, "by SIGKILL in all", lower_bound=0)
 OUT = flags.DEFINE_string("out", "runs/kill_test", "folder for the runs; it must not exist")
@@ -198,7 +196,7 @@ def killed_and_resumed(
         if not was_killed(command, run, AIMS[name], times, rng):
             return finished
         kills[name] += 1
-        finished += Unused(str(run)).read(newest_checkpoint(run))
+        finished += RunFolder(str(run)).read_pending(newest_checkpoint(run))
     check_end(start(command, run), run)
     return finished
 
@@ -242,7 +240,7 @@ def newest_checkpoint(run: Path) -> int:
 
 def faults_of(run: Path, straight: Path, finished: Sequence[Trajectory]) -> list[str]:
     """What a run that was killed has otherwise than it should, in words."""
-    config = json.loads((run / "config.json").read_text())
+    config = configs.read_config(run)
     if config["rollout"]["staleness"]:
         return batch_faults(run, config, finished)
     resumed = {int(t.uid.split("/")[1]) // config["rollout"]["groups"] + 1 for t in finished}
@@ -287,9 +285,9 @@ def state_of(run: Path) -> dict[str, bytes]:
 def batch_faults(run: Path, config: Mapping[str, Any], finished: Sequence[Trajectory]) -> list[str]:
     """What is wrong with the batches of a run that samples ahead."""
     c, faults = config["rollout"], []
-    trained, written = dict[str, Trajectory](), recordings.batches(str(run))
+    trained, written = dict[str, Trajectory](), RunFolder(str(run)).batch_files()
     for update in range(config["updates"]):
-        batch = recordings.read(written.get(update, ()))
+        batch = read_trajectories(written.get(update, ()))
         visits = range(update * c["groups"], (update + 1) * c["groups"])
         expected = sorted(f"rl/{visit:06d}/{sample}" for visit in visits for sample in range(c["samples"]))
         if sorted(t.uid for t in batch) != expected:

@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import ml_collections
 
-from agentr1_jax import kept
 from agentr1_jax.credit import Credit, ShapingConfig, TokenBatch
 from agentr1_jax.learner.config import PackingConfig
 from agentr1_jax.learner.ratios import MINIBATCH_RATIOS
 from agentr1_jax.learner.update import LearnerState, TokenOutputs, make_log_ratio, make_token_outputs, make_update
 from agentr1_jax.policy.decoder import Params
+from agentr1_jax.runtime.compile_cache import cached_jit
 from experiments import build
 from experiments.circle import Run
 
@@ -88,7 +88,7 @@ def reinforced(run: Run, optimizer: Any, layout: Any, reference: Params | None) 
         log_ratio=make_log_ratio(run.policy, objective, run.learner_mesh) if needs_pass else None,
         reference=reference,
         critic=critic,
-        credit=kept.jit(scheme.assign, None),
+        credit=cached_jit(scheme.assign, None),
         greedy=scheme.needs_greedy,
         gamma=scheme.gamma,
         shaping=build.shaping(config),

@@ -29,7 +29,7 @@ from agentr1_jax.rollout.device import MOVES
 from agentr1_jax.rollout.engine import Engine
 from agentr1_jax.rollout.slots import idle_slots, to_words
 from agentr1_jax.runtime import mesh as meshes
-from agentr1_jax.runtime.checkpoint import abstract
+from agentr1_jax.runtime.checkpoint import sharded_shapes
 from experiments import build, checks, tasks, topology
 
 
@@ -85,7 +85,7 @@ def make_plan(config: ml_collections.ConfigDict, topology_name: str = "") -> Pla
     checks.check_attention(config, policy, learner_mesh, call=False)
     if topology_name:
         host = topology.first_host(topology_name, devices)
-        _, rolling = meshes.divided(host, config.mesh.rollout_devices)
+        _, rolling = meshes.split_devices(host, config.mesh.rollout_devices)
         rollout_mesh = meshes.rollout_mesh(rolling, config.rollout.tensor)
     else:
         rollout_mesh = build.rollout_mesh(config)
@@ -138,7 +138,7 @@ def _preset_of(weights: str) -> str:
 
 
 def _laid_out(shapes: Any, mesh: Mesh) -> Any:
-    return abstract(shapes, shardings(shapes, mesh))
+    return sharded_shapes(shapes, shardings(shapes, mesh))
 
 
 def _all_as(shapes: Any, sharding: NamedSharding) -> Any:

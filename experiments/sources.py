@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from agentr1_jax.errors import UserError
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.policy.params import join, merge_adapters
+from agentr1_jax.runtime import config as configs
 from agentr1_jax.text.tokenizer import Tokenizer
 from configs import base
 from experiments import build, inherited
@@ -36,15 +36,14 @@ def stored_config(run_dir: str) -> ml_collections.ConfigDict:
       UserError: there is no run, or one of another version of the config.
     """
     files.check_reachable(run_dir, "RUN")
-    path = os.path.join(run_dir, "config.json")
-    if not files.is_file(path):
-        raise UserError(f"{run_dir}: no run (it has no config.json); RUN is the config.run_dir of experiments.train")
+    stored = configs.read_config(run_dir)
     try:
-        values = json.loads(files.read_bytes(path))
-        config = base.get_config(*base.task_names(values["task"]))
-        config.update(values)
+        config = base.get_config(*base.task_names(stored["task"]))
+        config.update(stored)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: not a config of this version ({str(error.args[0]).partition('. ')[0]})") from error
+        raise UserError(
+            f"{run_dir}/config.json: not a config of this version ({str(error.args[0]).partition('. ')[0]})"
+        ) from error
     config.run_dir = run_dir
     return config
 
@@ -100,7 +99,7 @@ def newest_decoder(config: ml_collections.ConfigDict, policy: DecoderConfig, mes
 
 def has_reference(run: str) -> bool:
     """Whether a run has kept the decoder that RL began with; those with a KL term do."""
-    return any(name.isdecimal() for name in files.names(os.path.join(run, "reference")))
+    return any(name.isdecimal() for name in files.list_names(os.path.join(run, "reference")))
 
 
 def reference_decoder(config: ml_collections.ConfigDict, policy: DecoderConfig, mesh: Mesh) -> Params:

@@ -25,21 +25,21 @@ from agentr1_jax.rollout.sampling import Sampling
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import processes
 from agentr1_jax.runtime.checkpoint import Checkpoints
-from agentr1_jax.runtime.compiles import CompileCounter
-from agentr1_jax.runtime.lock import lock
-from agentr1_jax.runtime.memory import use_huge_pages
+from agentr1_jax.runtime.compile_cache import CompileCounter
+from agentr1_jax.runtime.lock import lock_folder
 from agentr1_jax.runtime.metrics import MetricsWriter
-from agentr1_jax.runtime.profile import parse_updates, profiled
-from agentr1_jax.runtime.progress import progress
+from agentr1_jax.runtime.monitoring import parse_profile_updates, progress_bar, trace_updates
+from agentr1_jax.runtime.processes import use_huge_pages
+from agentr1_jax.runtime.run_folder import RunFolder, batch_name, check_shared
 from agentr1_jax.runtime.seeds import generator
-from agentr1_jax.runtime.shared import check_shared
-from agentr1_jax.runtime.sinks import make_sinks
+from agentr1_jax.runtime.sinks import SinksConfig, make_sinks
 from agentr1_jax.tools.metrics import ToolMetrics
 from agentr1_jax.trajectory import Trajectory
-from experiments import build, checks, circle, closing, dry_run, inherited, learning, phases, recordings, tasks
+from agentr1_jax.validation import from_section
+from experiments import build, checks, circle, closing, dry_run, inherited, learning, phases, tasks
 from experiments.batches import Batches, ages, sampler
 from experiments.circle import Run
-from experiments.journal import Journal, Position, Stopped, Unused, add_totals, count_recompiles
+from experiments.journal import Journal, Position, Stopped, add_totals, count_recompiles
 from experiments.learning import Pending
 from experiments.phases import Learner
 from experiments.retrieval import LateDispatch
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> None:
     processes.initialize(config.processes.start_seconds, config.processes.heartbeat_seconds)
     checks.check(config)
     build.keep_programs(config)
-    with lock(config.run_dir) if processes.process_index() == 0 else contextlib.nullcontext():
+    with lock_folder(config.run_dir) if processes.process_index() == 0 else contextlib.nullcontext():
         check_shared(config.run_dir)
         train(config, started)
 
@@ -84,16 +84,18 @@ def train(config: ml_collections.ConfigDict, started: float) -> None:
         state, position = restored[0], Position.of(restored[1], config.run_dir)
     started -= position.seconds
 
-    sinks = make_sinks(config.run_dir, **config.sinks.to_dict(), config=configs.resolve(config))
+    sinks = make_sinks(
+        from_section(SinksConfig, "sinks", config.sinks.to_dict()), config.run_dir, configs.resolve(config)
+    )
     with (
         MetricsWriter(config.run_dir, position.metrics_index, first, sinks) as metrics,
         processes.StopRequest() as stop,
     ):
-        unused = Unused(config.run_dir)
-        journal = Journal(position, metrics, checkpoints, unused, stop, compiles, started)
+        folder = RunFolder(config.run_dir)
+        journal = Journal(position, metrics, checkpoints, folder, stop, compiles, started)
         try:
             circle.compile_engine(run, state.params)
-            if stop.agreed():
+            if stop.requested_anywhere():
                 raise Stopped
             logging.info("programs of the set-up: %s", compiles)
             if position.phase == "pretraining":
@@ -151,7 +153,7 @@ def set_up(config: ml_collections.ConfigDict) -> Run:
         checks.check_openings(config, task, agent)
         policy = build.policy(config, tokenizer)
         learner_mesh = build.learner_mesh(config)
-        processes.exchange_over(list(learner_mesh.devices.flat))
+        processes.use_devices(list(learner_mesh.devices.flat))
         checks.check_attention(config, policy, learner_mesh)
         rollout_mesh = build.rollout_mesh(config)
         frozen = build.frozen(config, policy, learner_mesh)
@@ -183,7 +185,7 @@ def warm_start(run: Run, journal: Journal, learner: Learner, state: LearnerState
         return state
     expert = circle.demonstrations(run)
     if journal.position.update == 0:
-        recordings.write(config.run_dir, "demonstrations", expert[: closing.SHOWN_PER_FILE])
+        RunFolder(config.run_dir).write_trajectories("demonstrations", expert[: closing.SHOWN_PER_FILE])
         logging.info("%d demonstrations, em %.3f", len(expert), circle.means(expert)["em"])
     state = supervise(run, journal, learner, state, expert, config.warm_start)
     journal.save(state)
@@ -219,7 +221,7 @@ def supervise(
         late.clear()
 
     warmed_up = False
-    with progress(phase.replace("_", " "), position.update, total, first) as show:
+    with progress_bar(phase.replace("_", " "), position.update, total, first) as show:
         while (done := journal.seconds / config.control_seconds if timed else position.update / total) < 1:
             compiled = journal.compiles.count
             batch = draw(examples, per_process, config.seed, position.update)
@@ -248,8 +250,8 @@ def reinforce(run: Run, journal: Journal, learner: Learner, state: LearnerState)
     config, position = run.config, journal.position
     c, first = config.rollout, processes.process_index() == 0
     warmed_up = False
-    traced = profiled(config.run_dir, parse_updates(config.profile_updates), first)
-    shown = progress("rl", position.update, config.updates, first)
+    traced = trace_updates(config.run_dir, parse_profile_updates(config.profile_updates), first)
+    shown = progress_bar("rl", position.update, config.updates, first)
     with sampler(run, journal, state.params) as batches, shown as show, traced as begin:
         for update in range(position.update, config.updates):
             evaluate_if_due(run, journal, state, batches)
@@ -259,7 +261,7 @@ def reinforce(run: Run, journal: Journal, learner: Learner, state: LearnerState)
             run.engine.record_timeline = first and update + 1 == config.updates and not c.staleness
             visits = range(position.visits, position.visits + c.groups)
             batch = batches.take(state.params, update, visits, lambda: journal.stop.requested)
-            if journal.stop.agreed() or batch is None:
+            if journal.stop.requested_anywhere() or batch is None:
                 journal.save(state, [*(t for part in batch or () for t in part), *batches.unused()])
                 raise Stopped
             trajectories, dull = batch
@@ -276,7 +278,7 @@ def reinforce(run: Run, journal: Journal, learner: Learner, state: LearnerState)
             position.update, position.returns = update + 1, pending.moments
             batches.learnt(state.params, update + 1)
             trajectories += dull
-            recordings.write(config.run_dir, recordings.batch_name(update), trajectories)  # While the device learns.
+            RunFolder(config.run_dir).write_trajectories(batch_name(update), trajectories)  # While the device learns.
             sampled = circle.means(trajectories)
             record = pending.result() | {"time/learn": time.perf_counter() - since}
             if config.kl.target is not None:
@@ -368,14 +370,14 @@ def evaluate(
         stop=lambda: journal.stop.requested,
         within=within,
     )
-    stopped = journal.stop.agreed()  # Of all processes: also those that were not told to stop ask.
+    stopped = journal.stop.requested_anywhere()  # Of all processes: also those that were not told to stop ask.
     if stopped or done is None:
         raise Stopped
     shown, _ = done
     measured = circle.means(shown)
     kind = "eval_sampled" if temperature else "eval"
     journal.metrics.write({"phase": kind, "update": update, **{f"eval/{key}": x for key, x in measured.items()}})
-    recordings.write(run.config.run_dir, name, shown)
+    RunFolder(run.config.run_dir).write_trajectories(name, shown)
     logging.info("%s: em %.3f over %d questions", name, measured.get("em", math.nan), count)
     return measured
 

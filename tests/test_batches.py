@@ -18,12 +18,12 @@ from programs import program
 from schedules import POLICY, Planned, all_ids, assert_exact, engine_of, planned
 
 from agentr1_jax.errors import UserError
-from agentr1_jax.runtime import processes
+from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.tools.metrics import ToolMetrics
 from configs import quickstart
-from experiments import checks, circle, recordings
+from experiments import checks, circle
 from experiments.batches import Ahead, InTurn, ages
-from experiments.journal import Position, Stopped, Unused
+from experiments.journal import Position, Stopped
 
 train_script = program("train")
 
@@ -140,9 +140,9 @@ def test_what_is_sampled_and_not_trained_is_kept_and_not_sampled_again(tmp_path)
     kept = made.unused()
     made.close()
     assert names(kept) == [*expected(2), *expected(3), *expected(4)]
-    unused = Unused(str(tmp_path))
-    unused.write(7, kept[:-3])  # One group of two, and half of another, are lost.
-    again = Ahead(run, params_of(2), 2, unused.read(7))
+    folder = RunFolder(str(tmp_path))
+    folder.write_pending(7, kept[:-3])  # One group of two, and half of another, are lost.
+    again = Ahead(run, params_of(2), 2, folder.read_pending(7))
     try:
         out = train(again, start=2)
     finally:
@@ -187,23 +187,6 @@ def test_a_stop_of_one_batch_after_the_other_keeps_complete_groups_for_the_next_
     done.clear()
     InTurn(quick, kept[1:]).take(params_of(0), 0, visits(0), NEVER)
     assert sorted(done) == expected(0)[:SAMPLES] + expected(0)[2 * SAMPLES :]
-
-
-def test_files_of_checkpoints_that_are_gone_go_too_and_damaged_ones_are_sampled_again(tmp_path, caplog):
-    run = run_of(0)
-    (batch, _) = InTurn(run).take(params_of(0), 0, visits(0), NEVER)
-    unused = Unused(str(tmp_path))
-    for number in (3, 4, 5):
-        unused.write(number, batch)
-    unused.forget([4, 5])
-    assert sorted(path.name for path in (tmp_path / "unused").iterdir()) == ["4.p0.jsonl.gz", "5.p0.jsonl.gz"]
-    (tmp_path / "unused" / "5.p0.jsonl.gz").write_bytes(b"x")
-    assert unused.read(5) == [] and "sampled again" in caplog.text
-    assert names(unused.read(4)) == names(batch) and unused.read(9) == []
-    unused.write(4, [])
-    assert unused.read(4) == []
-    Unused(str(tmp_path / "none")).write(1, [])
-    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize(
@@ -272,43 +255,10 @@ def test_what_ends_between_two_looks_is_no_error():
         circle.awaited(failed, NEVER)
 
 
-def test_what_an_earlier_attempt_wrote_later_is_not_read(tmp_path):
-    run = run_of(0)
-    (batch, _) = InTurn(run).take(params_of(0), 0, visits(0), NEVER)
-    unused = Unused(str(tmp_path))
-    unused.write(12, batch)
-    (tmp_path / "unused" / "12.p0.jsonl.gz").rename(tmp_path / "unused" / "12.p1.jsonl.gz")  # By two processes then.
-    unused.write(10, batch[:2])
-    unused.forget_later(10)
-    assert unused.read(12) == [] and names(unused.read(10)) == names(batch[:2])
-
-
-def test_files_of_processes_that_there_are_no_more_go_with_the_next_ones(tmp_path, monkeypatch):
-    """After a resume in another number of processes a batch would else be there twice."""
-    run = run_of(0)
-    run.config.run_dir = str(tmp_path)
-    (batch, _) = InTurn(run).take(params_of(0), 0, visits(0), NEVER)
-    unused = Unused(str(tmp_path))
-
-    def written_by(count):
-        monkeypatch.setattr(processes, "process_count", lambda: count)
-        for index in range(count):
-            monkeypatch.setattr(processes, "process_index", lambda index=index: index)
-            recordings.write(str(tmp_path), "rl_000001", batch[index::count])
-            unused.write(count, batch[index::count])
-            unused.forget([count])
-        return sorted(str(path.relative_to(tmp_path)).split(".", 1)[1] for path in tmp_path.glob("*/*"))
-
-    assert written_by(3) == [f"p{k}.jsonl.gz" for k in range(3) for _ in "ab"]
-    assert written_by(2) == [f"p{k}.jsonl.gz" for k in range(2) for _ in "ab"]
-    assert written_by(1) == ["jsonl.gz", "p0.jsonl.gz"]
-    assert written_by(2) == [f"p{k}.jsonl.gz" for k in range(2) for _ in "ab"]
-
-
 def test_all_processes_ask_whether_to_stop_also_who_was_told_to():
     """One that did not would leave the others waiting for its answer."""
     asked = []
-    stop = types.SimpleNamespace(requested=True, agreed=lambda: asked.append(True) or True)
+    stop = types.SimpleNamespace(requested=True, requested_anywhere=lambda: asked.append(True) or True)
     journal = types.SimpleNamespace(stop=stop, position=types.SimpleNamespace(update=0))
     run = run_of(0)
     run.config.eval = types.SimpleNamespace(questions=2, split="eval")

@@ -18,7 +18,7 @@ from agentr1_jax.rollout.engine import Engine
 from agentr1_jax.rollout.lines import common_prefix
 from agentr1_jax.rollout.sampling import Sampling, sample
 from agentr1_jax.rollout.slots import idle_slots, to_words
-from agentr1_jax.runtime.compiles import CompileCounter
+from agentr1_jax.runtime.compile_cache import CompileCounter
 from agentr1_jax.trajectory import Outcome
 
 KEY = np.asarray([5, 6], np.uint32)

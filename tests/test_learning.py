@@ -31,7 +31,7 @@ from learners import (
 from pair import run_two
 
 from agentr1_jax.learner.config import PACKING_MODES
-from agentr1_jax.runtime.compiles import CompileCounter
+from agentr1_jax.runtime.compile_cache import CompileCounter
 from agentr1_jax.trajectory import POLICIES, Outcome, OutcomePolicy
 from agentr1_jax.trajectory_io import read_jsonl, write_jsonl
 from experiments import learning, phases

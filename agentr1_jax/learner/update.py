@@ -19,7 +19,6 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float
 
-from agentr1_jax import kept
 from agentr1_jax.learner.batch import Batch, LossTokens
 from agentr1_jax.learner.config import Objective
 from agentr1_jax.learner.kl import kl_estimate
@@ -30,6 +29,7 @@ from agentr1_jax.policy.attention import PackedRows
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Decoder, Params, head_kernel
 from agentr1_jax.policy.params import join, values
+from agentr1_jax.runtime.compile_cache import cached_jit
 
 
 @flax.struct.dataclass
@@ -192,7 +192,7 @@ def make_token_outputs(
       copy of the trained parameters of the policy's decoder, of another time; None where nothing needs it.
     """
 
-    return kept.jit(_batch_outputs(policy, objective, mesh), mesh)
+    return cached_jit(_batch_outputs(policy, objective, mesh), mesh)
 
 
 def _batch_outputs(policy: DecoderConfig, objective: Objective, mesh: Mesh | None) -> Callable[..., TokenOutputs]:
@@ -233,7 +233,7 @@ def make_log_ratio(
     """
     token_outputs = _batch_outputs(policy, objective, mesh)
 
-    @functools.partial(kept.jit, mesh=mesh)
+    @functools.partial(cached_jit, mesh=mesh)
     def log_ratio(trained: Params, frozen: Params, batch: Batch, count: Array) -> Array:
         logprob = token_outputs(trained, frozen, None, batch, count).logprob
         loss_tokens = dataclasses.replace(batch.loss_tokens, is_action=_trained_mask(batch.loss_tokens))
@@ -297,7 +297,7 @@ def make_update(
     mesh = jax.tree.leaves(layout)[0].mesh
     gradient = batch_gradient(policy, objective, mesh)
 
-    @functools.partial(kept.jit, mesh=mesh, donate_argnums=0, out_shardings=(layout, None))
+    @functools.partial(cached_jit, mesh=mesh, donate_argnums=0, out_shardings=(layout, None))
     def update(
         state: LearnerState, frozen: Params, batch: Batch, count: Array, rates: dict[str, Array]
     ) -> tuple[LearnerState, dict[str, Array]]:

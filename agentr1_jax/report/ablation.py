@@ -134,7 +134,7 @@ def write_markdown(
     picture = f"{os.path.splitext(os.path.basename(path))[0]}.png"
     parts = [f"# {title}", markdown_table(rows), how, *remarks, f"![learning curves]({picture})"]
     parts += ["Each seed, greedy / sampled:", markdown_table(seed_rows(arms))]
-    with files.published(path) as out:
+    with files.atomic_write(path) as out:
         out.write("\n\n".join(part.strip() for part in parts) + "\n")
 
 
@@ -151,7 +151,7 @@ def write_csv(path: str | os.PathLike[str], arms: Sequence[ArmResult]) -> None:
             else:
                 flat[name] = value
         rows.append(flat)
-    with files.published(path, newline="") as out:
+    with files.atomic_write(path, newline="") as out:
         writer = csv.DictWriter(out, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)

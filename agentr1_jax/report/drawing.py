@@ -32,5 +32,5 @@ def tidy(axes: Axes) -> None:
 
 def save(figure: Figure, path: files.PathLike) -> None:
     """Writes the picture as a PNG; its folder is made if need be."""
-    with files.published(path, "wb") as out:
+    with files.atomic_write(path, "wb") as out:
         figure.savefig(out, format="png")

@@ -25,7 +25,7 @@ from agentr1_jax.report.tables import format_value
 def write_page(path: str | os.PathLike[str], template: str, **values: Any) -> None:
     """Render a template of `pages/` to a file, which appears whole."""
     text = _environment().get_template(template).render(values)
-    with files.published(path, errors="replace", newline="\n") as out:
+    with files.atomic_write(path, errors="replace", newline="\n") as out:
         out.write(text + "\n")
 
 

@@ -10,13 +10,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from agentr1_jax import kept
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.rollout.cache import KVCache, cache_sharding, empty_cache
 from agentr1_jax.rollout.config import EngineConfig
 from agentr1_jax.rollout.programs import Sampled, build_programs
 from agentr1_jax.rollout.slots import Slots, idle_slots, to_words
+from agentr1_jax.runtime.compile_cache import cached_jit
 
 
 class Executor:
@@ -33,7 +33,7 @@ class Executor:
         self.programs = build_programs(
             policy, mesh, chunk=config.decode_chunk, block=config.attention_block, together=config.together(shards)
         )
-        self.new_cache = kept.jit(
+        self.new_cache = cached_jit(
             functools.partial(empty_cache, policy, config.lines(shards), config.length, mesh.shape["tensor"]),
             mesh,
             out_shardings=cache_sharding(policy, mesh),

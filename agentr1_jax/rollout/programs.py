@@ -18,12 +18,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from agentr1_jax import kept
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Decoder, Params, output_logits
 from agentr1_jax.rollout.cache import CacheView, KVCache, cache_sharding, copy_lines
 from agentr1_jax.rollout.sampling import NO_TOKEN, matches_stop, sample
 from agentr1_jax.rollout.slots import Slots, take_over
+from agentr1_jax.runtime.compile_cache import cached_jit
 
 
 @flax.struct.dataclass
@@ -177,7 +177,7 @@ def build_programs(config: DecoderConfig, mesh: Mesh, *, chunk: int, block: int,
     )
     run_copy = sharded(copy_lines, (by_line, by_row, by_row, by_row), by_line)
     return Programs(
-        prefill=kept.jit(run_prefill, mesh, donate_argnums=1, out_shardings=layout),
-        decode=kept.jit(run_decode, mesh, donate_argnums=1, out_shardings=(layout, rows, rows)),
-        copy=kept.jit(run_copy, mesh, donate_argnums=0, out_shardings=layout),
+        prefill=cached_jit(run_prefill, mesh, donate_argnums=1, out_shardings=layout),
+        decode=cached_jit(run_decode, mesh, donate_argnums=1, out_shardings=(layout, rows, rows)),
+        copy=cached_jit(run_copy, mesh, donate_argnums=0, out_shardings=layout),
     )

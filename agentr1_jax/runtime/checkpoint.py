@@ -1,8 +1,8 @@
-"""Checkpoints: the learner's state and a JSON record of where the run stands, by Orbax.
+"""Checkpoints: the learner's state and a JSON record of the run's progress, written by Orbax.
 
-Beside what Orbax writes, each checkpoint holds `inventory.json`: its files and their sizes, by which damage is found
-before anything is read. A checkpoint gets its name when it is whole, so that a kill leaves nothing half-written; in a
-bucket, where a folder cannot be renamed, it has its name from the start, and counts when it holds `commit_success.txt`.
+Each checkpoint also holds `inventory.json`, the names and sizes of its files, so that damage is found before anything
+is read. A checkpoint on a disk gets its name when it is complete, so that a kill leaves no half-written one. In a
+bucket, where a folder cannot be renamed, it has its name from the start and counts once `commit_success.txt` exists.
 """
 
 from __future__ import annotations
@@ -18,48 +18,68 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 from absl import logging
+from pydantic.dataclasses import dataclass
 
 from agentr1_jax import files
 from agentr1_jax.errors import DISK_FULL, UserError
 from agentr1_jax.runtime import processes
+from agentr1_jax.validation import STRICT, Count
 
 INVENTORY = "inventory.json"
 COMMITTED = "commit_success.txt"
-"""What Orbax writes last into a checkpoint in a bucket."""
+"""File that Orbax writes last into a checkpoint in a bucket."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class CheckpointConfig:
+    """When checkpoints are written: keys at the top of a config.
+
+    Attributes:
+      checkpoint_every: RL batches between checkpoints; in the warm start it is 100 times as many updates.
+      checkpoints_kept: number of newest checkpoints that are not removed.
+    """
+
+    checkpoint_every: Count = 10
+    checkpoints_kept: Count = 2
 
 
 class Checkpoints:
-    """The checkpoints of one run folder; all processes call every method.
+    """Checkpoints of one run folder; all processes call every method.
 
     Args:
-      run_dir: the run's folder.
-      keep: newest checkpoints kept.
-      name: of their folder in the run's.
+      run_dir: run folder.
+      keep: number of newest checkpoints that are not removed.
+      name: name of their folder in the run folder.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], keep: int, name: str = "checkpoints") -> None:
-        self._folder = files.absolute(os.path.join(run_dir, name))
+        self._folder = files.absolute_path(os.path.join(run_dir, name))
         self._saving = -1
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             create=True,
-            cleanup_tmp_directories=True,  # What a run that was killed was writing.
-            async_options=ocp.AsyncOptions(post_finalization_callback=self._finished),
+            cleanup_tmp_directories=True,  # Half-written checkpoints of killed runs.
+            async_options=ocp.AsyncOptions(post_finalization_callback=self._write_inventory),
         )
         self._manager = ocp.CheckpointManager(self._folder, options=options)
 
     def restore(self, like: Any) -> tuple[Any, dict[str, Any]] | None:
-        """The newest intact (state, record), laid out like the arrays or shape structs of `like`.
+        """Read the newest intact checkpoint.
 
-        None if there is no checkpoint. Newer ones that are damaged are said aloud, and moved out of the way of those to
-        come.
+        Newer checkpoints that are damaged are reported by a warning and moved to another folder.
+
+        Args:
+          like: state whose structure, shapes and shardings the result gets; its leaves are arrays or shape structs.
+
+        Returns:
+          (state, record), or None if there is no checkpoint.
 
         Raises:
-          UserError: none of the checkpoints is intact, or the newest does not hold such a state.
+          UserError: no checkpoint is intact, or the newest intact one does not hold such a state.
         """
         self._manager.wait_until_finished()
         first = processes.process_index() == 0
-        step, damaged = processes.all_gather_json(newest_intact(self._folder) if first else None)[0]
+        step, damaged = processes.all_gather_json(find_newest_intact(self._folder) if first else None)[0]
         if step is None:
             return None
         if first:
@@ -70,7 +90,7 @@ class Checkpoints:
         args = ocp.args.Composite(state=ocp.args.StandardRestore(like), record=ocp.args.JsonRestore())
         try:
             restored = self._manager.restore(step, args=args)
-        except Exception as error:  # Orbax and TensorStore raise whatever they like, bare `Exception` included.
+        except Exception as error:  # Orbax and TensorStore raise many types, bare `Exception` among them.
             raise UserError(
                 f"{os.path.join(self._folder, str(step))}: cannot be read ({_first_sentence(error)}); if another "
                 "version of the code wrote it, go on with that one; else remove it to go on from the one before"
@@ -78,10 +98,15 @@ class Checkpoints:
         return restored.state, restored.record
 
     def save(self, step: int, state: Any, record: dict[str, Any]) -> None:
-        """Saves in the background; `step` must grow. The state may be donated once this returns.
+        """Write a checkpoint in the background; the state may be donated once this returns.
+
+        Args:
+          step: number of the checkpoint, larger than all earlier ones; nothing happens if it exists already.
+          state: state of the learner.
+          record: progress of the run, as plain JSON.
 
         Raises:
-          UserError: this checkpoint, or the last one, found no room on the disk.
+          UserError: the disk was too full for this checkpoint, or for the last one.
         """
         if step in self._manager.all_steps():
             return
@@ -92,38 +117,42 @@ class Checkpoints:
             self._manager.save(step, args=args)
 
     def numbers(self) -> list[int]:
-        """Those that there are, and the one that is being written."""
+        """Return the numbers of the checkpoints, the one that is being written included."""
         return list(self._manager.all_steps())
 
     def close(self) -> None:
-        """Waits for what is being written."""
+        """Wait until the checkpoint in progress is written."""
         with _room_on_disk(self._folder):
             self._manager.wait_until_finished()
         self._manager.close()
 
-    def _finished(self) -> None:
-        """Called by Orbax, in its thread, when all files are written and before the checkpoint gets its name."""
+    def _write_inventory(self) -> None:
+        """List the files; Orbax calls this in its thread once all are written, before the checkpoint gets its name."""
         if processes.process_index() == 0:
             name = str(self._saving)
             if not files.is_remote(self._folder):
-                (name,) = (each for each in files.names(self._folder) if each.startswith(f"{name}."))
+                (name,) = (each for each in files.list_names(self._folder) if each.startswith(f"{name}."))
             write_inventory(os.path.join(self._folder, name))
 
 
-def abstract(shapes: Any, shardings: Any) -> Any:
-    """Shape structs with shardings, to restore into."""
+def sharded_shapes(shapes: Any, shardings: Any) -> Any:
+    """Return shape structs with these shardings, to restore into."""
     return jax.tree.map(lambda s, h: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=h), shapes, shardings)
 
 
-def newest_intact(folder: str) -> tuple[int | None, list[int]]:
-    """The number of the newest intact checkpoint, None if there is no checkpoint; and those of newer, damaged ones.
+def find_newest_intact(folder: str) -> tuple[int | None, list[int]]:
+    """Find the newest intact checkpoint. One without an inventory counts as intact.
 
-    One without an inventory, which an earlier version wrote, counts as intact.
+    Args:
+      folder: folder of the checkpoints.
+
+    Returns:
+      its number, None if there is no checkpoint; and the numbers of newer ones, which are damaged.
 
     Raises:
-      UserError: all are damaged.
+      UserError: all checkpoints are damaged.
     """
-    steps = sorted((int(name) for name in files.names(folder) if name.isdecimal()), reverse=True)
+    steps = sorted((int(name) for name in files.list_names(folder) if name.isdecimal()), reverse=True)
     if files.is_remote(folder):
         steps = [step for step in steps if files.exists(os.path.join(folder, str(step), COMMITTED))]
     damaged: list[int] = []
@@ -139,18 +168,18 @@ def newest_intact(folder: str) -> tuple[int | None, list[int]]:
 
 
 def write_inventory(checkpoint: str) -> None:
-    """Lists a checkpoint's files with their sizes in bytes, in its `inventory.json`."""
-    with files.published(os.path.join(checkpoint, INVENTORY)) as out:
+    """Write the names and sizes (bytes) of a checkpoint's files to its `inventory.json`."""
+    with files.atomic_write(os.path.join(checkpoint, INVENTORY)) as out:
         json.dump(_sizes(checkpoint), out, indent=1, sort_keys=True)
 
 
 def _sizes(checkpoint: str) -> dict[str, int]:
-    """Sizes of the files of the items; what lies beside them is Orbax's own, and is written later."""
-    return {name: size for name, size in files.sizes(checkpoint).items() if os.path.dirname(name)}
+    """Return the sizes of the files of all items; files beside the items belong to Orbax, which writes them later."""
+    return {name: size for name, size in files.file_sizes(checkpoint).items() if os.path.dirname(name)}
 
 
 def _fault(checkpoint: str) -> str | None:
-    """What is wrong with the files of a checkpoint, or None."""
+    """Return what is wrong with the files of a checkpoint, or None."""
     path = os.path.join(checkpoint, INVENTORY)
     if not files.exists(path):
         return None
@@ -166,7 +195,7 @@ def _fault(checkpoint: str) -> str | None:
 
 
 def _move_away(folder: str, step: int) -> None:
-    """Keeps a damaged checkpoint beside the others' folder, for whoever wants to look at it."""
+    """Move a damaged checkpoint to a folder beside the others, so that it can be examined."""
     place = next(p for i in itertools.count() if not files.exists(p := f"{folder}.damaged/{step}.{i}"))
     files.move_folder(os.path.join(folder, str(step)), place)
     logging.warning("it is kept as %s; the run goes on from the one before", place)
@@ -174,7 +203,7 @@ def _move_away(folder: str, step: int) -> None:
 
 @contextlib.contextmanager
 def _room_on_disk(folder: str) -> Iterator[None]:
-    """Tells a full disk from other errors of Orbax and TensorStore, which have no type for it."""
+    """Turn errors about a full disk into a UserError; Orbax and TensorStore have no type for them."""
     try:
         yield
     except Exception as error:

@@ -1,8 +1,7 @@
 """Configs: `get_config()` files, overrides on the command line, the resolved config of a run folder.
 
-A config file starts from `configs/base.py`, whose `get_config()` returns a locked `ConfigDict`, so that a key which
-does not exist there is an error wherever it is written. Importing this module does not import JAX: mistakes are
-reported at once.
+A config file starts from `configs/base.py`, whose `get_config()` returns a locked `ConfigDict`: a key that does not
+exist there is an error wherever it is written. This module does not import JAX, so that mistakes are reported at once.
 """
 
 from __future__ import annotations
@@ -29,6 +28,15 @@ from agentr1_jax import files
 from agentr1_jax.errors import DISK_FULL, UserError
 from agentr1_jax.runtime import lock
 
+FORMAT = 3
+"""Format of run folders, stored in config.json; it grows when an earlier version could not read a folder."""
+EARLIER = "agentr1_jax 0.1.0 (commit 41ce720)"
+"""Version that wrote run folders without a format."""
+HELP = (
+    "Set keys by --config=FILE --config.a.b=value, e.g. --config=configs/quickstart.py --config.updates=20; "
+    "configs/base.py and docs/config.md list every key.\n\n"
+)
+"""First line of `--help`."""
 RESUMABLE = (
     "run_dir",
     "mesh",
@@ -47,52 +55,54 @@ RESUMABLE = (
     "learner.rows",
     "pretrain.rows",
 )
-"""Keys and sections that a later start of the same run may change: where it runs and how that is laid out, which
+"""Keys and sections that a later start of the same run may change: where it runs and how it is laid out there, which
 changes results by rounding alone."""
 
 PROBE = ".shared"
-"""The file by which `runtime/shared.py` finds out whether all processes see one folder."""
+"""File by which `check_shared` of `runtime/run_folder.py` finds out whether all processes see one folder."""
 
 BEFORE_CONFIG = {lock.NAME, PROBE, "tokenizer.model"} | {
     f"{name}.partial" for name in (PROBE, "tokenizer.model", "config.json")
 }
-"""What a start that was killed before it wrote its config may have left in the folder."""
+"""Files that a start may leave in the folder if it is killed before it has written config.json."""
 
 
 def define_config_flag(default: str | None = None) -> flags.FlagHolder[ml_collections.ConfigDict]:
-    """Defines `--config=FILE.py[:argument]` and its overrides `--config.a.b=value`; `.value` is the locked config."""
+    """Define `--config=FILE.py[:argument]` and its overrides `--config.a.b=value`; `.value` is the locked config."""
     return config_flags.DEFINE_config_file("config", default, "path of a config file", lock_config=True)
 
 
 def run_main(main: Callable[[Sequence[str]], Any], arguments: Sequence[str] = ()) -> None:
-    """Runs `main(argv)` as `absl.app.run` does, but a user's mistake is one message and exit status 2.
+    """Run `main(argv)` as `absl.app.run` does, but report a user's mistake by one message and exit status 2.
 
-    `arguments` names the positional arguments of the command, those that may be left out in brackets, and the last one
-    with three dots behind it where there may be more of it. A command that has any needs no `--config`.
-
-    One process of several leaves at once when it fails: `jax.distributed` would have it wait at exit for the others,
+    One process of several exits at once when it fails: `jax.distributed` would let it wait at exit for the others,
     which wait for it in a collective.
+
+    Args:
+      main: function of the positional arguments, the name of the program first.
+      arguments: names of the positional arguments; optional ones in brackets, and the last one followed by three dots
+        if it may be repeated. A command that has any needs no `--config`.
     """
     one_of_many = "AGENTR1_COORDINATOR" in os.environ
     status = 2
     try:
         app.run(main, flags_parser=functools.partial(parse_flags, arguments=arguments))
     except UserError as error:
-        _last_word(str(error))
+        _print_error(str(error))
         status = error.status
     except (Exception, KeyboardInterrupt) as error:
-        message = _of_the_system(error)
+        message = _file_system_message(error)
         if message:
-            _last_word(message)
+            _print_error(message)
         elif not one_of_many:
             raise
         else:
             status = 1
             traceback.print_exc()
             sys.stderr.flush()
-            from agentr1_jax.runtime.processes import await_verdict  # Imports JAX, which mistakes need not wait for.
+            from agentr1_jax.runtime.processes import wait_for_lost_process  # Imports JAX.
 
-            await_verdict(error)
+            wait_for_lost_process(error)
     if one_of_many:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -100,15 +110,15 @@ def run_main(main: Callable[[Sequence[str]], Any], arguments: Sequence[str] = ()
     sys.exit(status)
 
 
-def _last_word(message: str) -> None:
-    """Says why the program ends. Unfinished writes of Orbax's would log their tracebacks after it, at the exit."""
+def _print_error(message: str) -> None:
+    """Print why the program ends, and turn off logging: at exit Orbax would log tracebacks of unfinished writes."""
     logging.flush()
     python_logging.disable()
     sys.stderr.write(f"error: {message}\n")
 
 
-def _of_the_system(error: BaseException) -> str | None:
-    """What to tell of an error that the user can do something about in the file system; None of any other."""
+def _file_system_message(error: BaseException) -> str | None:
+    """Return a message for an error of the file system that the user can act on; None for any other error."""
     if isinstance(error, FileNotFoundError):
         return f"{error.filename or error}: no such file or folder"
     if isinstance(error, OSError) and error.errno in DISK_FULL:
@@ -120,19 +130,25 @@ def _of_the_system(error: BaseException) -> str | None:
 
 
 def parse_flags(argv: Sequence[str], arguments: Sequence[str] = ()) -> list[str]:
-    """Parses all flags; the `flags_parser` of `absl.app.run`.
+    """Parse all flags; the `flags_parser` of `absl.app.run`.
+
+    `--config.KEY=none` unsets a number or boolean that has no value in `configs/base.py`.
 
     Raises:
       UserError: an unknown flag or key, a value of the wrong type, a config file that is missing or does not load, a
         positional argument too many or too few.
     """
     argv = list(argv)
-    if "config" in flags.FLAGS and not _asks_for_help(argv):
+    unset: list[str] = []
+    if "config" in flags.FLAGS and _asks_for_help(argv):
+        sys.stdout.write(HELP)
+    elif "config" in flags.FLAGS:
         path = _config_argument(argv) or flags.FLAGS["config"].default
         if path:
             config = load_config(path)
             for key in _overridden_keys(argv):
                 _check_key(path, key, config)
+            argv, unset = _split_unset(argv, config)
         elif not arguments or _overridden_keys(argv):
             raise UserError("no config given; add --config=FILE, e.g. --config=configs/quickstart.py")
     try:
@@ -141,24 +157,27 @@ def parse_flags(argv: Sequence[str], arguments: Sequence[str] = ()) -> list[str]
         raise UserError(_describe_illegal_value(error, argv)) from error
     except flags.Error as error:
         raise UserError(_first_line(error).partition(". ")[0]) from error
-    given = len(rest) - 1
-    if given > len(arguments) and not (arguments and arguments[-1].endswith(("...", "...]"))):
+    for key in unset:
+        section, name = _section_of(flags.FLAGS["config"].value, key)
+        section[name] = None
+    count = len(rest) - 1
+    if count > len(arguments) and not (arguments and arguments[-1].endswith(("...", "...]"))):
         raise UserError(f"unexpected argument {rest[1 + len(arguments)]!r}; flags are written --name=value")
-    if given < len([name for name in arguments if not name.startswith("[")]):
-        raise UserError(f"{arguments[given]} is missing; the command takes {' '.join(arguments)}")
-    _show_own_info_logs()
+    if count < len([name for name in arguments if not name.startswith("[")]):
+        raise UserError(f"{arguments[count]} is missing; the command takes {' '.join(arguments)}")
+    _show_info_logs()
     return rest
 
 
 def load_config(path: str) -> ml_collections.ConfigDict:
-    """Loads a config file, `FILE.py` or `FILE.py:argument`, and locks what it returns.
+    """Load a config file, `FILE.py` or `FILE.py:argument`, and lock the config.
 
     Raises:
-      UserError: no such file, a key unknown to the base config, a value of another type, any error inside the file.
+      UserError: no such file, a key that the base config lacks, a value of another type, any error inside the file.
     """
     file, *argument = path.split(":", 1)
     if not os.path.isfile(file):
-        raise UserError(f"{file}: no such config file{_neighbours(file)}")
+        raise UserError(f"{file}: no such config file{_list_config_files(file)}")
     spec = importlib.util.spec_from_file_location("config_file", file)
     if spec is None or spec.loader is None:
         raise UserError(f"{file}: not a Python file; a config file is named *.py")
@@ -176,7 +195,7 @@ def load_config(path: str) -> ml_collections.ConfigDict:
 
 
 def resolve(config: ml_collections.ConfigDict) -> dict[str, Any]:
-    """The config as plain JSON: nested dicts, lists, strings, finite numbers, booleans and None.
+    """Return the config as plain JSON: nested dicts, lists, strings, finite numbers, booleans and None.
 
     Raises:
       UserError: a value is not JSON; the message names its key.
@@ -185,57 +204,78 @@ def resolve(config: ml_collections.ConfigDict) -> dict[str, Any]:
 
 
 def write_config(run_dir: str | os.PathLike[str], config: ml_collections.ConfigDict) -> None:
-    """Writes the resolved config to `run_dir/config.json`, which appears whole; makes the folder."""
-    with files.published(os.path.join(run_dir, "config.json")) as out:
-        json.dump(resolve(config), out, indent=2, sort_keys=True, ensure_ascii=False)
+    """Write the resolved config and the format of the run folder to `run_dir/config.json`; makes the folder."""
+    with files.atomic_write(os.path.join(run_dir, "config.json")) as out:
+        json.dump({"format": FORMAT, **resolve(config)}, out, indent=2, sort_keys=True, ensure_ascii=False)
         out.write("\n")
+
+
+def read_config(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read the resolved config of the run in a folder.
+
+    Raises:
+      UserError: the folder holds no run, config.json is damaged, or another version of the code wrote the folder.
+    """
+    path = os.path.join(run_dir, "config.json")
+    try:
+        stored = json.loads(files.read_bytes(path))
+        found = stored.pop("format", None)
+    except FileNotFoundError:
+        raise UserError(f"{os.fspath(run_dir)}: no run (it has no config.json)") from None
+    except (ValueError, AttributeError, TypeError) as error:
+        raise UserError(f"{path}: not a config ({error}); restore it or choose another --config.run_dir") from error
+    if found is None:
+        raise UserError(
+            f"{os.fspath(run_dir)}: {EARLIER} wrote this run folder, and this version cannot read it; check out and "
+            "install that commit to resume, evaluate or export the run, or choose another --config.run_dir"
+        )
+    if found != FORMAT:
+        raise UserError(
+            f"{os.fspath(run_dir)}: the run folder has format {found!r}, this version reads {FORMAT}; go on with the "
+            "version that wrote it, or choose another --config.run_dir"
+        )
+    return stored
 
 
 def check_same_config(
     run_dir: str | os.PathLike[str], config: ml_collections.ConfigDict, may_differ: Sequence[str] = RESUMABLE
 ) -> bool:
-    """Whether `run_dir` already holds a run of this config, to be resumed; False if there is nothing yet.
+    """Return True if the folder holds a run of this config, which can be resumed, and False if it is empty.
 
     With several processes, let all of them check before one of them writes.
 
     Args:
-      run_dir: folder of the run.
-      config: the config of this start.
-      may_differ: dotted keys (or sections) that a later start of the same run may change.
+      run_dir: run folder.
+      config: config of this start.
+      may_differ: dotted keys and sections that a later start of the same run may change.
 
     Raises:
-      UserError: the folder holds a run of another config (the differing keys are listed), or something else.
+      UserError: the folder holds other files, or a run of another config (the differing keys are listed) or of another
+        version of the code.
     """
-    path = os.path.join(run_dir, "config.json")
-    if not files.exists(path):
-        if set(files.names(run_dir)) - BEFORE_CONFIG:
+    if not files.exists(os.path.join(run_dir, "config.json")):
+        if set(files.list_names(run_dir)) - BEFORE_CONFIG:
             raise UserError(f"{run_dir}: not empty and without config.json; choose another --config.run_dir")
         return False
-    try:
-        stored = dict(flatten(json.loads(files.read_bytes(path))))
-    except (ValueError, AttributeError) as error:
-        raise UserError(f"{path}: not a config ({error}); restore it or choose another --config.run_dir") from error
-    given = dict(flatten(resolve(config)))
+    stored, current = dict(flatten(read_config(run_dir))), dict(flatten(resolve(config)))
     missing = "(no such key)"
     differing = [
-        f"  {key}: {stored.get(key, missing)!r} there, {given.get(key, missing)!r} here"
-        for key in sorted(stored.keys() | given.keys())
-        if stored.get(key, missing) != given.get(key, missing)
+        f"  {key}: {stored.get(key, missing)!r} there, {current.get(key, missing)!r} here"
+        for key in sorted(stored.keys() | current.keys())
+        if stored.get(key, missing) != current.get(key, missing)
         and not any(key == free or key.startswith(f"{free}.") for free in may_differ)
     ]
     if differing:
         listed = "\n".join(differing)
-        unknown = stored.keys() - given.keys()
-        newer = f"; a version of the code that knows {', '.join(sorted(unknown))} wrote it" if unknown else ""
         raise UserError(
-            f"{run_dir} holds a run of another config{newer}:\n{listed}\n"
+            f"{run_dir} holds a run of another config:\n{listed}\n"
             "choose another --config.run_dir, or start with the old values to resume it"
         )
     return True
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves of a nested mapping with their dotted keys; an empty section is a leaf of its own."""
+    """Yield the leaves of a nested mapping with their dotted keys; an empty section is a leaf."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from flatten(value, f"{prefix}{key}.")
@@ -267,13 +307,13 @@ def _asks_for_help(argv: Sequence[str]) -> bool:
 
 
 def _config_argument(argv: Sequence[str]) -> str | None:
-    """The last value of `--config`, as absl takes the last one."""
-    found = None
+    """Return the last value of `--config`, which is the one that absl uses."""
+    value = None
     for i, argument in enumerate(argv):
         match = re.fullmatch(r"--?config(?:=(.*))?", argument)
         if match:
-            found = match[1] if match[1] is not None else next(iter(argv[i + 1 : i + 2]), None)
-    return found
+            value = match[1] if match[1] is not None else next(iter(argv[i + 1 : i + 2]), None)
+    return value
 
 
 def _overridden_keys(argv: Sequence[str]) -> list[str]:
@@ -281,8 +321,43 @@ def _overridden_keys(argv: Sequence[str]) -> list[str]:
     return [match[1] for match in matches if match]
 
 
+def _split_unset(argv: Sequence[str], config: ml_collections.ConfigDict) -> tuple[list[str], list[str]]:
+    """Take `--config.KEY=none` out of the arguments, where KEY may have no value; `ml_collections` cannot parse it.
+
+    Only a number or boolean that `configs/base.py` declares as a placeholder may have no value. For text, "none" is a
+    value like any other.
+
+    Returns:
+      the other arguments; the keys to unset.
+    """
+    rest: list[str] = []
+    unset: list[str] = []
+    for argument in argv:
+        match = re.fullmatch(r"--?config\.([\w.]+)=(.*)", argument, re.DOTALL)
+        if not match:
+            rest.append(argument)
+            continue
+        section, name = _section_of(config, match[1])
+        unset = [key for key in unset if key != match[1]]  # The last override of a key counts.
+        field = dict(section.items(preserve_field_references=True)).get(name)
+        optional = isinstance(field, ml_collections.FieldReference) and section.get_type(name) is not str
+        if optional and match[2].lower() == "none":
+            unset.append(match[1])
+        else:
+            rest.append(argument)
+    return rest, unset
+
+
+def _section_of(config: ml_collections.ConfigDict, key: str) -> tuple[ml_collections.ConfigDict, str]:
+    """Return the section that holds a dotted key, and the key's last part."""
+    *sections, name = key.split(".")
+    for part in sections:
+        config = config[part]
+    return config, name
+
+
 def _check_key(path: str, key: str, config: ml_collections.ConfigDict) -> None:
-    """Raises UserError unless `key` is a leaf of the config."""
+    """Raise UserError unless `key` is a leaf of the config."""
     known = [name for name, _ in flatten(config.to_dict())]
     bare = re.sub(r"\[\d+\]$", "", key)
     if bare in known:
@@ -294,7 +369,7 @@ def _check_key(path: str, key: str, config: ml_collections.ConfigDict) -> None:
 
 
 def _unknown_key(where: str, key: str, known: Sequence[str]) -> str:
-    """The message for an unknown key; the nearest is sought among dotted keys and, failing that, last names."""
+    """Return the message for an unknown key; it names the nearest dotted key, or one with the same last part."""
     near = difflib.get_close_matches(key, known, 1, 0.75)
     near = near or [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
     near = near or difflib.get_close_matches(key, known, 1, 0.5)
@@ -307,17 +382,15 @@ def _describe_illegal_value(error: flags.IllegalFlagValueError, argv: Sequence[s
     if not match:
         return _first_line(error)
     path = str(_config_argument(argv) or flags.FLAGS["config"].default)
-    section, (*sections, name) = load_config(path), match[1].split(".")
-    for part in sections:
-        section = section[part]
-    return f"{path}: key {match[1]!r} takes {_a_type(section, name)}, not {match[2]!r}"
+    section, name = _section_of(load_config(path), match[1])
+    return f"{path}: key {match[1]!r} takes {_type_name(section, name)}, not {match[2]!r}"
 
 
 def _describe_config_error(file: str, error: Exception) -> str:
-    """One line for an exception raised while `file` was executed: the innermost line that is the user's own.
+    """Return one line for an exception raised while `file` was executed, with the innermost line of the user's code.
 
-    ConfigDict's errors name only the last part of a key; the section it was looked for in, and the config around
-    that, are found in the frames of the traceback.
+    ConfigDict's errors name only the last part of a key. Its section, and the config around that, are local variables
+    in the frames of the traceback.
     """
     library = os.path.dirname(ml_collections.__file__)
     where, configs, section = file, [], None
@@ -337,29 +410,28 @@ def _describe_config_error(file: str, error: Exception) -> str:
         if unknown:
             return _unknown_key(where, f"{prefix}{unknown[1]}", [name for name, _ in flatten(root.to_dict())])
         if mistyped:
-            return f"{where}: key '{prefix}{mistyped[1]}' takes {_a_type(section, mistyped[1])}, not another type"
+            return f"{where}: key '{prefix}{mistyped[1]}' takes {_type_name(section, mistyped[1])}, not another type"
     return f"{where}: {type(error).__name__}: {_first_line(error)}"
 
 
-def _a_type(section: ml_collections.ConfigDict, name: str) -> str:
+def _type_name(section: ml_collections.ConfigDict, name: str) -> str:
     kind = section.get_type(name).__name__
     return f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
 
 
 def _dotted_name(root: ml_collections.ConfigDict, section: ml_collections.ConfigDict, prefix: str = "") -> str:
-    """Where `section` lies in `root`, with a trailing dot; empty if it is the root or not found."""
+    """Return the dotted name of a section of `root` with a trailing dot; empty if it is the root or not in it."""
     for name, value in root.items():
         if isinstance(value, ml_collections.ConfigDict):
             if value is section:
                 return f"{prefix}{name}."
-            found = _dotted_name(value, section, f"{prefix}{name}.")
-            if found:
-                return found
+            if below := _dotted_name(value, section, f"{prefix}{name}."):
+                return below
     return ""
 
 
-def _neighbours(file: str) -> str:
-    """What config files there are where a missing one was looked for."""
+def _list_config_files(file: str) -> str:
+    """Return a phrase that lists the config files in the folder of a missing one."""
     folder = os.path.dirname(file) or "."
     if not os.path.isdir(folder):
         return f"; there is no folder {folder!r} here"
@@ -367,8 +439,8 @@ def _neighbours(file: str) -> str:
     return f"; {folder} has {', '.join(names)}" if names else f"; {folder} has no config files"
 
 
-def _show_own_info_logs() -> None:
-    """Shows INFO lines of this project without those of the libraries that share absl's logger."""
+def _show_info_logs() -> None:
+    """Show INFO lines of this project, and not those of the libraries that share absl's logger."""
     if flags.FLAGS["verbosity"].present:
         return
     logging.set_verbosity(logging.INFO)

@@ -1,9 +1,9 @@
-"""One order of programs for all devices, where several threads have programs for them.
+"""Order of device programs among threads.
 
 A device runs programs in the order in which they were enqueued, and a program over several devices waits for all of
-them. From two threads one device could get two programs in another order than the next, and both would wait for ever.
-So while an engine rolls out in a thread of its own, whatever else runs programs on its devices has them enqueued by
-that engine's dispatcher. To enqueue is quick; results are waited for outside.
+them. Two threads could enqueue two such programs in different orders on two devices, and both would wait for ever. So
+while an engine rolls out in a thread of its own, all other code enqueues its programs through that engine's dispatcher.
+Enqueueing is quick; callers wait for results in their own threads.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ T = TypeVar("T")
 Dispatch = Callable[[Callable[[], Any]], Any]
 
 
-def _directly(program: Callable[[], Any]) -> Any:
+def _call(program: Callable[[], Any]) -> Any:
     return program()
 
 
-_dispatch: Dispatch = _directly
+_dispatch: Dispatch = _call
 
 
 def enqueue(program: Callable[..., T], *args: Any) -> T:
-    """Calls compiled programs, or a function that does, by whoever `through` names."""
+    """Call a function that runs device programs, through the current dispatcher."""
     return _dispatch(lambda: program(*args))
 
 
 @contextlib.contextmanager
-def through(dispatch: Dispatch) -> Iterator[None]:
-    """Programs are enqueued by `dispatch` meanwhile, e.g. `Engine.in_turn`."""
+def use_dispatcher(dispatch: Dispatch) -> Iterator[None]:
+    """Enqueue programs through `dispatch`, e.g. `Engine.in_turn`, while this context lasts."""
     global _dispatch
     previous, _dispatch = _dispatch, dispatch
     try:

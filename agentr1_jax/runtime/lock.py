@@ -1,94 +1,143 @@
-"""One run, one owner: a second run on the same folder is refused.
+"""Lock of a run folder: a second run in the same folder is refused.
 
-The lock of a local folder is the kernel's, that of a folder in a bucket is an object that its owner renews.
+On disks it is a lock of the kernel (`filelock`), which ends with its process. A bucket has no locks: there a marker
+object names the owner. A killed run leaves its marker behind; the message to the next run says how to remove it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import fcntl
 import json
 import os
+import secrets
 import socket
-from types import TracebackType
+import time
+from collections.abc import Iterator
+from typing import Any
 
+import filelock
 from absl import logging
 
 from agentr1_jax import files
 from agentr1_jax.errors import UserError
-from agentr1_jax.runtime.lease import Lease
 
 NAME = ".lock"
+"""Name of the lock's file or object in the run folder."""
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+"""`OSError.errno` of a file system without locks."""
+_START = time.time()
+"""Time at which this process started, in seconds since 1970: a marker that names its number and is older is stale."""
 
 
-def lock(folder: str | os.PathLike[str]) -> RunLock | Lease:
-    """Holds a folder until it is released. Raises UserError if another process holds it."""
-    return Lease(os.path.join(folder, NAME)) if files.is_remote(folder) else RunLock(folder)
-
-
-class RunLock:
-    """Holds a local folder until it is released, or its process has ended however that was.
-
-    The lock is the kernel's, on the file `.lock` of the folder. The file names its owner, for the message.
-
-    Args:
-      folder: made if need be.
+@contextlib.contextmanager
+def lock_folder(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Hold the lock of a folder, which is made if need be and removed afterwards if nothing else was put into it.
 
     Raises:
-      UserError: another process holds it.
+      UserError: another process holds it; the message names it. Or a bucket cannot be written to.
     """
-
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        os.makedirs(folder, exist_ok=True)
-        self._path = os.path.join(folder, NAME)
-        while True:
-            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                owner = _owner(self._file)
-                os.close(self._file)
-                raise UserError(
-                    f"{os.fspath(folder)}: another run is at work there ({owner}); wait for its end, stop it, or "
-                    "choose another --config.run_dir"
-                ) from None
-            except OSError as error:
-                if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
-                    raise
-                logging.warning("%s: no locks in this file system; see that no second run uses it", folder)
-            if self._is_in_place():
-                break
-            os.close(self._file)  # Its last owner removed it between our two calls.
-        os.ftruncate(self._file, 0)
-        os.write(self._file, json.dumps({"host": socket.gethostname(), "process": os.getpid()}).encode())
-
-    def release(self) -> None:
-        """Removes the file, and the folder if nothing else came into it."""
-        if self._file >= 0:
-            if self._is_in_place():  # Else the folder was removed under the run, and the file there is another's.
-                os.unlink(self._path)
-            files.remove_if_empty(os.path.dirname(self._path))
-            os.close(self._file)
-            self._file = -1
-
-    def __enter__(self) -> RunLock:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
-    def _is_in_place(self) -> bool:
-        try:
-            return os.path.samestat(os.stat(self._path), os.fstat(self._file))
-        except FileNotFoundError:
-            return False
+    with _marker(os.path.join(folder, NAME)) if files.is_remote(folder) else _kernel_lock(folder):
+        yield
 
 
-def _owner(file: int) -> str:
+@contextlib.contextmanager
+def _kernel_lock(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Hold the kernel's lock on the file `.lock`, which contains the owner's name for the message."""
+    os.makedirs(folder, exist_ok=True)
+    path = os.path.join(folder, NAME)
+    descriptors: list[int] = []
+
+    def write_owner(descriptor: int) -> None:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(_owner()).encode(), 0)
+        descriptors.append(descriptor)
+
+    lock = filelock.FileLock(path, timeout=0, fallback_to_soft=False, on_acquired=write_owner)
     try:
-        owner = json.loads(os.pread(file, 1000, 0))
-        return f"process {owner['process']} on {owner['host']}"
-    except (ValueError, KeyError, TypeError):
+        lock.acquire()
+    except filelock.Timeout:
+        raise UserError(
+            f"{os.fspath(folder)}: another run is at work there ({_describe_owner(path)}); wait for its end, stop it, "
+            "or choose another --config.run_dir"
+        ) from None
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        logging.warning("%s: this file system has no locks; see that no second run uses the folder", folder)
+    try:
+        yield
+    finally:
+        # filelock leaves the file. It is removed while the lock is held, unless the folder was replaced meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            if descriptors and os.path.samestat(os.stat(path), os.fstat(descriptors[0])):
+                os.unlink(path)
+        files.remove_if_empty(folder)
+        lock.release()
+
+
+@contextlib.contextmanager
+def _marker(path: str) -> Iterator[None]:
+    """Hold a marker object in a bucket."""
+    owner = {**_owner(), "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "token": secrets.token_hex(8)}
+    try:
+        found = _create_marker(path, owner)
+        if found is not None and _is_stale(found):
+            logging.warning("%s: its owner %s has ended; the marker is replaced", path, _name(found))
+            files.remove(path)
+            found = _create_marker(path, owner)
+    except UserError:
+        raise
+    except Exception as error:  # gcsfs, aiohttp and google-auth each raise their own exceptions.
+        fault = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise UserError(
+            f"{path} cannot be written ({fault}); see that the bucket exists, and that this host may create, read, "
+            "list and delete objects there"
+        ) from error
+    if found is not None:
+        raise UserError(
+            f"{os.path.dirname(path)}: another run is at work there ({_name(found)}, since {found.get('since')}); wait "
+            "for its end, stop it, or choose another --config.run_dir. A killed run leaves its marker: once you know "
+            f"that it has ended, remove it by `gcloud storage rm {path}`"
+        )
+    try:
+        yield
+    finally:
+        with contextlib.suppress(Exception):  # The next run is told how to remove it.
+            if json.loads(files.read_bytes(path)).get("token") == owner["token"]:
+                files.remove(path)
+
+
+def _create_marker(path: str, owner: dict[str, Any]) -> dict[str, Any] | None:
+    """Create the marker unless there is one; return the owner that an existing one names, None if it is ours."""
+    try:
+        files.create(path, json.dumps(owner).encode())
+        return None
+    except FileExistsError:
+        found = json.loads(files.read_bytes(path))
+    # A request that was repeated because its answer was lost finds its own marker.
+    return None if found.get("token") == owner["token"] else found
+
+
+def _is_stale(owner: dict[str, Any]) -> bool:
+    """Whether the owner was a process of this host that has ended."""
+    if owner.get("host") != socket.gethostname():
+        return False
+    process = owner.get("process", 0)
+    return owner.get("time", 0) < _START if process == os.getpid() else not os.path.exists(f"/proc/{process}")
+
+
+def _owner() -> dict[str, Any]:
+    return {"host": socket.gethostname(), "process": os.getpid(), "time": time.time()}
+
+
+def _name(owner: dict[str, Any]) -> str:
+    return f"process {owner.get('process')} on {owner.get('host')}"
+
+
+def _describe_owner(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return _name(json.load(file))
+    except (OSError, ValueError, AttributeError):
         return "its owner has not written its name yet"

@@ -1,7 +1,7 @@
-"""The two meshes of a run and what moves between them.
+"""The meshes of a run, and the arrays that move between them.
 
 Learning is one global program over all processes; rolling out is one program per process on its own devices. The
-parameters have one view for each: sharded on the learner's mesh, and on the devices of each engine.
+parameters are sharded on the learner's mesh, and have a view on the devices of each engine.
 """
 
 from __future__ import annotations
@@ -9,32 +9,56 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
+from annotated_types import Ge
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from pydantic.dataclasses import dataclass
 
 from agentr1_jax.errors import UserError
 from agentr1_jax.runtime import processes
+from agentr1_jax.validation import STRICT, Count, Whole
 
 AXES = ("data", "fsdp", "tensor")
 ROWS = P(None, ("data", "fsdp"))
-"""Layout of a batch [microbatches, rows, ...]."""
+"""Sharding of a batch [microbatches, rows, ...]."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class MeshConfig:
+    """Placement on devices: section `mesh` of a config.
+
+    Attributes:
+      data: size of the learner's axis over which batches are sharded; -1 takes the devices that the others leave.
+      fsdp: size of the axis over which batches and parameters are sharded.
+      tensor: size of the axis over which heads and hidden units are sharded.
+      rollout_devices: devices of each process that serve rollouts alone; 0 lets learner and engine share all devices.
+    """
+
+    data: Annotated[int, Ge(-1)] = -1
+    fsdp: Count = 1
+    tensor: Count = 1
+    rollout_devices: Whole = 0
+
+    def __post_init__(self) -> None:
+        if self.data == 0:
+            raise ValueError("data is 0; it must be at least 1, or -1 for the devices that the other axes leave")
 
 
 def learner_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The mesh over all devices of all processes; `data` = -1 takes what the other axes leave.
+    """Return the mesh over all devices of all processes.
 
-    The devices of a process, in their own order, are a block of it. For a process feeds the rows of its own devices, so
-    none may lie on devices of two; and its engine's mesh has that order. `jax.make_mesh` follows the wires alone: on a
-    v5e:4x4 it puts a `tensor` of 4 across two hosts.
+    The devices of a process are a block of it, in their own order: a process feeds the rows of its own devices, so no
+    row may lie on devices of two processes, and the mesh of its engine has the same order. `jax.make_mesh` looks at the
+    wiring alone: on a v5e:4x4 it puts a `tensor` axis of 4 across two hosts.
 
     Args:
-      data, fsdp, tensor: sizes of the axes.
-      devices: takes the place of all devices (those of a topology that is only compiled for).
+      data, fsdp, tensor: sizes of the axes; `data` = -1 takes the devices that the others leave.
+      devices: devices to use in place of all devices, e.g. those of a TPU slice that is only compiled for.
 
     Raises:
       UserError: see `axis_sizes`.
@@ -46,11 +70,11 @@ def learner_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device
 
 
 def axis_sizes(data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device]) -> tuple[int, int, int]:
-    """Sizes of the learner's axes over these devices, `data` = -1 replaced.
+    """Return the sizes of the learner's axes over these devices, with `data` = -1 replaced.
 
     Raises:
-      UserError: they do not multiply to the number of devices, processes have different numbers of them, or those of a
-        process would not be a block of the mesh.
+      UserError: the sizes do not multiply to the number of devices, the processes have different numbers of devices, or
+        the devices of a process would not be a block of the mesh.
     """
     sizes = [max(len(devices) // max(fsdp * tensor, 1), 1) if data == -1 else data, fsdp, tensor]
     if min(sizes) < 1 or math.prod(sizes) != len(devices):
@@ -75,37 +99,42 @@ def axis_sizes(data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device])
 
 
 def _by_process(devices: Sequence[jax.Device]) -> dict[int, list[jax.Device]]:
-    """The devices of each process, in order of process and their own."""
+    """Return the devices of each process, in the order of processes and their own."""
     return {
         index: [d for d in devices if d.process_index == index] for index in sorted({d.process_index for d in devices})
     }
 
 
-def divided(devices: Sequence[jax.Device], apart: int) -> tuple[list[jax.Device], list[jax.Device]]:
-    """The devices for learning and those for rollouts: the last `apart` of each process; with 0 all serve both.
+def split_devices(devices: Sequence[jax.Device], rollout_devices: int) -> tuple[list[jax.Device], list[jax.Device]]:
+    """Split the devices into those for learning and those for rollouts.
+
+    Args:
+      devices: devices of all processes.
+      rollout_devices: number of devices of each process that serve rollouts alone, its last ones; 0 returns all devices
+        twice.
 
     Raises:
-      UserError: a process has no more than `apart` devices.
+      UserError: a process has no more than `rollout_devices` devices.
     """
-    if not apart:
+    if not rollout_devices:
         return list(devices), list(devices)
-    everywhere = _by_process(devices).values()
-    fewest = min(map(len, everywhere))
-    if not 0 < apart < fewest:
+    by_process = _by_process(devices).values()
+    fewest = min(map(len, by_process))
+    if not 0 < rollout_devices < fewest:
         raise UserError(
-            f"mesh.rollout_devices is {apart}; it must leave some of the {fewest} devices of a process to the learner "
-            "(0: all devices serve both)"
+            f"mesh.rollout_devices is {rollout_devices}; it must leave some of the {fewest} devices of a process to "
+            "the learner (0: all devices serve both)"
         )
-    return [d for own in everywhere for d in own[:-apart]], [d for own in everywhere for d in own[-apart:]]
+    learning = [d for own in by_process for d in own[:-rollout_devices]]
+    return learning, [d for own in by_process for d in own[-rollout_devices:]]
 
 
 def rollout_mesh(devices: Mesh | Sequence[jax.Device], tensor: int = 1) -> Mesh:
-    """The devices of this process's engine among those of a mesh or list; slots are dealt over `data`, heads over
-    `tensor`.
+    """Return the mesh of this process's engine: KV slots are sharded over `data`, heads over `tensor`.
 
     Args:
-      devices: of all processes.
-      tensor: size of the axis.
+      devices: mesh or list with the devices of all processes.
+      tensor: size of the axis `tensor`.
 
     Raises:
       UserError: `tensor` does not divide the devices of a process.
@@ -115,7 +144,7 @@ def rollout_mesh(devices: Mesh | Sequence[jax.Device], tensor: int = 1) -> Mesh:
 
 
 def rollout_shards(devices: int, tensor: int) -> int:
-    """Size of the data axis of a rollout mesh over the devices of a process.
+    """Return the size of the data axis of a rollout mesh over the devices of a process.
 
     Raises:
       UserError: `tensor` does not divide them.
@@ -136,17 +165,18 @@ def make_rollout_view(
     shardings: Callable[[Any, Mesh], Any],
     prepare: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """A function from parameters on the learner's mesh to what this process's engine wants, moved on the devices alone.
+    """Return a function that turns parameters on the learner's mesh into those of this process's engine.
 
-    They are resharded over the learner's devices with one more axis for the engines, along which they are whole; then
-    each process looks at its own shards as its part of arrays of its engine. To rollout devices apart from the
-    learner's they are copied from there.
+    The parameters never pass through the hosts. They are resharded over the learner's devices with one more axis, one
+    engine each, along which they are replicated; then each process takes its own shards as arrays of its engine. If the
+    engine has devices of its own, the arrays are copied there.
 
     Args:
-      learner: the learner's mesh.
-      rollout: the mesh of this process's engine.
-      shardings: (tree, mesh) -> shardings of its leaves.
-      prepare: what the engine wants of the parameters, e.g. their compute dtype; its arguments are the function's.
+      learner: mesh of the learner.
+      rollout: mesh of this process's engine.
+      shardings: function (tree, mesh) -> shardings of the tree's leaves.
+      prepare: function of the parameters that the engine computes with, e.g. a cast to the compute dtype; the returned
+        function has the same arguments.
     """
     by_process = _by_process(list(learner.devices.flat))
     tensor = math.gcd(rollout.shape["tensor"], learner.size // len(by_process))
@@ -158,7 +188,7 @@ def make_rollout_view(
 
     @functools.cache
     def reshard(structure: Any, avals: Sequence[Any]) -> Callable[..., Any]:
-        # By a constraint inside the program the compiler does not abide: some results come out whole on every device.
+        # The compiler ignores a sharding constraint inside the program: some results come out replicated.
         result = jax.eval_shape(prepare, *jax.tree.unflatten(structure, avals))
         return jax.jit(prepare, out_shardings=shardings(result, everywhere))
 
@@ -175,10 +205,10 @@ def make_rollout_view(
 
 
 def global_batch(batch: Any, mesh: Mesh) -> Any:
-    """Joins every process's rows [microbatches, rows, ...] to global arrays."""
+    """Join the rows of all processes, each [microbatches, rows, ...], to global arrays."""
     return jax.tree.map(lambda x: jax.make_array_from_process_local_data(NamedSharding(mesh, ROWS), x), batch)
 
 
 def local_rows(x: jax.Array, mesh: Mesh) -> np.ndarray:
-    """This process's rows of an array [microbatches, rows, ...] that lies like a batch."""
+    """Return this process's rows of an array [microbatches, rows, ...] that is sharded like a batch."""
     return np.asarray(multihost_utils.global_array_to_host_local_array(x, mesh, ROWS))

@@ -1,10 +1,10 @@
-"""One writer of metrics: a JSON object a line in `metrics.jsonl`, without a seam where a run was resumed.
+"""Metrics of a run: one JSON object per line in `metrics.jsonl`, without gaps or repetitions after a resume.
 
-Sinks (`runtime/sinks.py`) are told what the file was told; the file is the truth.
+Sinks (`runtime/sinks.py`) receive the same records; the file is authoritative.
 
-A local file is appended to. An object in a bucket cannot be: it is written anew with every checkpoint, and else at most
-every `REWRITE_SECONDS`. What a kill takes with it then lies behind the checkpoint, and is written again by the resumed
-run.
+A file on a disk is appended to. An object in a bucket cannot be: it is written anew at every checkpoint, and otherwise
+at most every `REWRITE_SECONDS`. Records that a kill loses are later than the last checkpoint, and the resumed run
+writes them again.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ import numpy as np
 
 from agentr1_jax import files
 from agentr1_jax.errors import UserError
-from agentr1_jax.runtime.sinks import Guarded, Sink
+from agentr1_jax.runtime.sinks import FailsafeSink, Sink
 
 REWRITE_SECONDS = 30.0
+"""Least time between two writes of an object in a bucket, in seconds."""
 
 
 class MetricsWriter:
-    """Appends records to `run_dir/metrics.jsonl`.
+    """Writer of `run_dir/metrics.jsonl`.
 
-    Every record gets an `index`, counting from 0 without gaps. A checkpoint stores `next_index`; opened with it, the
-    file loses the records that came after that checkpoint, and the resumed run writes them anew. A new run starts at 0.
+    Every record gets an `index`, counted from 0 without gaps. A checkpoint stores `next_index`. A writer opened with it
+    drops the records after that checkpoint, which the resumed run writes again. A new run starts at 0.
 
     Attributes:
       next_index: index of the next record; the same in every process, also where `enabled` is False.
@@ -38,34 +39,34 @@ class MetricsWriter:
     def __init__(
         self, run_dir: str | os.PathLike[str], next_index: int, enabled: bool = True, sinks: Sequence[Sink] = ()
     ) -> None:
-        """Opens the file, and the sinks.
+        """Open the file and the sinks.
 
         Args:
-          run_dir: folder of the run; made if need be.
-          next_index: as stored by the checkpoint that the run goes on from; records from there on are dropped.
-          enabled: whether this process writes; exactly one of several does.
-          sinks: what is told every record too; one that fails is left alone from then on.
+          run_dir: run folder, made if need be.
+          next_index: index that the checkpoint stored; records from this index on are dropped.
+          enabled: True in exactly one process, which writes.
+          sinks: further receivers of every record; one that fails is not used any more.
 
         Raises:
           UserError: a line of an existing file is not a record.
         """
         self.next_index = next_index
-        self._out: IO[str] | _Rewritten | None = None
-        self._sinks: list[Guarded] = []
+        self._out: IO[str] | _BucketFile | None = None
+        self._sinks: list[FailsafeSink] = []
         if enabled:
             path = os.path.join(run_dir, "metrics.jsonl")
-            kept, written = truncate(path, next_index)
+            records, next_written = drop_records_from(path, next_index)
             if files.is_remote(path):
-                self._out = _Rewritten(path)
+                self._out = _BucketFile(path)
             else:
                 os.makedirs(run_dir, exist_ok=True)
                 self._out = open(path, "a", encoding="utf-8")
-            self._sinks = [Guarded(sink) for sink in sinks]
+            self._sinks = [FailsafeSink(sink) for sink in sinks]
             for sink in self._sinks:
-                sink.open(kept, written)
+                sink.open(records, next_written)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Appends a record of scalars, strings and nested dicts or lists of them, and flushes it.
+        """Append a record of scalars, strings, and nested dicts or lists of them.
 
         Non-finite numbers become the strings `nan`, `inf` and `-inf`, which `float` reads back.
         """
@@ -78,13 +79,13 @@ class MetricsWriter:
         for sink in self._sinks:
             sink.write(plain)
 
-    def save(self) -> None:
-        """Sees that all records so far are where they will be looked for; call it before a checkpoint counts them."""
-        if isinstance(self._out, _Rewritten):
+    def sync(self) -> None:
+        """Store all records so far; call it before a checkpoint stores `next_index`."""
+        if isinstance(self._out, _BucketFile):
             self._out.rewrite()
 
     def close(self) -> None:
-        """Closes the file and the sinks; writing afterwards is an error."""
+        """Close the file and the sinks."""
         if self._out is not None:
             self._out.close()
         for sink in self._sinks:
@@ -97,8 +98,8 @@ class MetricsWriter:
         self.close()
 
 
-class _Rewritten:
-    """Lines of an object in a bucket: those it has, and what is added."""
+class _BucketFile:
+    """Text of an object in a bucket, which is written whole."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -114,7 +115,7 @@ class _Rewritten:
 
     def rewrite(self) -> None:
         if len(self._text) > self._written:
-            with files.published(self._path) as out:
+            with files.atomic_write(self._path) as out:
                 out.write(self._text)
             self._written = len(self._text)
         self._due = time.monotonic() + REWRITE_SECONDS
@@ -124,12 +125,12 @@ class _Rewritten:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """All records of a metrics file; a last line cut short by a kill is left out.
+    """Read all records of a metrics file, without an unfinished last line that a kill left.
 
     Raises:
       UserError: another line is not a record; the message names file and line.
     """
-    *lines, _cut_short = files.read_bytes(path).split(b"\n")
+    *lines, _unfinished = files.read_bytes(path).split(b"\n")
     records = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -144,19 +145,19 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return records
 
 
-def truncate(path: str | os.PathLike[str], next_index: int) -> tuple[list[dict[str, Any]], int]:
-    """Keeps the records with `index < next_index`, by putting a shorter copy in place.
+def drop_records_from(path: str | os.PathLike[str], next_index: int) -> tuple[list[dict[str, Any]], int]:
+    """Replace a metrics file by a copy that has only the records with `index < next_index`.
 
     Returns:
-      those that are kept; one more than the last index there was before, 0 where there was none.
+      the records of the copy; one more than the largest index there was before, 0 if there was none.
     """
     if not files.exists(path):
         return [], 0
-    found = read_metrics(path)
-    kept = [record for record in found if record["index"] < next_index]
-    with files.published(path) as out:
-        out.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in kept)
-    return kept, max((record["index"] + 1 for record in found), default=0)
+    before = read_metrics(path)
+    records = [record for record in before if record["index"] < next_index]
+    with files.atomic_write(path) as out:
+        out.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    return records, max((record["index"] + 1 for record in before), default=0)
 
 
 def _plain(value: Any) -> Any:
@@ -170,7 +171,7 @@ def _plain(value: Any) -> Any:
         return value if math.isfinite(value) else str(value)
     if hasattr(value, "__array__"):
         array = np.asarray(value)
-        # bfloat16 has no Python scalar of its own: its `tolist` gives objects that JSON does not know.
+        # `tolist` of bfloat16 arrays gives objects that JSON cannot write.
         return _plain(array.tolist() if array.dtype.kind in "biu" else array.astype(np.float64).tolist())
     raise TypeError(
         f"a metric is a number, a string, or dicts and lists of them, not {type(value).__name__}: {value!r}"

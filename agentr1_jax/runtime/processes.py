@@ -1,8 +1,11 @@
-"""Several processes as one run: set-up, exchange of host data, an agreed end.
+"""Several processes as one run: start, exchange of host data, a common stop.
 
-The scripts of `launch/` describe the processes in the environment: `AGENTR1_COORDINATOR` (host:port),
+The scripts of `launch/` describe the processes by environment variables: `AGENTR1_COORDINATOR` (host:port),
 `AGENTR1_NUM_PROCESSES`, `AGENTR1_PROCESS_ID`, and on CPUs `AGENTR1_CPU_DEVICES` (devices of each process).
-Every function that exchanges something is collective: all processes call it, in the same order.
+Every function that exchanges data is collective: all processes call it, in the same order.
+
+`multihost_utils.process_allgather` does less than the exchange here: it runs over all devices, also those that an
+engine uses in another thread, and its program is compiled again at every start in all processes but the first.
 """
 
 from __future__ import annotations
@@ -24,25 +27,56 @@ import numpy as np
 from absl import logging
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from pydantic.dataclasses import dataclass
 
-from agentr1_jax import kept
-from agentr1_jax.errors import PassingError, UserError
+from agentr1_jax.errors import RetryableError, UserError
+from agentr1_jax.runtime.compile_cache import cached_jit
 from agentr1_jax.runtime.dispatch import enqueue
+from agentr1_jax.validation import STRICT, Count
 
-VERDICT_SECONDS = 120
-"""Most time to wait for the name of a lost process; longer than a sensible `heartbeat_seconds`."""
+LOST_PROCESS_SECONDS = 120
+"""Longest wait for the name of a lost process; longer than a sensible `heartbeat_seconds`."""
+HUGE_PAGES = "glibc.malloc.hugetlb=1"
+"""Value of GLIBC_TUNABLES by which the C library allocates large arrays in huge pages."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class ProcessesConfig:
+    """Limits of several processes that run together: section `processes` of a config.
+
+    Attributes:
+      start_seconds: time in which all processes must have started, in seconds.
+      heartbeat_seconds: a process that is silent for so long counts as lost, and the others end, in seconds.
+    """
+
+    start_seconds: Count = 300
+    heartbeat_seconds: Count = 30
+
+
+def use_huge_pages() -> None:
+    """Start this program again with huge pages for its large arrays, unless GLIBC_TUNABLES is set.
+
+    XLA's CPU backend frees temporary arrays after every call, and the kernel hands new ones out page by page, each
+    zeroed: for an update with 900 MB of them that takes a fifth of its time in pages of 4 KiB, and next to nothing in
+    pages of 2 MiB. The C library reads this setting only at the start of a program (glibc 2.35 and later; others
+    ignore it), so the process executes itself again with the same arguments.
+    """
+    if sys.platform != "linux" or "GLIBC_TUNABLES" in os.environ or sys.gettrace() is not None:
+        return
+    os.environ["GLIBC_TUNABLES"] = HUGE_PAGES
+    os.execv(sys.executable, sys.orig_argv)
 
 
 def initialize(start_seconds: int = 300, heartbeat_seconds: int = 30) -> None:
-    """Joins the processes that the environment describes; call it before anything else touches JAX's devices.
+    """Join the processes that the environment describes; call it before anything else touches JAX's devices.
 
     Args:
-      start_seconds: to wait for all of them; then this process ends.
-      heartbeat_seconds: a process that was silent for so long counts as lost, and the others end.
+      start_seconds: time to wait for all processes, in seconds; then this process ends.
+      heartbeat_seconds: a process that is silent for so long counts as lost, and the others end, in seconds.
 
     Raises:
-      UserError: the variables are incomplete or not numbers.
-      PassingError: nobody answers at the coordinator's address.
+      UserError: the environment variables are incomplete or not numbers.
+      RetryableError: no process answers at the coordinator's address.
     """
     if os.environ.get("AGENTR1_CPU_DEVICES"):
         jax.config.update("jax_num_cpu_devices", _number("AGENTR1_CPU_DEVICES"))
@@ -55,9 +89,9 @@ def initialize(start_seconds: int = 300, heartbeat_seconds: int = 30) -> None:
             "process %d: joins %d processes at %s, waits %d s at most", index, count, coordinator, start_seconds
         )
         if index:
-            _await_coordinator(coordinator, start_seconds)
+            _wait_for_coordinator(coordinator, start_seconds)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        # JAX's own handler would swallow a SIGTERM that comes before `StopRequest` is entered.
+        # JAX's own handler would swallow a SIGTERM that arrives before `StopRequest` is entered.
         jax.config.update("jax_enable_preemption_service", False)
         jax.distributed.initialize(
             coordinator,
@@ -72,8 +106,8 @@ def initialize(start_seconds: int = 300, heartbeat_seconds: int = 30) -> None:
     )
 
 
-def _await_coordinator(address: str, seconds: float) -> None:
-    """Waits until process 0 listens; JAX's own wait ends in an abort that names no address."""
+def _wait_for_coordinator(address: str, seconds: float) -> None:
+    """Wait until process 0 listens; JAX's own wait ends in an abort that names no address."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise UserError(f"AGENTR1_COORDINATOR is {address!r}; it must be host:port")
@@ -84,18 +118,18 @@ def _await_coordinator(address: str, seconds: float) -> None:
             return
         except OSError as error:
             if time.monotonic() >= deadline:
-                raise PassingError(
+                raise RetryableError(
                     f"no coordinator at {host}, port {port}, within {seconds:g} s ({error}): process 0 must run there, "
                     "and the port must be open to the others; see AGENTR1_COORDINATOR and processes.start_seconds"
                 ) from error
         time.sleep(0.2)
 
 
-def await_verdict(error: BaseException) -> None:
-    """Where a collective failed since another process was lost, waits until it is known which one.
+def wait_for_lost_process(error: BaseException) -> None:
+    """After a collective failed because a process was lost, wait until the lost process is named.
 
-    Process 0 is asked for itself. Of another one the coordination service, which process 0 runs, hears no more: after
-    `heartbeat_seconds` that service names it and ends all others.
+    A lost process 0 is noticed here: its port does not answer. Any other lost process stops sending heartbeats to the
+    coordination service in process 0, which names it after `heartbeat_seconds` and ends all others.
     """
     coordinator = os.environ.get("AGENTR1_COORDINATOR")
     if not coordinator or "gloo" not in str(error).lower() or not jax.distributed.is_initialized():
@@ -109,23 +143,26 @@ def await_verdict(error: BaseException) -> None:
             return
     sys.stderr.write("error: a process was lost in a collective; waiting to hear which\n")
     sys.stderr.flush()
-    time.sleep(VERDICT_SECONDS)
+    time.sleep(LOST_PROCESS_SECONDS)
 
 
 def process_index() -> int:
-    """This process's number, from 0."""
+    """Return the number of this process, from 0."""
     return jax.process_index()
 
 
 def process_count() -> int:
-    """Number of processes of the run."""
+    """Return the number of processes of the run."""
     return jax.process_count()
 
 
-def exchange_over(devices: Sequence[jax.Device]) -> None:
-    """Exchanges data over these devices from now on, at least one of each process; at first over all there are.
+def use_devices(devices: Sequence[jax.Device]) -> None:
+    """Exchange data over these devices from now on, instead of all devices.
 
-    Where some devices are for rollouts alone, it is the others, so that no rollout waits for another process.
+    Where some devices serve rollouts alone, these are the others, so that no rollout waits for another process.
+
+    Args:
+      devices: at least one device of each process.
     """
     _exchange.cache_clear()
     _devices[:] = devices
@@ -136,42 +173,42 @@ _devices: list[jax.Device] = []
 
 @functools.cache
 def _exchange() -> tuple[Mesh, Callable[[jax.Array], jax.Array]]:
-    """A mesh with one row of devices for each process, and the program that gives every device all rows of an array."""
+    """Return a mesh [process, device] and a program that copies an array sharded over it to every device."""
     devices = sorted(_devices or jax.devices(), key=lambda device: (device.process_index, device.id))
     mesh = Mesh(np.array(devices).reshape(jax.process_count(), -1), ("process", "device"))
-    return mesh, kept.jit(lambda x: x, mesh, out_shardings=NamedSharding(mesh, P()))
+    return mesh, cached_jit(lambda x: x, mesh, out_shardings=NamedSharding(mesh, P()))
 
 
 def _gather(x: np.ndarray) -> np.ndarray:
-    """Every process's array, [processes, ...]; shapes and dtypes must agree."""
-    mesh, everywhere = _exchange()
+    """Gather one array of each process into [processes, ...]; shapes and dtypes must agree."""
+    mesh, replicate = _exchange()
     rows = jax.make_array_from_process_local_data(NamedSharding(mesh, P("process")), x[None])
-    return np.asarray(enqueue(everywhere, rows).addressable_data(0))
+    return np.asarray(enqueue(replicate, rows).addressable_data(0))
 
 
 def barrier() -> None:
-    """Waits until every process is here."""
+    """Wait until every process has called this."""
     all_gather_flags(True)
 
 
 def all_gather_bytes(payload: bytes) -> list[bytes]:
-    """Every process's payload, in order of process index. Up to 2 GiB each."""
+    """Gather one payload of each process, in order of process index; each has up to 2 GiB."""
     if jax.process_count() == 1:
         return [payload]
     lengths = _gather(np.asarray(len(payload), np.int32))
-    # A power of two, so that payloads of many lengths share few compiled programs.
+    # Padding to a power of two lets payloads of many lengths share few compiled programs.
     padded = np.zeros(1 << max(10, int(lengths.max() - 1).bit_length()), np.uint8)
     padded[: len(payload)] = np.frombuffer(payload, np.uint8)
     return [row[:length].tobytes() for row, length in zip(_gather(padded), lengths, strict=True)]
 
 
 def all_gather_json(value: Any) -> list[Any]:
-    """Every process's value, which must be JSON; tuples come back as lists."""
+    """Gather one JSON value of each process, in order of process index; tuples come back as lists."""
     return [json.loads(text) for text in all_gather_bytes(json.dumps(value).encode())]
 
 
 def all_gather_arrays(arrays: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
-    """Every process's named arrays; shapes, dtypes and names may differ between processes."""
+    """Gather the named arrays of each process; names, shapes and dtypes may differ between processes."""
     buffer = io.BytesIO()
     np.savez(buffer, allow_pickle=False, **arrays)
     gathered = []
@@ -182,9 +219,9 @@ def all_gather_arrays(arrays: Mapping[str, np.ndarray]) -> list[dict[str, np.nda
 
 
 class StopRequest:
-    """Turns SIGTERM and SIGINT into a flag that the main loop looks at, so that a run saves before it leaves.
+    """Flag that SIGTERM and SIGINT set and the training loop reads, so that a run saves before it leaves.
 
-    A second SIGINT raises KeyboardInterrupt. Enter it after `initialize`, in the main thread.
+    A second SIGINT raises KeyboardInterrupt. Enter this context after `initialize`, in the main thread.
     """
 
     def __init__(self) -> None:
@@ -192,8 +229,8 @@ class StopRequest:
         self._interrupts = 0
         self._previous: dict[int, Any] = {}
 
-    def agreed(self) -> bool:
-        """Whether any process was asked to stop; all processes get the same answer. Collective."""
+    def requested_anywhere(self) -> bool:
+        """Return True if any process was asked to stop; all processes get the same answer. Collective."""
         return any(all_gather_flags(self.requested))
 
     def __enter__(self) -> StopRequest:
@@ -213,7 +250,7 @@ class StopRequest:
 
 
 def all_gather_flags(flag: bool) -> list[bool]:
-    """Every process's flag, by one tiny collective; without any if there is one process."""
+    """Gather one flag of each process, in order of process index."""
     if jax.process_count() == 1:
         return [flag]
     return _gather(np.asarray(flag)).tolist()

@@ -1,6 +1,7 @@
-"""Where metrics go beside metrics.jsonl: TensorBoard and W&B, both extras, which never end a run.
+"""Sinks: where metrics go beside metrics.jsonl. TensorBoard and Weights & Biases, both extras.
 
-A record's numbers become curves `<phase>/<key>` over the record's `update`; text and lists have none.
+The numbers of a record become curves `<phase>/<key>` over the record's `update`; text and lists have no curve. A sink
+that fails never ends a run.
 """
 
 from __future__ import annotations
@@ -12,57 +13,99 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from absl import logging
+from pydantic.dataclasses import dataclass
 
 from agentr1_jax import files
 from agentr1_jax.errors import UserError
+from agentr1_jax.validation import STRICT
 
 Record = Mapping[str, Any]
-"""A line of metrics.jsonl."""
-MODES = ("online", "offline")
+"""One line of metrics.jsonl."""
+FLUSH_SECONDS = 5
+"""Time after which TensorBoard's files have what was written, in seconds."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class SinksConfig:
+    """Where metrics go beside metrics.jsonl: section `sinks` of a config.
+
+    Attributes:
+      tensorboard: write event files to `tensorboard/` in the run folder; needs the extra `tensorboard`.
+      wandb_project: project of Weights & Biases; empty for none; needs the extra `wandb`.
+      wandb_mode: send records at once (`online`), or write files that `wandb sync` sends later (`offline`).
+    """
+
+    tensorboard: bool = False
+    wandb_project: str = ""
+    wandb_mode: Literal["online", "offline"] = "online"
+
+    def check(self, run_dir: str) -> None:
+        """Refuse sinks that cannot work for this run folder.
+
+        Raises:
+          UserError: an extra is not installed, or a bucket cannot hold the files.
+        """
+        for key, value, extra, package in (
+            ("tensorboard", self.tensorboard, "tensorboard", "tensorboardX"),
+            ("wandb_project", self.wandb_project, "wandb", "wandb"),
+        ):
+            if value and importlib.util.find_spec(package) is None:
+                raise UserError(
+                    f"sinks.{key} is {value!r}, and {package} is not installed: pip install 'agentr1_jax[{extra}]'"
+                )
+        if self.tensorboard and files.is_remote(run_dir):
+            raise UserError(
+                f"sinks.tensorboard appends to files, which the bucket of run_dir ({run_dir}) cannot; set it to False"
+            )
+        if self.wandb_project and self.wandb_mode == "offline" and files.is_remote(run_dir):
+            raise UserError(
+                f"sinks.wandb_mode=offline leaves files to send later in run_dir, and {run_dir} is in a bucket; set it "
+                "to online"
+            )
 
 
 class Sink(Protocol):
-    """What takes records. Whatever its methods raise ends the sink, with one warning, and not the run."""
+    """Receiver of records. An exception of any method ends the sink with one warning, and not the run."""
 
     name: str
 
-    def open(self, kept: Sequence[Record], written: int) -> None:
-        """Begins, at a start of the run.
+    def open(self, records: Sequence[Record], next_index: int) -> None:
+        """Begin a start of the run.
 
         Args:
-          kept: the records that the run goes on from; those that an earlier start wrote after them are dropped.
-          written: one more than the index of the last record that any start has written; 0 for none.
+          records: records before the checkpoint that the run resumes from; later ones of earlier starts are dropped.
+          next_index: one more than the largest index that any earlier start has written; 0 if there is none.
         """
         ...
 
     def write(self, record: Record) -> None:
-        """Takes one record more."""
+        """Receive the next record."""
         ...
 
     def close(self) -> None:
-        """Ends it; no more records come."""
+        """End the sink; there are no more records."""
         ...
 
 
-class Guarded:
-    """A sink that is left alone once it failed."""
+class FailsafeSink:
+    """Wrapper of a sink that stops using it once it has failed."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink: Sink | None = sink
 
-    def open(self, kept: Sequence[Record], written: int) -> None:
-        self._try("open", kept, written)
+    def open(self, records: Sequence[Record], next_index: int) -> None:
+        self._call("open", records, next_index)
 
     def write(self, record: Record) -> None:
-        self._try("write", record)
+        self._call("write", record)
 
     def close(self) -> None:
-        self._try("close")
+        self._call("close")
 
-    def _try(self, method: str, *args: Any) -> None:
+    def _call(self, method: str, *args: Any) -> None:
         if self._sink is None:
             return
         try:
@@ -76,12 +119,14 @@ class Guarded:
 
 
 class TensorBoard:
-    """Event files, one for each start of the run; it repeats what the run goes on from, and viewers drop the earlier.
+    """Event files, one for each start of the run.
 
-    So curves have no update twice. Earlier files stay: a viewer that is reading one would not get past its end.
+    Each file begins with the records that the run resumes from, and tells viewers to forget the earlier files
+    (`purge_step=0`): phases count their updates from 0, so that no later step would divide old from new. Earlier files
+    stay, since a viewer that is reading one would not get past its end.
 
     Args:
-      folder: of the event files, on this machine.
+      folder: folder of the event files, on a disk.
     """
 
     name = "tensorboard"
@@ -89,50 +134,40 @@ class TensorBoard:
     def __init__(self, folder: str) -> None:
         self._folder = folder
 
-    def open(self, kept: Sequence[Record], written: int) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.summary.writer.record_writer import RecordWriter
+    def open(self, records: Sequence[Record], next_index: int) -> None:
+        import tensorboardX
 
-        os.makedirs(self._folder, exist_ok=True)
-        name = f"events.out.tfevents.{time.time():017.6f}"  # Viewers go from file to file in this order.
-        self._out = RecordWriter(open(os.path.join(self._folder, name), "wb"))
-        self._put(Event(wall_time=time.time(), file_version="brain.Event:2"))
-        # What was read from the files before is forgotten.
-        self._put(Event(wall_time=time.time(), step=0, session_log=SessionLog(status=SessionLog.START)))
-        for record in kept:
-            self._add(record)
-        self._out.flush()
+        self._writer = tensorboardX.SummaryWriter(
+            self._folder,
+            purge_step=0,
+            max_queue=0,  # Unlimited: the run never waits for a disk.
+            flush_secs=FLUSH_SECONDS,
+            # File names hold whole seconds, and viewers read files in the order of names.
+            filename_suffix=f".{time.time_ns() % 10**9:09d}",
+        )
+        for record in records:
+            self.write(record)
 
     def write(self, record: Record) -> None:
-        self._add(record)
-        self._out.flush()
+        step = int(record.get("update", record["index"]))
+        for tag, value in curves(record).items():
+            self._writer.add_scalar(tag, value, step)
 
     def close(self) -> None:
-        self._out.close()
-
-    def _add(self, record: Record) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in curves(record).items()]
-        step = int(record.get("update", record["index"]))
-        self._put(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
-
-    def _put(self, event: Any) -> None:
-        self._out.write(event.SerializeToString())
+        self._writer.close()
 
 
 class WandB:
-    """A run of Weights & Biases. Its id is kept in the run's folder, so that a resumed run goes on in it.
+    """Run of Weights & Biases, which a resumed run continues.
 
-    What W&B was told cannot be taken back: records that a resumed run writes again are not sent again.
+    W&B cannot take records back: those that a resumed run writes again are not sent again.
 
     Args:
-      run_dir: the run's folder, which gives the run its name; local files of W&B go there, or where it is in a bucket
-        to a temporary folder.
-      project: of W&B.
-      mode: one of `MODES`; offline files are sent by `wandb sync`.
-      config: of the run, as plain JSON.
+      run_dir: run folder, which names the run and holds its id in `wandb.json`. W&B's local files go there too, or to
+        a temporary folder if the run folder is in a bucket.
+      project: project of W&B.
+      mode: `online` or `offline`.
+      config: resolved config of the run.
     """
 
     name = "wandb"
@@ -140,18 +175,18 @@ class WandB:
     def __init__(self, run_dir: str, project: str, mode: str, config: Mapping[str, Any]) -> None:
         self._run_dir, self._project, self._mode, self._config = run_dir, project, mode, config
 
-    def open(self, kept: Sequence[Record], written: int) -> None:
+    def open(self, records: Sequence[Record], next_index: int) -> None:
         import wandb
 
         path = os.path.join(self._run_dir, "wandb.json")
-        began = files.exists(path)
-        known: dict[str, Any] = {"id": uuid.uuid4().hex[:12], "next": 0}
-        if began:
-            known = json.loads(files.read_bytes(path))
+        resumes = files.exists(path)
+        stored: dict[str, Any] = {"id": uuid.uuid4().hex[:12], "next": 0}
+        if resumes:
+            stored = json.loads(files.read_bytes(path))
         remote = files.is_remote(self._run_dir)
         self._run = wandb.init(
             project=self._project,
-            id=known["id"],
+            id=stored["id"],
             resume="allow",
             name=os.path.basename(os.path.normpath(self._run_dir)),
             mode=self._mode,  # type: ignore[arg-type]
@@ -159,11 +194,12 @@ class WandB:
             config=dict(self._config),
             settings=wandb.Settings(console="off"),
         )
-        # Records of starts before the sink was turned on are sent now; those of starts with it are there.
-        self._next = max(known["next"], written if began else 0, self._run.step)
-        with files.published(path) as out:
-            json.dump({"id": known["id"], "next": self._next}, out)
-        for record in kept:
+        # Starts before the sink was turned on sent nothing: their records are sent now. An offline run does not know
+        # its step, which is why the index is stored.
+        self._next = max(stored["next"], next_index if resumes else 0, self._run.step)
+        with files.atomic_write(path) as out:
+            json.dump({"id": stored["id"], "next": self._next}, out)
+        for record in records:
             self.write(record)
 
     def write(self, record: Record) -> None:
@@ -181,9 +217,9 @@ class WandB:
 
 
 def curves(record: Record) -> dict[str, float]:
-    """The numbers of a record by the names of their curves, those of nested records by paths; `nan` and `inf` too."""
+    """Return the numbers of a record, `nan` and `inf` too, by the names of their curves; nested keys become paths."""
     phase = _phase(record)
-    # Evaluations have phases of their own: eval/em, eval_sampled/em.
+    # Evaluations are phases of their own: the key eval/em is the curve eval/em or eval_sampled/em.
     return {
         f"{phase}/{name.removeprefix('eval/')}": value
         for name, value in _numbers(record)
@@ -191,37 +227,20 @@ def curves(record: Record) -> dict[str, float]:
     }
 
 
-def make_sinks(
-    run_dir: str, tensorboard: bool, wandb_project: str, wandb_mode: str, config: Mapping[str, Any]
-) -> list[Sink]:
-    """The sinks that a config asks for; see `check_sinks` for what is refused."""
-    board: list[Sink] = [TensorBoard(os.path.join(run_dir, "tensorboard"))] if tensorboard else []
-    return [*board, WandB(run_dir, wandb_project, wandb_mode, config)] if wandb_project else board
+def make_sinks(settings: SinksConfig, run_dir: str, config: Mapping[str, Any]) -> list[Sink]:
+    """Make the sinks that the settings ask for.
 
-
-def check_sinks(run_dir: str, tensorboard: bool, wandb_project: str, wandb_mode: str) -> None:
-    """Refuses sinks that cannot work.
-
-    Raises:
-      UserError: an extra is not installed, there is no such mode, or a bucket cannot hold the files.
+    Args:
+      settings: settings that passed `check`.
+      run_dir: run folder.
+      config: resolved config of the run, which W&B shows.
     """
-    for wanted, package in ((tensorboard, "tensorboard"), (wandb_project, "wandb")):
-        if wanted and importlib.util.find_spec(package) is None:
-            key = "sinks.tensorboard" if package == "tensorboard" else "sinks.wandb_project"
-            raise UserError(
-                f"{key} is {wanted!r}, and {package} is not installed: pip install 'agentr1_jax[{package}]'"
-            )
-    if wandb_mode not in MODES:
-        raise UserError(f"unknown sinks.wandb_mode {wandb_mode!r}; choose one of {', '.join(MODES)}")
-    if tensorboard and files.is_remote(run_dir):
-        raise UserError(
-            f"sinks.tensorboard appends to files, which the bucket of run_dir ({run_dir}) cannot; set it to False"
-        )
-    if wandb_project and wandb_mode == "offline" and files.is_remote(run_dir):
-        raise UserError(
-            f"sinks.wandb_mode=offline leaves files to send later in run_dir, and {run_dir} is in a bucket; set it to "
-            "online"
-        )
+    sinks: list[Sink] = []
+    if settings.tensorboard:
+        sinks.append(TensorBoard(os.path.join(run_dir, "tensorboard")))
+    if settings.wandb_project:
+        sinks.append(WandB(run_dir, settings.wandb_project, settings.wandb_mode, config))
+    return sinks
 
 
 def _phase(record: Record) -> str:

@@ -178,5 +178,5 @@ def train_sentencepiece(
         num_threads=1,
         minloglevel=2,
     )
-    with files.published(path, "wb") as out:
+    with files.atomic_write(path, "wb") as out:
         out.write(model.getvalue())

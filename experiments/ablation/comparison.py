@@ -15,7 +15,7 @@ from agentr1_jax.report.curves import series
 from agentr1_jax.report.statistics import Interval
 from agentr1_jax.report.tables import format_value
 from agentr1_jax.runtime.metrics import read_metrics
-from experiments import recordings
+from agentr1_jax.runtime.run_folder import RunFolder, read_trajectories
 from experiments.ablation.fleet import title as title_of
 from experiments.ablation.grid import Cell, summary
 
@@ -90,7 +90,7 @@ def scores(folder: str, name: str, metric: str) -> dict[str, float]:
       UserError: there is no such evaluation, or none of its trajectories has the metric.
     """
     out, known = dict[str, float](), set[str]()
-    for trajectory in recordings.read(recordings.paths_by_name(folder).get(name, ())):
+    for trajectory in read_trajectories(RunFolder(folder).trajectory_files().get(name, ())):
         known |= trajectory.metrics.keys()
         if metric in trajectory.metrics:
             out[str(trajectory.row.get("id", trajectory.uid))] = float(trajectory.metrics[metric])

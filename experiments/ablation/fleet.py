@@ -17,8 +17,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from agentr1_jax.runtime.memory import TUNABLE
-from agentr1_jax.runtime.processes import StopRequest
+from agentr1_jax.runtime.processes import HUGE_PAGES, StopRequest
 from configs import resolved
 from experiments import build
 from experiments.ablation.grid import Cell, is_finished, write_config
@@ -110,7 +109,7 @@ def start(cell: Cell, cores: frozenset[int], command: Sequence[str]) -> Running:
     if not os.path.exists(os.path.join(cell.folder, "config.json")):
         build.discard_tokenizer(cell.config)  # Of a start that was killed before the run began.
     arguments = [*command, f"--config={resolved.__file__}:{write_config(cell)}"]
-    environment = {"GLIBC_TUNABLES": TUNABLE, **os.environ}  # Else it would start twice.
+    environment = {"GLIBC_TUNABLES": HUGE_PAGES, **os.environ}  # Else it would start twice.
     with open(log_path(cell), "ab") as log, bound_to(cores):
         # A group of its own: Ctrl-C is for this process, which passes it on as SIGTERM.
         process = subprocess.Popen(

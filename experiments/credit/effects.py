@@ -24,7 +24,7 @@ from agentr1_jax.learner.loss_weights import TokenUnits, loss_weights
 from agentr1_jax.learner.update import batch_gradient
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.report import credit_stats as stats
-from agentr1_jax.runtime.progress import progress
+from agentr1_jax.runtime.monitoring import progress_bar
 from agentr1_jax.trajectory import Trajectory
 from experiments import build
 from experiments.circle import Run
@@ -96,7 +96,7 @@ def effects(
     vectors = group_gradients(run, params, parts, weights)
     shift = vectors(np.ones_like(advantages[0]))
     totals, noise = [], []
-    with progress("gradients", 0, len(schemes), True) as shown:
+    with progress_bar("gradients", 0, len(schemes), True) as shown:
         for i, (name, of_scheme) in enumerate(zip(schemes, advantages, strict=True)):
             own = vectors(of_scheme)
             both = np.concatenate([own, shift])

@@ -21,8 +21,9 @@ from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.rollout.runner import signal
 from agentr1_jax.runtime.config import flatten
+from agentr1_jax.runtime.run_folder import RunFolder, read_trajectories
 from agentr1_jax.trajectory import Trajectory
-from experiments import build, inherited, learning, recordings
+from experiments import build, inherited, learning
 from experiments.circle import Run
 from experiments.journal import Position
 from experiments.sources import stored_config
@@ -58,7 +59,7 @@ def recording(folder: str, updates: str) -> Recording:
     Raises:
       UserError: no run, no recorded batch of that number, a file that cannot be read.
     """
-    config, found = stored_config(folder), recordings.batches(folder)
+    config, found = stored_config(folder), RunFolder(folder).batch_files()
     if updates != "last" and not re.fullmatch(r"\d+(,\d+)*", updates):
         raise UserError(f"--update={updates}: write `last`, or the number of an update, e.g. --update={max(found)}")
     wanted = [max(found)] if updates == "last" else sorted({int(update) for update in updates.split(",")})
@@ -67,7 +68,7 @@ def recording(folder: str, updates: str) -> Recording:
             raise UserError(f"{folder}: has no RL batch {update}; those from {min(found)} to {max(found)} are recorded")
     trajectories: list[Trajectory] = []
     for update in wanted:
-        batch = _trained(config, recordings.read(found[update]))
+        batch = _trained(config, read_trajectories(found[update]))
         trajectories += _numbered(batch, 1 + max((t.group for t in trajectories), default=-1))
     return Recording(folder, config, wanted, trajectories)
 

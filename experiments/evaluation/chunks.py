@@ -93,7 +93,7 @@ def claim(out: str, request: Mapping[str, Any]) -> dict[str, Any]:
             _check_same(out, dict(configs.flatten(stored)), dict(configs.flatten(request)))
         except (ValueError, AttributeError) as error:
             raise UserError(f"{path}: not what an evaluation writes ({error}); choose another --out") from error
-    elif files.names(out):
+    elif files.list_names(out):
         raise UserError(f"{out}: not empty, and no evaluation (it has no request.json); choose another --out")
     joined = {**request, **{key: dict(sorted({**stored.get(key, {}), **request[key]}.items())) for key in ADDED}}
     write_json(path, joined)
@@ -116,7 +116,7 @@ def _check_same(out: str, stored: Mapping[str, Any], given: Mapping[str, Any]) -
 
 def write_json(path: str, value: Any) -> None:
     """Writes indented JSON, renamed into place."""
-    with files.published(path) as out:
+    with files.atomic_write(path) as out:
         json.dump(value, out, indent=2, allow_nan=False)
         out.write("\n")
 

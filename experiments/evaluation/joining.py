@@ -166,6 +166,6 @@ def markdown(records: Sequence[Mapping[str, Any]], base: str = "", notes: Sequen
 
 def write(path: str, text: str, records: Sequence[Mapping[str, Any]]) -> None:
     """Writes the table, and its figures beside it, each renamed into place."""
-    with files.published(path) as out:
+    with files.atomic_write(path) as out:
         out.write(text)
     write_json(f"{os.path.splitext(path)[0]}.json", records)

@@ -49,7 +49,7 @@ def write(out: str, setting: Setting, record: Mapping[str, Any]) -> dict[str, An
     }
     write_scores(os.path.join(out, "scores.jsonl.gz"), scores)
     write_json(os.path.join(out, "evaluation.json"), evaluation)
-    with files.published(os.path.join(out, "evaluation.md")) as page:
+    with files.atomic_write(os.path.join(out, "evaluation.md")) as page:
         page.write(markdown(evaluation))
     report.write_report(
         os.path.join(out, "report.html"),

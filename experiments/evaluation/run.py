@@ -13,9 +13,9 @@ from rich.console import Console
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.report.evaluation import quality_table
 from agentr1_jax.rollout.sampling import Sampling
-from agentr1_jax.runtime.compiles import CompileCounter
+from agentr1_jax.runtime.compile_cache import CompileCounter
+from agentr1_jax.runtime.monitoring import progress_bar
 from agentr1_jax.runtime.processes import StopRequest
-from agentr1_jax.runtime.progress import progress
 from agentr1_jax.trajectory_io import write_jsonl
 from experiments import build
 from experiments.evaluation import modes, results
@@ -97,7 +97,7 @@ def answered(chunks: Mapping[str, Sequence[Chunk]]) -> Iterator[Callable[[Chunk]
     """Progress in questions: gives a function to call, as each is answered, with the chunk that it is of."""
     every = [chunk for of_mode in chunks.values() for chunk in of_mode]
     done = sum(len(chunk.rows) for chunk in every if chunk.done)
-    with progress("evaluate", done, sum(len(chunk.rows) for chunk in every), True) as show:
+    with progress_bar("evaluate", done, sum(len(chunk.rows) for chunk in every), True) as show:
 
         def advance(chunk: Chunk) -> None:
             nonlocal done

@@ -101,7 +101,7 @@ def verdict(trajectory: Trajectory) -> str:
 
 def write_scores(path: str, scores: Iterable[Score]) -> None:
     """Writes gzipped JSONL, renamed into place."""
-    with files.published(path, "wb") as raw, gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as out:
+    with files.atomic_write(path, "wb") as raw, gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as out:
         for each in scores:
             out.write(json.dumps(dataclasses.asdict(each)).encode() + b"\n")
 
@@ -113,7 +113,7 @@ def read_scores(folder: str) -> list[Score]:
         raise UserError(f"{folder}: no finished evaluation (it has no scores.jsonl.gz); run experiments.evaluate first")
     out: list[Score] = []
     try:
-        with files.opened(path) as raw, gzip.open(raw, "rt", encoding="utf-8") as lines:
+        with files.open_bytes(path) as raw, gzip.open(raw, "rt", encoding="utf-8") as lines:
             for line in lines:
                 out.append(Score(**json.loads(line)))
     except CORRUPT as error:

@@ -10,7 +10,7 @@ import pytest
 from encoders import checkpoint
 
 from agentr1_jax.errors import UserError
-from agentr1_jax.runtime.compiles import CompileCounter
+from agentr1_jax.runtime.compile_cache import CompileCounter
 from agentr1_jax.tasks.multihop.task import RetrieverConfig
 from agentr1_jax.tools.search import Passage
 from agentr1_jax.validation import from_section

@@ -15,7 +15,7 @@ from encoders import checkpoint, padded, write_tokenizer
 from agentr1_jax.contrib.dense_retrieval import weights
 from agentr1_jax.contrib.dense_retrieval.embedder import QUERY_TOKENS, Embedder
 from agentr1_jax.contrib.dense_retrieval.encoder import embed_tokens
-from agentr1_jax.runtime.compiles import CompileCounter
+from agentr1_jax.runtime.compile_cache import CompileCounter
 
 WORDS = [f"w{i}" for i in range(60)] + ["query", "passage", ":"]
 TEXTS = [

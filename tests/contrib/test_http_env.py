@@ -19,7 +19,7 @@ from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.contrib.http_env.client import HttpConfig, HttpEnvError, HttpTask
 from agentr1_jax.contrib.http_env.server import Refusal, Service, make_server
 from agentr1_jax.envs.base import Action, Observation, Task, Transition
-from agentr1_jax.errors import PassingError, UserError
+from agentr1_jax.errors import RetryableError, UserError
 from agentr1_jax.http import HttpError, request
 from agentr1_jax.rollout import runner
 from agentr1_jax.tasks.frozenlake import frozenlake_task
@@ -251,7 +251,7 @@ def test_a_server_that_is_gone_is_an_environments_failure():
     ended = attempted(remote, row)
     assert ended.outcome is Outcome.ENV_FAILURE and "unreachable" not in ended.info["error"]
     assert f"HttpError: {url}/reset: ConnectionRefusedError" in ended.info["error"]
-    with pytest.raises(PassingError, match="goes on once the server is back"):
+    with pytest.raises(RetryableError, match="goes on once the server is back"):
         remote.row("train", 1)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from agentr1_jax.contrib.dense_retrieval import top_k
 from agentr1_jax.contrib.dense_retrieval.top_k import QUERIES, make_top_k
-from agentr1_jax.runtime.compiles import CompileCounter
+from agentr1_jax.runtime.compile_cache import CompileCounter
 
 
 def brute_force(matrix, queries, k):

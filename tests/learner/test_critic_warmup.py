@@ -24,7 +24,7 @@ from agentr1_jax.learner.update import init_state, make_update
 from agentr1_jax.policy import params as parts
 from agentr1_jax.policy.config import LoraConfig
 from agentr1_jax.policy.sharding import shardings
-from agentr1_jax.runtime.compiles import CompileCounter
+from agentr1_jax.runtime.compile_cache import CompileCounter
 from configs import base, quickstart
 from experiments import build, checks, learning
 

@@ -23,7 +23,7 @@ from pydantic.dataclasses import dataclass
 
 from agentr1_jax.envs.base import Action, Expert, Observation, Row, Transition
 from agentr1_jax.envs.registry import TaskContext, register
-from agentr1_jax.errors import PassingError
+from agentr1_jax.errors import RetryableError
 from agentr1_jax.http import PASSING, HttpError, is_http, pause, request, shown
 from agentr1_jax.tools.threads import run_in_thread
 from agentr1_jax.trajectory import Outcome
@@ -122,7 +122,7 @@ class HttpTask:
 
         Raises:
           ValueError: there is no such row.
-          PassingError: the server cannot be reached any more; the run can be resumed once it can.
+          RetryableError: the server cannot be reached any more; the run can be resumed once it can.
         """
         try:
             answer = self._server.get("/rows", split=split, index=index)
@@ -134,7 +134,7 @@ class HttpTask:
                     f"{self.name} at {self._server.config.url} has no row {split!r} {index}; splits are "
                     f"{', '.join(self._sizes)} ({shown(error.answer)})"
                 ) from error
-            raise PassingError(f"task.http: {error}; the same command goes on once the server is back") from error
+            raise RetryableError(f"task.http: {error}; the same command goes on once the server is back") from error
         except (HttpEnvError, TypeError) as error:
             raise ValueError(f"{self._server.config.url}/rows: not a row ({error})") from error
         return row

@@ -26,10 +26,10 @@ assert sorted(first) == ["only0", "x"] and sorted(second) == ["only1", "x"]
 assert second["x"].tolist() == [0, 1] and second["x"].dtype == np.arange(1).dtype and second["only1"].shape == (1, 1)
 processes.barrier()
 with processes.StopRequest() as stop:
-    assert not stop.agreed()
+    assert not stop.requested_anywhere()
     if index == 1:
         os.kill(os.getpid(), signal.SIGTERM)
-    assert stop.agreed() and stop.requested == (index == 1)
+    assert stop.requested_anywhere() and stop.requested == (index == 1)
 import jax
 assert (jax.local_device_count(), jax.device_count()) == (2, 4)
 os.write(1, b"agreed")
@@ -58,12 +58,12 @@ def test_objects_are_never_pickled() -> None:
 def test_stop_request_notes_signals_and_restores_handlers() -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with processes.StopRequest() as stop:
-        assert not stop.agreed()
+        assert not stop.requested_anywhere()
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)
         assert stop.requested
-        assert stop.agreed()
+        assert stop.requested_anywhere()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before

@@ -19,9 +19,8 @@ from test_train import ROOT, SMALL
 from agentr1_jax import files
 from agentr1_jax.errors import UserError
 from agentr1_jax.runtime import metrics as metrics_file
-from agentr1_jax.runtime.checkpoint import COMMITTED, INVENTORY, Checkpoints, newest_intact
-from agentr1_jax.runtime.lease import Lease
-from agentr1_jax.runtime.lock import NAME
+from agentr1_jax.runtime.checkpoint import COMMITTED, INVENTORY, Checkpoints, find_newest_intact
+from agentr1_jax.runtime.lock import NAME, lock_folder
 from agentr1_jax.runtime.metrics import MetricsWriter, read_metrics
 from agentr1_jax.trajectory_io import read_jsonl
 from configs import quickstart
@@ -51,16 +50,16 @@ def test_metrics_are_written_with_every_checkpoint_and_have_no_seam(bucket, monk
         for update in range(1, 4):
             writer.write({"update": update, "life": 1})
         assert len(read_metrics(path)) == 1
-        writer.save()
+        writer.sync()
         assert len(read_metrics(path)) == 4
         monkeypatch.setattr(metrics_file, "REWRITE_SECONDS", 0.0)
-        writer.save()
+        writer.sync()
         writer.write({"update": 4, "life": 1})
         assert len(read_metrics(path)) == 5
     with MetricsWriter(f"{bucket}/run", next_index=2) as writer:
         writer.write({"update": 2, "life": 2})
     assert [(r["index"], r["life"]) for r in read_metrics(path)] == [(0, 1), (1, 1), (2, 2)]
-    assert files.names(f"{bucket}/run") == ["metrics.jsonl"]
+    assert files.list_names(f"{bucket}/run") == ["metrics.jsonl"]
 
 
 def numbers(value):
@@ -88,17 +87,17 @@ def restored_step(folder, like):
 def test_checkpoints_come_back_and_a_damaged_one_is_kept_aside(bucket):
     like = written(bucket, (1, 2, 3, 4))
     folder = f"{bucket}/checkpoints"
-    assert files.names(folder) == ["2", "3", "4"] and restored_step(bucket, like) == 4
+    assert files.list_names(folder) == ["2", "3", "4"] and restored_step(bucket, like) == 4
     expected = json.loads(files.read_bytes(f"{folder}/4/{INVENTORY}"))
-    assert expected.items() <= files.sizes(f"{folder}/4").items() and any(n.startswith("state/") for n in expected)
+    assert expected.items() <= files.file_sizes(f"{folder}/4").items() and any(n.startswith("state/") for n in expected)
 
-    with files.published(f"{folder}/4/record/metadata") as out:
+    with files.atomic_write(f"{folder}/4/record/metadata") as out:
         out.write("{")
-    part = next(name for name in files.sizes(f"{folder}/3") if name.startswith("state/ocdbt"))
+    part = next(name for name in files.file_sizes(f"{folder}/3") if name.startswith("state/ocdbt"))
     files.remove(f"{folder}/3/{part}")
-    assert newest_intact(folder) == (2, [4, 3])
+    assert find_newest_intact(folder) == (2, [4, 3])
     assert restored_step(bucket, like) == 2
-    assert files.names(folder) == ["2"] and files.names(f"{folder}.damaged") == ["3.0", "4.0"]
+    assert files.list_names(folder) == ["2"] and files.list_names(f"{folder}.damaged") == ["3.0", "4.0"]
     written(bucket, (3, 4))
     assert restored_step(bucket, like) == 4
 
@@ -106,7 +105,7 @@ def test_checkpoints_come_back_and_a_damaged_one_is_kept_aside(bucket):
 def test_a_checkpoint_that_is_still_being_written_does_not_count(bucket):
     like = written(bucket, (1, 2))
     files.remove(f"{bucket}/checkpoints/2/{COMMITTED}")
-    assert newest_intact(f"{bucket}/checkpoints") == (1, [])
+    assert find_newest_intact(f"{bucket}/checkpoints") == (1, [])
     assert inherited.newest_checkpoint(bucket) == f"{bucket}/checkpoints/1"
     assert restored_step(bucket, like) == 1
 
@@ -117,14 +116,14 @@ def command(folder: str, **overrides: object) -> list[str]:
     return [sys.executable, "-m", "experiments.train", *arguments]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_in_a_bucket_is_stopped_and_goes_on_as_one_on_a_disk(bucket, tmp_path):
     run, local = f"{bucket}/run", str(tmp_path / "run")
     habits = {"updates": 8, "rollout.deterministic": True, "profile_updates": "6:7"}
-    with Lease(f"{run}/{NAME}", renewal=0.2):
+    with lock_folder(run):
         refused = subprocess.run(command(run, **habits), cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert refused.returncode == 2 and f"process {os.getpid()} on " in refused.stderr, refused.stderr[-3000:]
-    assert files.names(run) == []
+    assert files.list_names(run) == []
     started = subprocess.Popen(
         command(run, **habits), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -154,12 +153,12 @@ def test_a_run_in_a_bucket_is_stopped_and_goes_on_as_one_on_a_disk(bucket, tmp_p
 
     for mine, expected in zip(told(run), told(local), strict=True):
         assert {key for key in mine.keys() | expected.keys() if mine.get(key) != expected.get(key)} == set()
-    assert files.names(f"{run}/trajectories") == files.names(f"{local}/trajectories")
+    assert files.list_names(f"{run}/trajectories") == files.list_names(f"{local}/trajectories")
     for update in range(8):
         assert sampled(run, update) == sampled(local, update)
-    assert files.names(run) == files.names(local)
+    assert files.list_names(run) == files.list_names(local)
     assert files.read_bytes(f"{run}/tokenizer.model") == files.read_bytes(f"{local}/tokenizer.model")
-    assert any(name.endswith(".xplane.pb") for name in files.sizes(f"{run}/profile"))
+    assert any(name.endswith(".xplane.pb") for name in files.file_sizes(f"{run}/profile"))
 
     tool = [sys.executable, "-m"]
     for arguments in (
@@ -170,6 +169,6 @@ def test_a_run_in_a_bucket_is_stopped_and_goes_on_as_one_on_a_disk(bucket, tmp_p
     ):
         done = subprocess.run([*tool, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=500)
         assert done.returncode == 0, (arguments, done.stderr[-3000:])
-    assert {"evaluation.json", "report.html", "scores.jsonl.gz"} <= set(files.names(f"{run}/evaluation"))
-    assert {"report.html", "summary.md", "schemes.csv"} <= set(files.names(f"{run}/credit_compare"))
+    assert {"evaluation.json", "report.html", "scores.jsonl.gz"} <= set(files.list_names(f"{run}/evaluation"))
+    assert {"report.html", "summary.md", "schemes.csv"} <= set(files.list_names(f"{run}/credit_compare"))
     assert "model.safetensors" in os.listdir(tmp_path / "exported")

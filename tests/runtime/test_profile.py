@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from agentr1_jax.errors import UserError
-from agentr1_jax.runtime import profile
-from agentr1_jax.runtime.profile import parse_updates, profiled
+from agentr1_jax.runtime import monitoring
+from agentr1_jax.runtime.monitoring import parse_profile_updates, trace_updates
 
 
 def test_updates_are_half_open_ranges():
-    assert list(parse_updates("3:5")) == [3, 4]
-    assert list(parse_updates("0:1")) == [0]
-    assert not parse_updates("")
+    assert list(parse_profile_updates("3:5")) == [3, 4]
+    assert list(parse_profile_updates("0:1")) == [0]
+    assert not parse_profile_updates("")
 
 
 @pytest.mark.parametrize("text", ["3", ":", "3:", ":3", "5:3", "3:3", "-1:3", "a:b", "1:2:3", " 1:2", "1:2\n", "1.0:2"])
 def test_malformed_updates_are_the_users_mistake(text):
     with pytest.raises(UserError, match="profile_updates is .*a:b"):
-        parse_updates(text)
+        parse_profile_updates(text)
 
 
 def traces(folder):
@@ -45,7 +47,7 @@ class Spy:
     def StepTraceAnnotation(self, name, step_num):
         return self._between(f"{name} {step_num}")
 
-    @profile.contextlib.contextmanager
+    @contextlib.contextmanager
     def _between(self, name):
         self.seen.append(f"+{name}")
         try:
@@ -64,8 +66,8 @@ class Spy:
 )
 def test_the_trace_covers_the_batches_and_no_more(monkeypatch, tmp_path, batches, seen):
     spy = Spy()
-    monkeypatch.setattr(profile, "jax", type("jax", (), {"profiler": spy}))
-    with profiled(tmp_path, range(1, 3), enabled=True) as begin:
+    monkeypatch.setattr(monitoring, "jax", type("jax", (), {"profiler": spy}))
+    with trace_updates(tmp_path, range(1, 3), enabled=True) as begin:
         for update in batches:
             begin(update)
             if update == 3:
@@ -74,14 +76,14 @@ def test_the_trace_covers_the_batches_and_no_more(monkeypatch, tmp_path, batches
 
 
 def test_a_trace_is_written_also_when_the_run_is_stopped(tmp_path):
-    with profiled(tmp_path / "whole", range(1, 2), enabled=True) as begin:
+    with trace_updates(tmp_path / "whole", range(1, 2), enabled=True) as begin:
         for update in range(3):
             begin(update)
             batch()
             assert len(traces(tmp_path / "whole")) == int(update == 2)
 
     def stopped():
-        with profiled(tmp_path / "stopped", range(1, 9), enabled=True) as begin:
+        with trace_updates(tmp_path / "stopped", range(1, 9), enabled=True) as begin:
             for update in range(3):
                 begin(update)
                 batch()
@@ -98,7 +100,7 @@ def test_a_trace_is_written_also_when_the_run_is_stopped(tmp_path):
 
 @pytest.mark.parametrize(("updates", "enabled"), [(range(0), True), (range(0, 3), False)])
 def test_nothing_is_written_unless_asked_for(tmp_path, updates, enabled):
-    with profiled(tmp_path, updates, enabled) as begin:
+    with trace_updates(tmp_path, updates, enabled) as begin:
         begin(0)
         batch()
     assert not list(tmp_path.iterdir())

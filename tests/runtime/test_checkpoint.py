@@ -18,7 +18,7 @@ from agentr1_jax.learner.optimizer import make_optimizer
 from agentr1_jax.learner.update import init_state
 from agentr1_jax.policy.params import init_params
 from agentr1_jax.policy.sharding import shardings
-from agentr1_jax.runtime.checkpoint import INVENTORY, Checkpoints, abstract, newest_intact
+from agentr1_jax.runtime.checkpoint import INVENTORY, Checkpoints, find_newest_intact, sharded_shapes
 
 OPTIMIZER = make_optimizer(OptimizerConfig())
 RECORD = {"phase": "rl", "update": 7, "seconds": 12.5, "results": {"em_before": 0.25}, "totals": {}, "name": "é"}
@@ -32,7 +32,7 @@ def state_on(mesh, seed=0):
     """A state on a mesh, and what to restore it into."""
     shapes = jax.eval_shape(make, jax.random.key(0))
     layout = shardings(shapes, mesh)
-    return jax.jit(make, out_shardings=layout)(jax.random.key(seed)), abstract(shapes, layout)
+    return jax.jit(make, out_shardings=layout)(jax.random.key(seed)), sharded_shapes(shapes, layout)
 
 
 def assert_equal(a, b):
@@ -161,7 +161,7 @@ def test_two_damaged_ones_and_all_damaged(tmp_path):
     like = write_three(tmp_path)
     for step in (3, 2):
         damage(tmp_path / "checkpoints" / str(step) / "record" / "metadata", "missing")
-    assert newest_intact(str(tmp_path / "checkpoints")) == (1, [3, 2])
+    assert find_newest_intact(str(tmp_path / "checkpoints")) == (1, [3, 2])
     assert restored_step(tmp_path, like) == 1
     damage(tmp_path / "checkpoints" / "1" / "record" / "metadata", "missing")
     with pytest.raises(UserError, match=r"all checkpoints are damaged \(\[1\]\)"):

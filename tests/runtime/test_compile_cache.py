@@ -19,8 +19,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_train import ROOT, command
 
-from agentr1_jax import kept
-from agentr1_jax.runtime.compiles import CompileCounter
+from agentr1_jax.runtime import compile_cache
+from agentr1_jax.runtime.compile_cache import CompileCounter, cached_jit
 
 
 @pytest.mark.parametrize(
@@ -34,13 +34,13 @@ from agentr1_jax.runtime.compiles import CompileCounter
     ],
 )
 def test_the_folder_lies_beside_the_runs(setting: str, run_dir: str, folder: str) -> None:
-    assert kept.folder_of(setting, run_dir) == folder
+    assert compile_cache.cache_folder(setting, run_dir) == folder
 
 
 @pytest.fixture
 def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
     """A folder in which this process keeps its programs as those other than 0 do; JAX's cache is off."""
-    monkeypatch.setattr(kept, "_folder", [str(tmp_path)])
+    monkeypatch.setattr(compile_cache, "_folder", [str(tmp_path)])
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # It remembers from the first compilation whether it is used.
     yield tmp_path
@@ -59,7 +59,7 @@ def made(mesh: Mesh, factor: float = 3.0):
     def scaled(x, table):
         return factor * x, {"sum": x.sum() + table.sum()}
 
-    program = kept.jit(scaled, mesh, donate_argnums=0, out_shardings=(lies, NamedSharding(mesh, P())))
+    program = cached_jit(scaled, mesh, donate_argnums=0, out_shardings=(lies, NamedSharding(mesh, P())))
     return program, jax.device_put(np.arange(8.0, dtype=np.float32), lies)
 
 
@@ -69,7 +69,7 @@ def called(program, x, rows: int = 2) -> tuple[list[float], float, int, int]:
     y, more = program(x, np.ones((rows, 2), np.float32))
     assert x.is_deleted(), "it was to be donated"
     assert y.sharding.device_set == x.sharding.device_set
-    return np.asarray(y).tolist(), float(more["sum"]), counter.count - counter.found, counter.found
+    return np.asarray(y).tolist(), float(more["sum"]), counter.count - counter.loaded, counter.loaded
 
 
 def test_a_program_is_compiled_once_for_all_starts(folder: pathlib.Path) -> None:
@@ -88,7 +88,7 @@ def test_other_programs_and_other_devices_are_other_files(folder: pathlib.Path, 
         assert called(*made(mesh, factor)) == ([factor * i for i in range(8)], 32.0, 1, 0)
     monkeypatch.setattr(jax, "__version__", "another")
     assert called(*made(mesh_of(0, 1)))[2:] == (1, 0)
-    monkeypatch.setattr(kept, "_instructions", lambda: "another CPU")
+    monkeypatch.setattr(compile_cache, "_cpu_features", lambda: "another CPU")
     assert called(*made(mesh_of(0, 1)))[2:] == (1, 0)
     assert len(list(folder.iterdir())) == 6
 
@@ -111,7 +111,7 @@ def test_a_damaged_file_is_stepped_over_and_replaced(folder: pathlib.Path, caplo
 
 def test_what_cannot_be_kept_can_be_run(folder: pathlib.Path, monkeypatch, caplog) -> None:
     (folder / "file").write_text("")
-    monkeypatch.setattr(kept, "_folder", [str(folder / "file" / "programs")])
+    monkeypatch.setattr(compile_cache, "_folder", [str(folder / "file" / "programs")])
     assert called(*made(mesh_of(0, 1)))[2:] == (1, 0)
     assert "scaled is not kept in" in caplog.text
 
@@ -119,18 +119,19 @@ def test_what_cannot_be_kept_can_be_run(folder: pathlib.Path, monkeypatch, caplo
 def test_process_0_and_gpus_leave_it_to_jax(folder: pathlib.Path, monkeypatch) -> None:
     plain = type(jax.jit(len))
     assert not isinstance(made(mesh_of(0, 1))[0], plain)
-    monkeypatch.setattr(kept, "_folder", [])
+    monkeypatch.setattr(compile_cache, "_folder", [])
     assert isinstance(made(mesh_of(0, 1))[0], plain)
 
 
 CHILD = """
 import sys, jax
-from agentr1_jax import kept
-from agentr1_jax.runtime.compiles import CompileCounter
+from agentr1_jax.runtime import compile_cache
+from agentr1_jax.runtime.compile_cache import cached_jit
+from agentr1_jax.runtime.compile_cache import CompileCounter
 counter = CompileCounter()
-kept.keep_in(sys.argv[1])
+compile_cache.enable(sys.argv[1])
 assert float(jax.jit(lambda x: x + 1.5)(1.0)) == 2.5
-print(counter.found, counter.count - counter.found)
+print(counter.loaded, counter.count - counter.loaded)
 """
 
 
@@ -181,14 +182,14 @@ def test_a_second_run_of_one_process_compiles_nothing(tmp_path: pathlib.Path) ->
 
 @pytest.mark.slow
 def test_a_second_run_of_two_processes_finds_what_was_kept(tmp_path: pathlib.Path) -> None:
-    """Process 0 compiles nothing; process 1 small programs alone, which no `kept.jit` made."""
+    """Process 0 compiles nothing; process 1 small programs alone, which no `cached_jit` made."""
     starts, files = [], []
     for name in ("one", "two"):
         arguments = ["bash", "launch/local.sh", "2", *command("quickstart", tmp_path / name)]
         done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=500, env=own_cache())
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
         starts.append(programs(done.stdout))
-        files.append({path.name for path in (tmp_path / ".programs").glob("*-kept")})
+        files.append({path.name for path in (tmp_path / ".programs").glob("*-program")})
     assert files[0] == files[1] and {name.partition("-")[0] for name in files[0]} >= {"update", "score", "decode"}
     assert starts[1][0][1] == 0 and starts[1][1][0] == len(files[0])
     with open(tmp_path / "two" / "summary.json", encoding="utf-8") as summary:

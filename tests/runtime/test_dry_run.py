@@ -19,7 +19,7 @@ from configs import multihop_tiny, quickstart, scale_qwen2_5_3b
 from experiments import build, checks, tasks, topology
 from experiments.plan import device_bytes, make_plan, programs, total_bytes
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="no libtpu")
 
 
@@ -156,7 +156,7 @@ SLICES = [("v5e:4x4", 16, 16), ("v5p:2x2x2", 8, 95)]
 
 
 @needs_libtpu
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("name", "chips", "memory"), SLICES)
 def test_the_tpu_compiler_takes_qwen2_5_3b_and_it_fits(name, chips, memory):
     config = changed(scale_qwen2_5_3b.get_config(), mesh__fsdp=chips, critic="shared_trunk", credit__name="step_gae")
@@ -176,7 +176,7 @@ def test_the_tpu_compiler_takes_qwen2_5_3b_and_it_fits(name, chips, memory):
 
 
 @needs_libtpu
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("tensor", [1, 4])
 @pytest.mark.parametrize("program", ["prefill", "decode", "copy"])
 def test_more_cache_needs_no_more_temporaries_on_a_tpu(program, tensor):
@@ -194,7 +194,7 @@ def test_more_cache_needs_no_more_temporaries_on_a_tpu(program, tensor):
 
 
 @needs_libtpu
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_splash_attention_and_its_gradient_compile_for_a_tpu_where_heads_are_half_a_lane():
     """Those of a whole one, 128, are in the programs of Qwen2.5-3B above."""
     config = changed(scale_qwen2_5_3b.get_config(), policy__preset="qwen2.5-0.5b", mesh__fsdp=2, mesh__tensor=2)

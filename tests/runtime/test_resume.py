@@ -33,7 +33,7 @@ class Journal:
         self.save(None)
         self.metrics = types.SimpleNamespace(write=lambda record: None)
         self.compiles = types.SimpleNamespace(count=0)
-        self.stop = types.SimpleNamespace(requested=False, agreed=lambda: False)
+        self.stop = types.SimpleNamespace(requested=False, requested_anywhere=lambda: False)
 
     def save(self, state, unused=()):
         self.saved = json.dumps(dataclasses.asdict(self.position))
@@ -109,7 +109,7 @@ def test_fault_13_rl_goes_on_with_the_next_rows_and_seeds(learned, monkeypatch, 
 
     batches = types.SimpleNamespace(take=take, learnt=lambda *_: None, background=None, unused=lambda: ())
     monkeypatch.setattr(train_script, "sampler", lambda *_: contextlib.nullcontext(batches))
-    monkeypatch.setattr("experiments.recordings.write", lambda *_: None)
+    monkeypatch.setattr("agentr1_jax.runtime.run_folder.RunFolder.write_trajectories", lambda *_: None)
     monkeypatch.setattr(circle, "rollout_metrics", lambda run: {})
     monkeypatch.setattr("experiments.build.rates", lambda *_: {"decoder": 0.0})
     rollout = types.SimpleNamespace(groups=GROUPS, samples=SAMPLES, staleness=0)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from agentr1_jax.errors import UserError
 from agentr1_jax.runtime import config as config_lib
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 BASE = """
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
@@ -90,6 +90,29 @@ def test_overrides_reach_the_config(folder: pathlib.Path) -> None:
         "data": "d",
         "algo": {"gamma": 1.0, "lam": 1.0, "name": "ppo"},
     }
+
+
+def test_none_unsets_numbers_that_have_no_value_in_the_base_config(folder: pathlib.Path) -> None:
+    (folder / "configs" / "x.py").write_text(
+        BASE.replace("lam=1.0", "lam=placeholder(float)").replace("return", "config.algo.lam = 0.5\n    return")
+    )
+
+    def resolved(*overrides: str) -> dict[str, object]:
+        result = start(folder, "--config=configs/x.py", *(f"--config.{override}" for override in overrides))
+        assert result.returncode == 0, result.stderr
+        return json.loads(result.stdout)
+
+    unset = resolved("algo.lam=none", "data=none")
+    assert unset["algo"]["lam"] is None and unset["data"] == "none"
+    assert resolved("algo.lam=none", "algo.lam=0.25")["algo"]["lam"] == 0.25
+    assert resolved("algo.lam=0.25", "algo.lam=none")["algo"]["lam"] is None
+    result = start(folder, "--config=configs/x.py", "--config.algo.gamma=none")
+    assert result.returncode == 2 and "'algo.gamma' takes a float, not 'none'" in result.stderr
+
+
+def test_help_begins_with_how_to_set_keys(folder: pathlib.Path) -> None:
+    first = start(folder, "--help").stdout.splitlines()[0]
+    assert "--config=FILE --config.a.b=value" in first and "docs/config.md list every key" in first
 
 
 @pytest.mark.parametrize(
@@ -215,11 +238,22 @@ def test_a_run_folder_keeps_to_its_config(tmp_path: pathlib.Path) -> None:
     assert "sizes: [1, 2] there, [1, 3] here" in str(caught.value)
     assert "new: '(no such key)' there, 2 here" in str(caught.value)
     assert "eval" not in str(caught.value)
-    earlier = ml_collections.ConfigDict({"run_dir": "a", "seed": 0, "eval": {"every": 5, "rows": 8}})
-    with pytest.raises(UserError, match="a version of the code that knows sizes wrote it"):
-        config_lib.check_same_config(run_dir, earlier)
     assert (run_dir / "config.json").read_bytes() == before
     assert sorted(path.name for path in run_dir.iterdir()) == ["config.json"]
+
+
+@pytest.mark.parametrize(
+    ("format", "message"),
+    [
+        ({}, r"run: agentr1_jax 0\.1\.0 \(commit 41ce720\) wrote this run folder.*install that commit"),
+        ({"format": 99}, "run: the run folder has format 99, this version reads"),
+    ],
+)
+def test_folders_of_other_versions_are_refused(tmp_path: pathlib.Path, format: dict[str, int], message: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"seed": 0, **format}))
+    with pytest.raises(UserError, match=message):
+        config_lib.check_same_config(tmp_path / "run", ml_collections.ConfigDict({"seed": 0}))
 
 
 def test_other_folders_are_refused(tmp_path: pathlib.Path) -> None:

@@ -17,47 +17,47 @@ def folder(request, tmp_path):
 
 
 def test_what_is_published_is_read_listed_moved_and_removed(folder):
-    assert files.names(folder) == [] and not files.exists(folder) and not files.is_folder(folder)
+    assert files.list_names(folder) == [] and not files.exists(folder) and not files.is_folder(folder)
     page, packed = os.path.join(folder, "page.txt"), os.path.join(folder, "below", "packed.gz")
-    with files.published(page, errors="replace", newline="") as out:
+    with files.atomic_write(page, errors="replace", newline="") as out:
         out.write("é\r\n\ud800")
-    with files.published(packed, "wb") as out:
+    with files.atomic_write(packed, "wb") as out:
         out.write(b"\0" * 300_000)
     assert files.read_bytes(page) == "é\r\n?".encode()
-    assert files.names(folder) == ["below", "page.txt"]
-    assert files.sizes(folder) == {"page.txt": 5, "below/packed.gz": 300_000}
+    assert files.list_names(folder) == ["below", "page.txt"]
+    assert files.file_sizes(folder) == {"page.txt": 5, "below/packed.gz": 300_000}
     assert files.is_folder(folder) and not files.is_file(folder)
     assert files.is_file(page) and files.exists(page) and not files.is_folder(page)
 
     files.copy(packed, page)
-    assert files.sizes(folder)["page.txt"] == 300_000
+    assert files.file_sizes(folder)["page.txt"] == 300_000
     moved = os.path.join(folder, "damaged", "1.0")
     files.move_folder(os.path.join(folder, "below"), moved)
-    assert files.sizes(folder) == {"page.txt": 300_000, "damaged/1.0/packed.gz": 300_000}
+    assert files.file_sizes(folder) == {"page.txt": 300_000, "damaged/1.0/packed.gz": 300_000}
     files.remove(page)
-    assert not files.exists(page) and files.names(folder) == ["damaged"]
-    with pytest.raises(FileNotFoundError) as raised, files.opened(page):
+    assert not files.exists(page) and files.list_names(folder) == ["damaged"]
+    with pytest.raises(FileNotFoundError) as raised, files.open_bytes(page):
         pass
     assert raised.value.filename == page
 
 
 def test_what_breaks_off_leaves_the_old_file(folder):
     path = os.path.join(folder, "file")
-    with files.published(path) as out:
+    with files.atomic_write(path) as out:
         out.write("old")
-    with pytest.raises(KeyboardInterrupt), files.published(path) as out:
+    with pytest.raises(KeyboardInterrupt), files.atomic_write(path) as out:
         out.write("new")
         raise KeyboardInterrupt
-    assert files.read_bytes(path) == b"old" and files.names(folder) == ["file"]
+    assert files.read_bytes(path) == b"old" and files.list_names(folder) == ["file"]
 
 
 def test_what_writes_to_local_folders_alone_gets_one(folder):
-    with pytest.raises(ValueError), files.written_locally(os.path.join(folder, "profile")) as place:
+    with pytest.raises(ValueError), files.local_folder(os.path.join(folder, "profile")) as place:
         os.makedirs(os.path.join(place, "a", "b"))
         with open(os.path.join(place, "a", "b", "trace"), "wb") as out:
             out.write(b"12345")
         raise ValueError
-    assert files.sizes(folder) == {"profile/a/b/trace": 5}
+    assert files.file_sizes(folder) == {"profile/a/b/trace": 5}
 
 
 def test_a_listing_is_never_out_of_date(bucket):
@@ -66,14 +66,14 @@ def test_a_listing_is_never_out_of_date(bucket):
 
     name = bucket.removeprefix(files.BUCKETS)
     root, _, below = name.partition("/")
-    with files.published(f"{bucket}/one") as out:
+    with files.atomic_write(f"{bucket}/one") as out:
         out.write("1")
-    assert files.names(bucket) == ["one"]
+    assert files.list_names(bucket) == ["one"]
     store = tensorstore.KvStore.open({"driver": "gcs", "bucket": root, "path": f"{below}/"}).result()
     store.write(b"two", b"2").result()
-    assert files.names(bucket) == ["one", "two"] and files.sizes(bucket) == {"one": 1, "two": 1}
+    assert files.list_names(bucket) == ["one", "two"] and files.file_sizes(bucket) == {"one": 1, "two": 1}
     store.write(b"one", None).result()
-    assert files.names(bucket) == ["two"] and not files.exists(f"{bucket}/one")
+    assert files.list_names(bucket) == ["two"] and not files.exists(f"{bucket}/one")
 
 
 def test_an_object_that_stands_for_a_folder_is_nothing_in_it(bucket):
@@ -82,21 +82,21 @@ def test_an_object_that_stands_for_a_folder_is_nothing_in_it(bucket):
 
     root, _, below = bucket.removeprefix(files.BUCKETS).partition("/")
     storage.Client().bucket(root).blob(f"{below}/").upload_from_string(b"")
-    assert files.names(bucket) == []
+    assert files.list_names(bucket) == []
 
 
 def test_places_are_compared_whatever_their_kind(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "link").symlink_to(tmp_path)
-    assert files.same("run", tmp_path / "link" / "run") and not files.same("run", "other")
-    assert files.same("gs://b/run/", "gs://b/run") and not files.same("gs://b/run", "run")
-    assert files.absolute("gs://b/run/x") == "gs://b/run/x" and files.absolute("run") == str(tmp_path / "run")
+    assert files.same_path("run", tmp_path / "link" / "run") and not files.same_path("run", "other")
+    assert files.same_path("gs://b/run/", "gs://b/run") and not files.same_path("gs://b/run", "run")
+    assert files.absolute_path("gs://b/run/x") == "gs://b/run/x" and files.absolute_path("run") == str(tmp_path / "run")
 
 
 def test_a_bucket_without_the_extra_is_refused_by_its_name(monkeypatch):
     files._prepare_buckets.cache_clear()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for use in (files.exists, files.names, files.read_bytes):
+    for use in (files.exists, files.list_names, files.read_bytes):
         with pytest.raises(UserError, match=r"gs:// paths need gcsfs.*pip install 'agentr1_jax\[gcs\]'"):
             use("gs://b/run")
     with pytest.raises(UserError, match=r"^run_dir: gs:// paths need"):

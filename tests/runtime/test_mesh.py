@@ -74,7 +74,7 @@ def test_a_rollout_tensor_that_does_not_divide_is_refused():
 
 @pytest.mark.parametrize(("apart", "learner", "tensor"), [(2, (3, 2, 1), 1), (2, (-1, 1, 2), 2), (4, (1, 2, 2), 4)])
 def test_devices_for_rollouts_alone_get_a_copy(apart, learner, tensor):
-    learning, rolling = meshes.divided(jax.devices(), apart)
+    learning, rolling = meshes.split_devices(jax.devices(), apart)
     assert len(rolling) == apart and not set(learning) & set(rolling)
     mesh, rollout = meshes.learner_mesh(*learner, learning), meshes.rollout_mesh(rolling, tensor)
     params = tiny.decoder_params()
@@ -86,10 +86,10 @@ def test_devices_for_rollouts_alone_get_a_copy(apart, learner, tensor):
 
 
 def test_devices_that_serve_both_are_all_of_them():
-    assert meshes.divided(jax.devices(), 0) == (jax.devices(), jax.devices())
+    assert meshes.split_devices(jax.devices(), 0) == (jax.devices(), jax.devices())
     for apart in (8, -1, 9):
         with pytest.raises(UserError, match="must leave some of the 8 devices"):
-            meshes.divided(jax.devices(), apart)
+            meshes.split_devices(jax.devices(), apart)
 
 
 def test_a_batch_is_split_by_rows_and_comes_back():

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 PROGRAM = (
-    "import os, sys; from agentr1_jax.runtime.memory import use_huge_pages; pid = os.environ.setdefault('PID', "
+    "import os, sys; from agentr1_jax.runtime.processes import use_huge_pages; pid = os.environ.setdefault('PID', "
     "str(os.getpid())); print('start', flush=True); use_huge_pages(); "
     "print(os.environ['GLIBC_TUNABLES'], pid == str(os.getpid()), sys.argv[1:])"
 )

@@ -18,17 +18,17 @@ from programs import program
 
 from agentr1_jax.errors import UserError
 from agentr1_jax.runtime.checkpoint import Checkpoints
+from agentr1_jax.runtime.config import FORMAT
 from agentr1_jax.runtime.metrics import MetricsWriter, read_metrics
 from agentr1_jax.trajectory import Outcome, Step, Trajectory
 from agentr1_jax.trajectory_io import write_jsonl
 
 kill_test = program("kill_test")
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.nightly
 AHEAD = {"rollout.staleness": 1, "rollout.deterministic": False}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, AHEAD], ids=["in_turn", "ahead"])
 def test_a_run_that_is_killed_at_random_ends_as_if_it_had_not_been(tmp_path, changes):
     flags = [f"train:--config.{key}={value}" for key, value in changes.items()]
@@ -39,7 +39,6 @@ def test_a_run_that_is_killed_at_random_ends_as_if_it_had_not_been(tmp_path, cha
     assert sum(f"'{name}': " in done.stdout for name in kill_test.AIMS) >= 4
 
 
-@pytest.mark.slow
 def test_a_killed_process_is_started_again_with_the_others_and_then_one_goes_on_on_eight_devices(tmp_path):
     run = tmp_path / "run"
     changes = {**kill_test.SMALL, **AHEAD, "updates": 30, "run_dir": run}
@@ -75,7 +74,6 @@ def test_a_killed_process_is_started_again_with_the_others_and_then_one_goes_on_
     assert [r["update"] for r in records if r["phase"] == "rl"] == list(range(1, 31))
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
 def test_a_run_ends_at_a_full_disk_and_goes_on_behind_a_damaged_checkpoint(tmp_path):
     disk = tmp_path / "disk"
@@ -189,7 +187,7 @@ def test_runs_are_compared_to_the_last_bit(tmp_path):
     """In metrics, trajectories and parameters: one of each is spoilt."""
     for seconds, name in enumerate(("straight", "same", "other")):
         run = run_with(tmp_path / name, batches())
-        (run / "config.json").write_text(json.dumps({"rollout": {"staleness": 0, "groups": 2}}))
+        (run / "config.json").write_text(json.dumps({"format": FORMAT, "rollout": {"staleness": 0, "groups": 2}}))
         loss = 1.0 if name != "other" else np.nextafter(1.0, 2)
         with MetricsWriter(run, 0) as metrics:
             metrics.write({"phase": "warm_start", "update": 2, "loss": loss, "time/learn": seconds})

@@ -1,0 +1,197 @@
+"""Run folder: the paths of a run's files, and the trajectories it keeps.
+
+    config.json                          resolved config (`runtime/config.py`)
+    metrics.jsonl                        one record per update and evaluation (`runtime/metrics.py`)
+    checkpoints/NUMBER/                  state of the learner and progress of the run (`runtime/checkpoint.py`)
+    trajectories/NAME.jsonl.gz           trajectories of a run of one process
+    trajectories/NAME.pN.jsonl.gz        trajectories of process N of several
+    pending/NUMBER.pN.jsonl.gz           pending rollouts of process N, beside checkpoint NUMBER
+
+NAME is `rl_000012` for the RL batch of update 12, else the name of an evaluation, or `demonstrations`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import Iterable, Sequence
+
+from absl import logging
+
+from agentr1_jax import files
+from agentr1_jax.errors import UserError
+from agentr1_jax.runtime import processes
+from agentr1_jax.runtime.config import PROBE
+from agentr1_jax.trajectory import Trajectory
+from agentr1_jax.trajectory_io import read_jsonl, write_jsonl
+
+SHARED_SECONDS = 5.0
+"""How long a process looks for a file that another one wrote: network file systems may be late to show it."""
+
+_FILE = re.compile(r"(?P<name>[^.]+)(\.p\d+)?\.jsonl\.gz")
+_BATCH = re.compile(r"rl_(\d+)")
+
+
+def batch_name(update: int) -> str:
+    """Return the name of the RL batch of an update, counted from 0."""
+    return f"rl_{update:06d}"
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFolder:
+    """Folder of one run, on a disk or in a bucket.
+
+    Attributes:
+      path: the folder, which need not exist yet.
+    """
+
+    path: str
+
+    def file(self, *names: str) -> str:
+        """Return the path of a file in the folder, e.g. `file("metrics.jsonl")`."""
+        return os.path.join(self.path, *names)
+
+    def write_trajectories(self, name: str, trajectories: Iterable[Trajectory]) -> None:
+        """Write this process's trajectories of one name.
+
+        Process 0 removes files of that name which a start with another number of processes wrote.
+        """
+        own, count = processes.process_index(), processes.process_count()
+        written = [f"{name}.p{process}.jsonl.gz" for process in range(count)] if count > 1 else [f"{name}.jsonl.gz"]
+        write_jsonl(self.file("trajectories", written[own]), trajectories)
+        if own == 0:
+            for path in self.trajectory_files().get(name, ()):
+                if os.path.basename(path) not in written:
+                    files.remove(path)
+
+    def trajectory_files(self) -> dict[str, list[str]]:
+        """Return the paths of the trajectory files of each name, in the order of names and processes."""
+        paths = dict[str, list[str]]()
+        for file in files.list_names(self.file("trajectories")):
+            if match := _FILE.fullmatch(file):
+                paths.setdefault(match["name"], []).append(self.file("trajectories", file))
+        return dict(sorted(paths.items()))
+
+    def batch_files(self) -> dict[int, list[str]]:
+        """Return the paths of the trajectory files of each RL batch, by its update.
+
+        Raises:
+          UserError: there is none.
+        """
+        by_name = self.trajectory_files().items()
+        by_update = {int(match[1]): paths for name, paths in by_name if (match := _BATCH.fullmatch(name))}
+        if not by_update:
+            raise UserError(f"{self.path}: has recorded no RL batch yet (trajectories/rl_*.jsonl.gz)")
+        return by_update
+
+    def sample_trajectories(self, most: int) -> list[Trajectory]:
+        """Read up to `most` trajectories of each file, of the RL batches only the first, middle and last."""
+        by_name = self.trajectory_files()
+        batches = [name for name in by_name if _BATCH.fullmatch(name)]
+        chosen = {*batches[:1], *batches[len(batches) // 2 :][:1], *batches[-1:]}
+        names = [name for name in by_name if name in chosen or name not in batches]
+        return [t for name in names for path in by_name[name] for t in read_trajectories([path])[:most]]
+
+    def write_pending(self, number: int, trajectories: Sequence[Trajectory]) -> None:
+        """Write this process's pending rollouts, before the checkpoint of that number; replaces an earlier file."""
+        path = self.file("pending", f"{number}.p{processes.process_index()}.jsonl.gz")
+        if trajectories:
+            write_jsonl(path, trajectories)
+        elif files.exists(path):
+            files.remove(path)
+
+    def read_pending(self, number: int) -> list[Trajectory]:
+        """Read the pending rollouts of all processes beside a checkpoint.
+
+        A file that cannot be read is skipped with a warning: its groups are sampled again.
+        """
+        trajectories: list[Trajectory] = []
+        for name in self._pending_names():
+            if name.startswith(f"{number}.p"):
+                try:
+                    trajectories += list(read_jsonl(self.file("pending", name)))
+                except ValueError as error:
+                    logging.warning("%s; its groups are sampled again", error)
+        return trajectories
+
+    def remove_pending_after(self, number: int) -> None:
+        """Remove pending rollouts of all processes beside checkpoints after this one, which the run resumes from."""
+        for name in self._pending_names():
+            if int(name.partition(".")[0]) > number:
+                files.remove(self.file("pending", name))
+
+    def remove_pending_except(self, numbers: Sequence[int]) -> None:
+        """Remove this process's pending rollouts beside checkpoints other than these.
+
+        Process 0 also removes the files of processes that this start does not have.
+        """
+        own, count = processes.process_index(), processes.process_count()
+        for name in self._pending_names():
+            number, process = name.removesuffix(".jsonl.gz").split(".p")
+            mine = int(process) == own or (own == 0 and int(process) >= count)
+            if mine and int(number) not in numbers:
+                files.remove(self.file("pending", name))
+
+    def _pending_names(self) -> list[str]:
+        return fnmatch.filter(files.list_names(self.file("pending")), "*.p*.jsonl.gz")
+
+
+def read_trajectories(paths: Sequence[str]) -> list[Trajectory]:
+    """Read all trajectories of some files.
+
+    Raises:
+      UserError: a file cannot be read; the message names it and the line.
+    """
+    try:
+        return [trajectory for path in paths for trajectory in read_jsonl(path)]
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def check_shared(folder: str) -> None:
+    """Refuse a run folder that is not the same folder for all processes. Collective.
+
+    Raises:
+      UserError: in all processes; the message names those that do not see what process 0 writes, and where they look.
+    """
+    if processes.process_count() == 1:
+        return
+    first, path = processes.process_index() == 0, os.path.join(folder, PROBE)
+    token = processes.all_gather_json(secrets.token_hex(8))[0]
+    if first:
+        with files.atomic_write(path) as out:
+            out.write(token)
+    processes.barrier()
+    place = f"{files.absolute_path(folder)} on {socket.gethostname()}"
+    answers = processes.all_gather_json([_fault_of_probe(path, token), place])
+    if first:
+        files.remove(path)
+    blind = [f"process {index} ({where}: {fault})" for index, (fault, where) in enumerate(answers) if fault]
+    if blind:
+        raise UserError(
+            f"{folder}: not all processes share this folder: what process 0 writes ({answers[0][1]}) is not seen by "
+            f"{', '.join(blind)}. Give a --config.run_dir on a file system that all hosts mount at one path, or "
+            "gs://BUCKET/FOLDER"
+        )
+
+
+def _fault_of_probe(path: str, token: str) -> str:
+    """Return why there is no file with this token, "" if there is one."""
+    deadline = time.monotonic() + SHARED_SECONDS
+    while True:
+        try:
+            if files.read_bytes(path).decode() == token:
+                return ""
+            fault = "another run wrote it"
+        except UserError:
+            raise
+        except Exception as error:  # Bucket clients raise exceptions of their own.
+            fault = f"{type(error).__name__}: {error}"
+        if time.monotonic() >= deadline:
+            return fault
+        time.sleep(0.1)

@@ -1,0 +1,120 @@
+"""Run folder: trajectories and pending rollouts of several processes, and a folder that not all processes share."""
+
+from __future__ import annotations
+
+import os
+
+import builders
+import numpy as np
+import pytest
+from pair import run_two
+
+from agentr1_jax.errors import UserError
+from agentr1_jax.runtime import processes
+from agentr1_jax.runtime.run_folder import RunFolder, batch_name, read_trajectories
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return RunFolder(str(tmp_path / "run"))
+
+
+@pytest.fixture
+def batch():
+    rng = np.random.default_rng(0)
+    return [builders.trajectory(rng, [3, 2], group=i // 2, sample=i % 2) for i in range(6)]
+
+
+def uids(trajectories):
+    return [t.uid for t in trajectories]
+
+
+def test_pending_rollouts_of_removed_checkpoints_are_removed_and_damaged_ones_are_skipped(folder, batch, caplog):
+    for number in (3, 4, 5):
+        folder.write_pending(number, batch)
+    folder.remove_pending_except([4, 5])
+    assert sorted(os.listdir(folder.file("pending"))) == ["4.p0.jsonl.gz", "5.p0.jsonl.gz"]
+    with open(folder.file("pending", "5.p0.jsonl.gz"), "wb") as file:
+        file.write(b"x")
+    assert folder.read_pending(5) == [] and "sampled again" in caplog.text
+    assert uids(folder.read_pending(4)) == uids(batch) and folder.read_pending(9) == []
+    folder.write_pending(4, [])
+    assert folder.read_pending(4) == []
+    RunFolder(f"{folder.path}2").write_pending(1, [])
+    assert not os.path.exists(f"{folder.path}2")
+
+
+def test_pending_rollouts_that_an_earlier_start_wrote_later_are_removed(folder, batch):
+    folder.write_pending(12, batch)
+    os.rename(folder.file("pending", "12.p0.jsonl.gz"), folder.file("pending", "12.p1.jsonl.gz"))  # Of process 1.
+    folder.write_pending(10, batch[:2])
+    folder.remove_pending_after(10)
+    assert folder.read_pending(12) == [] and uids(folder.read_pending(10)) == uids(batch[:2])
+
+
+def test_files_of_processes_of_an_earlier_start_are_removed(folder, batch, monkeypatch):
+    """After a resume with another number of processes a batch would otherwise be there twice."""
+
+    def write_with(count):
+        monkeypatch.setattr(processes, "process_count", lambda: count)
+        for index in range(count):
+            monkeypatch.setattr(processes, "process_index", lambda index=index: index)
+            folder.write_trajectories(batch_name(1), batch[index::count])
+            folder.write_pending(count, batch[index::count])
+            folder.remove_pending_except([count])
+        names = (name for kind in ("pending", "trajectories") for name in os.listdir(folder.file(kind)))
+        return sorted(name.split(".", 1)[1] for name in names)
+
+    assert write_with(3) == [f"p{k}.jsonl.gz" for k in range(3) for _ in "ab"]
+    assert write_with(2) == [f"p{k}.jsonl.gz" for k in range(2) for _ in "ab"]
+    assert write_with(1) == ["jsonl.gz", "p0.jsonl.gz"]
+    assert write_with(2) == [f"p{k}.jsonl.gz" for k in range(2) for _ in "ab"]
+    assert uids(read_trajectories(folder.batch_files()[1])) == uids([*batch[::2], *batch[1::2]])
+
+
+def test_a_report_gets_some_trajectories_of_evaluations_and_of_three_batches(folder, batch):
+    with pytest.raises(UserError, match="has recorded no RL batch yet"):
+        folder.batch_files()
+    for name in ("eval_before", "demonstrations", *map(batch_name, range(5))):
+        folder.write_trajectories(name, batch)
+    assert sorted(folder.batch_files()) == [0, 1, 2, 3, 4]
+    assert uids(folder.sample_trajectories(2)) == uids(batch[:2]) * 5
+
+
+def test_a_damaged_trajectory_file_is_named(folder, batch):
+    folder.write_trajectories("eval_before", batch)
+    path = folder.file("trajectories", "eval_before.jsonl.gz")
+    with open(path, "r+b") as file:
+        file.truncate(50)
+    with pytest.raises(UserError, match=r"eval_before\.jsonl\.gz, line 1: not a trajectory"):
+        read_trajectories([path])
+
+
+CHILD = """
+import os, sys
+from agentr1_jax.runtime import processes
+from agentr1_jax.errors import UserError
+from agentr1_jax.runtime.run_folder import check_shared
+
+processes.initialize()
+index = processes.process_index()
+check_shared(sys.argv[1])
+os.chdir(os.path.join(sys.argv[1], str(index)))
+try:
+    check_shared("run")
+except UserError as error:
+    os.write(1, f"refused: {error}".encode())
+"""
+
+
+def test_a_folder_that_is_two_places_is_refused_by_both_processes(tmp_path):
+    for index in range(2):
+        (tmp_path / str(index)).mkdir()
+    first, second = (out.partition("refused: ")[2] for out in run_two(CHILD, str(tmp_path)))
+    assert first == second
+    assert first.startswith(f"run: not all processes share this folder: what process 0 writes ({tmp_path}/0/run on ")
+    assert (
+        f"is not seen by process 1 ({tmp_path}/1/run on " in first and "process 0 (" not in first.partition("is not")[2]
+    )
+    assert sorted(os.listdir(tmp_path)) == ["0", "1"]
+    assert os.listdir(tmp_path / "0" / "run") == [] and os.listdir(tmp_path / "1") == []
