@@ -13,7 +13,7 @@ from agentr1_jax import files
 from agentr1_jax.agents.context import RULES, ContextRule, context_rule
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.credit import Scheme
-from agentr1_jax.envs.base import Observation, Row, Task, sums_up
+from agentr1_jax.envs.base import Observation, Row, Task, writes_summaries
 from agentr1_jax.envs.curriculum import parse_curriculum
 from agentr1_jax.envs.mixture import MixtureTask
 from agentr1_jax.errors import UserError
@@ -314,7 +314,7 @@ def check_task(config: ml_collections.ConfigDict, task: Task) -> None:
             )
     rule = context_rule(config.context.rule)
     imitates = bool(config.warm_start_updates or config.control) and not config.warm_start.run
-    if rule.makes_summaries and imitates and not sums_up(task):
+    if rule.makes_summaries and imitates and not writes_summaries(task):
         raise UserError(
             f"context.rule {rule.name!r} asks for summaries, and the expert of task {task.name!r} writes none to "
             "imitate; choose another context.rule, set warm_start_updates=0, or name a run in warm_start.run"

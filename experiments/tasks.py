@@ -10,10 +10,9 @@ import ml_collections
 
 from agentr1_jax import contrib
 from agentr1_jax.envs.base import Task, has_expert, has_texts
-from agentr1_jax.envs.data_folder import data_folder
-from agentr1_jax.envs.mixture import MixtureTask
+from agentr1_jax.envs.datasets import data_folder
+from agentr1_jax.envs.mixture import MixtureTask, parse_weights
 from agentr1_jax.envs.registry import TASKS, Dispatch, TaskContext, call_directly
-from agentr1_jax.envs.shares import parse_weights
 from agentr1_jax.errors import UserError
 from agentr1_jax.tools.base import Tool
 from agentr1_jax.tools.config import ToolsConfig, wrap_tool

@@ -28,7 +28,7 @@ def play(task, row, responses):
             done.append(await env.step(Action(np.zeros(0, np.int32), text)))
             if done[-1].outcome:
                 break
-        return done, env.cut()
+        return done, env.truncate()
 
     return asyncio.run(run())
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from agentr1_jax.envs.base import Action, Env, Observation, Row, Transition, judged
+from agentr1_jax.envs.base import Action, Env, Observation, Row, Transition, summary_rewards
 from agentr1_jax.tools import base
 from agentr1_jax.tools.base import ToolResult
 from agentr1_jax.tools.threads import run_in_thread
@@ -158,13 +158,13 @@ class FaultyEnv:
             return cast(Transition, None)
         return Transition(Observation(messages=[{"role": "user", "content": "injected"}]), 0.0)
 
-    def summarised(self, text: str) -> Mapping[str, float]:
+    def judge_summary(self, text: str) -> Mapping[str, float]:
         """As the environment inside."""
-        return judged(self.env, text)
+        return summary_rewards(self.env, text)
 
-    def cut(self) -> Mapping[str, float]:
+    def truncate(self) -> Mapping[str, float]:
         """As the environment inside."""
-        return self.env.cut()
+        return self.env.truncate()
 
     async def _fault(self) -> bool:
         """Lets the next fault happen; True if garbage is to be returned."""

@@ -80,7 +80,7 @@ class ScriptedEnv:
         calls = [{"name": "look", "arguments": {"n": n}}]
         return Transition(observation, float(n), {"part": float(n)}, tool_calls=calls, info={"n": n}, **ending)
 
-    def cut(self):
+    def truncate(self):
         return {"em": 0.0}
 
 

@@ -177,7 +177,7 @@ def expert_success(task, count):
             if done.terminated:
                 break
             observed = done.observation.text
-        return env.cut()["success"]
+        return env.truncate()["success"]
 
     return np.mean([asyncio.run(run(task.row("train", i), i)) for i in range(count)])
 

@@ -44,7 +44,7 @@ def play(task, row, seed=0, max_steps=QUICKSTART.budget.max_steps):
             if done[-1].outcome:
                 break
             observed = done[-1].observation.text
-        return done, texts, env.cut()["em"]
+        return done, texts, env.truncate()["em"]
 
     return asyncio.run(run())
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentr1_jax.envs import curriculum
-from agentr1_jax.envs.base import Action, judged
+from agentr1_jax.envs.base import Action, summary_rewards
 from agentr1_jax.envs.mixture import MixtureTask
 from agentr1_jax.envs.registry import TASKS
 from agentr1_jax.errors import UserError
@@ -51,7 +51,7 @@ def test_an_environment_is_of_the_task_of_its_row():
         assert text == PARTS[row["task"]].expert(row, 3)(None)
 
         async def first(env, row=row, text=text):
-            return await env.reset(row, 1), await env.step(Action(np.zeros(0, np.int32), text)), env.cut()
+            return await env.reset(row, 1), await env.step(Action(np.zeros(0, np.int32), text)), env.truncate()
 
         assert asyncio.run(first(env)) == asyncio.run(first(own))
     texts = task.texts(500)
@@ -121,7 +121,7 @@ def test_summaries_are_judged_by_the_task_of_their_row():
         await env.reset(row, 0)
         facts = row["reports"][0] if "reports" in row else {}
         await env.step(Action(np.zeros(0, np.int32), "go on"))
-        return judged(env, ", ".join(f"{who} {place}" for who, place in facts.items()))
+        return summary_rewards(env, ", ".join(f"{who} {place}" for who, place in facts.items()))
 
     assert asyncio.run(judge("train/whereabouts")) == {"summary": 0.2} and asyncio.run(judge("train/keydoor")) == {}
 

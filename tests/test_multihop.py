@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from plays import play_expert
 
-from agentr1_jax.envs import data_folder
+from agentr1_jax.envs import datasets
 from agentr1_jax.envs.base import Action
-from agentr1_jax.envs.shares import draw
+from agentr1_jax.envs.mixture import draw
 from agentr1_jax.tasks import multihop
 from agentr1_jax.tasks.multihop import MultihopTask
 from agentr1_jax.tools.search import BM25
@@ -198,7 +198,7 @@ def test_experts_on_real_passages(data_dir):
 def test_the_folder_beside_the_project_is_the_default(monkeypatch, tmp_path):
     monkeypatch.delenv("AGENTR1_DATA", raising=False)
     (tmp_path / "shared/data").mkdir(parents=True)
-    monkeypatch.setattr(data_folder, "__file__", str(tmp_path / "project/agentr1_jax/envs/data_folder.py"))
+    monkeypatch.setattr(datasets, "__file__", str(tmp_path / "project/agentr1_jax/envs/datasets.py"))
     assert multihop.data_folder() == tmp_path / "shared/data"
 
 

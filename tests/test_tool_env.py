@@ -188,7 +188,7 @@ def test_nothing_is_mended_unless_asked_for_nor_in_a_response_that_was_cut():
     for how in ({}, {"lenient": True, "truncated": True}):
         (only,), env = play(BROKEN, **how)
         assert only.info["errors"] == {"bad_json": 1} and only.observation.text == PARSE_MESSAGES["bad_json"]
-        assert env.cut().get("repaired_calls") == (0 if how else None)
+        assert env.truncate().get("repaired_calls") == (0 if how else None)
 
 
 def test_an_answer_beside_a_call_does_not_end_the_episode():
@@ -266,13 +266,13 @@ def test_a_fault_of_the_infrastructure_ends_the_episode():
 
 def test_a_cut_episode_is_measured_as_unanswered():
     _, env = play(search("Glass Harbor"))
-    assert env.cut() == {"em": 0, "f1": 0, "tool_calls": 1, "gold_recall": 1}
+    assert env.truncate() == {"em": 0, "f1": 0, "tool_calls": 1, "gold_recall": 1}
 
 
 def test_a_new_episode_forgets_the_last():
     _, env = play(search("Glass Harbor"))
     asyncio.run(env.reset(ROW, 0))
-    assert env.cut()["tool_calls"] == 0
+    assert env.truncate()["tool_calls"] == 0
 
 
 def test_an_unknown_setting_is_refused():

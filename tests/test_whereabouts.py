@@ -16,7 +16,7 @@ from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.envs.base import Action, Task
 from agentr1_jax.errors import UserError
-from agentr1_jax.tasks.whereabouts import PLACES, WhereaboutsTask, kept, known, told, written
+from agentr1_jax.tasks.whereabouts import PLACES, WhereaboutsTask, facts_text, last_places, report_text, score_summary
 from agentr1_jax.text.chat import chat_format
 from agentr1_jax.trajectory import Budget, Outcome
 from configs import whereabouts
@@ -77,10 +77,13 @@ def test_rows_are_plain_json_and_the_answer_follows_from_the_reports():
 
 
 def test_what_is_known_is_the_newest_of_each():
-    assert known(REPORTS) == {"Bob": "barn", "Cid": "lake", "Ann": "pond"}
-    assert written(known(REPORTS)) == "Bob barn, Cid lake, Ann pond" and written({}) == ""
+    assert last_places(REPORTS) == {"Bob": "barn", "Cid": "lake", "Ann": "pond"}
+    assert facts_text(last_places(REPORTS)) == "Bob barn, Cid lake, Ann pond" and facts_text({}) == ""
     row = {"reports": [*REPORTS, {}], "remarks": ["It rains."] * 3}
-    assert told(row, 1) == "It rains. Cid to lake, Ann to pond." and told(row, 2) == "It rains. Nobody moves."
+    assert (
+        report_text(row, 1) == "It rains. Cid to lake, Ann to pond."
+        and report_text(row, 2) == "It rains. Nobody moves."
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,7 +101,7 @@ def test_what_is_known_is_the_newest_of_each():
     ],
 )
 def test_a_summary_is_judged_by_who_is_where(text, score):
-    assert kept(text, known(REPORTS)) == pytest.approx(score)
+    assert score_summary(text, last_places(REPORTS)) == pytest.approx(score)
 
 
 RULES = ("append", "window(2)", "token_budget(300)", "evidence", "strip_thinking", "summary(3)")
@@ -111,7 +114,7 @@ def test_the_expert_answers_under_every_rule(rule):
         summaries = [s for s in t.steps if s.info.get("summary")]
         assert t.outcome is Outcome.ANSWERED and t.metrics["em"] == 1 and len(t.steps) - len(summaries) == 11
         assert t.total_reward == pytest.approx(1 + 0.2 * len(summaries))
-        assert len(summaries) == (3 if rule == "summary(3)" else 0) and t.metrics.get("kept", 1) == 1
+        assert len(summaries) == (3 if rule == "summary(3)" else 0) and t.metrics.get("summary_score", 1) == 1
 
 
 def test_what_a_context_rule_keeps_of_what_is_asked_for():
@@ -132,8 +135,8 @@ def test_the_expert_forgets_and_guesses_at_its_rates():
     def mean(task, metric):
         return np.mean([played(task, task.row("train", i), "summary(3)").metrics[metric] for i in range(40)])
 
-    assert mean(WhereaboutsTask(forgets=1.0, mistakes=0.0), "kept") == 0
-    assert 0.4 < mean(WhereaboutsTask(forgets=0.5), "kept") < 0.6
+    assert mean(WhereaboutsTask(forgets=1.0, mistakes=0.0), "summary_score") == 0
+    assert 0.4 < mean(WhereaboutsTask(forgets=0.5), "summary_score") < 0.6
     assert mean(WhereaboutsTask(mistakes=1.0), "em") < 0.5
 
 

@@ -16,7 +16,7 @@ import pydantic.dataclasses
 from agentr1_jax.agents import boundary
 from agentr1_jax.agents.base import Completion, Session
 from agentr1_jax.agents.context import ContextRule, History, Turn, append
-from agentr1_jax.envs.base import SUMMARY_REQUEST, Action, Env, Observation, Row, judged
+from agentr1_jax.envs.base import SUMMARY_REQUEST, Action, Env, Observation, Row, summary_rewards
 from agentr1_jax.text.call_formats import CallFormat, hermes
 from agentr1_jax.text.chat import MOST_CHARACTERS_PER_TOKEN, ChatFormat
 from agentr1_jax.text.tokenizer import Tokenizer
@@ -94,7 +94,7 @@ class EnvLoop:
         except TimeLimitReached as error:
             if not session.steps:
                 raise  # The policy has done nothing yet that could be judged.
-            session.abort(Outcome.TIME_LIMIT, str(error), env.cut())
+            session.abort(Outcome.TIME_LIMIT, str(error), env.truncate())
 
     async def _run_episode(self, session: Session, env: Env, row: Row) -> None:
         budget = self.budget
@@ -107,7 +107,7 @@ class EnvLoop:
             prompt = self.rule.next_prompt(history)
             room = self._room(prompt, spent)
             if room < 1:
-                session.finish(Outcome.CONTEXT_OVERFLOW, last_sequence, env.cut())
+                session.finish(Outcome.CONTEXT_OVERFLOW, last_sequence, env.truncate())
                 return
             last = index + 1 == steps
             async with time_limit(budget.step_seconds, "budget.step_seconds"):
@@ -147,12 +147,12 @@ class EnvLoop:
                 session.finish(outcome, final, transition.metrics)
                 return
             if response_limit:
-                session.finish(Outcome.RESPONSE_TRUNCATED, last_sequence, env.cut())
+                session.finish(Outcome.RESPONSE_TRUNCATED, last_sequence, env.truncate())
                 return
             assert after is not None and turn is not None, "checked: an episode that goes on has an observation"
             if request is not None:
                 if room < 1:
-                    session.finish(Outcome.CONTEXT_OVERFLOW, last_sequence, env.cut())
+                    session.finish(Outcome.CONTEXT_OVERFLOW, last_sequence, env.truncate())
                     return
                 completion = await self._summarise(session, env, request, room, after)
                 last_sequence = np.concatenate([request, completion.ids])
@@ -162,7 +162,7 @@ class EnvLoop:
             else:
                 history = history.with_turn(turn)
             at = after
-        session.finish(Outcome.MAX_STEPS, self._next(history, last_sequence), env.cut())
+        session.finish(Outcome.MAX_STEPS, self._next(history, last_sequence), env.truncate())
 
     def _room(self, prompt: np.ndarray, spent: int) -> int:
         """Return the most tokens that a response to a prompt may have."""
@@ -174,7 +174,7 @@ class EnvLoop:
         """Run one step in which the policy sums up everything but the newest observation."""
         async with time_limit(self.budget.step_seconds, "budget.step_seconds"):
             completion = await session.generate(prompt, min(self.summary_tokens, room), stop=self._stops)
-        parts = boundary.check_numbers(judged(env, self._parse(completion, ())), "parts of a summary's reward")
+        parts = boundary.check_numbers(summary_rewards(env, self._parse(completion, ())), "parts of a summary's reward")
         session.record(
             reward=float(sum(parts.values())),
             reward_parts=parts,

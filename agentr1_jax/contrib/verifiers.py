@@ -23,8 +23,8 @@ from annotated_types import MinLen
 from pydantic.dataclasses import dataclass
 
 from agentr1_jax.envs.base import Action, Observation, Row, Transition
+from agentr1_jax.envs.datasets import RowsTask
 from agentr1_jax.envs.registry import TaskContext, register
-from agentr1_jax.envs.rows_task import RowsTask
 from agentr1_jax.text.tool_calls import ParseError, ToolCall, parse_tool_calls
 from agentr1_jax.tools.threads import run_in_thread
 from agentr1_jax.trajectory import Outcome
@@ -153,7 +153,7 @@ class VerifiersEnv:
         observation = Observation(text=one, texts=several, role=role, state_key=self._key())
         return Transition(observation, 0.0, info={"errors": {}})
 
-    def cut(self) -> Mapping[str, float]:
+    def truncate(self) -> Mapping[str, float]:
         """Return the metrics of the episode so far; `em` is 0 where the budget ended it before it was scored."""
         return self._metrics
 

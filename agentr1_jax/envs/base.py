@@ -12,28 +12,27 @@ from agentr1_jax.trajectory import Outcome
 
 Row = Mapping[str, Any]
 Expert = Callable[[str | None], str]
-"""Observation text (None before the first), or `SUMMARY_REQUEST`, to the text of the next response. Holds the state of
-one episode.
-"""
+"""From the text of an observation (None before the first) or `SUMMARY_REQUEST` to the text of the next response; holds
+the state of one episode."""
 SUMMARY_REQUEST = "Sum up what matters so far; nothing else of it will be kept."
-"""What the policy is asked, in place of an observation, where the context rule `summary` wants one."""
+"""Request to the policy, in place of an observation, where the context rule `summary` wants a summary."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-    """What the policy sees next: chat messages, text or texts of a tool or user turn, or token ids (exactly one).
+    """Next input of the policy: chat messages, text or texts of a tool or user turn, or token ids (exactly one).
 
     Attributes:
       messages: the opening messages, rendered by the tokenizer's chat template.
       text: a later turn of the environment (tool results, error messages); it is data, never template.
-      texts: like `text`, but several results, told one by one as the chat template does it and cut one by one.
+      texts: several texts in place of `text`, each rendered by the chat template and shortened by itself.
       token_ids: ids appended as they are.
       role: role of the turn that `text` or `texts` become, `tool` or `user`.
       tools: schemas of the tools on offer, for the opening messages.
-      state_key: anchor of the state, for credit schemes that compare visits to equal states.
-      evidence: all that the environment has shown so far, from which alone the context rule `evidence` builds the next
-        prompt; None if it does not say.
-      potential: Φ of the state, for potential-based shaping; None if the environment has none.
+      state_key: anchor of the state, for credit schemes that compare equal states of a group.
+      evidence: all that the environment has shown so far, the only content of the next prompt under the context rule
+        `evidence`; None where the environment does not say.
+      potential: Φ of the state, for potential-based shaping; None where the environment has none.
     """
 
     messages: Sequence[Mapping[str, str]] | None = None
@@ -79,16 +78,16 @@ class Action:
 
 @dataclasses.dataclass(frozen=True)
 class Transition:
-    """What an action led to.
+    """Result of one action.
 
     Attributes:
-      observation: what the policy sees next; None only where the episode ended.
+      observation: next input of the policy; None only where the episode ended.
       reward: reward of this step, the sum that training uses.
       reward_parts: its weighted parts by name.
       raw_reward_parts: the parts before weighting, by name; for metrics.
       terminated: the episode ended by itself; its future is worth 0.
-      truncated: the episode was cut by the environment; its future is bootstrapped.
-      outcome: why it ended; required where `terminated` or `truncated`.
+      truncated: the environment ended the episode early; its future is bootstrapped.
+      outcome: reason of the end; required where `terminated` or `truncated`.
       tool_calls: one JSON record per call: `name, arguments, ok, error, result`.
       metrics: scalars of the finished episode (`em`, `f1`); only where it ended.
       action_key: canonical form of the action, for credit schemes that compare equal actions; None if there is none.
@@ -111,40 +110,44 @@ class Transition:
 class Env(Protocol):
     """One episode at a time on one task row.
 
-    An environment may also have `summarised(text) -> named, weighted parts of a reward`, which judges a summary that
-    the policy wrote under the context rule `summary`; without it a summary earns nothing of its own.
+    An environment may also have `judge_summary(text) -> {part: weighted reward}`, which rewards a summary that the
+    policy wrote under the context rule `summary`; without it a summary earns nothing of its own.
     """
 
     async def reset(self, row: Row, seed: int) -> Observation:
-        """Starts an episode."""
+        """Start an episode."""
         ...
 
     async def step(self, action: Action) -> Transition:
-        """Applies one response of the policy."""
+        """Apply one response of the policy."""
         ...
 
-    def cut(self) -> Mapping[str, float]:
-        """Metrics of the episode so far, asked for where the budget cut it (an unanswered question has em 0)."""
+    def truncate(self) -> Mapping[str, float]:
+        """Return the metrics of the episode that the budget ends here (an unanswered question has em 0)."""
         ...
 
 
-def judged(env: Env, text: str) -> Mapping[str, float]:
-    """The weighted reward parts of a summary; none where the environment does not judge them."""
-    judge = getattr(env, "summarised", None)
+def summary_rewards(env: Env, text: str) -> Mapping[str, float]:
+    """Return the weighted reward parts of a summary; none where the environment does not judge summaries."""
+    judge = getattr(env, "judge_summary", None)
     return {} if judge is None else dict(judge(text))
 
 
 class Task(Protocol):
-    """A source of rows, environments for them and, where one exists, an expert.
+    """A source of rows, of environments for them and, where there is one, of an expert.
 
     Rows are plain JSON with at least `id`; `question` and `answers` where the task is question answering, `kind` where
-    it has kinds, `max_steps` where fewer steps are allowed than by the budget. A task whose experts answer
-    `SUMMARY_REQUEST` with a summary says `expert_sums_up = True`; others cannot be imitated where one is asked for.
+    it has kinds, `max_steps` where fewer steps are allowed than by the budget.
+
+    A task may also say (see the functions below)
+      has_expert: False where it has no expert to imitate.
+      has_texts: False where it has no texts to train a tokenizer on.
+      expert_writes_summaries: True where its experts answer `SUMMARY_REQUEST` with a summary.
     """
 
     @property
     def name(self) -> str:
-        """The task's name, kept with each trajectory."""
+        """Name of the task, stored with each trajectory."""
         ...
 
     @property
@@ -187,6 +190,6 @@ def has_texts(task: Task) -> bool:
     return bool(getattr(task, "has_texts", True))
 
 
-def sums_up(task: Task) -> bool:
+def writes_summaries(task: Task) -> bool:
     """Whether a task's experts answer `SUMMARY_REQUEST` with a summary."""
-    return bool(getattr(task, "expert_sums_up", False))
+    return bool(getattr(task, "expert_writes_summaries", False))

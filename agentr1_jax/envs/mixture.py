@@ -1,9 +1,12 @@
-"""Several tasks as one: each row is of one of them, drawn by their weights."""
+"""Several tasks as one: each row is of one of them, drawn by their weights in an order fixed by the seed."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from agentr1_jax.envs.base import (
     Action,
@@ -15,12 +18,76 @@ from agentr1_jax.envs.base import (
     Transition,
     has_expert,
     has_texts,
-    judged,
-    sums_up,
+    summary_rewards,
+    writes_summaries,
 )
-from agentr1_jax.envs.shares import draw, offsets_of, parse_weights, shares_of
+from agentr1_jax.registry import parse_call
 
 KEY = "task.mixture"
+
+
+def parse_weights(entries: Sequence[str], key: str) -> dict[str, float]:
+    """Read the weights of a mixture, written as `name(weight=2)`.
+
+    Args:
+      entries: one for each source.
+      key: of the config, for messages.
+
+    Raises:
+      ValueError: a weight cannot be read or is negative, or a name comes twice.
+    """
+    weights: dict[str, float] = {}
+    for entry in entries:
+        call = parse_call(str(entry), key)
+        weight = call.named.get("weight")
+        if not isinstance(weight, int | float) or call.values or len(call.named) > 1 or not 0 <= weight < math.inf:
+            raise ValueError(f"{key}: {entry!r}: write name(weight=2), with a weight of 0 or more")
+        if call.name in weights:
+            raise ValueError(f"{key} names {call.name!r} twice")
+        weights[call.name] = float(weight)
+    return weights
+
+
+def normalise_weights(weights: Mapping[str, float], key: str) -> dict[str, float]:
+    """Return the share of each source among the draws; sources of weight 0 are left out.
+
+    Raises:
+      ValueError: all weights are 0.
+    """
+    total = sum(weights.values())
+    if not total > 0:
+        raise ValueError(f"the weights of {key} are all 0; make one positive")
+    return {name: weight / total for name, weight in weights.items() if weight}
+
+
+def draw_offsets(count: int, seed: int) -> list[float]:
+    """Return where in its turn each of `count` sources begins; see `draw`."""
+    return np.random.default_rng([seed, 3]).uniform(0.1, 0.9, count).tolist()
+
+
+def draw(shares: Sequence[float], offsets: Sequence[float], index: int) -> tuple[int, int]:
+    """Return the source of draw `index`, and how many draws that source had before.
+
+    The j-th row of source k is due at the time (j + oₖ) / pₖ, and draws go by these times. So among any n draws in a
+    row, source k has n pₖ to within the number of sources, and after N draws exactly nₖ where pₖ = nₖ / N.
+
+    Args:
+      shares: pₖ > 0, sum 1.
+      offsets: oₖ within 0 and 1.
+      index: of the draw, at least 0.
+
+    Returns:
+      (k, j)
+    """
+    # Σₖ of what was due by a time is that time to within the number of sources, so few steps are left to go.
+    start = max(index - len(shares) - 1, 0)
+    counts = [max(math.floor(share * start - offset), 0) for share, offset in zip(shares, offsets, strict=True)]
+    while True:
+        times = [(n + offset) / share for n, offset, share in zip(counts, offsets, shares, strict=True)]
+        k = int(np.argmin(times))
+        if sum(counts) == index:
+            return k, counts[k]
+        counts[k] += 1
 
 
 class MixtureTask:
@@ -31,7 +98,7 @@ class MixtureTask:
 
     Args:
       tasks: by their names.
-      weights: `name=weight` for each; see `shares.draw`.
+      weights: `name(weight=2)` for each; see `draw`.
       seed: of their order.
 
     Raises:
@@ -41,11 +108,11 @@ class MixtureTask:
     name = "mixture"
 
     def __init__(self, tasks: Mapping[str, Task], weights: Sequence[str], seed: int = 0) -> None:
-        given = parse_weights(weights, KEY)
-        if given.keys() != tasks.keys():
-            raise ValueError(f"{KEY} gives weights of {', '.join(given)}; its tasks are {', '.join(tasks)}")
-        self._shares = shares_of(given, KEY)
-        self._offsets = offsets_of(len(self._shares), seed)
+        by_name = parse_weights(weights, KEY)
+        if by_name.keys() != tasks.keys():
+            raise ValueError(f"{KEY} gives weights of {', '.join(by_name)}; its tasks are {', '.join(tasks)}")
+        self._shares = normalise_weights(by_name, KEY)
+        self._offsets = draw_offsets(len(self._shares), seed)
         self._tasks = {name: tasks[name] for name in self._shares}
 
     @property
@@ -54,9 +121,9 @@ class MixtureTask:
         return list(self._tasks)
 
     @property
-    def expert_sums_up(self) -> bool:
+    def expert_writes_summaries(self) -> bool:
         """Whether the experts of all tasks do."""
-        return all(sums_up(task) for task in self._tasks.values())
+        return all(writes_summaries(task) for task in self._tasks.values())
 
     @property
     def has_expert(self) -> bool:
@@ -125,13 +192,13 @@ class MixtureEnv:
         """Applies one response."""
         return await self._own().step(action)
 
-    def summarised(self, text: str) -> Mapping[str, float]:
+    def judge_summary(self, text: str) -> Mapping[str, float]:
         """What a summary earns in the row's task."""
-        return judged(self._own(), text)
+        return summary_rewards(self._own(), text)
 
-    def cut(self) -> Mapping[str, float]:
+    def truncate(self) -> Mapping[str, float]:
         """Metrics of the episode so far."""
-        return self._own().cut()
+        return self._own().truncate()
 
     def _own(self) -> Env:
         if self._env is None:

@@ -153,11 +153,11 @@ class TabularEnv:
             reward_parts=parts,
             terminated=ended,
             outcome=Outcome.ENV_DONE if ended else None,
-            metrics=self.cut() if ended else {},
+            metrics=self.truncate() if ended else {},
             info={"errors": {} if known else {"no_action": 1}},
         )
 
-    def cut(self) -> Mapping[str, float]:
+    def truncate(self) -> Mapping[str, float]:
         """`success`, which is also `em`, and `return` of the episode so far."""
         return {"em": self._success, "success": self._success, "return": self._return}
 

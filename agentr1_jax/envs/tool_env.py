@@ -108,12 +108,12 @@ class ToolEnv:
             truncated=failed,
             outcome=outcome,
             tool_calls=[_record(call, result) for call, result in zip(calls, results, strict=True)],
-            metrics=self.cut() if outcome else {},
+            metrics=self.truncate() if outcome else {},
             raw_reward_parts=raw,
             info={"errors": self._errors(turn)},
         )
 
-    def cut(self) -> Mapping[str, float]:
+    def truncate(self) -> Mapping[str, float]:
         """Metrics of the episode so far; without a final answer it counts as wrong."""
         metrics = self._metrics(self._row, self._turns)
         if not self._lenient:

@@ -18,8 +18,7 @@ from typing import Any, Literal
 from pydantic.dataclasses import dataclass
 
 from agentr1_jax.envs.base import Expert, Row
-from agentr1_jax.envs.data_folder import data_folder
-from agentr1_jax.envs.passes import FiniteRows
+from agentr1_jax.envs.datasets import FiniteRows, data_folder
 from agentr1_jax.envs.registry import TaskContext, register
 from agentr1_jax.envs.rewards import Part, Reward, Turn
 from agentr1_jax.envs.tool_env import ToolEnv

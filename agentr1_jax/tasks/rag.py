@@ -74,12 +74,12 @@ class RagEnv:
             terminated=True,
             outcome=Outcome.PARSE_FAILURE,
             tool_calls=self._retrieval,
-            metrics=self.cut(),
+            metrics=self.truncate(),
         )
 
-    def cut(self) -> Mapping[str, float]:
+    def truncate(self) -> Mapping[str, float]:
         """Metrics of an episode without an answer: that of the retrieval alone."""
-        return self._env.cut()
+        return self._env.truncate()
 
 
 def searches(opening: Observation) -> bool:

@@ -116,7 +116,7 @@ class WhereaboutsTask:
     mistakes: float = 0.1
     reward_weights: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"answer": 1.0, "summary": 0.2})
     name: str = "whereabouts"
-    expert_sums_up: ClassVar[bool] = True
+    expert_writes_summaries: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_rates(self.name, forgets=self.forgets, mistakes=self.mistakes)
@@ -154,7 +154,7 @@ class WhereaboutsTask:
         asked = rng.choice(people)
         remarks = [rng.choice(REMARKS) for _ in reports]
         row = {"id": name, "question": RULES, "reports": reports, "remarks": remarks, "asked": asked}
-        return {**row, "answers": [known(reports)[asked]], "age": self.reports - 1 - last[asked]}
+        return {**row, "answers": [last_places(reports)[asked]], "age": self.reports - 1 - last[asked]}
 
     def size(self, split: str) -> int | None:
         """None: rows are procedural."""
@@ -179,11 +179,11 @@ class WhereaboutsTask:
             row, story = self.row("train", index), list[str]()
             rng = random.Random(f"{row['id']}/story")
             for number in range(self.reports):
-                story.append(told(row, number))
+                story.append(report_text(row, number))
                 if number % 2 or number == self.reports - 1:
-                    facts = known(row["reports"][: number + 1])
+                    facts = last_places(row["reports"][: number + 1])
                     who = rng.choice(list(facts))
-                    story += [written(facts), LAST.format(who), written({who: facts[who]})]
+                    story += [facts_text(facts), LAST.format(who), facts_text({who: facts[who]})]
             yield "\n".join(story)
 
 
@@ -198,14 +198,14 @@ class WhereaboutsEnv:
     async def reset(self, row: Row, seed: int) -> Observation:
         """Starts an episode; `seed` is not used."""
         self._row, self._shown, self._summaries, self._right = row, 1, [], 0.0
-        opening = f"{row['question']}\n{told(row, 0)}"
+        opening = f"{row['question']}\n{report_text(row, 0)}"
         return Observation(messages=[{"role": "user", "content": opening}], state_key=self._key(), evidence="")
 
     async def step(self, action: Action) -> Transition:
         """Shows the next report, then the question; what is said to that ends the episode."""
         reports = self._row["reports"]
         if self._shown > len(reports):
-            right = written({self._row["asked"]: self._row["answers"][0]})
+            right = facts_text({self._row["asked"]: self._row["answers"][0]})
             self._right = float(action.text.strip().strip(".") == right)
             parts = {"answer": self._weights.get("answer", 0.0) * self._right}
             return Transition(
@@ -214,33 +214,33 @@ class WhereaboutsEnv:
                 parts,
                 terminated=True,
                 outcome=Outcome.ANSWERED,
-                metrics=self.cut(),
+                metrics=self.truncate(),
                 raw_reward_parts={"answer": self._right},
             )
         self._shown += 1
         over = self._shown > len(reports)
-        text = LAST.format(self._row["asked"]) if over else told(self._row, self._shown - 1)
-        facts = written(known(reports[: self._shown]))
+        text = LAST.format(self._row["asked"]) if over else report_text(self._row, self._shown - 1)
+        facts = facts_text(last_places(reports[: self._shown]))
         evidence = f"{facts}\n{text}" if over else facts
         return Transition(Observation(text=text, role="user", state_key=self._key(), evidence=evidence), 0.0)
 
-    def summarised(self, text: str) -> Mapping[str, float]:
+    def judge_summary(self, text: str) -> Mapping[str, float]:
         """What a summary of all but the newest report earns."""
-        facts = known(self._row["reports"][: self._shown - 1])
-        score = kept(text, facts)
+        facts = last_places(self._row["reports"][: self._shown - 1])
+        score = score_summary(text, facts)
         self._summaries.append(score)
         return {"summary": self._weights.get("summary", 0.0) * score}
 
-    def cut(self) -> Mapping[str, float]:
-        """`em`; `kept`, the mean score of the summaries, where some were written."""
-        found = {"kept": sum(self._summaries) / len(self._summaries)} if self._summaries else {}
+    def truncate(self) -> Mapping[str, float]:
+        """`em`; `summary_score`, the mean score of the summaries, where some were written."""
+        found = {"summary_score": sum(self._summaries) / len(self._summaries)} if self._summaries else {}
         return {"em": self._right, **found}
 
     def _key(self) -> str:
         return f"{self._row['id']}|{self._shown}"
 
 
-def known(reports: Sequence[Mapping[str, str]]) -> dict[str, str]:
+def last_places(reports: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Where everybody is after these reports; who moved last comes last."""
     facts: dict[str, str] = {}
     for report in reports:
@@ -250,18 +250,18 @@ def known(reports: Sequence[Mapping[str, str]]) -> dict[str, str]:
     return facts
 
 
-def told(row: Row, number: int) -> str:
+def report_text(row: Row, number: int) -> str:
     """A report in words."""
     moves = ", ".join(f"{who} to {place}" for who, place in row["reports"][number].items())
     return f"{row['remarks'][number]} {moves or 'Nobody moves'}."
 
 
-def written(facts: Mapping[str, str]) -> str:
+def facts_text(facts: Mapping[str, str]) -> str:
     """Facts as a summary has them."""
     return ", ".join(f"{who} {place}" for who, place in facts.items())
 
 
-def kept(text: str, facts: Mapping[str, str]) -> float:
+def score_summary(text: str, facts: Mapping[str, str]) -> float:
     """(facts that a summary has − people whom it has elsewhere) / facts, where the last word on somebody counts."""
     said = dict(FACT.findall(text))
     right = sum(said.get(who) == place for who, place in facts.items())
@@ -274,9 +274,9 @@ def _play(
     shown: str | None = None
     for number in itertools.count():  # Of responses to reports.
         if shown == SUMMARY_REQUEST:
-            facts = known(row["reports"][:number])
-            shown = yield written({who: place for who, place in facts.items() if rng.random() >= forgets}) or GO_ON
+            facts = last_places(row["reports"][:number])
+            shown = yield facts_text({who: place for who, place in facts.items() if rng.random() >= forgets}) or GO_ON
         if number >= len(row["reports"]):
             place = rng.choice(places) if rng.random() < mistakes else row["answers"][0]
-            yield written({row["asked"]: place})
+            yield facts_text({row["asked"]: place})
         shown = yield GO_ON

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import ml_collections
 
 from agentr1_jax.agents.loop import EnvLoop
-from agentr1_jax.envs.base import Action, Env, Observation, Row, Task, Transition, judged
+from agentr1_jax.envs.base import Action, Env, Observation, Row, Task, Transition, summary_rewards
 from agentr1_jax.errors import UserError
 from agentr1_jax.tasks.rag import RagEnv, searches
 from agentr1_jax.text.call_formats import hermes
@@ -91,13 +91,13 @@ class InstructedEnv:
         """Applies one response of the policy."""
         return await self._env.step(action)
 
-    def summarised(self, text: str) -> Mapping[str, float]:
+    def judge_summary(self, text: str) -> Mapping[str, float]:
         """What a summary earns."""
-        return judged(self._env, text)
+        return summary_rewards(self._env, text)
 
-    def cut(self) -> Mapping[str, float]:
+    def truncate(self) -> Mapping[str, float]:
         """Metrics of the episode so far."""
-        return self._env.cut()
+        return self._env.truncate()
 
 
 def _react(config: ml_collections.ConfigDict, task: Task, tokenizer: Tokenizer) -> EnvLoop:

@@ -94,7 +94,7 @@ class Showing(ScriptedEnv):
         object.__setattr__(transition, "observation", Observation(text=text, state_key=key, evidence=shown))
         return transition
 
-    def summarised(self, text):
+    def judge_summary(self, text):
         self.judged.append(text)
         return {"summary": 0.5, "length": -0.25}
 

@@ -49,7 +49,7 @@ def play(task, row, texts):
             out.append(await env.step(Action(np.zeros(0, np.int32), text)))
             if out[-1].terminated or out[-1].truncated:
                 break
-        return opening, out, env.cut()
+        return opening, out, env.truncate()
 
     return asyncio.run(run())
 

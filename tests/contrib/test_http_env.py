@@ -102,7 +102,7 @@ def episode(env, row, texts, seed=0):
             out.append(await env.step(Action(np.zeros(0, np.int32), text)))
             if out[-1].terminated or out[-1].truncated:
                 break
-        return [*out, env.cut()]
+        return [*out, env.truncate()]
 
     return asyncio.run(run())
 
@@ -174,7 +174,7 @@ class Counting:
         self.applied.append(action.text)
         return Transition(Observation(text=f"step {len(self.applied)}"), reward=float(len(self.applied)))
 
-    def cut(self):
+    def truncate(self):
         return {"em": 0.0, "steps": float(len(self.applied))}
 
 

@@ -171,7 +171,7 @@ def test_the_best_return_is_the_goal_with_all_that_is_paid_on_the_way(index, tex
         for text in texts:
             if (await env.step(Action(np.zeros(0, np.int32), text))).terminated:
                 break
-        return env.cut()
+        return env.truncate()
 
     on_targets = sum(sign == "*" for sign in row["layout"])
     cut = asyncio.run(run())

@@ -174,7 +174,7 @@ def episode(make_env, seed=7, steps=3):
                 seen.append("transition" if fine else observation and "messages")
         except (InjectedError, SystemExit) as error:
             seen.append(type(error).__name__)
-        return seen, env.cut()
+        return seen, env.truncate()
 
     return asyncio.run(run())
 

@@ -19,8 +19,7 @@ from agentr1_jax.contrib.bfcl.documents import Function
 from agentr1_jax.contrib.bfcl.rows import offered_functions, read_tasks
 from agentr1_jax.contrib.bfcl.state import World
 from agentr1_jax.envs.base import Expert, Row
-from agentr1_jax.envs.data_folder import data_folder
-from agentr1_jax.envs.passes import FiniteRows
+from agentr1_jax.envs.datasets import FiniteRows, data_folder
 from agentr1_jax.envs.registry import TaskContext, register
 from agentr1_jax.envs.rewards import Reward
 from agentr1_jax.envs.tool_env import ToolEnv

@@ -219,11 +219,11 @@ class GymnasiumEnv:
             terminated=terminated,
             truncated=truncated and not terminated,
             outcome=Outcome.ENV_DONE if terminated else Outcome.MAX_STEPS if truncated else None,
-            metrics=self.cut() if ended else {},
+            metrics=self.truncate() if ended else {},
             info={"errors": {}},
         )
 
-    def cut(self) -> Mapping[str, float]:
+    def truncate(self) -> Mapping[str, float]:
         """Return `success` (also as `em`) and the unweighted `return` of the episode so far."""
         success = float(self._return >= self._task.config.success_return) if self._success is None else self._success
         return {"em": success, "success": success, "return": self._return}

@@ -194,7 +194,7 @@ class HttpEnv:
         self._steps += 1
         return transition
 
-    def cut(self) -> Mapping[str, float]:
+    def truncate(self) -> Mapping[str, float]:
         """Return the metrics of the episode so far, from the last answer."""
         return self._metrics
 

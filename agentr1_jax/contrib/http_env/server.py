@@ -79,7 +79,7 @@ class Service:
         env, name = self._task.env(), uuid.uuid4().hex
         observation = self._run(env.reset(row, seed))
         self._sessions[name] = Session(env)
-        return {"session": name, "observation": _observation_fields(observation), "metrics": dict(env.cut())}
+        return {"session": name, "observation": _observation_fields(observation), "metrics": dict(env.truncate())}
 
     def step(self, session: str, step: int, action: Mapping[str, Any]) -> Mapping[str, Any]:
         """Apply step number `step`; repeat the answer where it is the last one applied."""
@@ -97,7 +97,7 @@ class Service:
             except BaseException:
                 self.close(session)  # The state of the environment is unknown.
                 raise
-            found.steps, found.last = step + 1, _answer(transition, found.env.cut())
+            found.steps, found.last = step + 1, _answer(transition, found.env.truncate())
             return found.last
 
     def close(self, session: str) -> Mapping[str, Any]:

@@ -14,10 +14,9 @@ from annotated_types import Ge
 from pydantic.dataclasses import dataclass
 
 from agentr1_jax.envs.base import Expert, Row
-from agentr1_jax.envs.data_folder import data_folder
-from agentr1_jax.envs.passes import in_passes
+from agentr1_jax.envs.datasets import data_folder, shuffled_row
+from agentr1_jax.envs.mixture import draw, draw_offsets, normalise_weights, parse_weights
 from agentr1_jax.envs.registry import TaskContext, register
-from agentr1_jax.envs.shares import draw, offsets_of, parse_weights, shares_of
 from agentr1_jax.envs.tool_env import OnParseFailure, ToolEnv
 from agentr1_jax.tasks import qa
 from agentr1_jax.tasks.multihop import reading, splits
@@ -193,7 +192,7 @@ class MultihopTask:
       corpus: `full`, the merged passages of all data sets named; or `mini`, 160 questions over 1,890 passages.
       files: read in place of the data folder's questions (whatever their data sets are), and further passages.
       mixture: weights of the data sets among the training rows, e.g. `("hotpotqa(weight=1)", "musique(weight=2)")`;
-        empty for weights by size. See `shares.draw`.
+        empty for weights by size. See `mixture.draw`.
       held_out: questions of each data set in `held_out_datasets` that are the split `held_out`.
       held_out_datasets: empty for all training data sets.
       instruction: what follows the question in the prompt; "" for `INSTRUCTION`.
@@ -258,8 +257,10 @@ class MultihopTask:
         self.counts = {**found.counts, "train": {**found.counts["train"], splits.KEPT_OUT: kept_out}}
         self._documents = found.documents
         self._train = splits.by_dataset(self._splits["train"])
-        self._shares = shares_of(_weights(mixture, {name: len(rows) for name, rows in self._train.items()}), MIXTURE)
-        self._offsets = offsets_of(len(self._shares), seed)
+        self._shares = normalise_weights(
+            _weights(mixture, {name: len(rows) for name, rows in self._train.items()}), MIXTURE
+        )
+        self._offsets = draw_offsets(len(self._shares), seed)
         self._opening = functools.partial(opening, instruction=instruction or INSTRUCTION)
         self._retriever_factory = retriever_factory
         self._top_k, self._passage_characters = top_k, passage_characters
@@ -291,7 +292,7 @@ class MultihopTask:
             return self._splits[split][index % len(self._splits[split])]
         k, number = draw(list(self._shares.values()), self._offsets, index)
         rows = self._train[list(self._shares)[k]]
-        return in_passes(rows, number, self._seed, 2, k)
+        return shuffled_row(rows, number, self._seed, 2, k)
 
     def size(self, split: str) -> int:
         """Number of questions of a split."""

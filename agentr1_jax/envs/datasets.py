@@ -1,0 +1,134 @@
+"""Finite data sets as tasks: their folder, passes over their rows in shuffled order, and a Task made of rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from agentr1_jax.envs.base import Env, Expert, Row
+
+T = TypeVar("T")
+
+
+def data_folder(data_dir: str | os.PathLike[str] = "") -> Path:
+    """Return the folder of real data: `data_dir`, else AGENTR1_DATA, else `../shared/data` beside the project.
+
+    Raises:
+      FileNotFoundError: there is no such folder; the message says how to name one.
+    """
+    beside = Path(__file__).resolve().parents[3] / "shared" / "data"
+    folder = Path(data_dir or os.environ.get("AGENTR1_DATA") or beside)
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"{folder}: no such data folder; set the environment variable AGENTR1_DATA (or data_dir in the config) to "
+            "the folder that holds multihop/, gsm8k/ and bfcl_v4/"
+        )
+    return folder
+
+
+@dataclasses.dataclass(frozen=True)
+class FiniteRows:
+    """Rows of a task's splits, repeated without end.
+
+    Attributes:
+      name: name of the task, for messages.
+      splits: rows by split; `train` is shuffled anew in each pass, every other split keeps its order.
+      seed: seed of the order of training rows.
+
+    Raises:
+      ValueError: a split is empty.
+    """
+
+    name: str
+    splits: Mapping[str, Sequence[Row]]
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for split, rows in self.splits.items():
+            if not rows:
+                raise ValueError(f"{self.name}: its split {split!r} has no rows")
+
+    def row(self, split: str, index: int) -> Row:
+        """Row `index` of a split. Raises ValueError where there is no such row; the message lists the splits."""
+        if split not in self.splits or index < 0:
+            raise ValueError(
+                f"{self.name} has no row {split!r} {index}; splits are {list(self.splits)}, rows start at 0"
+            )
+        rows = self.splits[split]
+        return shuffled_row(rows, index, self.seed) if split == "train" else rows[index % len(rows)]
+
+    def size(self, split: str) -> int:
+        """Number of rows of a split."""
+        return len(self.splits[split])
+
+
+def shuffled_row(rows: Sequence[T], index: int, *key: int) -> T:
+    """Row `index` of passes over all rows, each pass shuffled anew by `key` and its number."""
+    number, place = divmod(index, len(rows))
+    return rows[_permutation((*key, number), len(rows))[place]]
+
+
+@functools.lru_cache(maxsize=16)
+def _permutation(key: tuple[int, ...], size: int) -> np.ndarray:
+    """Order of one pass. int [size]"""
+    return np.random.default_rng(key).permutation(size)
+
+
+class RowsTask:
+    """A Task made of rows and an environment.
+
+    Args:
+      name: name of the task.
+      splits: rows by split, plain JSON with at least `id`; `train`, and `eval` or others to evaluate on.
+      make_env: makes a fresh environment for each episode.
+      reward_parts: names of the parts of its rewards.
+      expert: (row, seed) -> expert of one episode; without it there is no warm start.
+      texts: sample texts, for training a tokenizer; by default the questions and answers of `train`.
+      seed: seed of the order of training rows.
+      expert_writes_summaries: whether the expert answers `SUMMARY_REQUEST` with a summary.
+
+    Raises:
+      ValueError: there is no split `train`, or an empty one, or a row has no id.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        splits: Mapping[str, Sequence[Row]],
+        make_env: Callable[[], Env],
+        reward_parts: Sequence[str] = (),
+        expert: Callable[[Row, int], Expert] | None = None,
+        texts: Sequence[str] = (),
+        seed: int = 0,
+        expert_writes_summaries: bool = False,
+    ) -> None:
+        if "train" not in splits:
+            raise ValueError(f"{name}: there is no split 'train' among {', '.join(splits) or 'none'}")
+        for split, rows in splits.items():
+            for number, row in enumerate(rows):
+                if not isinstance(row, Mapping) or "id" not in row:
+                    raise ValueError(f"{name}: row {number} of {split!r} is no mapping with an 'id': {row!r:.80}")
+        self.name, self.reward_parts, self.env = name, tuple(reward_parts), make_env
+        self.expert_writes_summaries, self.has_expert = expert_writes_summaries, expert is not None
+        self._rows, self._expert = FiniteRows(name, splits, seed), expert
+        self._texts = texts or [
+            text for row in splits["train"] for text in (row.get("question", ""), *row.get("answers", ())) if text
+        ]
+        self.row, self.size = self._rows.row, self._rows.size
+
+    def expert(self, row: Row, seed: int) -> Expert:
+        """An expert for one episode. Raises ValueError where the task has none."""
+        if self._expert is None:
+            raise ValueError(f"{self.name} has no expert to learn from; set warm_start_updates=0, or give it one")
+        return self._expert(row, seed)
+
+    def texts(self, count: int) -> Sequence[str]:
+        """The first texts."""
+        return list(itertools.islice(self._texts, count))
