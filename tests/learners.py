@@ -71,7 +71,9 @@ class Made:
         """The same programs under a config in which only what they do not depend on is changed."""
         config = self.run.config.copy_and_resolve_references()
         config.update_from_flattened_dict(changes)
-        return dataclasses.replace(self, run=dataclasses.replace(self.run, config=config))
+        rows = dataclasses.replace(self.learner.rows, mode=config.learner.packing)
+        learner = dataclasses.replace(self.learner, rows=rows)
+        return dataclasses.replace(self, run=dataclasses.replace(self.run, config=config), learner=learner)
 
 
 def make(changes, *, wide=False, make_learner=phases.reinforced, shards=1):

@@ -9,7 +9,7 @@ import pytest
 from letters import Letters
 
 from agentr1_jax.errors import UserError
-from agentr1_jax.policy import weights
+from agentr1_jax.policy import presets
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.tasks.hopworld.task import HopWorldTask
 from configs import quickstart
@@ -40,7 +40,7 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(config):
 
 def test_a_tokenizer_larger_than_the_embedding_of_weights_is_refused(config, monkeypatch):
     shape = DecoderConfig(vocab_size=100, width=8, layers=1, heads=2, kv_heads=1, head_dim=4, hidden=8)
-    monkeypatch.setattr(weights, "read_config", lambda path: dataclasses.replace(shape))
+    monkeypatch.setattr(presets, "read_config", lambda path: dataclasses.replace(shape))
     config.policy.preset, config.policy.weights = "", "owner/name"
     assert build.policy(config, tokenizer(100)).vocab_size == 100
     with pytest.raises(UserError, match=r"has ids up to 100, but the policy's embedding has 100 rows \(owner/name\)"):

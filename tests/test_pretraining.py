@@ -15,6 +15,7 @@ from programs import program
 from test_train import small_config
 
 from agentr1_jax.errors import UserError
+from agentr1_jax.learner.config import PackingConfig
 from agentr1_jax.runtime.metrics import read_metrics
 from agentr1_jax.trajectory import Outcome
 from configs import base, quickstart
@@ -48,7 +49,7 @@ def test_pretraining_trains_every_token_of_rows_of_its_own_shape() -> None:
     pieces = documents(["\x05\x09\x0b" * 5, "\x07\x03", "\x11\x12\x13\x14"], tokens=12)
     settings = {"pretrain.rows": 2, "pretrain.row_tokens": 12, "pretrain.batch": 4}
     made = make(settings, make_learner=phases.pretraining)
-    assert made.learner.rows == phases.Rows(2, 12, 12)
+    assert made.learner.rows == PackingConfig("trajectory", 12, 12, 2)
     seen = []
     update = learners.recording(made.learner.update, seen)
     _, record, _ = made.learn(pieces, update=update)

@@ -54,7 +54,7 @@ class Drawn:
 
 
 def draw(
-    paths: Paths, logits: Float[np.ndarray, "states vocabulary"], seed: int, *, batches: int, groups: int, samples: int
+    paths: Paths, logits: Float[np.ndarray, "nodes vocabulary"], seed: int, *, batches: int, groups: int, samples: int
 ) -> Drawn:
     """Independent batches from the policy of these logits; each group has a row of its own, drawn evenly."""
     rng = np.random.default_rng(seed)
@@ -73,7 +73,7 @@ def draw(
 
 def gather(
     paths: Paths,
-    logits: Float[np.ndarray, "states vocabulary"],
+    logits: Float[np.ndarray, "nodes vocabulary"],
     path: Int[np.ndarray, "batches trajectories"],
     greedy_return: Float[np.ndarray, "batches trajectories"],
     samples: int,
@@ -158,7 +158,7 @@ def weights(aggregate: Aggregate, loss_tokens: LossTokens, trajectories: int) ->
 
 @functools.partial(jax.jit, static_argnums=0)
 def gradients(
-    config: LossConfig, logits: Float[Array, "states vocabulary"], loss_tokens: LossTokens
+    config: LossConfig, logits: Float[Array, "nodes vocabulary"], loss_tokens: LossTokens
 ) -> Float[Array, "batches actions"]:
     """The ascent direction of each batch: minus the gradient of the loss by the flat logits."""
 

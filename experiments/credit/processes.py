@@ -43,7 +43,7 @@ class Process:
     about: str
     starts: tuple[int, ...]
     table: Table
-    logits: Float[np.ndarray, "states vocabulary"]
+    logits: Float[np.ndarray, "nodes vocabulary"]
     shift: float
     max_steps: int = STEPS
 
@@ -77,12 +77,12 @@ class Paths:
         return self.reward.sum(axis=1)
 
 
-def seeded_logits(seed: int) -> Float[np.ndarray, "states vocabulary"]:
+def seeded_logits(seed: int) -> Float[np.ndarray, "nodes vocabulary"]:
     """Logits of a policy that likes some tokens more than others."""
     return np.random.default_rng(seed).normal(scale=0.7, size=(NODES, VOCABULARY))
 
 
-def old_logits(process: Process, shift: float) -> Float[np.ndarray, "states vocabulary"]:
+def old_logits(process: Process, shift: float) -> Float[np.ndarray, "nodes vocabulary"]:
     """Logits of an older policy: those of the process and noise of standard deviation `shift`."""
     return process.logits + np.random.default_rng(0).normal(scale=shift, size=process.logits.shape)
 
@@ -165,7 +165,7 @@ def _walk(process: Process, state: int, steps: int) -> Iterator[tuple[tuple[tupl
                 yield ((state, response, reward), *rest), probability * noise
 
 
-def log_policy(logits: Float[np.ndarray, "states vocabulary"]) -> Float[np.ndarray, "actions"]:
+def log_policy(logits: Float[np.ndarray, "nodes vocabulary"]) -> Float[np.ndarray, "actions"]:
     """log π of each token at each node, flat."""
     return (logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)).ravel()
 
@@ -175,14 +175,14 @@ def probabilities(paths: Paths, log_pi: Float[np.ndarray, "actions"]) -> Float[n
     return paths.noise * np.exp(np.where(paths.action >= 0, log_pi[paths.action], 0).sum(axis=(1, 2)))
 
 
-def greedy_probabilities(paths: Paths, logits: Float[np.ndarray, "states vocabulary"]) -> Float[np.ndarray, "paths"]:
+def greedy_probabilities(paths: Paths, logits: Float[np.ndarray, "nodes vocabulary"]) -> Float[np.ndarray, "paths"]:
     """Probability of each trajectory given its row, where every token is the likeliest one."""
     likeliest = (logits == logits.max(axis=-1, keepdims=True)).ravel()
     return paths.noise * np.where(paths.action >= 0, likeliest[paths.action], True).all(axis=(1, 2))
 
 
 def exact_values(
-    paths: Paths, logits: Float[np.ndarray, "states vocabulary"]
+    paths: Paths, logits: Float[np.ndarray, "nodes vocabulary"]
 ) -> tuple[Float[np.ndarray, "paths steps tokens"], Float[np.ndarray, "states"]]:
     """V before each token, by node and step, and V of each state, averaged over the steps at which it is visited."""
     weight = np.broadcast_to(probabilities(paths, log_policy(logits))[:, None, None], paths.action.shape)
@@ -202,7 +202,7 @@ def exact_values(
 
 
 def exact_gradient(
-    paths: Paths, logits: Float[np.ndarray, "states vocabulary"]
+    paths: Paths, logits: Float[np.ndarray, "nodes vocabulary"]
 ) -> tuple[float, Float[np.ndarray, "actions"]]:
     """J = E[Σₜ rₜ] and ∇J by the flat logits, in float64.
 
@@ -212,7 +212,7 @@ def exact_gradient(
       ArithmeticError: the two differ.
     """
 
-    def expected(logits: Float[Array, "states vocabulary"]) -> Float[Array, ""]:
+    def expected(logits: Float[Array, "nodes vocabulary"]) -> Float[Array, ""]:
         log_pi = jax.nn.log_softmax(logits).ravel()
         path = jnp.sum(jnp.where(paths.action >= 0, log_pi[paths.action], 0), axis=(1, 2))
         return jnp.sum(paths.noise * jnp.exp(path) * paths.outcome) / paths.rows
@@ -226,7 +226,7 @@ def exact_gradient(
     return value, derivative
 
 
-def score_gradient(paths: Paths, logits: Float[np.ndarray, "states vocabulary"]) -> Float[np.ndarray, "actions"]:
+def score_gradient(paths: Paths, logits: Float[np.ndarray, "nodes vocabulary"]) -> Float[np.ndarray, "actions"]:
     """Σ_m p_m·R_m·∇log p_m by the flat logits, with ∂log π(a)/∂zᵥ = 1[v = a] − π(v)."""
     log_pi = log_policy(logits)
     taken = np.stack([np.bincount(a[a >= 0], minlength=log_pi.size) for a in paths.action])

@@ -36,11 +36,11 @@ def rewarded(tokens, rewards, **place):
     return dataclasses.replace(made, steps=tuple(steps))
 
 
-def filled(trajectories, changes, mode="trajectory", value=0.0):
-    """The reads of the one update on a batch, as numpy; nothing is computed but credit. The critic says `value`."""
+def loss_tokens_of(trajectories, changes, mode="trajectory", value=0.0):
+    """The loss tokens of the one update on a batch, as numpy; only credit is computed. The critic says `value`."""
     made, seen = make(changes).under({"learner.packing": mode}), []
 
-    def score(params, frozen, other, batch, count):
+    def token_outputs(params, frozen, other, batch, count):
         zeros = jnp.zeros(batch.loss_tokens.logit_index.shape)
         return TokenOutputs(zeros, zeros, zeros + value, None)
 
@@ -48,7 +48,7 @@ def filled(trajectories, changes, mode="trajectory", value=0.0):
         seen.append(jax.device_get(batch.loss_tokens))
         return state, {"loss": jnp.zeros(())}
 
-    _, _, out = made.learn(trajectories, update=update, score=score if made.learner.critic else None)
+    _, _, out = made.learn(trajectories, update=update, token_outputs=token_outputs if made.learner.critic else None)
     (loss_tokens,) = seen
     return loss_tokens, out
 
@@ -87,7 +87,7 @@ def marked():
 @pytest.mark.parametrize("mode", PACKING_MODES)
 @pytest.mark.parametrize("changes", [STEP_GAE, TOKEN_GAE], ids=["step", "token"])
 def test_fault_2_and_fault_11_neither_glue_nor_tool_text_is_trained(mode, changes):
-    loss_tokens, _ = filled(marked(), changes, mode)
+    loss_tokens, _ = loss_tokens_of(marked(), changes, mode)
     for weight in (loss_tokens.weight, loss_tokens.value_weight):
         on = weight > 0
         assert on.any() and loss_tokens.is_action[on].all()
@@ -99,20 +99,20 @@ def test_fault_2_and_fault_11_neither_glue_nor_tool_text_is_trained(mode, change
 def test_fault_3_an_outcome_is_counted_once_and_at_its_own_step(mode):
     """With tool text behind every response, and whatever the number of steps; no step may get it a second time."""
     data = [rewarded([2, 3, 1, 2], [0, 0, 0, 1]), rewarded([2], [1], sample=1), rewarded([1, 1], [1, 0], sample=2)]
-    loss_tokens, _ = filled(data, STEP_GAE, mode)
+    loss_tokens, _ = loss_tokens_of(data, STEP_GAE, mode)
     on = stream(loss_tokens, "value_weight") > 0
     np.testing.assert_allclose(stream(loss_tokens, "value_target")[on], [1, 1, 1, 1, 1, 1, 0], atol=1e-6)
-    _, (long, short, _) = filled([data[0], data[1], rewarded([1], [0], sample=2)], {}, mode)
+    _, (long, short, _) = loss_tokens_of([data[0], data[1], rewarded([1], [0], sample=2)], {}, mode)
     assert long.steps[0].advantages[0] == short.steps[0].advantages[0] > 0
 
 
 def test_fault_4_turns_without_reward_are_turns():
     data = [rewarded([1, 2, 1, 1], [1, 0, 2, 0]), rewarded([2, 1], [0, 0], group=1)]
-    loss_tokens, _ = filled(data, STEP_GAE | {"credit.args.gamma": 0.5})
+    loss_tokens, _ = loss_tokens_of(data, STEP_GAE | {"credit.args.gamma": 0.5})
     on = stream(loss_tokens, "value_weight") > 0
     np.testing.assert_allclose(stream(loss_tokens, "value_target")[on], [1.5, 1, 2, 0, 0, 0], atol=1e-6)
     np.testing.assert_allclose(stream(loss_tokens, "value_weight")[on], 1 / 6, rtol=1e-6)
-    loss_tokens, _ = filled([rewarded([2, 1], [0, 0], sample=i) for i in range(2)], STEP_GAE)
+    loss_tokens, _ = loss_tokens_of([rewarded([2, 1], [0, 0], sample=i) for i in range(2)], STEP_GAE)
     assert (
         np.isfinite(loss_tokens.advantage).all()
         and not loss_tokens.advantage.any()
@@ -124,7 +124,7 @@ def test_fault_4_turns_without_reward_are_turns():
 def test_fault_5_statistics_are_over_trajectories_and_not_over_their_rows(mode):
     """Over step rows the mean of 1 (three rows) and 0 (two rows) would be 0.6; over trajectories it is one half."""
     data = [rewarded([2, 1, 2], [0, 0, 1]), rewarded([1, 2], [0, 0], sample=1)]
-    loss_tokens, _ = filled(data, {"loss.aggregate": "trajectory"}, mode)
+    loss_tokens, _ = loss_tokens_of(data, {"loss.aggregate": "trajectory"}, mode)
     half = np.float32(np.sqrt(0.5))
     np.testing.assert_allclose(stream(loss_tokens, "advantage"), [half] * 5 + [-half] * 3, rtol=1e-5)
     owner = sampled(data)[2]
@@ -140,12 +140,12 @@ def test_fault_6_a_lone_member_of_a_group_moves_nothing():
         check_equal(state.params, made.fresh().params)
     assert metrics["batch/advantage_std"] == 0 and metrics["learner/tokens"] == len(sampled(lone)[0])
     for changes in (STEP_GAE, TOKEN_GAE):
-        loss_tokens, _ = filled([rewarded([1], [5])], changes, value=1.0)
+        loss_tokens, _ = loss_tokens_of([rewarded([1], [5])], changes, value=1.0)
         assert stream(loss_tokens, "advantage").tolist() == [0] and stream(loss_tokens, "value_target").tolist() == [5]
 
 
 def test_fault_7_credit_passes_over_tool_text_to_earlier_steps():
-    loss_tokens, _ = filled([rewarded([2, 1, 2], [0, 0, 1])], TOKEN_GAE | {"credit.args.lam": 1.0})
+    loss_tokens, _ = loss_tokens_of([rewarded([2, 1, 2], [0, 0, 1])], TOKEN_GAE | {"credit.args.lam": 1.0})
     np.testing.assert_allclose(stream(loss_tokens, "value_target"), [1 / 16, 1 / 8, 1 / 4, 1 / 2, 1], rtol=1e-6)
 
 
@@ -185,7 +185,7 @@ def test_fault_10_what_was_cut_is_worth_what_the_critic_says_of_its_future(outco
     """An end is worth 0, even where the prompt after it is known."""
     made = rewarded([2, 1], [0, 1], cut="steps")
     data = [dataclasses.replace(made, outcome=outcome)]
-    loss_tokens, _ = filled(data, STEP_GAE | {"credit.args.gamma": 0.5}, value=WORTH)
+    loss_tokens, _ = loss_tokens_of(data, STEP_GAE | {"credit.args.gamma": 0.5}, value=WORTH)
     on = stream(loss_tokens, "value_weight") > 0
     np.testing.assert_allclose(
         stream(loss_tokens, "value_target")[on], [(1 + future / 2) / 2, 1 + future / 2], rtol=1e-6

@@ -29,7 +29,7 @@ NO_ADVANTAGE_MASK = {
 
 
 def updated(made, trajectories, **arguments):
-    """The batch that the update saw, as flat arrays of its reads, and the metrics."""
+    """The batch that the update saw, as flat arrays of its loss tokens, and the metrics."""
     seen = []
     update = learners.recording(made.learner.update, seen)
     _, metrics, out = made.learn(trajectories, update=update, **arguments)
@@ -38,7 +38,7 @@ def updated(made, trajectories, **arguments):
 
 
 def in_order(loss_tokens, name):
-    """A field of all real reads, in (trajectory, step, place in the sequence) order."""
+    """A field of all real loss tokens, in (trajectory, step, place in the sequence) order."""
     real = loss_tokens.step >= 0
     return getattr(loss_tokens, name)[real][np.lexsort((loss_tokens.logit_index[real], loss_tokens.step[real]))]
 

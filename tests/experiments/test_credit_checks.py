@@ -47,9 +47,9 @@ def task(*, state_key="s", potential=1.0, evidence="", parts=("goal",)):
         ({"credit__args__unit": "row"}, "credit.args.unit is 'row'; it must be 'token', 'step' or 'trajectory'"),
         ({"credit__file": "nowhere.py"}, "credit.file: .*nowhere.py: no such file"),
         ({"shaping__process_norm": "group"}, "shaping: process_norm needs process_parts"),
-        ({"learner__minibatches": 0}, "learner.minibatches is 0; it must be positive"),
-        ({"learner__epochs": -1}, "learner.epochs is -1; it must be positive"),
-        ({"loss__fixed_denominator": 0.0}, "loss.fixed_denominator is 0.0; it must be positive"),
+        ({"learner__minibatches": 0}, "learner.minibatches is 0; it must be greater than or equal to 1"),
+        ({"learner__epochs": -1}, "learner.epochs is -1; it must be greater than or equal to 1"),
+        ({"loss__fixed_denominator": 0.0}, "loss.fixed_denominator is 0.0; it must be greater than 0"),
         (
             {"learner__loss_mask": False},
             r"budget.context_tokens \(224\) loss tokens, and learner.row_loss_tokens is 48",

@@ -17,7 +17,7 @@ import pytest
 from agentr1_jax.credit import SCHEMES
 from agentr1_jax.errors import UserError
 from agentr1_jax.learner.config import AGGREGATES
-from agentr1_jax.learner.loss_weights import loss_weights
+from agentr1_jax.learner.loss_weights import TokenUnits, loss_weights
 from agentr1_jax.report.gradients import clusters, plot_gradients
 from experiments.credit import bias as bench
 from experiments.credit import estimates

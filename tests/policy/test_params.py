@@ -12,6 +12,7 @@ import pytest
 import tiny
 from examples import OBJECTIVE, POLICY, check_close, example
 
+from agentr1_jax.errors import UserError
 from agentr1_jax.learner.config import OptimizerConfig
 from agentr1_jax.learner.optimizer import make_optimizer
 from agentr1_jax.learner.update import init_state, loss_and_metrics, make_token_outputs, make_update
@@ -20,6 +21,7 @@ from agentr1_jax.policy.attention import PackedRows
 from agentr1_jax.policy.config import PROJECTIONS, LoraConfig
 from agentr1_jax.policy.decoder import Decoder
 from agentr1_jax.policy.sharding import shardings
+from agentr1_jax.validation import from_section
 
 LORA = dataclasses.replace(POLICY, lora=LoraConfig(rank=2, alpha=3.0, targets=("query", "value", "out", "down")))
 TOKENS = np.random.default_rng(0).integers(0, POLICY.vocab_size, (2, 9)).astype(np.int32)
@@ -159,11 +161,11 @@ def test_a_cast_for_the_engine_changes_no_result():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"targets": ("query", "router")}, r"policy\.lora\.targets names \['router'\]; choose among query"),
-        ({"rank": -1}, "rank must be at least 0"),
-        ({"rank": 2, "targets": ()}, "adapters need targets"),
+        ({"targets": ("query", "router")}, r"policy\.lora\.targets\.1 is 'router'; it must be 'query', 'key'"),
+        ({"rank": -1}, r"policy\.lora\.rank is -1; it must be greater than or equal to 0"),
+        ({"rank": 2, "targets": ()}, r"policy\.lora: targets is empty; adapters need at least one projection"),
     ],
 )
 def test_adapters_that_cannot_be_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        LoraConfig(**changes)
+    with pytest.raises(UserError, match=message):
+        from_section(LoraConfig, "policy.lora", changes)

@@ -48,7 +48,7 @@ def test_what_fits_is_not_refused(counts):
         ((2, 2), {"learner__minibatches": 3}, r"rollout\.groups \(16\) must be .* \(2 x 3\)"),
         ((1,) * 4, {"pretrain__batch": 42}, r"pretrain\.batch \(42\) must be a positive multiple of the 4 processes"),
         ((1,) * 4, {"warm_start__batch": 42}, r"warm_start\.batch \(42\) must be a positive multiple of the 4"),
-        ((1,), {"learner__rows": 0}, r"learner\.rows is 0; it must be positive"),
+        ((1,), {"learner__rows": 0}, r"learner\.rows is 0; it must be greater than or equal to 1"),
         (
             (2, 2),
             {"learner__rows": 6},

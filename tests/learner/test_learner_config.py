@@ -1,0 +1,115 @@
+"""Settings of learner and policy: sections of the base config fit them, and nonsense is refused with its key."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from agentr1_jax.errors import UserError
+from agentr1_jax.learner.config import (
+    CorrectionConfig,
+    KLConfig,
+    LearnerConfig,
+    LossConfig,
+    Objective,
+    OptimizerConfig,
+)
+from agentr1_jax.policy.config import LoraConfig, PolicyConfig
+from agentr1_jax.policy.presets import PRESETS, decoder_config
+from agentr1_jax.validation import from_section
+from configs import base
+
+SECTIONS = {
+    "loss": LossConfig,
+    "kl": KLConfig,
+    "correction": CorrectionConfig,
+    "learner": LearnerConfig,
+    "optimizer": OptimizerConfig,
+}
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_section_of_the_base_config_is_the_default(section):
+    values = base.get_config()[section].to_dict()
+    assert set(values) == {f.name for f in dataclasses.fields(SECTIONS[section])}
+    assert from_section(SECTIONS[section], section, values) == SECTIONS[section]()
+
+
+def test_the_policy_section_makes_the_shape_of_its_preset_with_changes():
+    values = base.get_config().policy.to_dict()
+    assert set(values) == {f.name for f in dataclasses.fields(PolicyConfig)}
+    changes = {"preset": "tiny", "layers": 2, "dtype": "bfloat16", "lora": {"rank": 4, "alpha": 8.0}}
+    shape = decoder_config(from_section(PolicyConfig, "policy", values | changes), vocab_size=256)
+    expected = dataclasses.replace(PRESETS["tiny"], layers=2, dtype="bfloat16", vocab_size=256, lora=LoraConfig(4, 8.0))
+    assert shape == expected
+    assert decoder_config(PolicyConfig(preset="qwen2.5-0.5b"), vocab_size=256).vocab_size == 151_936
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "wrong"),
+    [
+        ("loss", "ratio", "turn"),
+        ("loss", "clip", "hard"),
+        ("loss", "aggregate", "mean"),
+        ("loss", "clip_low", 1.0),
+        ("loss", "clip_low", -0.1),
+        ("loss", "clip_high", float("nan")),
+        ("loss", "dual_c", 1.0),
+        ("loss", "sapo_positive", 0.0),
+        ("loss", "fixed_denominator", 0.0),
+        ("loss", "value_clip", 0.0),
+        ("loss", "entropy_coef", -0.1),
+        ("loss", "chunk", 0),
+        ("kl", "kind", "k4"),
+        ("kl", "coef", -1.0),
+        ("kl", "target", 0.0),
+        ("kl", "horizon", 0.0),
+        ("correction", "kind", "tis"),
+        ("correction", "cap", 0.0),
+        ("correction", "low", -0.1),
+        ("learner", "packing", "chains"),
+        ("learner", "row_tokens", 0),
+        ("learner", "loss_mask", 1),
+        ("learner", "epochs", -1),
+        ("optimizer", "lr", -1.0),
+        ("optimizer", "b1", 1.5),
+        ("optimizer", "b2", 1.0),
+        ("optimizer", "eps", -1.0),
+        ("optimizer", "max_grad_norm", -1.0),
+        ("optimizer", "weight_decay", -0.1),
+        ("optimizer", "final_share", 2.0),
+        ("optimizer", "schedule", "cosin"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_with_its_key(section, key, wrong):
+    with pytest.raises(UserError, match=rf"^{section}\.{key} is {wrong!r}; it must be "):
+        from_section(SECTIONS[section], section, {key: wrong})
+
+
+def test_bounds_out_of_order_are_refused():
+    with pytest.raises(UserError, match=r"^correction: low \(1\.5\) exceeds high \(0\.5\)"):
+        from_section(CorrectionConfig, "correction", {"low": 1.5, "high": 0.5})
+
+
+def test_a_temperature_of_0_is_refused():
+    with pytest.raises(UserError, match=r"^rollout\.temperature is 0\.0; it must be greater than 0"):
+        from_section(Objective, "rollout", {"temperature": 0.0})
+
+
+def test_a_policy_has_weights_or_a_preset():
+    for values in ({}, {"weights": "models/x", "preset": "tiny"}):
+        with pytest.raises(UserError, match=r"^policy: set one of weights and preset"):
+            from_section(PolicyConfig, "policy", values)
+    with pytest.raises(UserError, match=r"unknown policy.preset 'qwen3'; choose one of tiny"):
+        decoder_config(PolicyConfig(preset="qwen3"), vocab_size=256)
+    with pytest.raises(UserError, match=r"^policy: kv_heads \(2\) must divide heads \(3\)"):
+        decoder_config(PolicyConfig(preset="tiny", heads=3), vocab_size=256)
+
+
+def test_imitation_has_neither_ratio_nor_kl():
+    objective = Objective(LossConfig(clip="dual", entropy_coef=0.1), KLConfig("k3"), temperature=0.8)
+    imitation = objective.imitation()
+    assert (imitation.loss.clip, imitation.kl_in_loss, imitation.temperature) == ("none", "none", 0.8)
+    assert imitation.loss.entropy_coef == 0.1 and objective.kl_in_loss == "k3"
+    assert Objective(kl=KLConfig("k3", "reward")).kl_in_loss == "none"
