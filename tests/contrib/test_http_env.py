@@ -250,7 +250,7 @@ def test_a_server_that_is_gone_is_an_environments_failure():
         assert attempted(remote, row).outcome is Outcome.MAX_STEPS
     ended = attempted(remote, row)
     assert ended.outcome is Outcome.ENV_FAILURE and "unreachable" not in ended.info["error"]
-    assert f"HttpError: {url}/reset: ConnectionRefusedError" in ended.info["error"]
+    assert f"HttpError: {url}/reset: ConnectError" in ended.info["error"]
     with pytest.raises(RetryableError, match="goes on once the server is back"):
         remote.row("train", 1)
 

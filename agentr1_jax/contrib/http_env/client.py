@@ -24,7 +24,7 @@ from pydantic.dataclasses import dataclass
 from agentr1_jax.envs.base import Action, Expert, Observation, Row, Transition
 from agentr1_jax.envs.registry import TaskContext, register
 from agentr1_jax.errors import RetryableError
-from agentr1_jax.http import PASSING, HttpError, is_http, pause, request, shown
+from agentr1_jax.http import TRANSIENT_KINDS, HttpError, is_http_url, quote, request, retry_pause
 from agentr1_jax.tools.threads import run_in_thread
 from agentr1_jax.trajectory import Outcome
 from agentr1_jax.validation import STRICT, Count, NonNegative
@@ -39,7 +39,7 @@ class HttpEnvError(Exception):
 
 
 def _check_url(url: str) -> str:
-    if not is_http(url):
+    if not is_http_url(url):
         raise ValueError(f"{url!r} is not the address of a server, like http://localhost:8100")
     return url
 
@@ -80,15 +80,15 @@ class Server:
                 answer = request(method, url, body, config.seconds)
                 break
             except HttpError as error:
-                if error.kind not in PASSING or error.status == 500 or retry == config.attempts:
+                if error.kind not in TRANSIENT_KINDS or error.status == 500 or retry == config.attempts:
                     raise
-            time.sleep(pause(config.backoff, retry))
+            time.sleep(retry_pause(config.backoff, retry))
         try:
             fields = json.loads(answer)
         except (ValueError, RecursionError) as error:
-            raise HttpEnvError(f"{url} answered no JSON ({error}): {shown(answer)}") from error
+            raise HttpEnvError(f"{url} answered no JSON ({error}): {quote(answer)}") from error
         if not isinstance(fields, dict):
-            raise HttpEnvError(f"{url} answered no JSON object: {shown(answer)}")
+            raise HttpEnvError(f"{url} answered no JSON object: {quote(answer)}")
         return fields
 
 
@@ -132,7 +132,7 @@ class HttpTask:
             if error.status == 404:
                 raise ValueError(
                     f"{self.name} at {self._server.config.url} has no row {split!r} {index}; splits are "
-                    f"{', '.join(self._sizes)} ({shown(error.answer)})"
+                    f"{', '.join(self._sizes)} ({quote(error.answer)})"
                 ) from error
             raise RetryableError(f"task.http: {error}; the same command goes on once the server is back") from error
         except (HttpEnvError, TypeError) as error:

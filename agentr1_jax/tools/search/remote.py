@@ -17,14 +17,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentr1_jax.http import PASSING, HttpError, is_http, pause, request, shown
+from agentr1_jax.http import TRANSIENT_KINDS, HttpError, is_http_url, quote, request, retry_pause
 from agentr1_jax.tools.search.corpus import Corpus, Passage, content, ids_by_content
 from agentr1_jax.tools.search.retriever import Hit, RetrieverError
 
 
 @dataclasses.dataclass
 class RemoteRetriever:
-    """Asks a retrieval server; many queries in one request, and none that it has asked before.
+    """Ask a retrieval server: many queries in one request, and none that was asked before.
 
     A call within `tools.config.wrap_tool` is made again by `wrappers.Retried`, which knows the budget of a call, so
     `attempts` is 1 by default; raise it where a retriever is used without that. Two retrying layers would multiply.
@@ -34,13 +34,14 @@ class RemoteRetriever:
     tried again.
 
     Attributes:
-      url: of the server's search, e.g. `http://localhost:8000/retrieve`. Proxies are not used, redirects not followed.
-      seconds: time limit of a request from its first byte to the last of its answer; connecting may take as long again.
+      url: address of the server's search, e.g. `http://localhost:8000/retrieve`. Proxies are not used, and redirects
+        not followed.
+      seconds: time limit of a request, from connecting to the last byte of the answer.
       attempts: requests in all for one search; the pause before retry n is u · min(backoff · 2ⁿ⁻¹, 30) s, ½ <= u < 1.
-      backoff: seconds.
-      cache: answers kept, those used last; 0 for none. One answer belongs to one query and `top_k`.
-      corpus: of the task; a passage found that it has too, by title and text, takes the id that it has there. Others
-        keep the server's.
+      backoff: seconds before the first retry.
+      cache: number of answers in memory, those used last; 0 for none. One answer belongs to one query and `top_k`.
+      corpus: passages of the task; a hit that is among them, by title and text, takes the id that it has there. Others
+        keep the id of the server.
       hits, misses: queries answered from the cache, and those that were not, since the start.
 
     Raises:
@@ -60,7 +61,7 @@ class RemoteRetriever:
     batches = True
 
     def __post_init__(self, corpus: Corpus) -> None:
-        if not is_http(self.url):
+        if not is_http_url(self.url):
             raise ValueError(
                 f"task.multihop.retriever.url is {self.url!r}; it must be like http://localhost:8000/retrieve"
             )
@@ -69,68 +70,68 @@ class RemoteRetriever:
             if not least <= value < math.inf:
                 raise ValueError(f"task.multihop.retriever.{name} is {value}; it must be finite and at least {least:g}")
         self._ids = ids_by_content(corpus)
-        self._kept: collections.OrderedDict[tuple[str, int], list[Hit]] = collections.OrderedDict()
+        self._cache: collections.OrderedDict[tuple[str, int], list[Hit]] = collections.OrderedDict()
         self._lock = threading.Lock()
 
     def search(self, queries: Sequence[str], top_k: int) -> list[list[Hit]]:
-        """At most `top_k` hits for each query, best first. May be called from several threads.
+        """Return at most `top_k` hits for each query, best first. May be called from several threads.
 
         Raises:
           RetrieverError: see the class.
         """
-        known = self._remembered(queries, top_k)
+        known = self._from_cache(queries, top_k)
         unknown = [query for query in dict.fromkeys(queries) if query not in known]
         if unknown:
-            answers = [[self._named(hit) for hit in hits] for hits in self._asked(unknown, top_k)]
+            answers = [[self._with_corpus_id(hit) for hit in hits] for hits in self._ask(unknown, top_k)]
             asked = dict(zip(unknown, answers, strict=True))
-            self._remember(asked, top_k)
+            self._store(asked, top_k)
             known |= asked
         return [known[query] for query in queries]
 
-    def _named(self, hit: Hit) -> Hit:
+    def _with_corpus_id(self, hit: Hit) -> Hit:
         name = self._ids.get(content(hit.passage), hit.passage.id)
         return dataclasses.replace(hit, passage=dataclasses.replace(hit.passage, id=name))
 
-    def _remembered(self, queries: Sequence[str], top_k: int) -> dict[str, list[Hit]]:
+    def _from_cache(self, queries: Sequence[str], top_k: int) -> dict[str, list[Hit]]:
         with self._lock:
-            known = {query: self._kept[query, top_k] for query in queries if (query, top_k) in self._kept}
+            known = {query: self._cache[query, top_k] for query in queries if (query, top_k) in self._cache}
             for query in known:
-                self._kept.move_to_end((query, top_k))
+                self._cache.move_to_end((query, top_k))
             found = sum(query in known for query in queries)
             self.hits += found
             self.misses += len(queries) - found
         return known
 
-    def _remember(self, asked: Mapping[str, list[Hit]], top_k: int) -> None:
+    def _store(self, asked: Mapping[str, list[Hit]], top_k: int) -> None:
         with self._lock:
             for query, hits in asked.items():
-                self._kept[query, top_k] = hits
-                self._kept.move_to_end((query, top_k))
-            while len(self._kept) > self.cache:
-                self._kept.popitem(last=False)
+                self._cache[query, top_k] = hits
+                self._cache.move_to_end((query, top_k))
+            while len(self._cache) > self.cache:
+                self._cache.popitem(last=False)
 
-    def _asked(self, queries: Sequence[str], top_k: int) -> list[list[Hit]]:
+    def _ask(self, queries: Sequence[str], top_k: int) -> list[list[Hit]]:
         body = json.dumps({"queries": list(queries), "topk": top_k, "return_scores": True}).encode()
         retry = 1
         while True:
             try:
-                return self._answers(body, len(queries), top_k)
+                return self._request(body, len(queries), top_k)
             except RetrieverError as error:
-                if error.kind not in PASSING or retry >= self.attempts:
+                if error.kind not in TRANSIENT_KINDS or retry >= self.attempts:
                     raise
-            time.sleep(pause(self.backoff, retry))
+            time.sleep(retry_pause(self.backoff, retry))
             retry += 1
 
-    def _answers(self, body: bytes, count: int, top_k: int) -> list[list[Hit]]:
+    def _request(self, body: bytes, count: int, top_k: int) -> list[list[Hit]]:
         try:
             answer = request("POST", self.url, body, self.seconds)
         except HttpError as error:
             raise RetrieverError(error.kind, str(error)) from error
-        return _parsed(answer, count, top_k, self.url)
+        return _parse(answer, count, top_k, self.url)
 
 
-def _parsed(answer: bytes, count: int, top_k: int, url: str) -> list[list[Hit]]:
-    """The hits of an answer to `count` queries. Raises RetrieverError where it is none."""
+def _parse(answer: bytes, count: int, top_k: int, url: str) -> list[list[Hit]]:
+    """Return the hits of an answer to `count` queries. Raises RetrieverError where it is none."""
     try:
         result = json.loads(answer)["result"]
         if not isinstance(result, list) or not all(isinstance(found, list) for found in result):
@@ -140,11 +141,11 @@ def _parsed(answer: bytes, count: int, top_k: int, url: str) -> list[list[Hit]]:
         return [[_hit(item) for item in found[:top_k]] for found in result]
     except Exception as error:  # It can be wrong in more ways than could be listed.
         why = f"{type(error).__name__}: {error}"
-        raise RetrieverError("bad_answer", f"{url}: not what a retriever answers ({why}): {shown(answer)}") from error
+        raise RetrieverError("bad_answer", f"{url}: not what a retriever answers ({why}): {quote(answer)}") from error
 
 
 def _hit(item: Any) -> Hit:
-    """A hit from `{"document", "score"}`; from a document alone it has the score 0."""
+    """Return a hit from `{"document", "score"}`; from a document alone it has the score 0."""
     score = float(item.get("score") or 0.0)
     if not math.isfinite(score):
         raise ValueError(f"the score {score} is not finite")
@@ -152,26 +153,26 @@ def _hit(item: Any) -> Hit:
 
 
 def _passage(document: Any) -> Passage:
-    """The passage of a document; one without id gets one made of its text, so that equal ones stay equal."""
+    """Return the passage of a document; one without id gets a hash of its text."""
     if isinstance(document, str):
         document = {"contents": document}
     title, text = document.get("title"), document.get("text")
     if text is None:
         text = document["contents"]
         first, _, rest = text.partition("\n")
-        if rest and title in (None, first, _unquoted(first)):
-            title, text = _unquoted(first), rest
-    title, text = _whole(title or ""), _whole(text)
+        if rest and title in (None, first, _unquote(first)):
+            title, text = _unquote(first), rest
+    title, text = _replace_surrogates(title or ""), _replace_surrogates(text)
     key = document.get("id")
     if key is None:
         key = hashlib.blake2b(f"{title}\n{text}".encode(), digest_size=8).hexdigest()
-    return Passage(_whole(str(key)), title, text)
+    return Passage(_replace_surrogates(str(key)), title, text)
 
 
-def _unquoted(title: str) -> str:
+def _unquote(title: str) -> str:
     return title[1:-1] if len(title) > 1 and title[0] == title[-1] == '"' else title
 
 
-def _whole(text: str) -> str:
-    """The text without half surrogate pairs, which JSON can hold and tokenizers cannot read."""
+def _replace_surrogates(text: str) -> str:
+    """Return the text without half surrogate pairs, which JSON can hold and tokenizers cannot read."""
     return text.encode("utf-8", "replace").decode("utf-8")
