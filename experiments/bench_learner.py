@@ -79,7 +79,7 @@ class Case:
     peak_bytes: int
 
 
-def group_of(steps: int, prompt: int, seed: int, group: int = 0) -> list[Trajectory]:
+def make_group(steps: int, prompt: int, seed: int, group: int = 0) -> list[Trajectory]:
     """A group of trajectories with random ids: `steps` steps that append to one shared prompt."""
     rng = np.random.default_rng((seed, group))
 
@@ -107,7 +107,7 @@ def group_of(steps: int, prompt: int, seed: int, group: int = 0) -> list[Traject
     return [trajectory(sample) for sample in range(GROUP)]
 
 
-def laid_out(trajectories: Sequence[Trajectory], mode: PackingMode, row_tokens: int, seed: int) -> tuple[Packing, Any]:
+def lay_out(trajectories: Sequence[Trajectory], mode: PackingMode, row_tokens: int, seed: int) -> tuple[Packing, Any]:
     """The packing, and its loss tokens with seeded advantages and the weights of a mean over tokens."""
     layout = pack(trajectories, PackingConfig(mode, row_tokens, row_tokens, rows=1), final_values=False)
     count = len(layout.token_index)
@@ -147,7 +147,7 @@ class Bench:
     def case(self, trajectories: Sequence[Trajectory], mode: PackingMode) -> Case:
         """Lays a mode's rows out and compiles its update."""
         row_tokens = row_length(trajectories, mode)
-        layout, loss_tokens = laid_out(trajectories, mode, row_tokens, SEED.value)
+        layout, loss_tokens = lay_out(trajectories, mode, row_tokens, SEED.value)
         rows = min(2 ** int(math.log2(max(MICROBATCH / row_tokens, 1))), layout.rows)
         count = -(-layout.rows // rows)
         batch = global_batch(
@@ -159,7 +159,7 @@ class Bench:
         return Case(layout.tokens_computed, batch, np.int32(count), compiled, peak - memory.alias_size_in_bytes)
 
 
-def timed(bench: Bench, cases: Mapping[PackingMode, Case]) -> dict[PackingMode, float]:
+def time_updates(bench: Bench, cases: Mapping[PackingMode, Case]) -> dict[PackingMode, float]:
     """Median seconds of an update in each mode, the modes in turn."""
     seconds: dict[PackingMode, list[float]] = {mode: [] for mode in cases}
     states = {mode: bench.fresh() for mode in cases}
@@ -203,8 +203,10 @@ def many_updates(bench: Bench, updates: int) -> dict[str, float]:
         ready.append(time.perf_counter())
 
     for i in range(updates):
-        trajectories = [t for g in range(rng.integers(1, 5)) for t in group_of(int(rng.integers(1, 12)), PROMPT, i, g)]
-        layout, loss_tokens = laid_out(trajectories, "trajectory", row_tokens, i)
+        trajectories = [
+            t for g in range(rng.integers(1, 5)) for t in make_group(int(rng.integers(1, 12)), PROMPT, i, g)
+        ]
+        layout, loss_tokens = lay_out(trajectories, "trajectory", row_tokens, i)
         batch = to_microbatches(layout.packed_tokens, loss_tokens, microbatches=most, rows=rows)
         batch, count = global_batch(batch, bench.mesh), np.int32(-(-layout.rows // rows))
         sent.append(time.perf_counter())
@@ -232,11 +234,11 @@ def main(argv: Sequence[str]) -> None:
     modes: dict[str, dict[int, dict[str, float]]] = {mode: {} for mode in PACKING_MODES}
     errors = []
     for steps in map(int, STEPS.value):
-        trajectories = group_of(steps, PROMPT, SEED.value)
+        trajectories = make_group(steps, PROMPT, SEED.value)
         cases = {mode: bench.case(trajectories, mode) for mode in PACKING_MODES}
         if steps <= CHECKED.value:
             errors.append(gradient_error(bench, cases))
-        seconds = timed(bench, cases)
+        seconds = time_updates(bench, cases)
         for mode, case in cases.items():
             modes[mode][steps] = {
                 "seconds": seconds[mode],
@@ -244,10 +246,10 @@ def main(argv: Sequence[str]) -> None:
                 "peak_bytes": case.peak_bytes,
             }
         console.print(f"{steps} steps: " + ", ".join(f"{m} {modes[m][steps]['seconds']:.3f} s" for m in PACKING_MODES))
-    long_cases = group_of(LONG_PROMPT_STEPS, LONG_PROMPT, SEED.value)
+    long_cases = make_group(LONG_PROMPT_STEPS, LONG_PROMPT, SEED.value)
     cases = {mode: bench.case(long_cases, mode) for mode in ("trajectory", "prefix_tree")}
     errors.append(gradient_error(bench, cases))
-    seconds = timed(bench, cases)
+    seconds = time_updates(bench, cases)
     figures = {
         "modes": modes,
         "speedup_trajectory_vs_per_step_padded": ratios(modes, "per_step_padded", "trajectory", "seconds"),

@@ -113,11 +113,13 @@ def learn(
         critic=learner.critic,
         greedy=learner.greedy,
         observations=learner.observations,
-        rows=learner.rows,
+        packing=learner.packing,
     )
     known = {"batch/dropped": float(len(dropped)), "batch/malformed": float(malformed)}
     parts = _minibatches(usable, c.learner.minibatches)
-    packs = [pack(part, learner.rows, final_values=learner.critic, observations=learner.observations) for part in parts]
+    packs = [
+        pack(part, learner.packing, final_values=learner.critic, observations=learner.observations) for part in parts
+    ]
     ordered = [t for part in parts for t in part]
     scored = _score(run, learner, state.params, packs)
     own, streams, mine = _streams(run, learner, ordered, scored, kl_coef)
@@ -214,7 +216,7 @@ def sift(
     critic: bool,
     greedy: bool = False,
     observations: bool = False,
-    rows: PackingConfig | None = None,
+    packing: PackingConfig | None = None,
 ) -> tuple[list[Trajectory], list[Trajectory], int]:
     """What can be trained on, and what cannot.
 
@@ -228,11 +230,11 @@ def sift(
     Raises:
       ValueError: a trajectory was cut and lacks the final prompt that a critic needs.
     """
-    rows = rows or phases.rows(run.config)
+    packing = packing or phases.packing(run.config)
     usable, dropped, malformed = [], [], 0
     for t in trajectories:
         policy = POLICIES[t.outcome]
-        fault = packing_fault(t, rows, final_values=critic, observations=observations)
+        fault = packing_fault(t, packing, final_values=critic, observations=observations)
         counts = policy.reward == "use" and t.steps
         rewards = [t.total_reward, *(s.reward for s in t.steps if s.reward is not None)] if counts else []
         # Statistics are float32; not a number is not below anything either.
@@ -314,7 +316,7 @@ def _to_device(
     run: Run, learner: Learner, packed_tokens: PackedTokens, loss_tokens: LossTokens
 ) -> tuple[Batch, np.int32]:
     """A batch on the learner's mesh, and how many of its microbatches hold data in any process."""
-    rows = learner.rows.rows // processes.process_count()
+    rows = learner.packing.rows // processes.process_count()
     loss_tokens = with_process_indices(loss_tokens, processes.process_index(), processes.process_count())
     batch = to_microbatches(packed_tokens, loss_tokens, microbatches=learner.microbatches, rows=rows)
     used = max(processes.all_gather_json(-(-packed_tokens.tokens.shape[0] // rows)))

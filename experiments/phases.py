@@ -29,7 +29,7 @@ class Learner:
       log_ratio: the pass that the ratio needs before each update; None for those that need none.
       reference: what is trained of the decoder, as RL started; None without a KL term.
       critic: whether values are wanted.
-      rows: shape of a microbatch.
+      packing: layout and shape of a microbatch.
       microbatches: most of them that a batch can fill.
       credit: the scheme; None for demonstrations, whose advantage is 1.
       greedy: whether the scheme needs the reward of a greedy rollout of each row.
@@ -39,7 +39,7 @@ class Learner:
     """
 
     update: Callable[..., tuple[LearnerState, dict[str, jax.Array]]]
-    rows: PackingConfig
+    packing: PackingConfig
     microbatches: int
     token_outputs: Callable[..., TokenOutputs] | None = None
     log_ratio: Callable[..., jax.Array] | None = None
@@ -57,7 +57,7 @@ def pretraining(run: Run, optimizer: Any, layout: Any) -> Learner:
     c = run.config.pretrain
     return Learner(
         update=make_update(run.policy, build.objective(run.config).imitation(), optimizer, layout),
-        rows=PackingConfig(run.config.learner.packing, c.row_tokens, c.row_tokens, c.rows),
+        packing=PackingConfig(run.config.learner.packing, c.row_tokens, c.row_tokens, c.rows),
         microbatches=-(-c.batch // c.rows),
     )
 
@@ -67,7 +67,7 @@ def supervised(run: Run, optimizer: Any, layout: Any) -> Learner:
     config = run.config
     return Learner(
         update=make_update(run.policy, build.objective(config).imitation(), optimizer, layout),
-        rows=rows(config),
+        packing=packing(config),
         microbatches=build.microbatches(config, config.warm_start.batch),
     )
 
@@ -82,7 +82,7 @@ def reinforced(run: Run, optimizer: Any, layout: Any, reference: Params | None) 
     batch = config.rollout.groups * config.rollout.samples // config.learner.minibatches
     return Learner(
         update=make_update(run.policy, objective, optimizer, layout),
-        rows=rows(config),
+        packing=packing(config),
         microbatches=build.microbatches(config, batch),
         token_outputs=make_token_outputs(run.policy, objective, run.learner_mesh) if needs_outputs else None,
         log_ratio=make_log_ratio(run.policy, objective, run.learner_mesh) if needs_pass else None,
@@ -96,6 +96,6 @@ def reinforced(run: Run, optimizer: Any, layout: Any, reference: Params | None) 
     )
 
 
-def rows(config: ml_collections.ConfigDict) -> PackingConfig:
-    """The shape of a microbatch of trajectories."""
-    return build.learner_config(config).rows_config
+def packing(config: ml_collections.ConfigDict) -> PackingConfig:
+    """Layout and shape of a microbatch of trajectories."""
+    return build.learner_config(config).packing_config

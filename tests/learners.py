@@ -71,8 +71,8 @@ class Made:
         """The same programs under a config in which only what they do not depend on is changed."""
         config = self.run.config.copy_and_resolve_references()
         config.update_from_flattened_dict(changes)
-        rows = dataclasses.replace(self.learner.rows, mode=config.learner.packing)
-        learner = dataclasses.replace(self.learner, rows=rows)
+        packing = dataclasses.replace(self.learner.packing, mode=config.learner.packing)
+        learner = dataclasses.replace(self.learner, packing=packing)
         return dataclasses.replace(self, run=dataclasses.replace(self.run, config=config), learner=learner)
 
 

@@ -49,7 +49,7 @@ def test_pretraining_trains_every_token_of_rows_of_its_own_shape() -> None:
     pieces = documents(["\x05\x09\x0b" * 5, "\x07\x03", "\x11\x12\x13\x14"], tokens=12)
     settings = {"pretrain.rows": 2, "pretrain.row_tokens": 12, "pretrain.batch": 4}
     made = make(settings, make_learner=phases.pretraining)
-    assert made.learner.rows == PackingConfig("trajectory", 12, 12, 2)
+    assert made.learner.packing == PackingConfig("trajectory", 12, 12, 2)
     seen = []
     update = learners.recording(made.learner.update, seen)
     _, record, _ = made.learn(pieces, update=update)
@@ -169,5 +169,5 @@ def test_a_batch_that_cannot_be_dealt_to_all_processes_is_refused(section: str, 
 def test_longer_pieces_than_rows_are_dropped_and_counted() -> None:
     pieces = documents(["\x05" * 30], tokens=20)
     made = make({"pretrain.rows": 2, "pretrain.row_tokens": 12, "pretrain.batch": 4}, make_learner=phases.pretraining)
-    usable, dropped, malformed = learning.sift(made.run, pieces, critic=False, rows=made.learner.rows)
+    usable, dropped, malformed = learning.sift(made.run, pieces, critic=False, packing=made.learner.packing)
     assert (len(usable), len(dropped), malformed) == (0, len(pieces), len(pieces))

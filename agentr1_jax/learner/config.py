@@ -72,7 +72,7 @@ class LearnerConfig:
     epochs: Count = 1
 
     @property
-    def rows_config(self) -> PackingConfig:
+    def packing_config(self) -> PackingConfig:
         """Shape of the packed rows."""
         return PackingConfig(self.packing, self.row_tokens, self.row_loss_tokens, self.rows)
 

@@ -106,7 +106,7 @@ def _forward(
         weight = jnp.exp(below)
         total = jnp.sum(weight, axis=-1)
         log_total = jnp.log(total)
-        logprob = jnp.sum(jnp.where(_chosen(ids, logits), below, 0), axis=-1) - log_total
+        logprob = jnp.sum(jnp.where(_is_target(ids, logits), below, 0), axis=-1) - log_total
         entropy = log_total - jnp.sum(weight * below, axis=-1) / total
         return _put(out, i, (logprob, entropy, largest, log_total))
 
@@ -135,7 +135,7 @@ def _backward(
         slope = -d_logprob
         if static.entropy_gradient:
             slope -= d_entropy * (logprobs + entropy[i][:, None])
-        d_logits = jnp.exp(logprobs) * slope + jnp.where(_chosen(ids, logits), d_logprob, 0)
+        d_logits = jnp.exp(logprobs) * slope + jnp.where(_is_target(ids, logits), d_logprob, 0)
         d_logits = _constrain_vocab(static, d_logits.astype(hidden.dtype))
         d_h = jnp.matmul(d_logits, kernel.T, preferred_element_type=wide)
         d_kernel = jnp.matmul(h.T, d_logits, preferred_element_type=wide)
@@ -182,7 +182,7 @@ def _logits(
     return _constrain_vocab(static, jnp.matmul(h, kernel, preferred_element_type=_wide(h)) / static.temperature)
 
 
-def _chosen(ids: Int[Array, "chunk"], logits: Float[Array, "chunk vocab"]) -> Bool[Array, "chunk vocab"]:
+def _is_target(ids: Int[Array, "chunk"], logits: Float[Array, "chunk vocab"]) -> Bool[Array, "chunk vocab"]:
     return jax.lax.broadcasted_iota(ids.dtype, logits.shape, 1) == ids[:, None]
 
 

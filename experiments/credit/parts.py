@@ -58,7 +58,7 @@ def scored_parts(
       the groups, what training takes a state to be worth of which nothing else is known, and the mean |log-prob as
       recorded − log-prob at the parameters|.
     """
-    critic, rows = "value" in params, build.learner_config(run.config).rows_config
+    critic, rows = "value" in params, build.learner_config(run.config).packing_config
     groups = [list(group) for _, group in itertools.groupby(trajectories, key=lambda t: t.group)]
     packings = [pack(group, rows, final_values=critic) for group in groups]
     token_outputs = make_token_outputs(run.policy, build.objective(run.config), run.learner_mesh)

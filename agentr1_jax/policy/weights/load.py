@@ -89,7 +89,7 @@ def _check(shapes: Params, tensors: Mapping[str, Tensor], config: DecoderConfig,
     if missing := [name for name in wanted if name not in tensors]:
         hint = ' or, if its head is the embedding, set "tie_word_embeddings": true' if HEAD in missing else ""
         raise ValueError(
-            f"{path}: {_listed(missing)} missing, which config.json asks for; download the missing files{hint}"
+            f"{path}: {_enumerate_names(missing)} missing, which config.json asks for; download the missing files{hint}"
         )
     for name, shape in wanted.items():
         if tensors[name].shape != shape:
@@ -103,12 +103,12 @@ def _check(shapes: Params, tensors: Mapping[str, Tensor], config: DecoderConfig,
         extra.remove(HEAD)
     if extra:
         raise ValueError(
-            f"{tensors[extra[0]].file}: {_listed(extra)} unexpected: config.json or policy.* do not belong to these "
-            "weights"
+            f"{tensors[extra[0]].file}: {_enumerate_names(extra)} unexpected: config.json or policy.* do not belong "
+            "to these weights"
         )
 
 
-def _listed(tensors: list[str]) -> str:
+def _enumerate_names(tensors: list[str]) -> str:
     more = f" and {len(tensors) - LISTED} more" if len(tensors) > LISTED else ""
     return f"tensors {', '.join(map(repr, tensors[:LISTED]))}{more} are" if tensors[1:] else f"tensor {tensors[0]!r} is"
 
