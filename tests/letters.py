@@ -9,9 +9,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from agentr1_jax.agents.context import context_rule
+from agentr1_jax.agents.isolation import Isolation
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.envs.base import Action, Observation, Transition
+from agentr1_jax.rollout import runner
 from agentr1_jax.text.chat import chat_format
 from agentr1_jax.text.tokenizer import encode_parts, split_added
 from agentr1_jax.trajectory import Budget
@@ -96,6 +98,12 @@ def play(texts: Sequence[str], env, rule: str = "append", row=ROW, **budget):
     session.begin(row)
     asyncio.run(loop(lambda: env, rule, **budget).run(session, row))
     return session.trajectory()
+
+
+def attempt(task, row, text: str):
+    """The trajectory that the runner makes of an episode whose policy always says `text`."""
+    session = ScriptedSession(Identity("u", 0, 0, "letters", 7), lambda observation: text, TOKENIZER)
+    return asyncio.run(runner._attempt(Isolation(), loop(task.env), session, row, None))
 
 
 def observed(text: str, stopped: bool = True, limit: int = BUDGET["observation_tokens"]) -> list[int]:

@@ -19,7 +19,7 @@ import random
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, NamedTuple
 
-from annotated_types import Ge, Lt
+from annotated_types import Ge, Le, Lt
 from pydantic.dataclasses import dataclass
 
 from agentr1_jax.envs.base import Row
@@ -44,9 +44,9 @@ class SokobanConfig:
 
     mistakes: Fraction = 0.7
     """probability that the expert errs, at each step"""
-    size: Annotated[int, Ge(3)] = 4
+    size: Annotated[int, Ge(3), Le(6)] = 4
     """cells per side of the room"""
-    boxes: Count = 1
+    boxes: Annotated[int, Ge(1), Le(4)] = 1
     """number of boxes; size and boxes may make 2000 states at most, as 6 and 1 or 4 and 2 do"""
     walls: Fraction = 0.15
     """probability that a cell is wall"""
@@ -110,22 +110,22 @@ class Room(NamedTuple):
 def game(row: Row, *, on_target: float) -> Game:
     """Return the game of a row. A move against a wall or a stuck box, or an invalid action, changes nothing.
 
-    Φ(s) = −moves_left(s) / moves_left(start). A state without solution counts one move more than the farthest state
-    that has one.
+    Φ(s) = −length(s) / length(start), the number of moves of the shortest solution. A state without solution counts one
+    move more than the farthest state that has one.
 
     Args:
       row: task row whose `layout` is the level.
       on_target: reward for pushing a box other than the last onto a target, and cost of pushing it off.
     """
     room, start = read_level(row["layout"])
-    left = moves_left(room, len(start[1]))
-    dead = max(left.values()) + 1
+    lengths = solution_lengths(room, len(start[1]))
+    unsolvable = max(lengths.values()) + 1
     return Game(
         start=start,
         actions=lambda state: list(MOVES),
         outcomes=functools.partial(_outcomes, room, on_target),
         tell=lambda state: "\n".join(" ".join(line) for line in draw_board(room, state)),  # type: ignore[arg-type]
-        potential=lambda state: -left.get(state, dead) / left[start],  # type: ignore[call-overload]
+        potential=lambda state: -lengths.get(state, unsolvable) / lengths[start],  # type: ignore[call-overload]
     )
 
 
@@ -169,19 +169,19 @@ def next_state(room: Room, state: State, move: str) -> State:
 
 
 @functools.lru_cache(maxsize=256)
-def moves_left(room: Room, boxes: int) -> Mapping[State, int]:
+def solution_lengths(room: Room, boxes: int) -> Mapping[State, int]:
     """Return the length of the shortest solution of every state that has one, by breadth-first search from the end."""
     ends = [tuple(sorted(ends)) for ends in itertools.combinations(room.targets, boxes)]
     inside = itertools.product(range(room.size), range(room.size))
     solved = [(cell, end) for cell in inside if room.free(cell) for end in ends if cell not in end]
-    left: dict[State, int] = dict.fromkeys(solved, 0)
+    lengths: dict[State, int] = dict.fromkeys(solved, 0)
     queue = list(solved)
     for state in queue:
         for previous in _previous_states(room, state):
-            if previous not in left:
-                left[previous] = left[state] + 1
+            if previous not in lengths:
+                lengths[previous] = lengths[state] + 1
                 queue.append(previous)
-    return left
+    return lengths
 
 
 def _previous_states(room: Room, state: State) -> Iterator[State]:
@@ -218,7 +218,7 @@ def _draw(config: SokobanConfig, rng: random.Random) -> Row | None:
         return None
     room = Room(config.size, walls, frozenset(rng.sample(floor, config.boxes)))
     by_moves: dict[int, list[State]] = {}
-    for state, moves in moves_left(room, config.boxes).items():
+    for state, moves in solution_lengths(room, config.boxes).items():
         by_moves.setdefault(moves, []).append(state)
     lengths = [moves for moves in by_moves if config.least_moves <= moves <= config.most_moves]
     if not lengths:

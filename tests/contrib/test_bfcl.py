@@ -304,12 +304,12 @@ def changing_calls(row, task):
     return places
 
 
-def changed(value):
+def change(value):
     """Another value of the same type."""
     if isinstance(value, str):
         return value + "x"
     if isinstance(value, dict):
-        return {name: changed(x) for name, x in value.items()}
+        return {name: change(x) for name, x in value.items()}
     return [*value, "x"] if isinstance(value, list) else value + 1
 
 
@@ -324,7 +324,7 @@ def mutations(row, places):
                 continue
             other = copy.deepcopy(row["ground_truth"])
             arguments = other[turn][at]["arguments"]
-            arguments[name] = changed(arguments[name])
+            arguments[name] = change(arguments[name])
             yield f"{call}, other {name}", other
 
 

@@ -11,13 +11,11 @@ import letters
 import numpy as np
 import pytest
 
-from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.contrib.gymnasium.spaces import action_format, check_observation_space, observation_text
 from agentr1_jax.contrib.gymnasium.task import GymnasiumConfig, GymnasiumTask
 from agentr1_jax.envs.base import Action, Task
 from agentr1_jax.envs.tabular_task import NO_ACTION, GameRewards
 from agentr1_jax.errors import UserError
-from agentr1_jax.rollout import runner
 from agentr1_jax.trajectory import Outcome
 from configs import base, frozenlake
 from experiments import tasks
@@ -273,9 +271,7 @@ def leaving():
 )
 def test_what_an_environment_raises_is_its_episodes_failure(odd, step, told):
     task = make_task(odd(step=step))
-    session = ScriptedSession(Identity("u", 0, 0, "gymnasium", 7), lambda observed: "1", letters.TOKENIZER)
-    attempt = runner._attempt(letters.loop(task.env), session, task.row("train", 0), None)
-    trajectory = asyncio.run(attempt)
+    trajectory = letters.attempt(task, task.row("train", 0), "1")
     assert trajectory.outcome is Outcome.ENV_FAILURE and told in trajectory.info["error"]
 
 

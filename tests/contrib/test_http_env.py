@@ -15,13 +15,11 @@ import letters
 import numpy as np
 import pytest
 
-from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.contrib.http_env.client import HttpConfig, HttpEnvError, HttpTask
 from agentr1_jax.contrib.http_env.server import Refusal, Service, make_server
 from agentr1_jax.envs.base import Action, Observation, Task, Transition
 from agentr1_jax.errors import RetryableError, UserError
 from agentr1_jax.http import HttpError, request
-from agentr1_jax.rollout import runner
 from agentr1_jax.tasks.frozenlake import frozenlake_task
 from agentr1_jax.tasks.hopworld.task import HopWorldTask
 from agentr1_jax.trajectory import Outcome
@@ -44,13 +42,13 @@ def running(server):
 
 
 @contextlib.contextmanager
-def served(task):
+def serve(task):
     with running(make_server(task, "127.0.0.1", 0)) as url:
         yield url
 
 
 @contextlib.contextmanager
-def answering(answers):
+def reply(answers):
     """A server that takes its next answer, (status, body) or None for a connection that breaks, from a path's list.
 
     The last one stands. Yields the URL and all bodies that were posted.
@@ -109,7 +107,7 @@ def episode(env, row, texts, seed=0):
 
 def test_episodes_over_http_are_those_of_the_task_itself():
     texts = ["go east", "fly", "go south", "go south", "go east", "go south", "go east", "go east"]
-    with served(LAKE) as url:
+    with serve(LAKE) as url:
         task: Task = HttpTask(client(url))
         assert (task.name, list(task.reward_parts), task.size("train")) == ("frozenlake", ["goal", "side"], None)
         ends = set()
@@ -125,7 +123,7 @@ def test_episodes_over_http_are_those_of_the_task_itself():
 def test_an_episode_with_tools_is_recorded_alike():
     world = HopWorldTask(flaws={})
 
-    def recorded(task):
+    def record(task):
         row = task.row("train", 0)
         return letters.play(
             ["the", "ab"],
@@ -137,9 +135,9 @@ def test_an_episode_with_tools_is_recorded_alike():
             observation_tokens=99,
         )
 
-    with served(world) as url:
+    with serve(world) as url:
         task = HttpTask(client(url))
-        there, here = recorded(task), recorded(world)
+        there, here = record(task), record(world)
     assert [s.prompt_ids.tolist() for s in there.steps] == [s.prompt_ids.tolist() for s in here.steps]
     assert [s.info for s in there.steps] == [s.info for s in here.steps] and there.outcome == here.outcome
     assert there.metrics == here.metrics and there.total_reward == here.total_reward
@@ -198,7 +196,7 @@ def test_a_step_that_is_asked_for_again_is_not_applied_again():
 def test_a_request_whose_answer_was_lost_comes_again_and_waits_for_it():
     """The client gives up before the server has answered, and asks again while the step is still being applied."""
     task = Counting(slow=0.4)
-    with served(task) as url:
+    with serve(task) as url:
         env = HttpTask(client(url, seconds=0.3, attempts=5)).env()
         _, first, second, metrics = episode(env, {"id": "x"}, ["a", "b"])
     assert task.applied == ["a", "b"] and (first.reward, second.reward) == (1, 2)
@@ -207,9 +205,7 @@ def test_a_request_whose_answer_was_lost_comes_again_and_waits_for_it():
 
 def test_what_does_not_come_through_is_tried_again():
     broken = [None, (503, b"busy"), (429, b"slow down"), (200, STEPPED)]
-    with answering(
-        {"/info": [(200, INFO)], "/reset": [None, (200, BEGUN)], "/step": broken, "/close": [(200, {})]}
-    ) as (
+    with reply({"/info": [(200, INFO)], "/reset": [None, (200, BEGUN)], "/step": broken, "/close": [(200, {})]}) as (
         url,
         asked,
     ):
@@ -223,7 +219,7 @@ def test_what_does_not_come_through_is_tried_again():
 
 def test_a_failure_of_the_environment_is_not_tried_again_by_the_client():
     task = Counting(fails_at="b")
-    with served(task) as url:
+    with serve(task) as url:
         env = HttpTask(client(url)).env()
 
         async def run():
@@ -237,18 +233,13 @@ def test_a_failure_of_the_environment_is_not_tried_again_by_the_client():
     assert task.applied == ["a"]
 
 
-def attempted(task, row):
-    session = ScriptedSession(Identity("u", 0, 0, "mine", 7), lambda observed: "a", letters.TOKENIZER)
-    return asyncio.run(runner._attempt(letters.loop(task.env), session, row, None))
-
-
 def test_a_server_that_is_gone_is_an_environments_failure():
     task = Counting()
-    with served(task) as url:
+    with serve(task) as url:
         remote = HttpTask(client(url, attempts=2))
         row = remote.row("train", 0)
-        assert attempted(remote, row).outcome is Outcome.MAX_STEPS
-    ended = attempted(remote, row)
+        assert letters.attempt(remote, row, "a").outcome is Outcome.MAX_STEPS
+    ended = letters.attempt(remote, row, "a")
     assert ended.outcome is Outcome.ENV_FAILURE and "unreachable" not in ended.info["error"]
     assert f"HttpError: {url}/reset: ConnectError" in ended.info["error"]
     with pytest.raises(RetryableError, match="goes on once the server is back"):
@@ -276,11 +267,11 @@ def test_a_server_that_is_gone_is_an_environments_failure():
 )
 def test_an_answer_of_another_shape_is_told(answer, told):
     answers = {"/info": [(200, INFO)], "/reset": [(200, BEGUN)], "/step": [(200, answer)], "/close": [(200, {})]}
-    with answering(answers) as (url, _):
+    with reply(answers) as (url, _):
         task = HttpTask(client(url))
         with pytest.raises(HttpEnvError, match=rf"{url}/step.*{told}"):
             episode(task.env(), {"id": "x"}, ["a"])
-        assert attempted(task, {"id": "x"}).outcome is Outcome.ENV_FAILURE
+        assert letters.attempt(task, {"id": "x"}, "a").outcome is Outcome.ENV_FAILURE
 
 
 @pytest.mark.parametrize(
@@ -294,17 +285,20 @@ def test_an_answer_of_another_shape_is_told(answer, told):
     ],
 )
 def test_a_server_without_the_protocol_is_refused_at_start(info, told):
-    with answering({"/info": [info]}) as (url, _), pytest.raises(ValueError, match=rf"task\.http\.url {url}: .*{told}"):
+    with (
+        reply({"/info": [info]}) as (url, _),
+        pytest.raises(ValueError, match=rf"task\.http\.url {url}: .*{told}"),
+    ):
         HttpTask(client(url))
 
 
 def test_rows_that_are_not_there_and_rows_that_are_none():
-    with served(LAKE) as url:
+    with serve(LAKE) as url:
         task = HttpTask(client(url))
         with pytest.raises(ValueError, match=r"has no row 'practice' 0; splits are train, eval, dev"):
             task.row("practice", 0)
     answers = {"/info": [(200, INFO)], "/rows": [(200, {"row": {"question": "?"}})]}
-    with answering(answers) as (url, _), pytest.raises(ValueError, match="/rows: not a row .*its 'id' is no str"):
+    with reply(answers) as (url, _), pytest.raises(ValueError, match="/rows: not a row .*its 'id' is no str"):
         HttpTask(client(url)).row("train", 0)
 
 
@@ -320,7 +314,7 @@ def test_rows_that_are_not_there_and_rows_that_are_none():
     ],
 )
 def test_what_the_server_cannot_read_is_answered_so(path, body):
-    with served(LAKE) as url, pytest.raises(HttpError, match="answered status 400: .*cannot be read") as refused:
+    with serve(LAKE) as url, pytest.raises(HttpError, match="answered status 400: .*cannot be read") as refused:
         request("POST" if body is not None else "GET", url + path, body, 5.0)
     assert refused.value.status == 400
 
@@ -338,7 +332,7 @@ def test_rows_are_asked_for_before_the_engine_waits(monkeypatch):
 def test_a_session_is_closed_once_its_environment_is_let_go():
     task = Counting()
     server = make_server(task, "127.0.0.1", 0)
-    with answering({"/info": [(200, INFO)], "/reset": [(200, BEGUN)], "/close": [(200, {})]}) as (url, asked):
+    with reply({"/info": [(200, INFO)], "/reset": [(200, BEGUN)], "/close": [(200, {})]}) as (url, asked):
         env = HttpTask(client(url)).env()
         episode(env, {"id": "x"}, [])
         del env
@@ -354,7 +348,7 @@ def test_a_session_is_closed_once_its_environment_is_let_go():
 def test_letting_an_environment_go_starts_no_thread(monkeypatch):
     """The garbage collector may come while this thread holds the locks that starting one takes."""
     started = []
-    with answering({"/info": [(200, INFO)], "/reset": [(200, BEGUN)], "/close": [(200, {})]}) as (url, _):
+    with reply({"/info": [(200, INFO)], "/reset": [(200, BEGUN)], "/close": [(200, {})]}) as (url, _):
         env = HttpTask(client(url)).env()
         episode(env, {"id": "x"}, [])
         monkeypatch.setattr(threading.Thread, "start", started.append)
@@ -382,7 +376,7 @@ def test_a_config_that_cannot_work_is_refused(changes, told):
 
 def test_a_config_makes_it():
     config = frozenlake.get_config()
-    with served(LAKE) as url:
+    with serve(LAKE) as url:
         base.set_task(config, "http")
         changes = {"warm_start_updates": 0, "tokenizer.path": "t"}
         config.update_from_flattened_dict(changes | {"task.http.url": url})

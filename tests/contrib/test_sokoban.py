@@ -18,9 +18,9 @@ from agentr1_jax.contrib.sokoban import (
     draw_board,
     game,
     make_sokoban,
-    moves_left,
     next_state,
     read_level,
+    solution_lengths,
 )
 from agentr1_jax.envs.base import Action, Task
 from agentr1_jax.envs.registry import TaskContext
@@ -40,7 +40,7 @@ TWO = sokoban_task(size=3, boxes=2, walls=0.0, least_moves=2, most_moves=6)
 SPLITS = ("train", "eval", "dev")
 
 
-def searched(layout):
+def shortest_solution(layout):
     """Moves of the shortest solution by a search forwards on rows of signs; None where there is none."""
 
     def step(board, move):
@@ -91,7 +91,7 @@ def test_splits_have_no_level_in_common():
 
 @pytest.mark.parametrize("task", [TASK, TWO], ids=["one", "two"])
 def test_every_level_has_a_solution_of_a_length_within_the_bounds(task):
-    lengths = [searched(task.row("train", i)["layout"]) for i in range(60)]
+    lengths = [shortest_solution(task.row("train", i)["layout"]) for i in range(60)]
     assert None not in lengths and min(lengths) == (3 if task is TASK else 2)
     assert len(set(lengths)) >= 4 and max(lengths) <= (10 if task is TASK else 6)
 
@@ -99,11 +99,11 @@ def test_every_level_has_a_solution_of_a_length_within_the_bounds(task):
 @pytest.mark.parametrize("layout", ["_#_/_$_/@_.", "@__/_$$/.._"])
 def test_moves_left_are_those_of_a_search_forwards_from_every_state(layout):
     room, start = read_level(layout)
-    left = moves_left(room, len(start[1]))
+    left = solution_lengths(room, len(start[1]))
     states = reachable(game({"layout": layout}, on_target=0.1))
     assert len(states) > 20
     for state in states:
-        assert left.get(state) == searched("/".join(draw_board(room, state)))
+        assert left.get(state) == shortest_solution("/".join(draw_board(room, state)))
     assert any(state not in left for state in states)  # Deadlocks are states.
 
 
@@ -156,7 +156,7 @@ def test_the_potential_counts_moves_and_a_deadlock_is_farther_than_all():
     stuck = play(TASK, row, ["right", "up"])[-1].observation
     assert stuck.text == "_ _ $ _\n_ _ @ .\n_ _ _ _\n_ _ _ _"
     room, start = read_level(row["layout"])
-    assert stuck.potential == -(max(moves_left(room, 1).values()) + 1) / 2
+    assert stuck.potential == -(max(solution_lengths(room, 1).values()) + 1) / 2
 
 
 @settings(max_examples=25, deadline=None)
@@ -198,7 +198,7 @@ def expert_moves(task, row, seed):
 def test_the_expert_is_as_good_as_its_mistakes_allow():
     perfect, poor = sokoban_task(mistakes=0.0), sokoban_task(mistakes=0.6)
     rows = [perfect.row("train", i) for i in range(40)]
-    assert [expert_moves(perfect, row, 0) for row in rows] == [searched(row["layout"]) for row in rows]
+    assert [expert_moves(perfect, row, 0) for row in rows] == [shortest_solution(row["layout"]) for row in rows]
     assert 0.1 < np.mean([expert_moves(poor, row, i) > 0 for i, row in enumerate(rows)]) < 0.9
 
 

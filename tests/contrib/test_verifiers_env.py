@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import textwrap
 
@@ -10,11 +9,9 @@ import letters
 import pytest
 from plays import play
 
-from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.contrib.verifiers import Message, tool_schemas, verifiers_task
 from agentr1_jax.envs.base import Task
 from agentr1_jax.errors import UserError
-from agentr1_jax.rollout import runner
 from agentr1_jax.text.tool_calls import render_call
 from agentr1_jax.trajectory import Outcome
 from configs import base, frozenlake
@@ -137,7 +134,7 @@ def test_one_turn_is_scored_by_the_rubric(file):
 
 
 def test_two_reward_functions_of_one_name_are_both_paid(file):
-    text = changed("    rubric = Rubric([correct, short, length]", "    rubric = Rubric([correct, named(2), named(3)]")
+    text = change("    rubric = Rubric([correct, short, length]", "    rubric = Rubric([correct, named(2), named(3)]")
     text += """
 def named(value):
     def correct(completion):
@@ -228,7 +225,7 @@ def test_an_episode_of_the_agent_is_recorded(file):
     row = task.row("train", 0)
     trajectory = letters.play([row["answers"][0]], task.env(), row=row)
     assert trajectory.outcome is Outcome.ENV_DONE and trajectory.metrics["correct"] == 1
-    assert trajectory.info["answers"] == row["answers"] and len(trajectory.steps) == 1
+    assert trajectory.row["answers"] == row["answers"] and len(trajectory.steps) == 1
     assert {"What is 0+1?", "7"} <= set(task.texts(99))
 
 
@@ -242,12 +239,11 @@ def test_an_episode_of_the_agent_is_recorded(file):
 def test_what_a_reward_function_raises_is_its_episodes_failure(file, text, told):
     task = verifiers_task(file(text))
     row = task.row("train", 0)
-    session = ScriptedSession(Identity("u", 0, 0, "mine", 7), lambda observed: row["answers"][0], letters.TOKENIZER)
-    ended = asyncio.run(runner._attempt(letters.loop(task.env), session, row, None))
+    ended = letters.attempt(task, row, row["answers"][0])
     assert ended.outcome is Outcome.ENV_FAILURE and told in ended.info["error"]
 
 
-def changed(old, new):
+def change(old, new):
     assert old in SINGLE
     return SINGLE.replace(old, new)
 
@@ -258,21 +254,21 @@ def changed(old, new):
         ("x = (", "cannot be imported .SyntaxError"),
         ("x = 1", "has no load_environment; tasksets of verifiers' v1 are not supported"),
         ("def load_environment(): raise KeyError('no key')", "load_environment raised KeyError: 'no key'"),
-        (changed('{"question": f', '{"query": f'), "row mine/train/0 has neither prompt nor question"),
-        (changed('{"question": f"What is {i}+1?"', '{"prompt": [{"role": "user"}, 3]'), "no list of text messages"),
-        (changed('{"question": f"What is {i}+1?"', '{"prompt": []'), "the prompt of row mine/train/0 is empty"),
+        (change('{"question": f', '{"query": f'), "row mine/train/0 has neither prompt nor question"),
+        (change('{"question": f"What is {i}+1?"', '{"prompt": [{"role": "user"}, 3]'), "no list of text messages"),
+        (change('{"question": f"What is {i}+1?"', '{"prompt": []'), "the prompt of row mine/train/0 is empty"),
         (
-            changed('f"What is {i}+1?"', '[{"role": "user", "content": [{"type": "image_url"}]}]'),
+            change('f"What is {i}+1?"', '[{"role": "user", "content": [{"type": "image_url"}]}]'),
             "content of type 'image_url' is not supported, only text",
         ),
-        (changed("range(16)", "range(7)"), "no eval_dataset, and 7 rows are too few to hold one in 8 out"),
-        (changed('"dataset": ROWS', '"dataset": None'), "Env has no dataset"),
-        (changed('"rubric": rubric', '"rubric": None'), "Env has no rubric"),
-        (changed('"max_turns": 1', '"max_turns": 3'), "Env has no env_response, which more than one turn needs"),
-        (changed("def length(completion)", "def length(completions)"), "length scores all rollouts of a row together"),
-        (changed('"max_turns": 1', '"max_turns": 1, "envs": []'), "Env needs a group of environments"),
-        (changed('"max_turns": 1', '"max_turns": 1, "sandbox_client": 0'), "needs a sandbox, which is not supported"),
-        (changed("    return Env", "    rubric.judge_client = 1\n    return Env"), "Rubric asks a judge model"),
+        (change("range(16)", "range(7)"), "no eval_dataset, and 7 rows are too few to hold one in 8 out"),
+        (change('"dataset": ROWS', '"dataset": None'), "Env has no dataset"),
+        (change('"rubric": rubric', '"rubric": None'), "Env has no rubric"),
+        (change('"max_turns": 1', '"max_turns": 3'), "Env has no env_response, which more than one turn needs"),
+        (change("def length(completion)", "def length(completions)"), "length scores all rollouts of a row together"),
+        (change('"max_turns": 1', '"max_turns": 1, "envs": []'), "Env needs a group of environments"),
+        (change('"max_turns": 1', '"max_turns": 1, "sandbox_client": 0'), "needs a sandbox, which is not supported"),
+        (change("    return Env", "    rubric.judge_client = 1\n    return Env"), "Rubric asks a judge model"),
     ],
 )
 def test_what_cannot_be_used_is_refused_at_start(file, text, told):

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from annotated_types import MinLen
+from annotated_types import Ge, Le, MinLen
 from pydantic.dataclasses import dataclass
 
 from agentr1_jax.contrib.gymnasium.spaces import ActionFormat, action_format, check_observation_space, observation_text
@@ -48,7 +48,7 @@ class GymnasiumConfig:
     """first line of the opening, before the sentence that lists the actions"""
     observation: Literal["text", "ansi"] = "text"
     """text: written from the space; ansi: the environment's drawing, coloured parts in brackets"""
-    digits: Count = 3
+    digits: Annotated[int, Ge(1), Le(17)] = 3
     """significant digits of a Box's numbers"""
     most_numbers: Count = 256
     """limit on the numbers of an observation"""

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from annotated_types import Ge
+from annotated_types import Ge, Le
 from pydantic import AfterValidator
 from pydantic.dataclasses import dataclass
 
@@ -50,7 +50,7 @@ class HttpConfig:
 
     url: Annotated[str, AfterValidator(_check_url)] = ""
     """address of the environment server, e.g. http://localhost:8100; the protocol's paths are appended"""
-    seconds: Annotated[float, Ge(1e-3)] = 30.0
+    seconds: Annotated[float, Ge(1e-3), Le(86_400)] = 30.0
     """time limit of a request"""
     attempts: Count = 3
     """most requests for one call that gets no answer, or status 429, 502, 503 or 504"""
