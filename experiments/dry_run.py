@@ -1,4 +1,4 @@
-"""What a run would hold and compile, without holding or running it: `--dry_run`, and `--topology=v5e:4x4` beside it."""
+"""Dry run: print sizes, meshes and programs of a run (`--dry_run`), also for a TPU slice (`--topology=v5e:4x4`)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ from experiments import build, topology
 from experiments.plan import Plan, activation_bytes, device_bytes, make_plan, programs, total_bytes
 
 WIDTH = 120
-"""Columns of the tables where the output is no terminal."""
+"""Width of the tables, in characters, if the output is not a terminal."""
 
 
 def show(config: ml_collections.ConfigDict, topology_name: str = "") -> None:
-    """Prints sizes, meshes and programs of a run; with a topology, also what its compiler says of the large ones.
+    """Print sizes, meshes and programs of a run; for a TPU slice also compile its large programs.
 
     Nothing is written, and no model is allocated.
+
+    Args:
+      config: config of the run.
+      topology_name: TPU slice such as `v5e:4x4`; empty for the devices of this machine.
 
     Raises:
       UserError: the config cannot work, the topology is unknown, or a program does not compile for it.
@@ -42,7 +46,7 @@ def show(config: ml_collections.ConfigDict, topology_name: str = "") -> None:
 
 
 def run_table(plan: Plan) -> Table:
-    """Counts, meshes and the arithmetic of a batch."""
+    """Return a table of the policy, the meshes and the batches."""
     config, policy = plan.config, plan.policy
     table = _table("Run", "", "")
     trained, frozen = (sum(x.size for x in jax.tree.leaves(t)) for t in (plan.state.params, plan.frozen))
@@ -72,7 +76,7 @@ def run_table(plan: Plan) -> Table:
 
 
 def bytes_table(plan: Plan) -> Table:
-    """Who holds how much."""
+    """Return a table of the memory, in all and per device."""
     table = _table("Memory", "what", "in all", "per device", "when")
     engines = len({d.process_index for d in plan.learner_mesh.devices.flat})
     parameters = (plan.state.params, plan.frozen)
@@ -89,7 +93,7 @@ def bytes_table(plan: Plan) -> Table:
 
 
 def programs_table(plan: Plan) -> Table:
-    """What will be compiled."""
+    """Return a table of the programs."""
     listed = list(programs(plan))
     table = _table(f"{len(listed)} programs", "program", "shape")
     for program in listed:
@@ -98,7 +102,11 @@ def programs_table(plan: Plan) -> Table:
 
 
 def compiled_table(plan: Plan, topology_name: str) -> tuple[Table, list[str]]:
-    """What the TPU compiler says of the large programs (of prefill and decode the largest), and which it refused."""
+    """Compile the large programs (of prefill the largest) for a TPU slice.
+
+    Returns:
+      a table of memory and arithmetic; the names of the programs that the compiler refused.
+    """
     table = _table(
         f"Compiled for {topology_name}, not run; GiB on each device",
         *("program", "arguments", "outputs", "aliased", "temporary", "in all", "Gflop *", "GB moved *", "seconds"),
@@ -112,7 +120,7 @@ def compiled_table(plan: Plan, topology_name: str) -> tuple[Table, list[str]]:
             continue
         started = time.perf_counter()
         try:
-            with topology.uncached():
+            with topology.no_compile_cache():
                 compiled = program.lower().compile()
         except jax.errors.JaxRuntimeError as error:
             failed.append(program.name)
@@ -135,7 +143,7 @@ def compiled_table(plan: Plan, topology_name: str) -> tuple[Table, list[str]]:
 
 
 def size(count: float) -> str:
-    """Bytes for people: GiB, or MiB below a tenth of one."""
+    """Write a number of bytes in GiB, or in MiB below a tenth of a GiB."""
     return f"{count / 2**30:,.2f} GiB" if count >= 2**30 / 10 else f"{count / 2**20:,.2f} MiB"
 
 

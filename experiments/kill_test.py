@@ -1,16 +1,16 @@
-"""Kills a small run at random moments, starts it again each time, and compares it with one that was never killed.
+"""Kill a small run at random moments, start it again each time, and compare it with an undisturbed run.
 
     python -m experiments.kill_test [--kills=20] [--out=FOLDER] [train:--config=FILE train:--config.key=value ...]
 
-SIGKILL goes to the whole process group, in turn while it rolls out, updates, is about to evaluate, writes a checkpoint,
-writes trajectories, and at any moment at all; in between it is SIGTERM, which does not count. A run that ends before
-its next kill is followed by another one. Arguments that begin with `train:` come after those of the small config, or
-replace them where they name a config. Each run is compared with one that was left alone:
+SIGKILL goes to the whole process group, in turn while the run rolls out, updates, is about to evaluate, writes a
+checkpoint, writes trajectories, and at any moment; SIGTERM in between does not count. A run that ends before its next
+kill is followed by another run. Arguments that begin with `train:` are added to those of the small config; a config
+file among them replaces the small config. Each run is compared with an undisturbed one:
 
-- sampled in turn (`rollout.staleness=0`): parameters, metrics without `time/` and trajectories are bit-equal (for a
-  batch of which a start that was asked to stop had finished some groups, all but what engine and tools had to do);
-- sampled ahead: each group of each batch is there once, whole and no older than allowed, and none that a checkpoint
-  called finished was sampled a second time.
+- synchronous rollouts (`rollout.staleness=0`): parameters, metrics without `time/`, and trajectories are bit-equal. For
+  a batch of which an earlier start had finished some groups before SIGTERM, the work of engine and tools is left out;
+- rollouts ahead of the learner: every group of every batch is there once, whole and no older than allowed, and no
+  pending group beside a checkpoint was sampled again.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from agentr1_jax.runtime.metrics import read_metrics
 from agentr1_jax.runtime.run_folder import RunFolder, read_trajectories
 from agentr1_jax.trajectory import Trajectory
 
-KILLS = flags.DEFINE_integer("kills", 20, "by SIGKILL in all", lower_bound=0)
+KILLS = flags.DEFINE_integer("kills", 20, "number of kills by SIGKILL", lower_bound=0)
 OUT = flags.DEFINE_string("out", "runs/kill_test", "folder for the runs; it must not exist")
-SEED = flags.DEFINE_integer("seed", 0, "of the moments")
+SEED = flags.DEFINE_integer("seed", 0, "seed of the moments")
 
 PREFIX = "train:"
 SMALL = {
@@ -65,20 +65,20 @@ SMALL = {
     "eval.quick_questions": 4,
     "checkpoint_every": 1,
 }
-"""The small config: what differs from configs/quickstart.py."""
+"""Keys of the small config that differ from configs/quickstart.py."""
 WORK = ("rollout/moved_tokens", "rollout/occupancy", "rollout/prefill_", "tools/")
-"""Metrics of what engine and tools do for a batch."""
+"""Prefixes of the metrics that count the work of engine and tools for a batch."""
 BEFORE_EVALUATIONS = "trajectories/rl_*[258].jsonl.gz"
-"""What is written last before those of the small config: batches are counted from 0, and `eval.every` is 3."""
+"""Last files before the evaluations of the small config: batches are counted from 0, and `eval.every` is 3."""
 MOST_RUNS_PER_KILL = 3
 POLL_SECONDS = 0.001
-LAST_WORDS = 3000
-"""Characters of a failed run's output that are shown."""
+OUTPUT_CHARACTERS = 3000
+"""Number of characters of a failed run's output in the message."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Seconds of the run that was left alone: in all, and of a rollout and an update of RL."""
+    """Durations in an undisturbed run, in seconds: of the whole run, of a rollout, of an update."""
 
     all: float
     rollout: float
@@ -87,7 +87,13 @@ class Times:
 
 @dataclasses.dataclass(frozen=True)
 class Aim:
-    """A moment to kill a run at: so long after something that matches the pattern has appeared, or after its start."""
+    """Moment to kill a run at.
+
+    Attributes:
+      pattern: files whose appearance is waited for, relative to the run folder; empty for the start of the run.
+      delay: seconds from then to the kill.
+      signal: signal to send.
+    """
 
     pattern: str
     delay: Callable[[Times, np.random.Generator], float]
@@ -95,7 +101,7 @@ class Aim:
 
 
 def in_rollout(times: Times, rng: np.random.Generator) -> float:
-    """After a batch's trajectories were written: within the next rollout, or the evaluation before it."""
+    """Return a delay after a batch's trajectories: into the next rollout, or the evaluation before it."""
     return times.learn + rng.uniform(0, times.rollout)
 
 
@@ -104,7 +110,7 @@ AIMS = {
     "updating": Aim("trajectories/rl_*.gz", lambda times, rng: rng.uniform(0, times.learn)),
     "about an evaluation": Aim(BEFORE_EVALUATIONS, in_rollout),
     "writing a checkpoint": Aim("checkpoints/*tmp*", lambda _, rng: rng.uniform(0, 0.02)),
-    "writing trajectories": Aim("trajectories/rl_*", lambda _, rng: 0.0),  # Its .partial, where it is seen in time.
+    "writing trajectories": Aim("trajectories/rl_*", lambda _, rng: 0.0),  # The .partial file, if it is seen in time.
     "any moment": Aim("", lambda times, rng: rng.uniform(0, times.all)),
     "rolling out, asked to stop": Aim("trajectories/rl_*.gz", in_rollout, signal.SIGTERM),
     "about an evaluation, asked to stop": Aim(BEFORE_EVALUATIONS, in_rollout, signal.SIGTERM),
@@ -112,26 +118,26 @@ AIMS = {
 
 
 def main(argv: Sequence[str]) -> None:
-    """Two runs that are left alone, then others that are killed until there were enough kills."""
+    """Run two undisturbed runs, then others that are killed until there are enough kills."""
     out, rng, console = Path(OUT.value), np.random.default_rng(SEED.value), Console(soft_wrap=True)
     if out.exists():
         raise UserError(f"{out} exists; remove it or choose another --out")
     command = [sys.executable, "-m", "experiments.train", *arguments(argv[1:])]
 
     first, straight = out / "first", out / "straight"
-    left_alone(command, first)
-    times = left_alone(command, straight)  # Of a run that finds its programs, as those that are killed do.
-    console.print(f"left alone: {times.all:.0f} s; a rollout {times.rollout:.2f} s, an update {times.learn:.2f} s")
+    run_undisturbed(command, first)
+    times = run_undisturbed(command, straight)  # This run loads its programs, as the killed ones do.
+    console.print(f"undisturbed: {times.all:.0f} s; a rollout {times.rollout:.2f} s, an update {times.learn:.2f} s")
     kills: collections.Counter[str] = collections.Counter()
-    tries: collections.Counter[str] = collections.Counter()  # A run may end before the moment comes.
+    tries: collections.Counter[str] = collections.Counter()  # A run may end before the moment.
     faults = faults_of(first, straight, [])
     for number in range(MOST_RUNS_PER_KILL * KILLS.value):
         if by_sigkill(kills) == KILLS.value:
             break
         run = out / f"killed_{number}"
-        finished = killed_and_resumed(command, run, times, rng, kills, tries)
+        finished = run_with_kills(command, run, times, rng, kills, tries)
         found = faults_of(run, straight, finished)
-        console.print(f"{run}: {kills.total()} kills so far; {found or 'as if it had never been killed'}")
+        console.print(f"{run}: {kills.total()} kills so far; {found or 'equal to the undisturbed run'}")
         faults += found
     console.print(f"kills: {dict(kills)}")
     if faults or by_sigkill(kills) < KILLS.value:
@@ -139,22 +145,22 @@ def main(argv: Sequence[str]) -> None:
 
 
 def by_sigkill(kills: collections.Counter[str]) -> int:
-    """How many of them a run could not answer."""
+    """Count the kills by SIGKILL."""
     return sum(count for name, count in kills.items() if AIMS[name].signal == signal.SIGKILL)
 
 
-def arguments(given: Sequence[str]) -> list[str]:
-    """Those of experiments.train; raises UserError if some lack the prefix."""
-    if strangers := [argument for argument in given if not argument.startswith(f"{PREFIX}--")]:
+def arguments(argv: Sequence[str]) -> list[str]:
+    """Return the arguments of experiments.train; raises UserError if one lacks the prefix."""
+    if strangers := [argument for argument in argv if not argument.startswith(f"{PREFIX}--")]:
         raise UserError(f"unexpected argument {strangers[0]!r}; flags of experiments.train are written {PREFIX}--...")
-    own = [argument.removeprefix(PREFIX) for argument in given]
+    own = [argument.removeprefix(PREFIX) for argument in argv]
     if any(argument.startswith("--config=") for argument in own):
         return own
     return ["--config=configs/quickstart.py", *(f"--config.{key}={value}" for key, value in SMALL.items()), *own]
 
 
 def start(command: Sequence[str], run: Path) -> subprocess.Popen[str]:
-    """A start of a run; what it says goes to a file beside the run's folder."""
+    """Start a run; its output goes to a file beside the run folder."""
     run.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{run}.log", "a", encoding="utf-8") as log:
         flag = f"--config.run_dir={run}"
@@ -162,13 +168,15 @@ def start(command: Sequence[str], run: Path) -> subprocess.Popen[str]:
 
 
 def check_end(child: subprocess.Popen[str], run: Path) -> None:
-    """Waits for the end of a run; raises UserError if it is not a good one."""
+    """Wait for the end of a run; raises UserError if its status is not 0."""
     if status := child.wait():
-        raise UserError(f"{run}: a start ended with status {status}:\n{Path(f'{run}.log').read_text()[-LAST_WORDS:]}")
+        raise UserError(
+            f"{run}: a start ended with status {status}:\n{Path(f'{run}.log').read_text()[-OUTPUT_CHARACTERS:]}"
+        )
 
 
-def left_alone(command: Sequence[str], run: Path) -> Times:
-    """A run from its start to its end."""
+def run_undisturbed(command: Sequence[str], run: Path) -> Times:
+    """Run from start to end, and return the durations."""
     begin = time.perf_counter()
     check_end(start(command, run), run)
     seconds = time.perf_counter() - begin
@@ -176,7 +184,7 @@ def left_alone(command: Sequence[str], run: Path) -> Times:
     return Times(seconds, *(float(np.median([r[f"time/{name}"] for r in records])) for name in ("rollout", "learn")))
 
 
-def killed_and_resumed(
+def run_with_kills(
     command: Sequence[str],
     run: Path,
     times: Times,
@@ -184,16 +192,16 @@ def killed_and_resumed(
     kills: collections.Counter[str],
     tries: collections.Counter[str],
 ) -> list[Trajectory]:
-    """Starts a run until it has come to its end, and kills it before while there are kills left.
+    """Start a run again and again until its end, and kill it in between while there are kills left.
 
     Returns:
-      trajectories not trained yet that lay beside the checkpoints from which it went on.
+      the pending rollouts beside the checkpoints from which it resumed.
     """
     finished: list[Trajectory] = []
     while by_sigkill(kills) < KILLS.value:
         name = min(AIMS, key=lambda aim: tries[aim])
         tries[name] += 1
-        if not was_killed(command, run, AIMS[name], times, rng):
+        if not start_and_kill(command, run, AIMS[name], times, rng):
             return finished
         kills[name] += 1
         finished += RunFolder(str(run)).read_pending(newest_checkpoint(run))
@@ -201,15 +209,15 @@ def killed_and_resumed(
     return finished
 
 
-def was_killed(command: Sequence[str], run: Path, aim: Aim, times: Times, rng: np.random.Generator) -> bool:
-    """Starts a run and kills it at a moment; False if it ended before."""
-    known, wanted = seen(run, aim.pattern), int(rng.integers(1, 4))
+def start_and_kill(command: Sequence[str], run: Path, aim: Aim, times: Times, rng: np.random.Generator) -> bool:
+    """Start a run and kill it at a moment; returns False if it ended before."""
+    known, wanted = match_files(run, aim.pattern), int(rng.integers(1, 4))
     child = start(command, run)
     while aim.pattern and wanted:
         if child.poll() is not None:
             check_end(child, run)
             return False
-        new = seen(run, aim.pattern) - known
+        new = match_files(run, aim.pattern) - known
         wanted -= min(len(new), wanted)
         known |= new
         time.sleep(POLL_SECONDS)
@@ -224,22 +232,22 @@ def was_killed(command: Sequence[str], run: Path, aim: Aim, times: Times, rng: n
     return False
 
 
-def seen(run: Path, pattern: str) -> set[tuple[str, int]]:
-    """What is there: names with numbers that tell a file from one that had its name before."""
+def match_files(run: Path, pattern: str) -> set[tuple[str, int]]:
+    """Return the matching files: names with inodes, which differ if a file was replaced."""
     found = set()
     for path in glob.glob(os.path.join(run, pattern)):
-        with contextlib.suppress(FileNotFoundError):  # Renamed since.
+        with contextlib.suppress(FileNotFoundError):  # Renamed meanwhile.
             found.add((os.path.basename(path), os.stat(path).st_ino))
     return found
 
 
 def newest_checkpoint(run: Path) -> int:
-    """Its number; -1 where there is none yet."""
+    """Return the number of the newest checkpoint, -1 if there is none yet."""
     return max((int(path.name) for path in run.glob("checkpoints/*") if path.name.isdecimal()), default=-1)
 
 
 def faults_of(run: Path, straight: Path, finished: Sequence[Trajectory]) -> list[str]:
-    """What a run that was killed has otherwise than it should, in words."""
+    """Describe how a killed run differs from what it should be."""
     config = configs.read_config(run)
     if config["rollout"]["staleness"]:
         return batch_faults(run, config, finished)
@@ -253,15 +261,17 @@ def faults_of(run: Path, straight: Path, finished: Sequence[Trajectory]) -> list
 
 
 def differences(what: str, mine: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
-    """Names whose values are not equal, or that only one side has."""
+    """Describe the names whose values are not equal, or that only one side has."""
     return [f"{what} {name} differs" for name in sorted({*mine, *expected}) if mine.get(name) != expected.get(name)]
 
 
 def records_of(run: Path, resumed: Collection[int]) -> dict[str, dict[str, Any]]:
-    """Records of metrics by their index, without fields that tell a time.
+    """Return the records of metrics by their index, without times.
 
-    Those of the updates `resumed`, some of whose groups an earlier start had finished, are without what engine and
-    tools did in the start that trained them: it had less to do.
+    Args:
+      run: run folder.
+      resumed: updates of which an earlier start had finished some groups; their records are without the work of engine
+        and tools, which had less to do.
     """
     records = {}
     for r in read_metrics(run / "metrics.jsonl"):
@@ -271,19 +281,19 @@ def records_of(run: Path, resumed: Collection[int]) -> dict[str, dict[str, Any]]
 
 
 def files_of(run: Path) -> dict[str, bytes]:
-    """The files of trajectories."""
+    """Return the contents of the trajectory files by name."""
     return {path.name: path.read_bytes() for path in run.glob("trajectories/*")}
 
 
 def state_of(run: Path) -> dict[str, bytes]:
-    """All arrays of the last checkpoint."""
+    """Return the bytes of all arrays of the last checkpoint by name."""
     path = run.absolute() / "checkpoints" / str(newest_checkpoint(run)) / "state"
     leaves = jax.tree.leaves_with_path(ocp.StandardCheckpointer().restore(path))
     return {jax.tree_util.keystr(name): np.asarray(leaf).tobytes() for name, leaf in leaves}
 
 
 def batch_faults(run: Path, config: Mapping[str, Any], finished: Sequence[Trajectory]) -> list[str]:
-    """What is wrong with the batches of a run that samples ahead."""
+    """Describe what is wrong with the batches of a run whose rollouts are ahead of the learner."""
     c, faults = config["rollout"], []
     trained, written = dict[str, Trajectory](), RunFolder(str(run)).batch_files()
     for update in range(config["updates"]):
@@ -295,12 +305,12 @@ def batch_faults(run: Path, config: Mapping[str, Any], finished: Sequence[Trajec
         if ages := {update - s.policy_version for t in batch for s in t.steps} - set(range(c["staleness"] + 1)):
             faults.append(f"{run}: batch {update} has steps {ages} updates old")
         trained |= {t.uid: t for t in batch}
-    again = {t.uid for t in finished if t.uid not in trained or said(t) != said(trained[t.uid])}
+    again = {t.uid for t in finished if t.uid not in trained or sampled_tokens(t) != sampled_tokens(trained[t.uid])}
     return faults + [f"{run}: {uid} was finished, and is lost or was sampled again" for uid in sorted(again)]
 
 
-def said(trajectory: Trajectory) -> list[tuple[bytes, bytes, int]]:
-    """What was sampled, to the last bit, and by which policy."""
+def sampled_tokens(trajectory: Trajectory) -> list[tuple[bytes, bytes, int]]:
+    """Return the ids and log-probs of every response, and the version of its policy."""
     return [(s.response_ids.tobytes(), s.logprobs.tobytes(), s.policy_version) for s in trajectory.steps]
 
 

@@ -1,4 +1,4 @@
-"""A run as shapes: what it would hold, and the programs it would compile, without holding or compiling anything."""
+"""Plan of a run: the shapes of all it would hold and the programs it would compile; nothing is allocated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from agentr1_jax.learner.batch import CRITIC_FIELDS, batch_shapes
-from agentr1_jax.learner.config import Objective
 from agentr1_jax.learner.ratios import MINIBATCH_RATIOS
 from agentr1_jax.learner.update import make_log_ratio, make_token_outputs, make_update
 from agentr1_jax.policy.config import DecoderConfig, LoraConfig
@@ -35,19 +34,19 @@ from experiments import build, checks, tasks, topology
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The parts of a run: every tree holds `jax.ShapeDtypeStruct`s with shardings.
+    """Parts of a run; the leaves of every tree are `jax.ShapeDtypeStruct`s with shardings.
 
     Attributes:
-      config: of the run.
-      policy: its decoder.
-      learner_mesh: over all devices.
-      engine: that of one process, or of those that share it; it has allocated nothing.
-      rollout_mesh: the engine's.
-      optimizer, layout: of the update.
-      state: the learner's.
+      config: config of the run.
+      policy: shape of the decoder.
+      learner_mesh: mesh of the learner, over all devices.
+      engine: rollout engine of one process, which has allocated nothing.
+      rollout_mesh: mesh of the engine.
+      optimizer, layout: optimizer of the update, and the shardings of its state.
+      state: state of the learner.
       frozen: parameters that LoRA does not train.
-      view: the engine's parameters.
-      cache: the engine's.
+      view: parameters of the engine.
+      cache: KV cache of the engine.
     """
 
     config: ml_collections.ConfigDict
@@ -65,7 +64,13 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A program that the run compiles; `lower` traces it, None for those too small to look at."""
+    """Program that the run compiles.
+
+    Attributes:
+      name: what it computes.
+      shape: its shapes, for people.
+      lower: function that traces it; None for small programs, which nobody needs to compile ahead of the run.
+    """
 
     name: str
     shape: str
@@ -73,10 +78,17 @@ class Program:
 
 
 def make_plan(config: ml_collections.ConfigDict, topology_name: str = "") -> Plan:
-    """The shapes of a run on the devices here, or on those of a TPU slice.
+    """Return the shapes of a run on the devices of this machine, or on those of a TPU slice.
 
-    A vocabulary that the shape of the policy leaves open is learnt by training the tokenizer in a temporary folder;
-    otherwise no tokenizer and no data are looked at.
+    If the policy's shape leaves the size of the vocabulary open, the tokenizer is trained in a temporary folder;
+    otherwise neither tokenizer nor data are read.
+
+    Args:
+      config: config of the run.
+      topology_name: TPU slice such as `v5e:4x4`; empty for the devices of this machine.
+
+    Raises:
+      UserError: the config cannot work, or the slice is unknown.
     """
     devices = topology.devices(topology_name) if topology_name else jax.devices()
     checks.check(config, devices)
@@ -85,15 +97,15 @@ def make_plan(config: ml_collections.ConfigDict, topology_name: str = "") -> Pla
     checks.check_attention(config, policy, learner_mesh, call=False)
     if topology_name:
         host = topology.first_host(topology_name, devices)
-        _, rolling = meshes.split_devices(host, config.mesh.rollout_devices)
-        rollout_mesh = meshes.rollout_mesh(rolling, config.rollout.tensor)
+        _, rollout_devices = meshes.split_devices(host, config.mesh.rollout_devices)
+        rollout_mesh = meshes.rollout_mesh(rollout_devices, config.rollout.tensor)
     else:
         rollout_mesh = build.rollout_mesh(config)
     _, _, (optimizer, state, layout) = build.learner_state(config, policy, learner_mesh)
     frozen = {}
     if policy.lora.rank:
         base = functools.partial(init_decoder, dataclasses.replace(policy, lora=LoraConfig()))
-        frozen = _laid_out({"decoder": jax.eval_shape(base, jax.random.key(0))}, learner_mesh)
+        frozen = _with_shardings({"decoder": jax.eval_shape(base, jax.random.key(0))}, learner_mesh)
     view = jax.eval_shape(functools.partial(build.rollout_params, policy), state.params, frozen)
     engine = build.engine(config, policy, rollout_mesh)
     c, tensor = engine.config, config.rollout.tensor
@@ -110,12 +122,13 @@ def make_plan(config: ml_collections.ConfigDict, topology_name: str = "") -> Pla
         layout=layout,
         state=state,
         frozen=frozen,
-        view=_laid_out(view, rollout_mesh),
-        cache=_all_as(cache, cache_sharding(policy, rollout_mesh)),
+        view=_with_shardings(view, rollout_mesh),
+        cache=_with_sharding(cache, cache_sharding(policy, rollout_mesh)),
     )
 
 
 def _policy(config: ml_collections.ConfigDict) -> DecoderConfig:
+    """Return the decoder's shape, without downloading weights of a known shape."""
     known = _preset_of(config.policy.weights)
     if known and not config.policy.preset:
         with ml_collections.ConfigDict(config).unlocked() as config:
@@ -130,36 +143,36 @@ def _policy(config: ml_collections.ConfigDict) -> DecoderConfig:
 
 
 def _preset_of(weights: str) -> str:
-    """The preset by which weights of the hub are called, so that nobody has to ask for them; "" where there is none."""
+    """Return the preset with the shape of weights on the hub, judged by their name; "" if there is none."""
     if not weights or os.path.isdir(os.path.expanduser(weights)):
         return ""
     name = weights.rpartition("/")[2].lower()
     return next((preset for preset in PRESETS if name == preset or name.startswith(f"{preset}-")), "")
 
 
-def _laid_out(shapes: Any, mesh: Mesh) -> Any:
+def _with_shardings(shapes: Any, mesh: Mesh) -> Any:
     return sharded_shapes(shapes, shardings(shapes, mesh))
 
 
-def _all_as(shapes: Any, sharding: NamedSharding) -> Any:
+def _with_sharding(shapes: Any, sharding: NamedSharding) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
 
 
 def device_bytes(tree: Any) -> int:
-    """Bytes that one device holds of a tree of shape structs with shardings."""
+    """Return the bytes that one device holds of a tree of shape structs with shardings."""
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def total_bytes(tree: Any) -> int:
-    """Bytes of a tree, each array counted once."""
+    """Return the bytes of a tree; replicated arrays count once."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def activation_bytes(plan: Plan) -> int:
-    """Estimate of what the backward pass of one microbatch keeps, per device.
+    """Estimate the bytes per device that the backward pass of one microbatch holds.
 
-    What `remat` keeps of every layer, all of one layer while its gradient is taken, one chunk of logits, and the output
-    head with its gradient, both whole but for `tensor`.
+    They are the activations of every layer that `remat` saves, all activations of one layer while its gradient is
+    computed, one chunk of logits, and the output head with its gradient, both sharded over `tensor` alone.
     """
     p, c, mesh = plan.policy, plan.config.learner, plan.learner_mesh.shape
     tensor, rows = mesh["tensor"], -(-c.rows // (mesh["data"] * mesh["fsdp"]))
@@ -168,16 +181,16 @@ def activation_bytes(plan: Plan) -> int:
     matmuls = tokens * size * ((p.heads + 2 * p.kv_heads) * p.head_dim + 2 * p.hidden) // tensor + 2 * stream
     scores = 2 * 4 * rows * c.row_tokens**2 * p.heads // tensor if p.attention == "dense" else 0
     layer = matmuls + tokens * size * (p.heads * p.head_dim + p.hidden) // tensor + 2 * stream + scores
-    kept = {"full": stream, "dots": stream + matmuls, "none": layer}[p.remat]
+    saved = {"full": stream, "dots": stream + matmuls, "none": layer}[p.remat]
     logits = 3 * 4 * max(plan.config.loss.chunk // c.rows, 1) * rows * p.vocab_size // tensor
     head = (size + 3 * 4) * p.vocab_size * p.width // tensor
     trunks = 2 if "critic" in plan.state.params else 1
-    return trunks * p.layers * kept + layer + logits + head
+    return trunks * p.layers * saved + layer + logits + head
 
 
 def programs(plan: Plan) -> Iterator[Program]:
-    """Every program of the run, in the order in which it compiles them."""
-    config, policy, mesh = plan.config, plan.policy, plan.learner_mesh
+    """Yield every program of the run, in the order in which the run compiles them."""
+    config = plan.config
     if plan.frozen and not config.policy.weights:
         yield Program("frozen parameters", "random, on the learner mesh")
     if plan.frozen or not config.policy.weights:
@@ -185,64 +198,79 @@ def programs(plan: Plan) -> Iterator[Program]:
     yield Program("learner state", "made of them")
     yield Program("rollout view", "parameters from learner mesh to rollout mesh")
     yield from _engine_programs(plan)
-    rates = dict.fromkeys(plan.state.params, np.float32(0))
+    yield from _supervised_programs(plan)
+    if not config.control:
+        yield from _rl_programs(plan)
+
+
+def _supervised_programs(plan: Plan) -> Iterator[Program]:
+    """Yield the programs of pretraining and warm start."""
+    config, p = plan.config, plan.config.pretrain
+    if config.pretrain.updates and not config.warm_start.run:
+        shape = f"{-(-p.batch // p.rows)} x {p.rows} rows x {p.row_tokens} tokens, all of them trained"
+        yield Program("update (pretraining)", shape)
+        yield Program("learner state, restarted", "a new optimizer for the warm start")
+    if (config.warm_start_updates and not config.warm_start.run) or config.control:
+        yield Program("update (warm start)", _batch(plan, config.warm_start.batch, ())[1])
+        yield Program("learner state, restarted", "a new optimizer for RL")
+
+
+def _rl_programs(plan: Plan) -> Iterator[Program]:
+    """Yield the programs of reinforcement learning: reference, token outputs, credit, log ratio, update."""
+    config, policy, mesh = plan.config, plan.policy, plan.learner_mesh
     objective, has_kl = build.objective(config), config.kl.kind != "none"
-    recomputed, needs_pass = config.learner.old_logprobs == "learner", objective.loss.ratio in MINIBATCH_RATIOS
-    c, per_minibatch = config.learner, config.rollout.groups * config.rollout.samples // config.learner.minibatches
-    present: tuple[str, ...] = CRITIC_FIELDS if build.learns_values(config) else ()
-    present += (
+    minibatch = config.rollout.groups * config.rollout.samples // config.learner.minibatches
+    params, count = plan.state.params, np.int32(1)
+    reference = None
+    if has_kl:
+        cast = jax.eval_shape(functools.partial(cast_for_compute, policy), params["decoder"])
+        reference = _with_shardings(cast, mesh)
+        yield Program("reference", "a copy of the policy, on the learner mesh")
+    batch, shape = _batch(plan, minibatch, ())
+    recomputed = config.learner.old_logprobs == "learner"
+    if build.learns_values(config) or has_kl or recomputed or build.learner_config(config).observations:
+        token_outputs: Any = make_token_outputs(policy, objective, mesh)
+        lower = functools.partial(token_outputs.lower, params, plan.frozen, reference, batch, count)
+        yield Program("token outputs", shape, lower)
+    room = ", ".join(f"{n} {unit}" for unit, n in build.credit_room(config).items())
+    yield Program("credit", f"{config.credit.name}: {room}")
+    present = (
+        *(CRITIC_FIELDS if build.learns_values(config) else ()),
         *["ref_logprob"] * (objective.kl_in_loss != "none"),
         *["correction_weight"] * (config.correction.kind != "none"),
     )
-
-    def pretraining() -> str:
-        p = config.pretrain
-        return f"{-(-p.batch // p.rows)} x {p.rows} rows x {p.row_tokens} tokens, all of them trained"
-
-    def phase(trajectories: int, present: tuple[str, ...]) -> tuple[Any, str]:
-        """The batch of a phase, on the mesh, and its shape in words."""
-        n = build.microbatches(config, trajectories)
-        shapes = batch_shapes(
-            microbatches=n, rows=c.rows, row_tokens=c.row_tokens, row_loss_tokens=c.row_loss_tokens, present=present
-        )
-        batch = _all_as(shapes, NamedSharding(mesh, meshes.ROWS))
-        return batch, f"{n} x {c.rows} rows x {c.row_tokens} tokens, {c.row_loss_tokens} loss tokens"
-
-    def update(objective: Objective, trajectories: int, present: tuple[str, ...]) -> tuple[str, Callable[[], Any]]:
-        program: Any = make_update(policy, objective, plan.optimizer, plan.layout)
-        batch, shape = phase(trajectories, present)
-        return shape, lambda: program.lower(plan.state, plan.frozen, batch, np.int32(1), rates)
-
-    if config.pretrain.updates and not config.warm_start.run:
-        yield Program("update (pretraining)", pretraining())
-        yield Program("learner state, restarted", "a new optimizer for the warm start")
-    if (config.warm_start_updates and not config.warm_start.run) or config.control:
-        yield Program("update (warm start)", update(objective.imitation(), config.warm_start.batch, ())[0])
-        yield Program("learner state, restarted", "a new optimizer for RL")
-    if config.control:
-        return
-    reference = None
-    if has_kl:
-        cast = jax.eval_shape(functools.partial(cast_for_compute, policy), plan.state.params["decoder"])
-        reference = _laid_out(cast, mesh)
-        yield Program("reference", "a copy of the policy, on the learner mesh")
-    batch, shape = phase(per_minibatch, ())
-    if build.learns_values(config) or has_kl or recomputed or build.learner_config(config).observations:
-        token_outputs: Any = make_token_outputs(policy, objective, mesh)
-        arguments = (plan.state.params, plan.frozen, reference, batch, np.int32(1))
-        yield Program("token outputs", shape, lambda: token_outputs.lower(*arguments))
-    room = ", ".join(f"{n} {what}" for what, n in build.credit_room(config).items())
-    yield Program("credit", f"{config.credit.name}: {room}")
-    if needs_pass:
+    batch, shape = _batch(plan, minibatch, present)
+    if objective.loss.ratio in MINIBATCH_RATIOS:
         log_ratio: Any = make_log_ratio(policy, objective, mesh)
-        filled, _ = phase(per_minibatch, present)
-        once = (plan.state.params, plan.frozen, filled, np.int32(1))
-        yield Program("log ratio", shape, lambda: log_ratio.lower(*once))
-        present += ("log_ratio",)
-    yield Program("update (RL)", *update(objective, per_minibatch, present))
+        yield Program("log ratio", shape, functools.partial(log_ratio.lower, params, plan.frozen, batch, count))
+        batch, shape = _batch(plan, minibatch, (*present, "log_ratio"))
+    update: Any = make_update(policy, objective, plan.optimizer, plan.layout)
+    rates = dict.fromkeys(params, np.float32(0))
+    yield Program("update (RL)", shape, functools.partial(update.lower, plan.state, plan.frozen, batch, count, rates))
+
+
+def _batch(plan: Plan, trajectories: int, present: tuple[str, ...]) -> tuple[Any, str]:
+    """Return the batch of an update on the learner's mesh, and its shape for people.
+
+    Args:
+      plan: plan of the run.
+      trajectories: number of trajectories of the update.
+      present: optional fields of the loss tokens that the batch has.
+    """
+    c, microbatches = plan.config.learner, build.microbatches(plan.config, trajectories)
+    shapes = batch_shapes(
+        microbatches=microbatches,
+        rows=c.rows,
+        row_tokens=c.row_tokens,
+        row_loss_tokens=c.row_loss_tokens,
+        present=present,
+    )
+    batch = _with_sharding(shapes, NamedSharding(plan.learner_mesh, meshes.ROWS))
+    return batch, f"{microbatches} x {c.rows} rows x {c.row_tokens} tokens, {c.row_loss_tokens} loss tokens"
 
 
 def _engine_programs(plan: Plan) -> Iterator[Program]:
+    """Yield the programs of the rollout engine."""
     c, shards = plan.engine.config, plan.rollout_mesh.shape["data"]
     run: Any = plan.engine.device.executor.programs
     slots = idle_slots(c)

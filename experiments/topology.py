@@ -1,4 +1,4 @@
-"""TPU slices that are not here: libtpu describes them and compiles for them, on any machine."""
+"""TPU slices to compile for: libtpu describes them and compiles for them on any machine."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from agentr1_jax.errors import UserError
 
-# libtpu asks for them while it loads; off a TPU it would wait for a metadata server that does not answer. It guards the
-# chips of a machine by a lock, which who only compiles does not need.
+# libtpu reads these variables while it loads; without them, off a TPU, it would wait for a metadata server. The first
+# one turns off the lock on the chips of a machine, which compiling does not need.
 ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -25,7 +25,7 @@ ENVIRONMENT = {
 
 
 def devices(name: str) -> list[jax.Device]:
-    """The devices of a TPU slice such as `v5e:4x4`, to compile for and not to run on.
+    """Return the devices of a TPU slice such as `v5e:4x4`, which can be compiled for and not run on.
 
     Args:
       name: generation and chips along each axis: two for v5e and v6e, three for v4 and v5p.
@@ -40,7 +40,7 @@ def devices(name: str) -> list[jax.Device]:
         )
     for variable, value in ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
-    with contextlib.suppress(RuntimeError):  # Set after the first use of a device: then it is chosen already.
+    with contextlib.suppress(RuntimeError):  # After the first use of a device it cannot be set any more.
         jax.config.update("jax_platforms", "cpu")
     try:
         return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
@@ -50,10 +50,14 @@ def devices(name: str) -> list[jax.Device]:
 
 
 def first_host(name: str, slice_devices: Sequence[jax.Device]) -> list[jax.Device]:
-    """The devices of the first process of a slice, as a slice of their own.
+    """Return the devices of the first process of a slice, as a slice of their own.
 
-    libtpu refuses programs for some devices of a larger slice whose ids have gaps (v5e:4x4 gives 0, 1, 4, 5 to the
-    first host), at least where there is no TPU.
+    Off a TPU libtpu refuses programs for devices whose ids have gaps, as those of a process may have in a larger slice
+    (of v5e:4x4 the first host has 0, 1, 4, 5).
+
+    Args:
+      name: the slice.
+      slice_devices: its devices.
     """
     own = [d for d in slice_devices if d.process_index == 0]
     if len(own) == len(slice_devices):
@@ -64,11 +68,11 @@ def first_host(name: str, slice_devices: Sequence[jax.Device]) -> list[jax.Devic
 
 
 @contextlib.contextmanager
-def uncached() -> Iterator[None]:
-    """Compiles without the persistent cache: what is read back from it needs the devices that it was compiled for."""
+def no_compile_cache() -> Iterator[None]:
+    """Compile without the compile cache while this context lasts: loading a program needs the devices of the slice."""
     before = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
     jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # It remembers from the first compilation whether it is used.
+    compilation_cache.reset_cache()  # It decides at the first compilation whether it is used.
     try:
         yield
     finally:

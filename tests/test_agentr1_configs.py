@@ -207,7 +207,7 @@ def test_the_tightest_update_fits_its_chips():
     plan = make_plan(load("ppo_token"), name)
     assert plan.learner_mesh.size == count
     update = next(p for p in programs(plan) if p.name == "update (RL)")
-    with topology.uncached():
+    with topology.no_compile_cache():
         m = update.lower().compile().memory_analysis()
     total = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
     reference = 2 * 3_085_938_688 / count

@@ -156,7 +156,7 @@ def tpu_temporaries(length, tree, dtype=jnp.bfloat16, head_dim=128):
         return splash_attention(query, key, value, ends, mesh, tree=tree).astype(jnp.float32).sum()
 
     arrays = [shape(heads, head_dim) for heads in (16, 2, 2)]
-    with topology.uncached():
+    with topology.no_compile_cache():
         lowered = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*arrays, shape(dtype=jnp.int32))
         return lowered.compile().memory_analysis().temp_size_in_bytes
 

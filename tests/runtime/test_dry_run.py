@@ -147,7 +147,7 @@ ENGINE = ("prefill", "decode", "copy")
 def compiled(plan, name):
     """Memory of the first large program whose name starts so."""
     program = next(p for p in programs(plan) if p.lower is not None and p.name.startswith(name))
-    with topology.uncached():
+    with topology.no_compile_cache():
         return program.lower().compile().memory_analysis()
 
 
