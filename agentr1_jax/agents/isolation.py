@@ -71,7 +71,9 @@ class Isolation:
             raise asyncio.CancelledError from error
         if task.cancelling() > before:  # The agent cancelled its own task, or went on after its time.
             await _absorb_cancellation(task, before)
-        if limit.expired() and (error is None or isinstance(error, TimeoutError | RuntimeError)):
+        if limit.expired() and (
+            error is None or isinstance(error, TimeoutError | RuntimeError | asyncio.CancelledError)
+        ):
             return AgentTimeout(f"no end within {seconds} s")
         return error
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from agentr1_jax.text.call_formats import CallFormat, hermes
 from agentr1_jax.text.call_formats.base import Schemas
-from agentr1_jax.text.tokenizer import Tokenizer, encode_parts, one_of, split_added
+from agentr1_jax.text.tokenizer import Tokenizer, encode_parts, match_any, split_added
 
 TRUNCATION_MARKER = " [cut]"
 MOST_CHARACTERS_PER_TOKEN = 64
@@ -34,10 +34,10 @@ class Glue:
     """Template text around one later turn of the environment.
 
     Attributes:
-      before: what stands between the assistant's end-of-turn token and the content.
-      after: what stands between the content and the assistant's next response.
-      between: what stands between two contents that come together; None where the template cannot tell several.
-      quoted: whether the template writes contents as JSON strings, as Llama 3's does.
+      before: text between the assistant's end-of-turn token and the content.
+      after: text between the content and the assistant's next response.
+      between: text between two contents of one turn; None where the template renders only one.
+      quoted: True if the template writes contents as JSON strings, as Llama 3's does.
     """
 
     before: str
@@ -48,15 +48,15 @@ class Glue:
 
 @dataclasses.dataclass(frozen=True)
 class ChatFormat:
-    """How conversations become ids for one tokenizer; made by `chat_format`.
+    """Rendering of conversations as ids for one tokenizer; made by `chat_format`.
 
     Attributes:
-      tokenizer: of the policy.
-      glue: by the role of the turn.
-      marks: delimiters that are plain text to the tokenizer, escaped in what comes from the environment.
-      result_marks: those of them that tell results; all that is escaped in an opening, whose instructions may name the
-        others.
-      instructions: tool schemas -> what the system message says of them; None where the chat template tells them.
+      tokenizer: tokenizer of the policy.
+      glue: template text by the role of the turn.
+      marks: delimiters that are plain text to the tokenizer, escaped in text of the environment.
+      result_marks: those of them that delimit results; only these are escaped in an opening, whose instructions may
+        name the others.
+      instructions: tool schemas -> text for the system message; None where the chat template describes tools.
     """
 
     tokenizer: Tokenizer
@@ -68,13 +68,13 @@ class ChatFormat:
     def render_opening(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> np.ndarray:
-        """Ids of the opening messages and tool schemas, up to where the assistant speaks.
+        """Return the ids of the opening messages and tool schemas, up to where the assistant writes.
 
         Args:
           messages: `{"role", "content"}` each; none gives an added token, and in all but system messages the marks of
             results are escaped.
           tools: JSON schemas as `tools.base.schema` gives them; their strings are data. Where the chat template does
-            not tell them, `instructions` do, at the end of the system message.
+            not describe them, `instructions` do, at the end of the system message.
 
         Returns:
           int32 [P].
@@ -95,13 +95,13 @@ class ChatFormat:
         *,
         max_tokens: int | None = None,
     ) -> np.ndarray:
-        """Ids between an assistant's response and its next one.
+        """Return the ids between an assistant's response and its next one.
 
         Args:
-          text: content of the turn, or several that come together; data.
+          text: content of the turn, or several contents; data.
           role: `tool` or `user`.
-          response_ends_with_stop: False if the response was cut; then its end-of-turn token is added here, as glue.
-          max_tokens: each content that is longer is cut to this many tokens, the marker ` [cut]` among them.
+          response_ends_with_stop: False for a truncated response; then its end-of-turn token is added here, as glue.
+          max_tokens: each longer content is truncated to this many tokens, the marker ` [cut]` included.
 
         Returns:
           int32 [N].
@@ -139,7 +139,7 @@ class ChatFormat:
 
 
 def chat_format(tokenizer: Tokenizer, call_format: CallFormat | None = None) -> ChatFormat:
-    """The chat format of a tokenizer for a policy that speaks a dialect, the house's own unless another is given.
+    """Return the chat format of a tokenizer and a call format, by default the common one.
 
     Raises:
       ValueError: its template does not end an assistant's turn with its stop token, or renders no later turns at all.
@@ -171,13 +171,13 @@ def _glue(tokenizer: Tokenizer, role: str) -> Glue:
     response, content, second = map(chr, PRIVATE_USE[:3])
     opening = {"role": "user", "content": "?"}
 
-    def rendered(*contents: str) -> list[str]:
-        """The template's text around the assistant's response and these contents, each of which is one character."""
+    def render(*contents: str) -> list[str]:
+        """Return the template's text around the assistant's response and these contents of one character each."""
         turns = [{"role": role, "content": said} for said in contents]
         text = tokenizer.render_chat([opening, {"role": "assistant", "content": response}, *turns])
         return re.split(f"[{response}{content}{second}]", text)
 
-    parts = rendered(content)
+    parts = render(content)
     if len(parts) != 3:
         raise ValueError(f"{tokenizer.name}: its chat template renders no {role!r} turn after an assistant's")
     _, between, after = parts
@@ -188,16 +188,16 @@ def _glue(tokenizer: Tokenizer, role: str) -> Glue:
             f"token is {stop!r}; set eos_token in tokenizer_config.json to the token that the template uses"
         )
     try:
-        several = rendered(content, second)
+        several = render(content, second)
     except ValueError:
         several = []
     together = len(several) == 4 and (several[1], several[3]) == (between, after)
-    quoted = rendered(f'{content}"{second}')[2:3] == ['\\"']
+    quoted = render(f'{content}"{second}')[2:3] == ['\\"']
     return Glue(between.removeprefix(stop), after, several[2] if together else None, quoted)
 
 
 def _with_instructions(messages: Sequence[Mapping[str, Any]], instructions: str) -> list[Mapping[str, Any]]:
-    """The messages with instructions at the end of the system message, which is made where there is none."""
+    """Return the messages with instructions at the end of the system message, which is added where it is missing."""
     if not instructions:
         return list(messages)
     if messages and messages[0]["role"] == "system":
@@ -206,12 +206,12 @@ def _with_instructions(messages: Sequence[Mapping[str, Any]], instructions: str)
 
 
 def escape(text: str, delimiters: Sequence[str]) -> str:
-    r"""Data text in which delimiters are visibly broken: `</tool_response>` becomes `<\/tool_response>`."""
-    return re.sub(f"(?={one_of(delimiters)})(.)", lambda found: f"{found[1]}\\", text, flags=re.DOTALL)
+    r"""Return data text in which delimiters are visibly broken: `</tool_response>` becomes `<\/tool_response>`."""
+    return re.sub(f"(?={match_any(delimiters)})(.)", lambda found: f"{found[1]}\\", text, flags=re.DOTALL)
 
 
 def _escape_marks(tokenizer: Tokenizer, text: str, marks: Sequence[str]) -> str:
-    """`text` escaped, also where only the tokenizer's normalisation makes a mark of it (full-width letters, say)."""
+    """Return `text` escaped, also where only normalisation makes a mark of it (full-width letters, say)."""
     if not marks:
         return text
     text = escape(text, marks)
@@ -221,7 +221,7 @@ def _escape_marks(tokenizer: Tokenizer, text: str, marks: Sequence[str]) -> str:
 
 
 def _json_string(text: str) -> str:
-    """As within the quotes of a JSON string."""
+    """Return text as within the quotes of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
@@ -252,13 +252,13 @@ def truncate(
 
 
 def _unused_character(text: str) -> str:
-    """A private-use character that does not occur in `text`."""
+    """Return a private-use character that does not occur in `text`."""
     return next(c for c in map(chr, PRIVATE_USE) if c not in text)
 
 
 def _guard(text: str, added: Mapping[str, int], mark: str) -> str:
-    """Data text with `mark` before every string of an added token, overlapping ones included."""
-    return re.sub(f"(?={one_of(added)})", mark, text)
+    """Return data text with `mark` before every string of an added token, overlapping ones included."""
+    return re.sub(f"(?={match_any(added)})", mark, text)
 
 
 def _map_strings(value: Any, function: Any) -> Any:

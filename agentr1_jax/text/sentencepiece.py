@@ -14,7 +14,7 @@ import numpy as np
 import sentencepiece
 
 from agentr1_jax import files
-from agentr1_jax.text.tokenizer import encode_parts, one_of, replace_surrogates, split_added
+from agentr1_jax.text.tokenizer import encode_parts, match_any, replace_surrogates, split_added
 
 PAD, TURN_START, TURN_END = "<pad>", "<|im_start|>", "<|im_end|>"
 ADDED = (
@@ -132,7 +132,7 @@ def train_sentencepiece(
       ValueError: `vocab_size` has no room for the pieces that must be there.
     """
     fixed = ["\n", *syntax]
-    apart = re.compile(one_of([*added, *fixed]))
+    apart = re.compile(match_any([*added, *fixed]))
     words: collections.Counter[str] = collections.Counter()
     for text in texts:
         words.update(TEMPLATE_WORDS)

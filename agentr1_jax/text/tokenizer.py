@@ -20,10 +20,10 @@ HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What the rest of the system needs of a tokenizer.
+    """Contract of tokenizers.
 
     Attributes:
-      name: where it was loaded from, for error messages.
+      name: path or hub id, for error messages.
       vocab_size: every id is below it.
       added: added-token string -> id; only templates and the policy produce these ids.
       stop_id: the id that ends an assistant turn; an id of `added`.
@@ -56,7 +56,7 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(spec: str, template_args: Mapping[str, Any] | None = None) -> Tokenizer:
-    """A tokenizer by what `spec` is: a `*.model` file (SentencePiece), a folder, or a Hugging Face hub id.
+    """Return the tokenizer at `spec`: a `*.model` file (SentencePiece), a folder, or a Hugging Face hub id.
 
     Args:
       spec: path or hub id. A folder whose only tokenizer is `tokenizer.model` counts as that file.
@@ -82,27 +82,27 @@ def load_tokenizer(spec: str, template_args: Mapping[str, Any] | None = None) ->
 
 
 def _may_be_hub_id(spec: str) -> bool:
-    """False for what is rather a mistyped path: one that starts with a dot, or lies in a folder that exists here."""
+    """Return False for a mistyped path: one that starts with a dot, or lies in a folder that exists here."""
     parent = Path(spec).parent
     return bool(HUB_ID.fullmatch(spec)) and not spec.startswith(".") and (parent == Path() or not parent.is_dir())
 
 
-def one_of(strings: Iterable[str]) -> str:
-    """Regular expression (text) that matches any of `strings`, the longest first; nothing if there is none."""
+def match_any(strings: Iterable[str]) -> str:
+    """Return a regular expression for any of `strings`, the longest first; for none it matches nothing."""
     return "|".join(re.escape(s) for s in sorted(strings, key=len, reverse=True)) or r"(?!)"
 
 
 def split_added(text: str, added: Iterable[str], mark: str | None = None) -> list[str]:
-    """Splits template text at added-token strings: [text, added, text, ..., text]; joined again it is `text`.
+    """Split template text at added-token strings: [text, added, text, ..., text]; joined again it is `text`.
 
     A string right behind the character `mark` is not split off.
     """
     unmarked = f"(?<!{mark})" if mark else ""
-    return re.split(f"{unmarked}({one_of(added)})", text)
+    return re.split(f"{unmarked}({match_any(added)})", text)
 
 
 def encode_parts(tokenizer: Tokenizer, parts: Sequence[str]) -> list[int]:
-    """Ids of what `split_added` returned: added tokens at odd places, data text at even ones."""
+    """Return the ids of the parts from `split_added`: added tokens at odd places, data text at even ones."""
     ids = []
     for place, part in enumerate(parts):
         ids += [tokenizer.added[part]] if place % 2 else tokenizer.encode_data(part)
@@ -110,5 +110,5 @@ def encode_parts(tokenizer: Tokenizer, parts: Sequence[str]) -> list[int]:
 
 
 def replace_surrogates(text: str) -> str:
-    """`text` with lone surrogates (JSON can carry them) replaced by `?`: no tokenizer encodes them."""
+    """Return `text` with lone surrogates (JSON can carry them) replaced by `?`: no tokenizer encodes them."""
     return text.encode("utf-8", "replace").decode("utf-8")

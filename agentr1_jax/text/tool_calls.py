@@ -1,9 +1,9 @@
-"""The house format of actions: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, `<answer>...</answer>`.
+"""The common format of actions: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, `<answer>...</answer>`.
 
 Reading never raises: whatever a policy writes is either a call or a typed error.
 
-Environments and experts know this format only. A policy speaks a dialect of its own (`text/call_formats`); text is
-translated where it meets ids.
+Environments and experts know this format only. A policy may write another one (`text/call_formats`); responses are
+parsed into this format, and demonstrations rendered from it.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _NAMED = re.compile(r"""(?:^|[^\s:])\s*\{\s*["']?name["']?\s*:""")
 
 REPAIRED_CHARACTERS = 2000
 REPAIRED_BRACKETS = 64
-"""Bounds of what is repaired: the time that `json_repair` takes grows with the square of length and of depth."""
+"""Limits of repair: the time of `json_repair` grows with the square of length and of depth."""
 
 MOST_NESTED = 64
-"""Deepest nesting of a call's objects and lists: what shows, stores and validates a call goes down by recursion."""
+"""Deepest nesting of a call's objects and lists: showing, storing and validating a call recurses."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ToolCall:
     """A call as the policy wrote it; `arguments` is a JSON object, not yet validated against any schema.
 
-    `repaired` says that its JSON had to be mended; a mended call equals the same one written well.
+    `repaired`: its JSON was repaired; a repaired call equals the same one written well.
     """
 
     name: str
@@ -51,7 +51,7 @@ class ToolCall:
 
 @dataclasses.dataclass(frozen=True)
 class ParseError:
-    """A call that could not be read; `message` is what the policy is told."""
+    """A call that could not be read; `message` is the observation of the policy."""
 
     kind: ErrorKind
     message: str
@@ -69,11 +69,11 @@ PARSE_MESSAGES: Mapping[ErrorKind, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """A part of a house text.
+    """A part of a text in the common format.
 
     Attributes:
       kind: `text`, `call`, `unclosed` (a call that lacks its end) or `answer`.
-      text: of a call or an answer, what stands between its tags.
+      text: of a call or an answer, the text between its tags.
       source: with the tags.
     """
 
@@ -83,7 +83,7 @@ class Segment:
 
 
 def segments(text: str) -> Iterator[Segment]:
-    """A house text in its parts; their sources, joined, are the text. What stands inside a call is no answer."""
+    """Yield the parts of a text; their sources, joined, are the text. Text inside a call is no answer."""
     at = 0
     for match in _CALL.finditer(text):
         yield from _outside(text[at : match.start()])
@@ -93,7 +93,7 @@ def segments(text: str) -> Iterator[Segment]:
 
 
 def _outside(text: str) -> Iterator[Segment]:
-    """The parts of a text without calls."""
+    """Yield the parts of a text without calls."""
     at = 0
     for match in _ANSWER.finditer(text):
         if match.start() > at:
@@ -105,20 +105,20 @@ def _outside(text: str) -> Iterator[Segment]:
 
 
 def parse_tool_calls(text: str, lenient: bool = False) -> list[ToolCall | ParseError]:
-    """Every call of a house text in order, each as a call or as a typed error. Never raises.
+    """Return every call of a text in order, each as a call or as a typed error. Never raises.
 
     Args:
-      text: in the house format.
-      lenient: whether calls that cannot be read may be mended; see `repair_call`.
+      text: text in the common format.
+      lenient: repair calls that cannot be read; see `repair_call`.
     """
     return [read_call(part, lenient) for part in segments(text) if part.kind in ("call", "unclosed")]
 
 
 def read_call(part: Segment, lenient: bool = False) -> ToolCall | ParseError:
-    """A segment of kind `call` or `unclosed` as a call or a typed error."""
+    """Return a segment of kind `call` or `unclosed` as a call or a typed error."""
     call = _parse(part.text)
     if part.kind == "unclosed":
-        # Only its end was forgotten; half a call, as one that was cut off, must not be guessed.
+        # Only its end was forgotten; half a call, as of a truncated response, must not be guessed.
         if lenient and isinstance(call, ToolCall):
             return dataclasses.replace(call, repaired=True)
         return _error("unclosed_tag")
@@ -128,9 +128,9 @@ def read_call(part: Segment, lenient: bool = False) -> ToolCall | ParseError:
 
 
 def repair_call(body: str) -> ToolCall | None:
-    """The call that `json_repair` makes of unreadable JSON; None if it is none, has no arguments, or is too long.
+    """Return the call that `json_repair` makes of unreadable JSON; None without arguments, or where it is too long.
 
-    Of two calls between one pair of tags it would keep one, and nobody could tell which was meant: None, too.
+    None also for two calls between one pair of tags, of which it would keep one.
     """
     if len(body) > REPAIRED_CHARACTERS or len(re.findall(r"[\[{(]", body)) > REPAIRED_BRACKETS:
         return None
@@ -146,13 +146,13 @@ def repair_call(body: str) -> ToolCall | None:
 
 
 def extract_answer(text: str) -> str | None:
-    """The stripped text of the last complete `<answer>...</answer>` outside of calls, None if there is none."""
+    """Return the stripped text of the last complete `<answer>...</answer>` outside of calls, None if there is none."""
     answers = [part.text for part in segments(text) if part.kind == "answer"]
     return answers[-1].strip() if answers else None
 
 
 def render_call(name: str, arguments: Mapping[str, Any]) -> str:
-    """A call as text, such that `parse_tool_calls` returns it unchanged. Raises ValueError on NaN and infinities."""
+    """Return a call as text that `parse_tool_calls` reads unchanged. Raises ValueError on NaN and infinities."""
     body = json.dumps({"name": name, "arguments": dict(arguments)}, ensure_ascii=False, allow_nan=False)
     # A closing tag inside a string would end the call; JSON reads an escaped slash as a slash.
     escaped = body.replace("</", r"<\/")
@@ -160,12 +160,12 @@ def render_call(name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def render_answer(answer: str) -> str:
-    """An answer as text, set off by spaces so that its first word is tokenised as anywhere else."""
+    """Return an answer as text, set off by spaces so that its first word is tokenised as anywhere else."""
     return f"<answer> {answer} </answer>"
 
 
 def _is_nested_deeper(value: Any, levels: int) -> bool:
-    """Whether objects and lists stand more than so many levels within each other."""
+    """Return whether objects and lists are nested more than so many levels deep."""
     level = [value]
     for _ in range(levels):
         outer = [item for item in level if isinstance(item, dict | list)]
@@ -185,7 +185,7 @@ def _parse(body: str) -> ToolCall | ParseError:
 
 
 def _check_call(record: Any) -> ToolCall | ParseError:
-    """A decoded call. Raises ValueError or RecursionError on what no strict JSON file could hold or nests too deep."""
+    """Return a decoded call. Raises ValueError or RecursionError if it is no strict JSON or nested too deep."""
     if _is_nested_deeper(record, MOST_NESTED):
         raise ValueError(f"it is nested more than {MOST_NESTED} deep")
     # NaN, infinities and lone surrogates pass json.loads.

@@ -50,7 +50,7 @@ def make_agent(mode: str, config: ml_collections.ConfigDict, task: Task, tokeniz
     agent = build.agent(config, task, tokenizer)
     if mode != "rag":
         return agent
-    # Its answer stands between the house's tags, whatever dialect the config has for calls: there are none.
+    # Answers are in the common format, whatever call format the config has: there are no calls.
     call_format = hermes.call_format()
     chat = chat_format(tokenizer, call_format)
     told = functools.partial(chat.data, max_tokens=config.budget.observation_tokens)

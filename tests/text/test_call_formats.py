@@ -1,4 +1,4 @@
-"""Dialects: what policies write becomes house text and back; no text whatever breaks the reading of it."""
+"""Call formats: parsing and rendering invert each other; no text whatever breaks the parsing."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ SPOKEN = {
 
 def read(name, text):
     """Calls and answer of what a policy said."""
-    house = SPOKEN[name].parse(text, SCHEMAS)
-    return parse_tool_calls(house), extract_answer(house)
+    common = SPOKEN[name].parse(text, SCHEMAS)
+    return parse_tool_calls(common), extract_answer(common)
 
 
 def search(query):
@@ -220,9 +220,9 @@ BROKEN = MIXED.filter(lambda text: "tool_call>" not in text).map(lambda text: f"
 def test_an_expert_is_understood_whatever_it_says(name, parts, answer):
     text = "".join([*parts, "" if answer is None else render_answer(answer)])
     spoken = SPOKEN[name].render(text)
-    house = SPOKEN[name].parse(spoken, ())
-    assert parse_tool_calls(house) == parse_tool_calls(text)
-    assert extract_answer(house) == extract_answer(text)
+    common = SPOKEN[name].parse(spoken, ())
+    assert parse_tool_calls(common) == parse_tool_calls(text)
+    assert extract_answer(common) == extract_answer(text)
 
 
 @pytest.mark.parametrize("name", SPOKEN)
@@ -297,10 +297,10 @@ def check_mutations(max_examples):
         def check(seed, edits):
             name, text = seed[0], mutated(seed[1], edits)
             for lenient in (False, True):
-                house = SPOKEN[name].parse(text, SCHEMAS)
-                transition = runner.run(step(house, lenient))
+                common = SPOKEN[name].parse(text, SCHEMAS)
+                transition = runner.run(step(common, lenient))
                 assert isinstance(transition, Transition)
-                calls = parse_tool_calls(house, lenient)
+                calls = parse_tool_calls(common, lenient)
                 assert len(calls) == len(transition.tool_calls)
                 for call in calls:
                     assert isinstance(call, ToolCall | ParseError)
@@ -331,9 +331,9 @@ def test_ten_thousand_mutated_calls_give_typed_results():
 def test_long_texts_are_read(a, b, c):
     for call_format in SPOKEN.values():
         text = ((a + b) * 3000)[:6000] + c
-        house = call_format.parse(text, SCHEMAS)
-        assert all(isinstance(call, ToolCall | ParseError) for call in parse_tool_calls(house, lenient=True))
-        assert "<answer>" not in (extract_answer(house) or "")
+        common = call_format.parse(text, SCHEMAS)
+        assert all(isinstance(call, ToolCall | ParseError) for call in parse_tool_calls(common, lenient=True))
+        assert "<answer>" not in (extract_answer(common) or "")
 
 
 def test_the_call_format_is_the_one_of_the_template_unless_named(tmp_path):

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import json
 
+import letters
 import make_golden_chat as conversation
 import numpy as np
 import pytest
@@ -311,3 +312,23 @@ def test_a_template_without_tool_turns_still_serves_user_turns(data_dir, tmp_pat
     assert form.tokenizer.decode(form.render_observation("x", "user")).startswith("\n<|im_start|>user\nx<|im_end|>")
     with pytest.raises(ValueError, match="renders no 'tool' turn"):
         form.render_observation("x", "tool")
+
+
+def test_a_long_text_is_bounded_before_it_is_tokenised():
+    """Ten megabytes take no longer than what can survive, and are marked as truncated."""
+
+    class Counting(letters.Letters):
+        longest = 0
+
+        def encode_data(self, text):
+            self.longest = max(self.longest, len(text))
+            return super().encode_data(text)
+
+    tokenizer = Counting()
+    made = chat.chat_format(tokenizer)
+    short, long = "the cab " * 400, "the cab " * 1_250_000
+    ids = made.render_observation(long, max_tokens=20)
+    assert ids.tolist() == made.render_observation(short, max_tokens=20).tolist()
+    assert tokenizer.longest < 10_000
+    silent = "!" * 10_000_000  # No token at all: the marker still says that there was more.
+    assert "[cut]" in tokenizer.decode(made.render_observation(silent, max_tokens=20))

@@ -1,4 +1,4 @@
-"""A tokenizer in the manner of Llama 3, made here: several stop ids, bare tool calls, tags unlike the house's."""
+"""A tokenizer in the manner of Llama 3, made here: several stop ids, bare tool calls, tags unlike the common ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dialects: the formats in which policies write tool calls; environments and experts know only the house's."""
+"""Tool-call formats of policies; environments and experts know only the common format."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ CALL_FORMATS = ("auto", "hermes", "llama3", "code", "react")
 
 
 def make_call_format(name: str, tokenizer: Tokenizer) -> CallFormat:
-    """The dialect of a name; `auto` is the one in which the tokenizer's chat template writes calls.
+    """Return the call format of a name; `auto` is the one in which the tokenizer's chat template writes calls.
 
     Raises:
-      ValueError: unknown name, or a tokenizer that has no tags for the dialect that needs them.
+      ValueError: unknown name, or a tokenizer without tags for a format that needs them.
     """
     if name == "auto":
         name = "llama3" if hermes.writes_bare_json(tokenizer) else "hermes"

@@ -1,4 +1,4 @@
-r"""The Dialect contract, and what dialects share: escapes, and pieces of house text.
+r"""The CallFormat contract, and what formats share: escapes, and pieces of text in the common format.
 
 Delimiters that are meant as data get a backslash behind their first character (`<\/tool_response>`), one more where
 they have some already, so that it can be undone.
@@ -18,12 +18,12 @@ Schemas = Sequence[Mapping[str, Any]]
 Parse = Callable[[str, Schemas], str]
 
 OF_ANY_POLICY = ("<answer>", "</answer>", "<think>", "</think>")
-"""What policies of every dialect write, and data must not."""
+"""Tags that policies of every format write, and data must not."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """How results are told within one user turn: what stands before the first, between two, and after the last."""
+    """Text around results within one user turn: before the first, between two, and after the last."""
 
     before: str
     between: str
@@ -32,17 +32,18 @@ class Results:
 
 @dataclasses.dataclass(frozen=True)
 class CallFormat:
-    """How a policy writes tool calls and answers, and how it is told of tools and results.
+    """Format in which a policy writes tool calls and answers, and in which tools and results are shown to it.
 
     Attributes:
       name: its name in configs.
-      to_house: (what a policy said, schemas of the tools on offer) -> the same as house text. Never raises. What the
-        policy wrote in the house's tags, where they are not its own, is data (`<\\tool_call>`).
-      from_house: an expert's house text -> the same in the dialect; `to_house` of it has the same calls and answer.
-      marks: delimiters of the dialect; escaped in results where they are plain text to the tokenizer.
-      results: None where the chat template tells them, in turns of role `tool`.
-      instructions: schemas -> what the system message says of tools and format.
-      tools_in_template: whether the chat template tells the tools; else `instructions` are given.
+      parse: (text of a response, schemas of the available tools) -> the same in the common format. Never raises. Tags
+        of the common format that are not tags of this one become data (`<\\tool_call>`).
+      render: text of an expert in the common format -> the same in this format; parsing it gives the same calls and
+        answer.
+      marks: delimiters of the format; escaped in results where they are plain text to the tokenizer.
+      results: text around results; None where the chat template renders them, in turns of role `tool`.
+      instructions: schemas -> text for the system message about tools and format.
+      tools_in_template: True if the chat template describes the tools; else `instructions` do.
     """
 
     name: str
@@ -55,28 +56,28 @@ class CallFormat:
 
 
 def common_call(body: str, closed: bool = True) -> str:
-    """House text of one call with whatever JSON or other text for its body."""
+    """Return a call in the common format, with any text for its body."""
     inner = body.replace(CLOSE, CLOSE.replace("/", r"\/"))
     return f"{OPEN}{inner}{CLOSE if closed else ''}"
 
 
 def escape_common_tags(text: str) -> str:
-    """Text of a policy to whom the house's tags mean nothing."""
+    """Return text in which the tags of the common format are data."""
     return text.replace(OPEN, f"{OPEN[0]}\\{OPEN[1:]}")
 
 
 def dump_json(record: Any) -> str:
-    """JSON text in one line, without escapes that are not needed."""
+    """Return JSON in one line, without needless escapes."""
     return json.dumps(record, ensure_ascii=False)
 
 
 def restore_marks(text: str, marks: Iterable[str]) -> str:
-    """Undoes `marks_broken`."""
+    """Undo `break_marks`."""
     return _with_backslashes(marks, r"\\").sub(lambda found: found[0][0] + found[0][2:], text)
 
 
 def break_marks(text: str, marks: Iterable[str]) -> str:
-    r"""Data text in which no mark occurs: `<code>` becomes `<\code>`, `<\code>` becomes `<\\code>`."""
+    r"""Return data text in which no mark occurs: `<code>` becomes `<\code>`, `<\code>` becomes `<\\code>`."""
     return _with_backslashes(marks, "").sub(lambda found: f"{found[0][0]}\\{found[0][1:]}", text)
 
 
@@ -87,13 +88,13 @@ def _with_backslashes(marks: Iterable[str], least: str) -> re.Pattern[str]:
 
 
 def strip_fence(body: str, language: str) -> str:
-    """What a ``` block holds, where it is all of the body and of a language (a regular expression), or of none."""
+    """Return the content of a ``` block that is the whole body, of a language (a regular expression) or of none."""
     fenced = re.fullmatch(rf"\s*```[ \t]*(?:{language})?[ \t]*\n(.*?)\n?[ \t]*```\s*", body, re.DOTALL | re.IGNORECASE)
     return fenced[1] if fenced else body
 
 
 def choose_rendering(call: ToolCall | ParseError, candidates: Sequence[str], parse: Parse) -> str:
-    """The first candidate that reads as `call`, or as an error of whatever kind where `call` is one; else the last."""
+    """Return the first candidate that parses as `call`, or as any error where `call` is one; else the last."""
     for candidate in candidates[:-1]:
         read = parse_tool_calls(parse(candidate, ()))
         if read == [call] or (len(read) == 1 and isinstance(read[0], ParseError) and isinstance(call, ParseError)):
@@ -102,5 +103,5 @@ def choose_rendering(call: ToolCall | ParseError, candidates: Sequence[str], par
 
 
 def list_tools(tools: Schemas) -> str:
-    """The tools' schemas, one a line."""
+    """Return the schemas of the tools, one a line."""
     return "\n".join(dump_json(tool.get("function", tool)) for tool in tools)

@@ -42,14 +42,14 @@ _PART = re.compile(
 
 
 def call_format() -> CallFormat:
-    """The dialect."""
+    """Return the call format."""
     marks = (*_OWN, "</interpreter>", "```", OPEN, CLOSE, *OF_ANY_POLICY)
     results = Results("<interpreter>\n", "\n</interpreter>\n<interpreter>\n", "\n</interpreter>")
     return CallFormat("code", parse, render, marks, results, instructions, tools_in_template=False)
 
 
 def parse(text: str, tools: Schemas = ()) -> str:
-    """See `Dialect.to_house`. Output that the policy made up, and all behind it, is cut off."""
+    """See `CallFormat.parse`. Output that the policy invented, and all behind it, is dropped."""
     out, at = [], 0
     for match in _PART.finditer(text):
         out.append(restore_marks(text[at : match.start()], _OWN))
@@ -66,7 +66,7 @@ def parse(text: str, tools: Schemas = ()) -> str:
 
 
 def render(text: str) -> str:
-    """See `Dialect.from_house`."""
+    """See `CallFormat.render`."""
     out = []
     for part in segments(text):
         if part.kind in ("text", "answer"):
@@ -81,7 +81,7 @@ def render(text: str) -> str:
 
 
 def instructions(tools: Schemas) -> str:
-    """What the policy is told of its tools."""
+    """Return the description of the tools for the system message."""
     names = [tool["function"]["name"] for tool in tools]
     others = [tool for tool in tools if tool["function"]["name"] != TOOL]
     said = []

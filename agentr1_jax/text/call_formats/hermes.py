@@ -39,7 +39,7 @@ COMMON = CallTags(OPEN, CLOSE)
 
 
 def call_format(tags: CallTags = COMMON) -> CallFormat:
-    """The dialect with these tags; with the house's own it changes nothing."""
+    """Return the call format with these tags; with those of the common format it changes nothing."""
     own = (tags.open, tags.close)
     call = re.compile(rf"{re.escape(tags.open)}(.*?)({re.escape(tags.close)}|\Z)", re.DOTALL)
 
@@ -73,7 +73,7 @@ def call_format(tags: CallTags = COMMON) -> CallFormat:
 
 
 def call_tags(tokenizer: Tokenizer) -> CallTags:
-    """The tags that a tokenizer's chat template writes around a tool call, else a pair of its added tokens.
+    """Return the tags that a chat template writes around a tool call, else a pair of added tokens.
 
     Raises:
       ValueError: it has neither, or the template writes calls in a way that `parse_tool_calls` does not read.
@@ -95,7 +95,7 @@ def call_tags(tokenizer: Tokenizer) -> CallTags:
 
 
 def writes_bare_json(tokenizer: Tokenizer) -> bool:
-    """Whether the chat template writes a call as a JSON object and nothing else, as that of Llama 3 does."""
+    """Return whether the chat template writes a call as a JSON object and nothing else, as that of Llama 3 does."""
     call = call_by_template(tokenizer)
     try:
         record = json.loads((call or "").removeprefix("<|python_tag|>"))
@@ -105,7 +105,7 @@ def writes_bare_json(tokenizer: Tokenizer) -> bool:
 
 
 def call_by_template(tokenizer: Tokenizer) -> str | None:
-    """How the chat template writes a call of an assistant's turn; None if it leaves it out or refuses it."""
+    """Return a call as the chat template writes it in an assistant's turn; None if it omits or refuses calls."""
     call = {"type": "function", "function": {"name": _NAME, "arguments": _ARGUMENTS}}
     user = {"role": "user", "content": "?"}
     said: Mapping[str, Any] = {"role": "assistant", "content": _CONTENT}

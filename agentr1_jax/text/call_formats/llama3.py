@@ -38,14 +38,14 @@ _DECODER = json.JSONDecoder()
 
 
 def call_format(tokenizer: Tokenizer) -> CallFormat:
-    """The dialect; its instructions tell the tools where the tokenizer's chat template does not."""
+    """Return the call format; its instructions describe the tools where the chat template does not."""
     return CallFormat(
         "llama3", parse, render, (TAG, *OF_ANY_POLICY), None, instructions, template_tells_tools(tokenizer)
     )
 
 
 def parse(text: str, tools: Schemas = ()) -> str:
-    """See `Dialect.to_house`."""
+    """See `CallFormat.parse`."""
     out, at = [], 0
     while start := _START.search(text, at):
         out.append(_prose(text[at : start.start()]))
@@ -58,7 +58,7 @@ def parse(text: str, tools: Schemas = ()) -> str:
 
 
 def render(text: str) -> str:
-    """See `Dialect.from_house`. Text behind a broken call, which only a call or an answer would end, is left out."""
+    """See `CallFormat.render`. Text behind a broken call, which only a call or an answer would end, is left out."""
     out, broken = "", False
     for part in segments(text):
         if part.kind in ("text", "answer"):
@@ -76,7 +76,7 @@ def render(text: str) -> str:
 
 
 def instructions(tools: Schemas) -> str:
-    """What the policy is told where the chat template does not say it."""
+    """Return the description of the tools for the system message."""
     if not tools:
         return ""
     return (
@@ -86,7 +86,7 @@ def instructions(tools: Schemas) -> str:
 
 
 def template_tells_tools(tokenizer: Tokenizer) -> bool:
-    """Whether the chat template shows the tools that it is given."""
+    """Return whether the chat template describes tools."""
     name = "look_up_xyz"
     function = {"name": name, "description": name, "parameters": {"type": "object", "properties": {}}}
     try:
@@ -100,7 +100,7 @@ def _prose(text: str) -> str:
 
 
 def _broken_call(body: str) -> str:
-    """A call that is read as an error, if it can be with these words."""
+    """Return a call that parses as an error, if possible with these words."""
     raw = body.replace('"arguments"', '"parameters"', 1)
     # What else could be read otherwise where something follows it.
     candidates = [raw, TAG + raw] if raw.startswith("{") and not _APART.search(raw) else []
@@ -108,7 +108,7 @@ def _broken_call(body: str) -> str:
 
 
 def _call(text: str, at: int) -> tuple[str, int]:
-    """House JSON of the call that begins at a place, as far as it can be read, and where it ends."""
+    """Return the call that begins at a position as JSON of the common format, and its end."""
     try:
         record, end = _DECODER.raw_decode(text, at)
         return dump_json(_common_record(record)), end

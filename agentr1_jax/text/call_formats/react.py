@@ -5,7 +5,7 @@
     Action Input: {"query": "Kabalci"}
 
 `Action: search[Kabalci]` will do as well, `Action: Finish[Ostra]` and `Final Answer: Ostra` end the episode. Results
-come back as `Observation: ...`; one that the policy made up is cut off with all behind it.
+come back as `Observation: ...`; an invented one is dropped with all behind it.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _WHOLE_CALL = "Action Input:"
 
 
 def call_format() -> CallFormat:
-    """The dialect."""
+    """Return the call format."""
     marks = ("Thought:", "Action:", "Action Input:", "Observation:", "Final Answer:", *OF_ANY_POLICY)
     results = Results("Observation: ", "\nObservation: ", "")
     return CallFormat("react", parse, render, marks, results, instructions, tools_in_template=False)
 
 
 def parse(text: str, tools: Schemas = ()) -> str:
-    """See `Dialect.to_house`. The text of a tool's only argument need not be JSON."""
+    """See `CallFormat.parse`. The text of a tool's only argument need not be JSON."""
     made_up = _OBSERVED.search(text)
     said = text[: made_up.start()] if made_up else text
     fields = _fields(said)
@@ -72,7 +72,7 @@ def parse(text: str, tools: Schemas = ()) -> str:
 
 
 def render(text: str) -> str:
-    """See `Dialect.from_house`."""
+    """See `CallFormat.render`."""
     out = []
     for part in segments(text):
         if part.kind == "text":
@@ -91,7 +91,7 @@ def render(text: str) -> str:
 
 
 def instructions(tools: Schemas) -> str:
-    """What the policy is told of its tools and of the format."""
+    """Return the description of tools and format for the system message."""
     if not tools:
         return ""
     return (
@@ -107,7 +107,7 @@ def instructions(tools: Schemas) -> str:
 
 
 def _fields(text: str) -> list[tuple[str, str]]:
-    """Label and content of each field; what stands before the first has the label ""."""
+    """Return label and content of each field; text before the first has the label ""."""
     labels = list(_FIELD.finditer(text))
     ends = [*(match.start() for match in labels), len(text)]
     fields = [("", text[: ends[0]])] if ends[0] else []
@@ -119,7 +119,7 @@ def _fields(text: str) -> list[tuple[str, str]]:
 
 
 def _action(name: str, given: str, tools: Schemas) -> str:
-    """House text of an action with its input."""
+    """Return an action with its input in the common format."""
     if name.lower() == "finish":
         return _answer(given)
     given = strip_fence(given, "json").strip()
@@ -137,7 +137,7 @@ def _action(name: str, given: str, tools: Schemas) -> str:
 
 
 def _only_argument(name: str, tools: Schemas) -> tuple[str, bool]:
-    """The argument that an input which is no JSON object stands for, and whether it is a text."""
+    """Return the argument that an input without JSON stands for, and whether it is a text."""
     schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
     schema = schemas.get(name, {})
     properties, required = schema.get("properties", {}), schema.get("required", [])
@@ -149,7 +149,7 @@ def _only_argument(name: str, tools: Schemas) -> tuple[str, bool]:
 
 
 def _answer(content: str) -> str:
-    """House text of an answer; of one that stands between the house's own tags, what they hold."""
+    """Return an answer in the common format; of an answer between its tags already, their content."""
     text = escape_common_tags(content)
     inside = extract_answer(text)
     return render_answer(re.sub("<(?=/?answer>)", r"<\\", text.strip()) if inside is None else inside)

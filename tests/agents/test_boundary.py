@@ -1,0 +1,290 @@
+"""Faulty environments: each fault ends its own trajectory in a known way, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import time
+
+import letters
+import numpy as np
+import pytest
+from schedules import all_ids, engine_of, sampled
+
+from agentr1_jax.agents.session import Identity
+from agentr1_jax.credit.flatten import flatten
+from agentr1_jax.envs.base import Observation
+from agentr1_jax.rollout.runner import Group, Limits, run_groups
+from agentr1_jax.rollout.sampling import Sampling
+from agentr1_jax.trajectory import Outcome
+from agentr1_jax.trajectory_io import read_jsonl, write_jsonl
+
+SECONDS = 0.3
+"""Time limit of an attempt where an environment hangs."""
+
+
+def nested(levels):
+    value = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+def cyclic():
+    value = {}
+    value["self"] = value
+    return value
+
+
+class Unspeakable(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+class Unshowable:
+    def __repr__(self):
+        raise RuntimeError("no looks")
+
+
+class Rude(BaseException):
+    pass
+
+
+def raises(error):
+    async def step():
+        raise error
+
+    return step
+
+
+async def cancel_own_task():
+    asyncio.current_task().cancel()
+    await asyncio.sleep(60)
+
+
+async def cancel_own_task_and_go_on():
+    asyncio.current_task().cancel()
+
+
+async def ignore_one_cancellation():
+    try:
+        await asyncio.sleep(60)
+    except asyncio.CancelledError:
+        await asyncio.sleep(60)
+
+
+async def ignore_every_cancellation():
+    while True:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            continue
+
+
+def told(**fields):
+    return {"observation": Observation(**({} if fields.keys() & {"texts", "messages"} else {"text": "so?"}) | fields)}
+
+
+DONE, FAILED = Outcome.ENV_DONE, Outcome.ENV_FAILURE
+
+STEPS = {
+    # Changes of the first transition -> outcome, and a part of the error.
+    "a reward of np.float32": ({"reward": np.float32(0.5)}, DONE, ""),
+    "a reward of np.int64": ({"reward": np.int64(2)}, DONE, ""),
+    "a reward of a 0-d array": ({"reward": np.array(0.5)}, DONE, ""),
+    "a bool as reward": ({"reward": True}, DONE, ""),
+    "no reward": ({"reward": None}, FAILED, "steps [0] have no reward"),
+    "a text as reward": ({"reward": "1"}, FAILED, "reward is '1'; it must be a number"),
+    "a complex reward": ({"reward": 1j}, FAILED, "must be a number"),
+    "several rewards": ({"reward": np.ones(2)}, FAILED, "must be a number"),
+    "a reward that is not a number": ({"reward": float("nan")}, FAILED, "must be a finite number"),
+    "an infinite reward": ({"reward": np.float64("-inf")}, FAILED, "must be a finite number"),
+    "a reward beyond float32": ({"reward": 1e38}, FAILED, "between -1e+15 and 1e+15"),
+    "a reward of a thousand digits": ({"reward": 10**1000}, FAILED, "finite number"),
+    "reward parts of numpy": ({"reward_parts": {"a": np.float32(1)}}, DONE, ""),
+    "reward parts that are a list": ({"reward_parts": [1.0]}, FAILED, "reward_parts"),
+    "a reward part None": ({"reward_parts": {"a": None}}, FAILED, "reward_parts['a'] is None"),
+    "raw parts that are texts": ({"raw_reward_parts": {"a": "high"}}, FAILED, "raw_reward_parts['a'] is 'high'"),
+    "raw parts without names": ({"raw_reward_parts": {1: 1.0}}, FAILED, "a key of raw_reward_parts is 1"),
+    "an array as flag": ({"terminated": np.bool_(False)}, DONE, ""),
+    "a text as flag": ({"truncated": "no"}, FAILED, "truncated is 'no'; it must be True or False"),
+    "the name of an outcome": ({"terminated": True, "outcome": "env_done"}, DONE, ""),
+    "no name of an outcome": ({"terminated": True, "outcome": "won"}, FAILED, "outcome is 'won'"),
+    "metrics of numpy": ({"terminated": True, "metrics": {"em": np.float32(1), "n": np.int8(3)}}, DONE, ""),
+    "a metric None": ({"terminated": True, "metrics": {"em": None}}, FAILED, "metrics['em'] is None"),
+    "an infinite metric": ({"terminated": True, "metrics": {"em": np.inf}}, FAILED, "must be a finite number"),
+    "tool calls that are texts": ({"tool_calls": ["x"]}, FAILED, "must be a list of mappings"),
+    "a tool call that JSON cannot store": ({"tool_calls": [{"result": {1, 2}}]}, FAILED, "JSON cannot store"),
+    "info of numpy": ({"info": {"a": np.arange(3), np.str_("b"): np.float32(2), 3: (1, 2)}}, DONE, ""),
+    "info that is a list": ({"info": [1]}, FAILED, "info is [1]; it must be a mapping"),
+    "an object in info": ({"info": {"a": object()}}, FAILED, "JSON cannot store"),
+    "an object without looks in info": ({"info": {"a": Unshowable()}}, FAILED, "an object of type Unshowable"),
+    "bytes in info": ({"info": {"a": b"x"}}, FAILED, "JSON cannot store"),
+    "a tuple as key in info": ({"info": {(1, 2): 3}}, FAILED, "keys of JSON are texts"),
+    "info nested 900 deep": ({"info": {"a": nested(900)}}, FAILED, "nested more than 100"),
+    "info nested 100,000 deep": ({"info": {"a": nested(100_000)}}, FAILED, "nested more than 100"),
+    "info that holds itself": ({"info": cyclic()}, FAILED, "nested more than 100"),
+    "a huge integer in info": ({"info": {"a": 10**5000}}, FAILED, "more than 4000 digits"),
+    "not a number in info": ({"info": {"a": float("nan")}}, DONE, ""),
+    "no observation": ({"observation": None}, FAILED, "goes on without an observation"),
+    "a text as observation": ({"observation": "so?"}, FAILED, "it must be a Observation"),
+    "a number as text": (told(text=5), FAILED, "text of an observation is 5"),
+    "a number among texts": (told(texts=["a", 5]), FAILED, "one of the texts"),
+    "messages later": (told(messages=[{"role": "user", "content": "a"}]), FAILED, "must hold text or token ids"),
+    "an unknown role": (told(role="judge"), FAILED, "renders no 'judge' turn"),
+    "token ids that are texts": ({"observation": Observation(token_ids=["a"])}, FAILED, "must be integers"),
+    "token ids beyond the vocabulary": ({"observation": Observation(token_ids=[10**6])}, Outcome.ENGINE_FAILURE, "ids"),
+    "lone surrogates": (told(text="a\ud800b"), DONE, ""),
+    "a dict as state key": (told(state_key={"a": 1}), FAILED, "state_key is {'a': 1}; it must be a text"),
+    "a potential that is not a number": (told(potential=np.nan), FAILED, "potential is nan"),
+    "a potential of numpy": (told(potential=np.float32(0.5)), DONE, ""),
+    "a list as evidence": (told(evidence=["a"]), FAILED, "evidence of an observation"),
+    "a text of 10 MB": (told(text="the cab " * 1_250_000), DONE, ""),
+}
+
+CALLS = {
+    # What the first call of step() does -> outcome, and a part of the error.
+    "an exception": (raises(OSError("gone")), FAILED, "OSError: gone"),
+    "an exception whose message raises": (raises(Unspeakable()), FAILED, "Unspeakable: (its message raises"),
+    "an exception with a message of 10 MB": (raises(ValueError("x" * 10**7)), FAILED, "ValueError: xxx"),
+    "a BaseException": (raises(Rude("rude")), FAILED, "Rude: rude"),
+    "SystemExit": (raises(SystemExit(3)), FAILED, "SystemExit: 3"),
+    "GeneratorExit": (raises(GeneratorExit()), FAILED, "GeneratorExit"),
+    "StopAsyncIteration": (raises(StopAsyncIteration()), FAILED, "StopAsyncIteration"),
+    "RecursionError": (raises(RecursionError("deep")), FAILED, "RecursionError: deep"),
+    "a TimeoutError of its own": (raises(TimeoutError("of its own")), FAILED, "TimeoutError: of its own"),
+    "CancelledError": (raises(asyncio.CancelledError()), FAILED, "CancelledError"),
+    "it cancels its task": (cancel_own_task, FAILED, "CancelledError"),
+    "it cancels its task and goes on": (cancel_own_task_and_go_on, None, ""),
+    "it ignores one cancellation": (ignore_one_cancellation, FAILED, "no step within"),
+    "it ignores every cancellation": (ignore_every_cancellation, FAILED, "no step within"),
+}
+
+
+class Faulty(letters.ScriptedEnv):
+    """Does at its first step what the row names."""
+
+    def __init__(self):
+        super().__init__(["the cab", "abc"], end=3)
+
+    async def reset(self, row, seed):
+        self.fault = row.get("fault")
+        return await super().reset(row, seed)
+
+    async def step(self, action):
+        transition = await super().step(action)
+        if len(self.actions) > 1 or self.fault is None:
+            return transition
+        if self.fault in CALLS:
+            await CALLS[self.fault][0]()
+            return transition
+        return dataclasses.replace(transition, **STEPS[self.fault][0])
+
+
+def agent(make_env=Faulty, **budget):
+    return letters.loop(make_env, context_tokens=128, on_truncated_response="continue", **budget)
+
+
+def rows(fault, **facts):
+    """A faulty row between two healthy ones."""
+    return [letters.ROW, letters.ROW | {"fault": fault} | facts, letters.ROW]
+
+
+@pytest.fixture(scope="module")
+def healthy():
+    return all_ids(sampled([letters.ROW] * 3, agent=agent()))
+
+
+def check(out, healthy, outcome, error, tmp_path):
+    """Other rows sampled the same ids, the faulty one ended as the table says, and all can be stored and trained."""
+    assert all_ids([out[0], out[2]]) == [healthy[0], healthy[2]]
+    assert out[0].outcome is out[2].outcome is DONE
+    faulty = out[1]
+    assert outcome is None or faulty.outcome is outcome, faulty.info
+    assert error in faulty.info.get("error", "")
+    assert len(faulty.info.get("error", "")) < 3000
+    write_jsonl(tmp_path / "out.jsonl.gz", out)
+    again = list(read_jsonl(tmp_path / "out.jsonl.gz"))
+    assert [t.outcome for t in again] == [t.outcome for t in out]
+    json.dumps([faulty.row, faulty.metrics, faulty.info], allow_nan=False)
+    flat = flatten([t for t in out if t.outcome is DONE])
+    assert np.isfinite(flat.rewards).all() and np.isfinite(flat.returns).all()
+
+
+@pytest.mark.parametrize("fault", STEPS)
+def test_a_faulty_transition_ends_its_own_trajectory_only(fault, healthy, tmp_path):
+    _, outcome, error = STEPS[fault]
+    started = time.monotonic()
+    out = sampled(rows(fault), agent=agent())
+    check(out, healthy, outcome, error, tmp_path)
+    assert time.monotonic() - started < 30
+    for step in out[1].steps:
+        numbers = [step.reward, *step.reward_parts.values(), step.potential, step.next_potential]
+        assert all(type(x) is float for x in numbers if x is not None)
+
+
+@pytest.mark.parametrize("fault", CALLS)
+def test_whatever_an_environment_raises_ends_its_own_trajectory_only(fault, healthy, tmp_path):
+    _, outcome, error = CALLS[fault]
+    hangs = "ignores" in fault
+    started = time.monotonic()
+    out = sampled(rows(fault), agent=agent(), limits=Limits(seconds=SECONDS if hangs else None))
+    check(out, healthy, outcome, error, tmp_path)
+    assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize("fault", ["it ignores one cancellation", "it ignores every cancellation"])
+def test_a_stream_that_ends_early_waits_for_no_agent_that_ignores_it(fault):
+    engine, params = engine_of(3)
+    groups = [Group(row, [Identity(f"t/{i}", i, 0, "letters", i)]) for i, row in enumerate(rows(fault))]
+    stream = run_groups(engine, params, agent(), groups, sampling=Sampling(), policy_version=0)
+    started = time.monotonic()
+    assert next(stream)[0].outcome is DONE
+    stream.close()
+    assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize(
+    ("row", "error"),
+    [
+        (OSError("no row"), "OSError: no row"),
+        (Unspeakable(), "Unspeakable: (its message raises"),
+        (None, "a task row is None; it must be a mapping"),
+        (letters.ROW | {"answers": {1, 2}}, "row['answers'] holds {1, 2}"),
+        (letters.ROW | {"max_steps": "two"}, "TypeError"),
+    ],
+)
+def test_a_row_that_cannot_be_used_ends_its_own_trajectories_only(row, error, healthy, tmp_path):
+    out = sampled([letters.ROW, row, letters.ROW], agent=agent())
+    check(out, healthy, FAILED, error, tmp_path)
+
+
+def fails():
+    raise OSError("no environment")
+
+
+class Cut(Faulty):
+    """Gives these metrics where the budget ends its episode."""
+
+    metrics = None
+
+    def cut(self):
+        return self.metrics
+
+
+@pytest.mark.parametrize(
+    ("metrics", "error"),
+    [({"em": None}, "metrics['em'] is None"), ([1], "metrics is [1]"), ({"em": np.float32(1)}, "")],
+)
+def test_metrics_of_an_episode_that_the_budget_ends_are_checked(metrics, error):
+    env = type("Own", (Cut,), {"metrics": metrics})
+    (t,) = sampled([letters.ROW], agent=agent(env, max_steps=1))
+    assert t.outcome is (FAILED if error else Outcome.MAX_STEPS) and error in t.info.get("error", "")
+    assert error or (t.metrics == {"em": 1.0} and type(t.metrics["em"]) is float)
+
+
+def test_an_environment_that_cannot_be_made_fails_every_attempt_and_is_counted(caplog):
+    (t,) = sampled([letters.ROW], agent=agent(fails), limits=Limits(attempts=3))
+    assert t.outcome is FAILED and t.info["failures"] == ["env_failure: OSError: no environment"] * 3
+    assert "attempt 3 of 3: env_failure: OSError: no environment" in caplog.text
