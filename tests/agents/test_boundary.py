@@ -264,12 +264,12 @@ def fails():
     raise OSError("no environment")
 
 
-class Cut(Faulty):
+class Truncated(Faulty):
     """Gives these metrics where the budget ends its episode."""
 
     metrics = None
 
-    def cut(self):
+    def truncate(self):
         return self.metrics
 
 
@@ -278,7 +278,7 @@ class Cut(Faulty):
     [({"em": None}, "metrics['em'] is None"), ([1], "metrics is [1]"), ({"em": np.float32(1)}, "")],
 )
 def test_metrics_of_an_episode_that_the_budget_ends_are_checked(metrics, error):
-    env = type("Own", (Cut,), {"metrics": metrics})
+    env = type("Own", (Truncated,), {"metrics": metrics})
     (t,) = sampled([letters.ROW], agent=agent(env, max_steps=1))
     assert t.outcome is (FAILED if error else Outcome.MAX_STEPS) and error in t.info.get("error", "")
     assert error or (t.metrics == {"em": 1.0} and type(t.metrics["em"]) is float)
