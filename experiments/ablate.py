@@ -32,7 +32,7 @@ from agentr1_jax.errors import UserError
 from agentr1_jax.runtime import compile_cache
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.processes import StopRequest
-from experiments.ablation import cost, fleet, grid
+from experiments.ablation import cost, grid, jobs
 from experiments.ablation.comparison import compare
 
 CONFIG = configs.define_config_flag()
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     arms = grid.parse_arms(SCHEMES.value)
     for key, values in (("learner.loss_mask", LOSS_MASK.value), ("learner.advantage_mask", ADVANTAGE_MASK.value)):
         if values:
-            arms = grid.crossed(arms, key, values, configs.resolve(config)["learner"].get(key.partition(".")[2]))
+            arms = grid.cross(arms, key, values, configs.resolve(config)["learner"].get(key.partition(".")[2]))
     out = OUT.value or f"{config.run_dir.rstrip('/')}_ablation"
     if files.is_remote(out):
         raise UserError(f"{out}: the logs of a grid are appended to, which a bucket cannot; choose a local --out")
@@ -76,9 +76,9 @@ def main(argv: Sequence[str]) -> int:
         return 0
 
     with StopRequest() as stop:
-        failed = fleet.run_all([*warm_starts, *cells], parallel=parallel, stop=stop, console=console)
+        failed = jobs.run_all([*warm_starts, *cells], parallel=parallel, stop=stop, console=console)
     for cell, fault in failed.items():
-        console.print(f"{fleet.title(cell)} failed: {fault}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"{jobs.title(cell)} failed: {fault}", markup=False, highlight=False, soft_wrap=True)
     compare(out, cells, METRIC.value, os.path.basename(config.run_dir), console)
     if stop.requested:
         console.print(f"stopped; the same command goes on with {out}", markup=False)

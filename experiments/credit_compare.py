@@ -36,10 +36,10 @@ from agentr1_jax.text.tokenizer import Tokenizer
 from agentr1_jax.trajectory import POLICIES, Step, Trajectory
 from experiments import build, learning
 from experiments.circle import Run
-from experiments.credit import recorded
+from experiments.credit import recording
 from experiments.credit.choice import choose
 from experiments.credit.effects import Effects, effects
-from experiments.credit.parts import scored_parts
+from experiments.credit.parts import score_groups
 from experiments.sources import run_tokenizer
 
 UPDATE = flags.DEFINE_string("update", "last", "the recorded RL batch: a number as in trajectories/rl_000012, or last")
@@ -53,26 +53,26 @@ AFFINE_TO = 1e-3
 
 
 def main(argv: Sequence[str]) -> None:
-    """What is compared, on what, and what comes of it."""
-    recordings = [recorded.recording(folder, UPDATE.value) for folder in argv[1:]]
-    recorded.check_one_policy(recordings)
+    """Read recordings and parameters, compare the schemes, write the results."""
+    recordings = [recording.read_recording(folder, UPDATE.value) for folder in argv[1:]]
+    recording.check_one_policy(recordings)
     config, out = recordings[0].config, OUT.value or os.path.join(recordings[0].folder, "credit_compare")
     build.keep_programs(config)
     tokenizer = run_tokenizer(config)
     policy, mesh = build.policy(config, tokenizer), meshes.learner_mesh(1, jax.device_count(), 1)
     nothing: Any = None  # Nothing is rolled out.
     run = Run(config, nothing, tokenizer, nothing, policy, {}, nothing, mesh, nothing, nothing)
-    trajectories = usable(run, recorded.join(recordings))
+    trajectories = usable(run, recording.join(recordings))
     chosen = choose(SCHEMES.value, config, trajectories)
-    params, position = recorded.newest_params(recordings, policy, mesh)
+    params, position = recording.newest_params(recordings, policy, mesh)
     run = dataclasses.replace(run, frozen=build.frozen(config, policy, mesh))
 
-    moments, unsure = recorded.moments_before(run, position, recordings[0].trajectories)
-    parts, baseline, gap = scored_parts(run, params, trajectories, moments)
+    statistics, unsure = recording.statistics_before(run, position, recordings[0].trajectories)
+    parts, baseline, gap = score_groups(run, params, trajectories, statistics)
     result = effects(
         run, params, parts, chosen.schemes, aggregate=AGGREGATE.value, resamples=RESAMPLES.value, baseline=baseline
     )
-    version, sampled_by = recorded.version(position, config), trajectories[0].steps[0].policy_version
+    version, sampled_by = recording.version(position, config), trajectories[0].steps[0].policy_version
     facts = {
         "trajectories": len(trajectories),
         "groups": len(parts),
@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def usable(run: Run, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """What training would use of the trajectories. Raises UserError if that is nothing, or lacks a reward."""
+    """Return the trajectories that training would use. Raise UserError if there are none, or one lacks a reward."""
     try:
         kept, _, _ = learning.sift(run, trajectories, critic=run.config.critic != "none")
     except ValueError as error:
@@ -104,7 +104,7 @@ def usable(run: Run, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
 
 
 def remarks(params: Mapping[str, Any], result: Effects, late: int) -> list[str]:
-    """What the reader must know of the figures; the parameters are `late` batches newer than the samples."""
+    """Return remarks on the figures; the parameters are `late` batches newer than the samples."""
     out = []
     if late > 1 or late < 0:
         out.append(
@@ -158,7 +158,7 @@ def pair_rows(result: Effects) -> list[dict[str, Any]]:
     matrices = {
         "pearson": stats.pearson(result.steps),
         "spearman": stats.spearman(result.steps),
-        "opposed": stats.opposed(result.steps),
+        "opposed": stats.opposition(result.steps),
         "gradient cosine": stats.cosines(result.gram),
     }
     rows = [
@@ -169,7 +169,7 @@ def pair_rows(result: Effects) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: np.nan_to_num(row["gradient cosine"], nan=2.0))
 
 
-def places(trajectories: Sequence[Trajectory]) -> list[tuple[Trajectory, int, Step]]:
+def step_positions(trajectories: Sequence[Trajectory]) -> list[tuple[Trajectory, int, Step]]:
     """The steps in order, each with its trajectory and its number."""
     return [(t, number, step) for t in trajectories for number, step in enumerate(t.steps)]
 
@@ -179,14 +179,14 @@ def advantage_rows(result: Effects) -> list[dict[str, Any]]:
     return [
         {"uid": t.uid, "step": number, "reward": step.reward, "state_key": step.state_key}
         | {name: float(f"{x:.6g}") for name, x in zip(result.schemes, result.steps[:, place], strict=True)}
-        for place, (t, number, step) in enumerate(places(result.trajectories))
+        for place, (t, number, step) in enumerate(step_positions(result.trajectories))
     ]
 
 
-def shown_steps(result: Effects, tokenizer: Tokenizer) -> list[StepView]:
+def disputed_steps(result: Effects, tokenizer: Tokenizer) -> list[StepView]:
     """The steps on which schemes disagree most, one of a trajectory at most."""
     scaled, split = stats.scaled(result.steps), stats.disagreement(result.steps)
-    steps, seen = places(result.trajectories), set()
+    steps, seen = step_positions(result.trajectories), set()
     out: list[StepView] = []
     for place in np.argsort(-split, kind="stable"):
         t, number, step = steps[place]
@@ -227,10 +227,10 @@ def write(
     result: Effects,
     tokenizer: Tokenizer,
 ) -> None:
-    """All files of the comparison."""
+    """Write all files of the comparison."""
     schemes, pairs = scheme_rows(result), pair_rows(result)
     cosine, rank = stats.cosines(result.gram), stats.spearman(result.steps)
-    order = stats.chain(cosine)
+    order = stats.similarity_order(cosine)
     names = [result.schemes[i] for i in order]
     pictures = {name: os.path.join(out, f"{name}.png") for name in ("heatmaps", "noise", "strips")}
     square = np.ix_(order, order)
@@ -249,7 +249,7 @@ def write(
             ("Effect of the other groups", measured["batch effect"]),
         ],
     )
-    index = np.array([number for _, number, _ in places(result.trajectories)])
+    index = np.array([number for _, number, _ in step_positions(result.trajectories)])
     plots.plot_strips(pictures["strips"], result.schemes, stats.scaled(result.steps), index, above_mean(result))
     write_page(
         os.path.join(out, "report.html"),
@@ -260,7 +260,7 @@ def write(
         schemes=short(schemes),
         pairs=short(pairs),
         pictures=pictures,
-        steps=shown_steps(result, tokenizer),
+        steps=disputed_steps(result, tokenizer),
         own=own,
     )
     for name, rows in (("schemes", schemes), ("pairs", pairs), ("advantages", advantage_rows(result))):

@@ -52,7 +52,7 @@ SEED = flags.DEFINE_integer("seed", 0, "of sampling, and of the order of the que
 
 
 def main(argv: Sequence[str]) -> None:
-    """Evaluates what the flags say."""
+    """Evaluate what the flags say."""
     if len(argv) > 1 and CHECKPOINT.value:
         raise UserError(f"{argv[1]} and --checkpoint={CHECKPOINT.value}: give one of them")
     if "AGENTR1_COORDINATOR" in os.environ:

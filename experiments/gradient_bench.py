@@ -24,13 +24,13 @@ from rich.table import Table
 from agentr1_jax.credit import SCHEMES
 from agentr1_jax.errors import UserError
 from agentr1_jax.learner.config import AGGREGATES, RATIOS
+from agentr1_jax.report.gradient_errors import LEVEL
 from agentr1_jax.report.gradients import plot_gradients
 from agentr1_jax.report.tables import markdown_table
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.monitoring import progress_bar
-from experiments.credit.bias import LOSSES, REFERENCE, Row, chosen, off_policy, on_policy, plain, variants
-from experiments.credit.estimates import LEVEL
-from experiments.credit.processes import PROCESSES
+from experiments.credit.bias import LOSSES, REFERENCE, Row, off_policy, on_policy, plain, select_names, variants
+from experiments.credit.mdps import PROCESSES
 
 BATCHES = flags.DEFINE_integer("batches", 4096, "independent batches of each process", lower_bound=200)
 GROUPS = flags.DEFINE_integer("groups", 4, "groups of a batch", lower_bound=1)
@@ -133,7 +133,7 @@ def write(folder: str, rows: Sequence[Row], notes: str) -> None:
 
 
 def own_schemes(path: str) -> None:
-    """Registers the schemes of a user's file. Raises UserError if it cannot be read."""
+    """Registers the schemes of a user's file. Raise UserError if it cannot be read."""
     try:
         SCHEMES.load(path)
     except ValueError as error:
@@ -145,8 +145,8 @@ def main(argv: Sequence[str]) -> None:
     del argv
     if FILE.value:
         own_schemes(FILE.value)
-    schemes = variants(chosen(WANTED.value, list(SCHEMES), "schemes"))
-    processes = chosen(PROCESS.value, list(PROCESSES), "process")
+    schemes = variants(select_names(WANTED.value, list(SCHEMES), "schemes"))
+    processes = select_names(PROCESS.value, list(PROCESSES), "process")
     console = Console()
     console.width = max(console.width, WIDTH)  # A log must not cut figures.
     sizes = {"batches": BATCHES.value, "groups": GROUPS.value, "samples": SAMPLES.value}

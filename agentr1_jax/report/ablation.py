@@ -30,7 +30,7 @@ and question. With fewer than five seeds an interval over seeds is hardly more t
 
 @dataclasses.dataclass(frozen=True)
 class RunResult:
-    """What a finished run came to.
+    """Result of a finished run.
 
     Attributes:
       greedy, sampled: question id -> score in the final evaluations.
@@ -63,7 +63,7 @@ class ArmResult:
 
 def final_scores(arm: ArmResult, kind: str) -> Interval:
     """Mean final score of an arm with its two-stage interval; `kind` is `greedy` or `sampled`."""
-    values, same = _matched([getattr(run, kind) for run in arm.runs.values()])
+    values, same = _match_questions([getattr(run, kind) for run in arm.runs.values()])
     return two_stage_interval(values, same_questions=same)
 
 
@@ -80,7 +80,7 @@ def difference(arm: ArmResult, base: ArmResult, kind: str) -> Interval | None:
             theirs.append({question: b[question] for question in common})
     if not ours:
         return None
-    (a, same), (b, _) = _matched(ours), _matched(theirs)
+    (a, same), (b, _) = _match_questions(ours), _match_questions(theirs)
     return paired_difference(a, b, same_questions=same)
 
 
@@ -120,7 +120,7 @@ def seed_rows(arms: Sequence[ArmResult]) -> list[dict[str, Any]]:
 def write_markdown(
     path: str | os.PathLike[str], arms: Sequence[ArmResult], *, title: str, metric: str, remarks: Sequence[str] = ()
 ) -> None:
-    """Writes the tables and how to read them, renamed into place; `remarks` are paragraphs of their own."""
+    """Write the tables and how to read them, renamed into place; `remarks` are paragraphs of their own."""
     runs = [run for arm in arms for run in arm.runs.values()]
     asked = sorted({len(run.greedy) for run in runs})
     same = len({frozenset(run.greedy) for run in runs}) == 1
@@ -139,7 +139,7 @@ def write_markdown(
 
 
 def write_csv(path: str | os.PathLike[str], arms: Sequence[ArmResult]) -> None:
-    """Writes the table with a column for each mean, lower and upper end, renamed into place."""
+    """Write the table with a column for each mean, lower and upper end, renamed into place."""
     rows = []
     for row in table_rows(arms):
         flat: dict[str, Any] = {}
@@ -158,7 +158,7 @@ def write_csv(path: str | os.PathLike[str], arms: Sequence[ArmResult]) -> None:
 
 
 def plot_ablation(path: str | os.PathLike[str], arms: Sequence[ArmResult], *, title: str, metric: str) -> None:
-    """Draws each arm's greedy evaluations over RL updates: the mean over its seeds, in a band from lowest to highest.
+    """Draw each arm's greedy evaluations over RL updates: the mean over its seeds, in a band from lowest to highest.
 
     Seeds whose curves have other updates than the rest (a run that was changed) count where all have a point.
     """
@@ -189,7 +189,7 @@ def plot_ablation(path: str | os.PathLike[str], arms: Sequence[ArmResult], *, ti
     save(figure, path)
 
 
-def _matched(by_seed: Sequence[Mapping[str, float]]) -> tuple[list[np.ndarray], bool]:
+def _match_questions(by_seed: Sequence[Mapping[str, float]]) -> tuple[list[np.ndarray], bool]:
     """Scores of each seed in the order of question ids, and whether all seeds have the same questions.
 
     Where seeds share almost all questions (one was lost to a failed tool), those that all have are taken.

@@ -1,4 +1,4 @@
-"""How credit schemes differ on the same steps, as numbers: plain numpy, schemes along the first axis."""
+"""Statistics of how credit schemes differ on the same steps; schemes are the first axis."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def spearman(x: PerStep) -> Matrix:
     return pearson(scipy.stats.rankdata(x, axis=1))
 
 
-def opposed(x: PerStep) -> Matrix:
+def opposition(x: PerStep) -> Matrix:
     """Share of the steps that one scheme encourages and the other discourages; an advantage of 0 opposes nothing."""
     sign = np.sign(x)
     return (sign[:, None] * sign[None] < 0).mean(-1)
@@ -66,7 +66,7 @@ def disagreement(x: PerStep) -> Float[np.ndarray, "steps"]:
     return scaled(x).std(0)
 
 
-def chain(similarity: Matrix) -> list[int]:
+def similarity_order(similarity: Matrix) -> list[int]:
     """An order in which neighbours are alike: from the first scheme on, always the most similar one that is left."""
     order, left = [0], list(range(1, len(similarity)))
     while left:
@@ -76,7 +76,7 @@ def chain(similarity: Matrix) -> list[int]:
 
 
 class Noise(NamedTuple):
-    """What resampling says of a gradient.
+    """Signal and noise of a gradient under resampling.
 
     Attributes:
       norm: of the gradient of the whole batch.

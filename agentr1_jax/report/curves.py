@@ -53,7 +53,7 @@ def series(records: Iterable[Mapping[str, Any]], phase: str, key: str) -> Series
     return np.array([u for u, _ in kept], np.int64), np.array([v for _, v in kept], np.float64)
 
 
-def smoothed(values: np.ndarray, width: int) -> np.ndarray:
+def smooth(values: np.ndarray, width: int) -> np.ndarray:
     """Centred moving average over `width` (odd) points, over fewer at the ends: [N] -> [N]."""
     ones = np.ones(width)
     total = np.convolve(np.pad(values, width // 2), ones, "valid")
@@ -67,7 +67,7 @@ def _line(axes: Axes, curve: Curve) -> None:
         axes.plot(x, y, color=curve.color, lw=1.8, marker="o", ms=3, label=curve.label)
         return
     axes.plot(x, y, color=curve.color, lw=0.8, alpha=0.3)
-    axes.plot(x, smoothed(y, 2 * (len(y) // 50) + 3), color=curve.color, lw=2, label=curve.label)
+    axes.plot(x, smooth(y, 2 * (len(y) // 50) + 3), color=curve.color, lw=2, label=curve.label)
 
 
 def _evaluations(axes: Axes, curve: Curve) -> None:
@@ -138,7 +138,7 @@ def _draw(axes: Axes, panel: Panel, x_label: bool) -> None:
 def plot_learning_curve(
     path: str | os.PathLike[str], records: Iterable[Mapping[str, Any]], *, title: str | None = None
 ) -> None:
-    """Draws the run's learning curve as a PNG, renamed into place.
+    """Draw the run's learning curve as a PNG, renamed into place.
 
     Args:
       path: where the picture goes.

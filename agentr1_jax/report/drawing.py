@@ -1,4 +1,4 @@
-"""What the pictures have in common: colours, bare axes, a PNG that appears whole; no global state of pyplot."""
+"""Colours, bare axes and saving of all pictures; no global state of pyplot."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ def tidy(axes: Axes) -> None:
 
 
 def save(figure: Figure, path: files.PathLike) -> None:
-    """Writes the picture as a PNG; its folder is made if need be."""
+    """Write the picture as a PNG; its folder is made if need be."""
     with files.atomic_write(path, "wb") as out:
         figure.savefig(out, format="png")

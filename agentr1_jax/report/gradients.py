@@ -24,7 +24,7 @@ Rows = Sequence[Mapping[str, Any]]
 def plot_gradients(
     path: str | os.PathLike[str], panels: Mapping[str, Rows], *, title: str | None = None, name: str = "scheme"
 ) -> None:
-    """Draws a panel for each process and a numbered point for each estimator, as a PNG renamed into place.
+    """Draw a panel for each process and a numbered point for each estimator, as a PNG renamed into place.
 
     Args:
       path: where the picture goes.
@@ -99,5 +99,5 @@ def clusters(points: Sequence[tuple[float, float, int]]) -> dict[tuple[float, fl
 
 
 def _along_axis(x: float) -> float:
-    """Where a symlog axis puts x, in decades."""
+    """Return the position of x on a symlog axis, in decades."""
     return x / LINEAR_BELOW if x < LINEAR_BELOW else 1 + math.log10(x / LINEAR_BELOW)

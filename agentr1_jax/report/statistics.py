@@ -1,14 +1,15 @@
-"""Intervals for means over seeds and questions, by bootstrap; pure numpy, the same for the same seed.
+"""Bootstrap intervals for means over seeds and questions, the same for the same seed.
 
-Every resample draws one thing fewer than there are (n - 1 of n), so that the spread of its mean is that of the mean
-without bias (Rao & Wu 1988, "Resampling inference with complex survey data"); with all n it is too small by n/(n - 1),
-which counts where n is three. What no resampling can mend is that few things say little of their spread. On normal
-data the interval over n seeds that is called 95 % holds the truth in
+`scipy.stats.bootstrap` serves neither: it resamples n of n, in one stage.
+
+Every resample draws n - 1 of n values, which makes the variance of its mean unbiased (Rao & Wu 1988, "Resampling
+inference with complex survey data"); with all n it is too small by n/(n - 1), which matters where n is three. Few
+values still say little of their spread. On normal data the nominal 95 % interval over n seeds holds the truth in
 
     n           2    3    4    5    8    20
     coverage   50   75   82   86   90    92 %
 
-of all cases: below five it is the range from the lowest to the highest, or nearly so, and should be read as that.
+of all cases: below five it is nearly the range from the lowest to the highest, and should be read as that.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Interval(NamedTuple):
 def mean_interval(
     values: Float[np.ndarray, "n"], *, seed: int = 0, draws: int = DRAWS, level: float = LEVEL
 ) -> Interval:
-    """Percentile bootstrap interval of a mean over n independent values; one value has an interval of no width.
+    """Return the percentile bootstrap interval of a mean over n independent values; of one value it has no width.
 
     Raises:
       ValueError: there are no values.
@@ -50,18 +51,18 @@ def two_stage_interval(
     draws: int = DRAWS,
     level: float = LEVEL,
 ) -> Interval:
-    """Percentile bootstrap interval of a mean over seeds of means over questions, both seen as samples of many.
+    """Return the percentile bootstrap interval of a mean over seeds of means over questions.
 
     Each resample draws seeds with replacement, then questions within them with replacement. Where all seeds were asked
-    the same questions, one draw of questions serves all seeds: a hard question is hard for each of them, which draws
-    of their own would take for chance that averages out. Noise of single answers enters both stages, so the interval
+    the same questions, one draw of questions serves all seeds: a hard question is hard for each of them, which separate
+    draws would average out. Noise of single answers enters both stages, so the interval
     is too wide rather than too narrow where it is all there is (by up to √3; Owen 2007, "The pigeonhole bootstrap").
 
     Args:
       values: for each seed its scores, one a question; in the same order for all where `same_questions`.
       same_questions: whether question i is the same in all seeds.
-      seed: of the resampling.
-      draws: resamples.
+      seed: seed of the resampling.
+      draws: number of resamples.
       level: share of resampled means within the interval.
 
     Raises:
@@ -100,7 +101,7 @@ def paired_difference(
     draws: int = DRAWS,
     level: float = LEVEL,
 ) -> Interval:
-    """Two-stage interval of the mean of ours − theirs, paired by seed and question: what both share cancels.
+    """Return the two-stage interval of the mean of ours − theirs, paired by seed and question.
 
     Args:
       ours, theirs: for each seed the scores of the same questions in the same order.
@@ -117,7 +118,7 @@ def paired_difference(
 
 
 def area_under(updates: Real[np.ndarray, "n"], values: Float[np.ndarray, "n"]) -> float:
-    """Mean height of a learning curve over its span: its trapezoid area over the updates, divided by them.
+    """Return the mean height of a learning curve over its span: its trapezoid area over the updates, divided by them.
 
     Args:
       updates: ascending.

@@ -35,7 +35,7 @@ class Pieces(NamedTuple):
     seconds: float
 
 
-def _checked(span: Mapping[str, Any], slots: int) -> tuple[int, int, float, float]:
+def _parse_span(span: Mapping[str, Any], slots: int) -> tuple[int, int, float, float]:
     slot, state, start, end = int(span["slot"]), span["state"], float(span["start"]), float(span["end"])
     if not 0 <= slot < slots or state not in STATES or not 0 <= start <= end < math.inf:
         raise ValueError(
@@ -45,7 +45,7 @@ def _checked(span: Mapping[str, Any], slots: int) -> tuple[int, int, float, floa
     return slot, STATES.index(state), start, end
 
 
-def _one_state(state: np.ndarray, start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _disjoint_spans(state: np.ndarray, start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Spans [N] of one slot, perhaps overlapping, as disjoint ones (state, start, end) in order of time."""
     times, place = np.unique(np.concatenate([start, end]), return_inverse=True)
     first, last = np.split(place, 2)
@@ -60,16 +60,16 @@ def _one_state(state: np.ndarray, start: np.ndarray, end: np.ndarray) -> tuple[n
     return now[begins][busy], times[begins][busy], times[ends][busy]
 
 
-def _pieces(spans: Iterable[Mapping[str, Any]], slots: int) -> Pieces:
-    """Spans without their overlaps. Raises ValueError where a span does not fit."""
+def _disjoint_pieces(spans: Iterable[Mapping[str, Any]], slots: int) -> Pieces:
+    """Spans without their overlaps. Raise ValueError where a span does not fit."""
     if slots < 1:
         raise ValueError(f"slots is {slots}; a timeline has at least 1")
-    rows = np.array([_checked(span, slots) for span in spans], np.float64).reshape(-1, 4)
+    rows = np.array([_parse_span(span, slots) for span in spans], np.float64).reshape(-1, 4)
     slot, state = rows[:, 0].astype(np.int64), rows[:, 1].astype(np.int64)
     found = [(slot[:0], state[:0], rows[:0, 2], rows[:0, 3])]
     for k in np.unique(slot):
         of = slot == k
-        parts = _one_state(state[of], rows[of, 2], rows[of, 3])
+        parts = _disjoint_spans(state[of], rows[of, 2], rows[of, 3])
         found.append((np.full(len(parts[0]), k), *parts))
     slot, state, start, end = map(np.concatenate, zip(*found, strict=True))
     return Pieces(slot, state, start, end, float(rows[:, 3].max(initial=0.0)))
@@ -82,8 +82,8 @@ def _shares(pieces: Pieces, slots: int) -> dict[str, float]:
     return shares | {"idle": max(1.0 - sum(shares.values()), 0.0)}
 
 
-def share_of_states(spans: Iterable[Mapping[str, Any]], slots: int) -> dict[str, float]:
-    """What became of the slot-time, that is of `slots` x the seconds from 0 to the end of the last span.
+def state_shares(spans: Iterable[Mapping[str, Any]], slots: int) -> dict[str, float]:
+    """Return the shares of slot-time, `slots` x the seconds from 0 to the end of the last span, in each state.
 
     A slot in two states at once counts as decoding before prefill before waiting for a tool.
 
@@ -98,10 +98,10 @@ def share_of_states(spans: Iterable[Mapping[str, Any]], slots: int) -> dict[str,
     Raises:
       ValueError: a span does not fit.
     """
-    return _shares(_pieces(spans, slots), slots)
+    return _shares(_disjoint_pieces(spans, slots), slots)
 
 
-def busy_slots(start: np.ndarray, end: np.ndarray, edges: np.ndarray) -> np.ndarray:
+def mean_busy_slots(start: np.ndarray, end: np.ndarray, edges: np.ndarray) -> np.ndarray:
     """Mean number of slots in a state between consecutive times.
 
     Args:
@@ -112,13 +112,13 @@ def busy_slots(start: np.ndarray, end: np.ndarray, edges: np.ndarray) -> np.ndar
       float64 [B].
     """
 
-    def elapsed(since: np.ndarray) -> np.ndarray:
+    def elapsed_time(since: np.ndarray) -> np.ndarray:
         """Sum over `since` of the time from it to each edge, where that is positive."""
         since = np.sort(since)
         count = np.searchsorted(since, edges)
         return count * edges - np.concatenate([[0.0], np.cumsum(since)])[count]
 
-    return np.diff(elapsed(start) - elapsed(end)) / np.diff(edges)
+    return np.diff(elapsed_time(start) - elapsed_time(end)) / np.diff(edges)
 
 
 def _bands(axes: Axes, pieces: Pieces, slots: int) -> None:
@@ -161,10 +161,10 @@ def _legend(axes: Axes, shares: Mapping[str, float]) -> None:
 
 
 def _curve(axes: Axes, pieces: Pieces, slots: int) -> None:
-    """How many slots decode: means of short stretches, so that pauses of milliseconds do not blacken it."""
+    """Draw the number of decoding slots, averaged over short intervals so that millisecond pauses do not blacken it."""
     decoding = pieces.state == STATES.index("decode")
     edges = np.linspace(0, pieces.seconds, CURVE_POINTS + 1)
-    count = busy_slots(pieces.start[decoding], pieces.end[decoding], edges)
+    count = mean_busy_slots(pieces.start[decoding], pieces.end[decoding], edges)
     axes.stairs(count, edges, color=COLORS["decode"], fill=True, alpha=0.18, lw=0)
     axes.stairs(count, edges, color=COLORS["decode"], lw=0.9, baseline=None)
     axes.set_ylim(0, 1.04 * slots)
@@ -178,18 +178,18 @@ def _curve(axes: Axes, pieces: Pieces, slots: int) -> None:
 def plot_timeline(
     path: str | os.PathLike[str], spans: Iterable[Mapping[str, Any]], *, slots: int, title: str | None = None
 ) -> None:
-    """Draws what the slots of an engine were used for during one rollout as a PNG, renamed into place.
+    """Draw what the slots of an engine were used for during one rollout as a PNG, renamed into place.
 
     Args:
       path: where the picture goes.
-      spans: records as `share_of_states` takes them.
+      spans: records as `state_shares` takes them.
       slots: of the engine; each has a band.
       title: a heading over the whole picture.
 
     Raises:
       ValueError: a span does not fit.
     """
-    pieces = _pieces(spans, slots)
+    pieces = _disjoint_pieces(spans, slots)
     bands_height = min(max(0.19 * slots, 1.2), 6.0)
     figure = new_figure(11.0, bands_height + 2.2, title)
     if pieces.seconds > 0:

@@ -1,4 +1,4 @@
-"""What the finished runs of a grid came to: reads their folders; writes the tables and the picture."""
+"""Results of the finished runs of a grid, from their folders, as tables and a picture."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from agentr1_jax.report.statistics import Interval
 from agentr1_jax.report.tables import format_value
 from agentr1_jax.runtime.metrics import read_metrics
 from agentr1_jax.runtime.run_folder import RunFolder, read_trajectories
-from experiments.ablation.fleet import title as title_of
 from experiments.ablation.grid import Cell, summary
+from experiments.ablation.jobs import title as title_of
 
 
 def compare(out: str, cells: Sequence[Cell], metric: str, title: str, console: Console) -> None:
-    """Writes and prints what the finished runs came to."""
+    """Write and print the results of the finished runs."""
     arms = [
         ArmResult(
             arm,
@@ -43,7 +43,7 @@ def compare(out: str, cells: Sequence[Cell], metric: str, title: str, console: C
 
 
 def results_table(arms: Sequence[ArmResult], metric: str) -> Table:
-    """The table of ablation.md for the terminal."""
+    """Return the table of ablation.md for the terminal."""
     rows = table_rows(arms)
     table = Table(*rows[0], title=f"{metric}, mean over n seeds [95 %]", title_justify="left")
     for row in rows:
@@ -56,7 +56,7 @@ def results_table(arms: Sequence[ArmResult], metric: str) -> Table:
 
 
 def remarks(cells: Sequence[Cell], metric: str) -> list[str]:
-    """What else a reader of the table must know."""
+    """Return remarks that a reader of the table needs."""
     done = [summary(cell) for cell in cells if cell.finished]
     out = ["Seconds are those of a run without its warm start, beside the other runs of the grid."]
     if metric == "em" and all("em_before" in s and "em_before_greedy" in s for s in done):
@@ -69,7 +69,7 @@ def remarks(cells: Sequence[Cell], metric: str) -> list[str]:
 
 
 def run_result(cell: Cell, metric: str) -> RunResult:
-    """What a finished run came to.
+    """Read the result of a finished run.
 
     Raises:
       UserError: its evaluations have no such metric, or a file of it is missing or damaged.
@@ -84,7 +84,7 @@ def run_result(cell: Cell, metric: str) -> RunResult:
 
 
 def scores(folder: str, name: str, metric: str) -> dict[str, float]:
-    """Question id -> metric, of one evaluation; without questions that the infrastructure failed.
+    """Read question id -> metric of one evaluation, without failures of the infrastructure.
 
     Raises:
       UserError: there is no such evaluation, or none of its trajectories has the metric.

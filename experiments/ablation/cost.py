@@ -1,4 +1,4 @@
-"""What a grid of runs consists of and costs, and what is refused before it starts."""
+"""Contents and cost of a grid of runs, and checks before it starts."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from experiments.ablation.grid import Cell, summary
 
 
 def check_apart(cells: Sequence[ml_collections.ConfigDict]) -> str:
-    """Checks every run as it would check itself; returns the kind of devices there are.
+    """Check every run as it would check itself; return the kind of devices.
 
-    It is done in a process of its own: this one must not hold the accelerator that the runs need.
+    The checks run in another process: this one must not hold the accelerator that the runs need.
 
     Raises:
       UserError: the first config that cannot work, with its folder.
@@ -44,7 +44,7 @@ def check_all(cells: Sequence[ml_collections.ConfigDict]) -> str:
 
 
 def check_folders(cells: Sequence[Cell]) -> None:
-    """Refuses folders with runs of another config; those that are finished may have been moved since."""
+    """Refuse folders with runs of another config; finished runs may have been moved since."""
     for cell in cells:
         if os.path.exists(os.path.join(cell.folder, "config.json")):
             may_differ = ("run_dir", "warm_start.run") if cell.finished else ("run_dir",)
@@ -55,7 +55,7 @@ def check_folders(cells: Sequence[Cell]) -> None:
 
 
 def grid_table(warm_starts: Sequence[Cell], cells: Sequence[Cell]) -> Table:
-    """Arms, folders and which runs are finished."""
+    """Return a table of arms, folders and finished runs."""
     table = Table("arm", "seeds", "finished", "folder", "note", title="Grid", title_justify="left")
     for arm in dict.fromkeys(cell.arm for cell in (*warm_starts, *cells)):
         own = [cell for cell in (*warm_starts, *cells) if cell.arm == arm]
@@ -66,7 +66,7 @@ def grid_table(warm_starts: Sequence[Cell], cells: Sequence[Cell]) -> Table:
 
 
 def cost_table(warm_starts: Sequence[Cell], cells: Sequence[Cell], parallel: int) -> Table:
-    """What the whole grid computes, and how long what is left will take."""
+    """Return a table of what the whole grid computes, and how long the rest will take."""
     table = Table("", "warm starts", "runs", title="Cost", title_justify="left")
     rows: dict[str, list[str]] = {}
     for group in (warm_starts, cells):
@@ -83,7 +83,7 @@ def cost_table(warm_starts: Sequence[Cell], cells: Sequence[Cell], parallel: int
 
 
 def cost(config: ml_collections.ConfigDict) -> tuple[int, int, int]:
-    """(updates, trajectories, most tokens decoded) of a run from its start, evaluations included."""
+    """Return (updates, trajectories, most tokens decoded) of a run from its start, evaluations included."""
     supervised = 0 if config.warm_start.run else config.pretrain.updates + config.warm_start_updates
     r, b, evaluation = config.rollout, config.budget, config.eval
     final = 4 if config.updates else 2  # Greedy and sampled, before and after RL.
@@ -98,7 +98,7 @@ def cost(config: ml_collections.ConfigDict) -> tuple[int, int, int]:
 
 
 def hours_left(cells: Sequence[Cell], parallel: int) -> float | None:
-    """Estimate from the finished ones; None where there are none to tell, 0 where nothing is left."""
+    """Estimate the hours left from the finished runs; None without any, 0 where nothing is left."""
     seconds = [summary(cell)["seconds"] for cell in cells if cell.finished]
     left = len(cells) - len(seconds)
     if not left:

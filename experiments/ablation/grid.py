@@ -1,4 +1,4 @@
-"""The grid of an ablation: its arms as one writes them, and the config of each of its runs."""
+"""The grid of an ablation: arms parsed from text, and the config of each run."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from experiments import build, inherited
 
 WARM_START = "warm_start"
 SAME_FOR_ALL = ("seed", "run_dir", "compilation_cache", "control", "control_seconds", "eval", "task")
-"""What an arm cannot change, since its runs would not be compared with those of other arms; reward weights it can."""
+"""Keys that an arm cannot change, except for reward weights: its runs would not compare with those of other arms."""
 OF_WARM_START = ("pretrain", "warm_start", "warm_start_updates")
 OF_PROMPTS = ("context.rule", "context.file", "context.summary_tokens", "agent.call_format", "agent.tell_tools")
-"""How demonstrations look to the policy: one that imitated others than it meets in RL would start with a handicap, so
-that each has a warm start of its own."""
+"""Keys of how prompts look. A policy must imitate demonstrations like the prompts that it meets in RL, so an arm that
+changes one of these has a warm start of its own."""
 SYNTAX = "write SCHEME, SCHEME(setting=value, ...), or either with changes: SCHEME+config.key=value+config.key=value"
 
 
@@ -38,10 +38,10 @@ class Arm:
     """A credit scheme and changes to the config, as text.
 
     Attributes:
-      name: as it was written.
-      scheme: of credit.
-      settings: hyper-parameters of the scheme.
-      changes: of other keys of the config.
+      name: its text.
+      scheme: name of the credit scheme.
+      settings: arguments of the scheme, as text.
+      changes: other key of the config -> value, as text.
     """
 
     name: str
@@ -55,11 +55,11 @@ class Cell:
     """One run of the grid.
 
     Attributes:
-      arm: its name; `warm_start` for that, with its changes.
-      seed: of the run.
-      config: of the run; its folder is `config.run_dir`.
-      after: folder of the run that has to be finished first; "" for none.
-      note: what the table says of its arm.
+      arm: name of the arm; for a warm start `warm_start` with its changes.
+      seed: seed of the run.
+      config: config of the run; its folder is `config.run_dir`.
+      after: folder of the run that must finish first; "" for none.
+      note: remark on the arm for the table.
     """
 
     arm: str
@@ -75,20 +75,20 @@ class Cell:
 
     @property
     def finished(self) -> bool:
-        """Whether the run has come to its end."""
+        """True if the run has finished."""
         return is_finished(self.folder)
 
 
 def is_finished(folder: str) -> bool:
-    """Whether a folder holds a run that has come to its end."""
+    """Return True if a folder holds a finished run."""
     return os.path.exists(os.path.join(folder, "summary.json"))
 
 
 def parse_arms(text: str) -> list[Arm]:
-    """Arms of a list such as `grpo,gigpo(norm=mean_std_norm),grpo+loss.clip=dual`.
+    """Parse a list of arms such as `grpo,gigpo(norm=mean_std_norm),grpo+loss.clip=dual`.
 
     Raises:
-      UserError: it is empty, something in it is no arm, or an arm comes twice.
+      UserError: the list is empty, an item is not an arm, or an arm comes twice.
     """
     arms = [_parse_arm(item) for item in _split(text)]
     if not arms:
@@ -99,8 +99,8 @@ def parse_arms(text: str) -> list[Arm]:
     return arms
 
 
-def crossed(arms: Sequence[Arm], key: str, values: Sequence[str], present: Any) -> list[Arm]:
-    """Each arm with each value of a key; the name of an arm tells the value where it is not the config's own.
+def cross(arms: Sequence[Arm], key: str, values: Sequence[str], present: Any) -> list[Arm]:
+    """Combine each arm with each value of a key; the name of an arm has the value where it differs from the config.
 
     Raises:
       UserError: a value is neither true nor false, comes twice, or an arm sets the key by itself.
@@ -117,7 +117,7 @@ def crossed(arms: Sequence[Arm], key: str, values: Sequence[str], present: Any) 
 
 
 def parse_seeds(texts: Sequence[str]) -> list[int]:
-    """Seeds as numbers. Raises UserError if one is none."""
+    """Parse seeds. Raise UserError if one is not a number."""
     if not all(text.isdecimal() for text in texts):
         raise UserError(f"--seeds={','.join(texts)}: write whole numbers, e.g. --seeds=0,1,2")
     return [int(text) for text in texts]
@@ -126,12 +126,12 @@ def parse_seeds(texts: Sequence[str]) -> list[int]:
 def make_grid(
     config: ml_collections.ConfigDict, arms: Sequence[Arm], seeds: Sequence[int], out: str
 ) -> tuple[list[Cell], list[Cell]]:
-    """The runs of a grid, seed by seed.
+    """Make the runs of a grid, seed by seed.
 
     Args:
-      config: what all runs have in common.
-      arms: what they differ in.
-      seeds: each arm has a run of each.
+      config: config that all runs share.
+      arms: arms of the grid.
+      seeds: seeds of each arm.
       out: folder of the grid.
 
     Returns:
@@ -150,7 +150,7 @@ def make_grid(
     warm_starts, cells = dict[str, Cell](), list[Cell]()
     for seed, arm in itertools.product(seeds, arms):
         folder = os.path.join(out, folder_name(arm.name), f"seed{seed}")
-        own, note = configured(_with(config, seed=seed, run_dir=folder), arm)
+        own, note = configure(_replace_keys(config, seed=seed, run_dir=folder), arm)
         _load(RULES, own.context.file)
         if shared:
             start = _warm_start(config, arm, seed, out)
@@ -161,11 +161,11 @@ def make_grid(
     return list(warm_starts.values()), cells
 
 
-def configured(config: ml_collections.ConfigDict, arm: Arm) -> tuple[ml_collections.ConfigDict, str]:
-    """The config of an arm, and what the table is to say of it.
+def configure(config: ml_collections.ConfigDict, arm: Arm) -> tuple[ml_collections.ConfigDict, str]:
+    """Return the config of an arm, and a remark on it for the table.
 
-    Settings of the config's own scheme stay where the arm's has them too. A scheme that needs a critic gets one, and an
-    arm that reads what came from tools gets room for it.
+    Arguments of the config's own scheme stay where the arm's scheme has them, too. A scheme that needs a critic gets
+    one, and an arm without a mask gets room for the tokens of observations.
     """
     where = f"--schemes: {arm.name!r}"
     try:
@@ -173,7 +173,7 @@ def configured(config: ml_collections.ConfigDict, arm: Arm) -> tuple[ml_collecti
     except ValueError as error:
         raise UserError(f"{where}: {error}") from error
     if arm.scheme != config.credit.name:
-        _drop_settings(config, keep=list(scheme.defaults))
+        _reset_settings(config, keep=list(scheme.defaults))
     changes = {
         "credit.name": arm.scheme,
         **{f"credit.args.{key}": value for key, value in arm.settings.items()},
@@ -183,7 +183,7 @@ def configured(config: ml_collections.ConfigDict, arm: Arm) -> tuple[ml_collecti
         fixed = key in SAME_FOR_ALL or key.startswith(tuple(f"{same}." for same in SAME_FOR_ALL))
         if fixed and ".rewards." not in key:
             raise UserError(f"{where} changes {key}, which is the same for all arms; change it by --config.{key}")
-    config, notes = changed(config, changes, where), list[str]()
+    config, notes = apply_changes(config, changes, where), list[str]()
     if scheme.needs_critic and config.critic == "none":
         config.critic = "shared_trunk"
         notes.append("with critic=shared_trunk, since the config has none")
@@ -193,8 +193,10 @@ def configured(config: ml_collections.ConfigDict, arm: Arm) -> tuple[ml_collecti
     return config, "; ".join(notes)
 
 
-def changed(config: ml_collections.ConfigDict, changes: Mapping[str, str], where: str) -> ml_collections.ConfigDict:
-    """The config with changes read as the command line reads them.
+def apply_changes(
+    config: ml_collections.ConfigDict, changes: Mapping[str, str], where: str
+) -> ml_collections.ConfigDict:
+    """Return the config with changes, parsed as the command line parses them.
 
     Raises:
       UserError: an unknown key (the nearest is named) or a value of another type.
@@ -214,12 +216,12 @@ def changed(config: ml_collections.ConfigDict, changes: Mapping[str, str], where
 
 
 def folder_name(arm: str) -> str:
-    """The name of an arm as that of a folder."""
+    """Return the name of an arm as that of a folder."""
     return re.sub(r"[^\w.=+-]+", "_", arm).strip("_")
 
 
 def write_config(cell: Cell) -> str:
-    """Writes a run's config beside its folder, for `configs/resolved.py`; returns the path."""
+    """Write a run's config beside its folder, for `configs/resolved.py`; returns the path."""
     path = f"{cell.folder}.json"
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(f"{path}.partial", "w", encoding="utf-8") as out:
@@ -229,19 +231,19 @@ def write_config(cell: Cell) -> str:
 
 
 def summary(cell: Cell) -> Mapping[str, float]:
-    """The figures of a finished run."""
+    """Read the summary of a finished run."""
     with open(os.path.join(cell.folder, "summary.json"), encoding="utf-8") as lines:
         return json.load(lines)
 
 
-def _with(config: ml_collections.ConfigDict, **values: Any) -> ml_collections.ConfigDict:
+def _replace_keys(config: ml_collections.ConfigDict, **values: Any) -> ml_collections.ConfigDict:
     out = copy.deepcopy(config)
     for key, value in values.items():
         out[key] = value
     return out
 
 
-def _drop_settings(config: ml_collections.ConfigDict, keep: Sequence[str]) -> None:
+def _reset_settings(config: ml_collections.ConfigDict, keep: Sequence[str]) -> None:
     for key in config.credit.args:
         if key not in keep:
             config.credit.args[key] = None
@@ -256,23 +258,23 @@ def _load(registry: Registry[Any], file: str) -> None:
 
 
 def _warm_start(config: ml_collections.ConfigDict, arm: Arm, seed: int, out: str) -> Cell:
-    """What an arm's run starts RL from: the config's own warm start, under the arm's context rule."""
+    """Return the warm start of an arm's run: that of the config, under the arm's context rule."""
     present = dict(configs.flatten(config.to_dict()))
     changes = {
         key: arm.changes[key] for key in OF_PROMPTS if arm.changes.get(key, str(present[key])) != str(present[key])
     }
     name = "+".join([WARM_START, *(f"{key}={value}" for key, value in changes.items())])
-    start = changed(_with(config, seed=seed), changes, f"--schemes: {arm.name!r}")
+    start = apply_changes(_replace_keys(config, seed=seed), changes, f"--schemes: {arm.name!r}")
     start.run_dir = os.path.join(out, folder_name(name), f"seed{seed}")
     # What warm starts have no use for is what the config of an ablation may leave out.
     start.updates, start.critic, start.credit.name = 0, "none", "reinforce"
     start.optimizer.critic_warmup = 0
-    _drop_settings(start, keep=())
+    _reset_settings(start, keep=())
     return Cell(name, seed, start)
 
 
 def _check_same_start(arm: Arm, own: ml_collections.ConfigDict, start: ml_collections.ConfigDict) -> None:
-    """Refuses an arm whose runs cannot start from the warm start that all share."""
+    """Refuse an arm whose runs cannot start from the warm start that all share."""
     different = inherited.differing(*(dict(configs.flatten(configs.resolve(c))) for c in (own, start)))
     useless = [key for key in arm.changes if key.partition(".")[0] in OF_WARM_START]
     if different or useless:

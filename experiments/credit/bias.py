@@ -1,4 +1,4 @@
-"""How far the gradient of each scheme and loss is from the exact one: a row of figures for each."""
+"""Errors of the gradient of each scheme and loss against the exact gradient, a row each."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from agentr1_jax.credit import TokenBatch, get_scheme
 from agentr1_jax.errors import UserError
 from agentr1_jax.learner.batch import LossTokens
 from agentr1_jax.learner.config import AGGREGATES, CLIPS, RATIOS, LossConfig
-from experiments.credit.estimates import draw, gradients, judge, lay_out, weights
-from experiments.credit.processes import PROCESSES, every_path, exact_gradient, old_logits
+from agentr1_jax.report.gradient_errors import measure_errors
+from experiments.credit.estimates import draw, gradients, lay_out, weights
+from experiments.credit.mdps import PROCESSES, every_path, exact_gradient, old_logits
 
 Row = dict[str, Any]
 WRONG_VALUE = 0.5
@@ -36,7 +37,7 @@ LOSSES = {
         if clip != "none"
     },
 }
-"""Every ratio x clip; `no bound` is `ppo` whose bounds are never reached."""
+"""All combinations of ratio and clip; `no bound` is `ppo` whose bounds are never reached."""
 
 
 class Variant(NamedTuple):
@@ -112,7 +113,7 @@ def on_policy(name: str, schemes: Sequence[Variant], seed: int, sizes: Mapping[s
     for variant in schemes:
         advantage = advantages(variant, fields)
         for aggregate, share in shares.items():
-            errors = judge(estimate(ON_POLICY, process.logits, loss_tokens, advantage, share), exact)
+            errors = measure_errors(estimate(ON_POLICY, process.logits, loss_tokens, advantage, share), exact)
             told = {"process": name, "scheme": variant.label, "aggregate": aggregate, "loss": "on-policy", "shift": 0.0}
             yield told | dataclasses.asdict(errors)
 
@@ -133,7 +134,7 @@ def off_policy(
     for variant in schemes:
         advantage = advantages(variant, fields)
         for loss, config in LOSSES.items():
-            errors = judge(estimate(config, process.logits, loss_tokens, advantage, share), exact)
+            errors = measure_errors(estimate(config, process.logits, loss_tokens, advantage, share), exact)
             told = {"process": name, "scheme": variant.label, "aggregate": "fixed", "loss": loss, "shift": shift}
             yield told | dataclasses.asdict(errors)
 
@@ -146,8 +147,8 @@ def estimate(
     return np.asarray(gradients(config, jnp.asarray(logits, jnp.float32), loss_tokens))
 
 
-def chosen(wanted: Sequence[str], known: Sequence[str], what: str) -> list[str]:
-    """The names asked for. Raises UserError for an unknown one."""
+def select_names(wanted: Sequence[str], known: Sequence[str], what: str) -> list[str]:
+    """The names asked for. Raise UserError for an unknown one."""
     if wanted == ["all"]:
         return list(known)
     for name in wanted:

@@ -1,4 +1,4 @@
-"""Which credit schemes are compared: those that a flag names, or all that a recording has the data for."""
+"""Choice of the credit schemes to compare: those that a flag names, or all that a recording has the data for."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from experiments import build
 from experiments.credit.effects import Schemes
 
 
-class Chosen(NamedTuple):
-    """The schemes to compare by label, the label of the run's own, and what the reader must know of the choice."""
+class Choice(NamedTuple):
+    """Schemes to compare by label, the label of the run's own scheme, and remarks on the choice for the reader."""
 
     schemes: Schemes
     own: str | None
     notes: Sequence[str]
 
 
-def choose(text: str, config: ml_collections.ConfigDict, trajectories: Sequence[Trajectory]) -> Chosen:
-    """The schemes that `--schemes` names.
+def choose(text: str, config: ml_collections.ConfigDict, trajectories: Sequence[Trajectory]) -> Choice:
+    """Choose the schemes that `--schemes` names.
 
     Args:
-      text: `all`, or names with hyper-parameters, e.g. `grpo,step_gae(lam=0.9)`.
-      config: of the run; with `all`, its own scheme has the hyper-parameters of the run.
-      trajectories: those to judge.
+      text: `all`, or names with arguments, e.g. `grpo,step_gae(lam=0.9)`.
+      config: config of the run; with `all`, its own scheme has the arguments of the run.
+      trajectories: recorded batch.
 
     Raises:
       UserError: an unknown scheme or hyper-parameter, the same twice, a named one that lacks what it needs.
@@ -38,13 +38,15 @@ def choose(text: str, config: ml_collections.ConfigDict, trajectories: Sequence[
     chosen, notes = dict[str, Scheme](), list[str]()
     own_args = build.credit_scheme(config).arguments
     own = label(config.credit.name, own_args)
-    named = parsed(text) if text != "all" else [(n, own_args if n == config.credit.name else {}) for n in SCHEMES]
+    named = (
+        parse_schemes(text) if text != "all" else [(n, own_args if n == config.credit.name else {}) for n in SCHEMES]
+    )
     for name, args in named:
         try:
             scheme = get_scheme(name, **args)
         except (UserError, ValueError, TypeError) as error:
             raise UserError(f"--schemes: {error}") from error
-        fault = lacks(scheme, config, trajectories)
+        fault = missing_need(scheme, config, trajectories)
         if fault and text != "all":
             raise UserError(f"--schemes: {name} {fault}")
         if label(name, args) in chosen:
@@ -57,11 +59,11 @@ def choose(text: str, config: ml_collections.ConfigDict, trajectories: Sequence[
     if keyless:
         notes.append(f"{keyless} steps have no state key; schemes that compare equal states see each of them alone.")
     order = sorted(chosen, key=lambda name: (name != own, list(chosen).index(name)))
-    return Chosen({name: chosen[name] for name in order}, own if own in chosen else None, notes)
+    return Choice({name: chosen[name] for name in order}, own if own in chosen else None, notes)
 
 
-def parsed(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """`a,b(x=1,y=z)` as names with arguments. Raises UserError if it reads otherwise."""
+def parse_schemes(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """Parse `a,b(x=1,y=z)` into names with arguments. Raise UserError if it reads otherwise."""
     out = []
     for item in split_list(text) or [text]:
         try:
@@ -75,12 +77,12 @@ def parsed(text: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def label(name: str, args: Mapping[str, Any]) -> str:
-    """`step_gae(lam=0.9)`."""
+    """Return a scheme as tables show it, e.g. `step_gae(lam=0.9)`."""
     return f"{name}({', '.join(f'{key}={value}' for key, value in args.items())})" if args else name
 
 
-def lacks(scheme: Scheme, config: ml_collections.ConfigDict, trajectories: Sequence[Trajectory]) -> str | None:
-    """What a scheme needs that these trajectories or their run do not have; None if nothing."""
+def missing_need(scheme: Scheme, config: ml_collections.ConfigDict, trajectories: Sequence[Trajectory]) -> str | None:
+    """Return what a scheme needs and these trajectories or their run lack; None if nothing."""
     groups = [t.group for t in trajectories]
     greedy = sum(not math.isfinite(math.nan if t.greedy_return is None else t.greedy_return) for t in trajectories)
     if scheme.needs_critic and config.critic == "none":

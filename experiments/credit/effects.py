@@ -1,4 +1,4 @@
-"""Credit schemes on one batch: advantages, gradients at the same parameters, and what resampled groups change of both.
+"""Credit schemes on one batch: advantages and gradients at the same parameters, and both under resampled groups.
 
 The gradient of a loss Σₖ wₖ·Aₖ·lₖ is linear in A, so one program serves all schemes, group by group. A resampled batch
 needs no gradient of its own: resampling changes the advantages of a group by a scale and a shift at most (whitening),
@@ -32,23 +32,24 @@ from experiments.credit.parts import Part, microbatches, to_device
 
 Schemes = Mapping[str, Scheme]
 """Schemes by label."""
-Judge = Callable[[Sequence[Part]], np.ndarray]
-"""Groups of a batch, any of them twice -> advantages [schemes, K]."""
+Assign = Callable[[Sequence[Part]], np.ndarray]
+"""Groups of a batch, perhaps some twice -> advantages [schemes, K]."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Effects:
-    """What the schemes, along the first axis, make of the same batch.
+    """Advantages and gradients of all schemes on one batch; schemes are the first axis.
 
     Attributes:
-      schemes: their names.
-      trajectories: of the batch, by group.
-      advantages: of each token.
-      steps: the mean over each step's tokens.
-      gram: inner products of their gradients.
-      noise: of their gradients, under resampling of groups.
-      batch_effect: how far resampling the other groups moves the advantage of a step, over the size of advantages.
-      misfit: largest share of a resampled batch's advantages that is neither scale nor shift.
+      schemes: names of the schemes.
+      trajectories: trajectories of the batch, in order of group.
+      advantages: advantage of each token.
+      steps: advantage of each step, the mean over its tokens.
+      gram: inner products of the schemes' gradients.
+      noise: signal and noise of each gradient under resampling of groups.
+      batch_effect: standard deviation of a step's advantage when the other groups are resampled, over the root mean
+        square of all advantages.
+      misfit: largest share of a resampled batch's advantages that is neither a scale nor a shift of the original.
     """
 
     schemes: Sequence[str]
@@ -71,23 +72,23 @@ def effects(
     resamples: int,
     baseline: float = 0.0,
 ) -> Effects:
-    """Judges the batch by every scheme.
+    """Assign credit to the batch by every scheme, and compare advantages and gradients.
 
     Args:
       run: config, policy, frozen parameters and mesh are used.
       params: trained parameters at which the gradients are taken.
       parts: the groups.
-      schemes: by label.
-      aggregate: of the tokens' losses.
-      resamples: bootstrap samples of the groups.
-      baseline: what a state is worth of which nothing else is known.
+      schemes: label -> scheme.
+      aggregate: aggregate of the loss over tokens.
+      resamples: number of bootstrap samples of the groups.
+      baseline: fallback baseline of a state.
     """
     streams = concatenate([part.streams for part in parts])
-    judge = make_judge(schemes, parts, baseline=baseline)
-    advantages = judge(parts)
+    assign = make_assign(schemes, parts, baseline=baseline)
+    advantages = assign(parts)
     weights = token_weights(run, streams, cast(Aggregate, aggregate))
     edges = token_edges(parts)
-    factors, moved, misfit = resampled(judge, parts, advantages, resamples)
+    factors, moved, misfit = resample(assign, parts, advantages, resamples)
     # Means are taken anew in a resampled batch: their denominators change with the groups drawn.
     share = np.array([weights[a:b].sum() for a, b in itertools.pairwise(edges)])
     denominators = factors[0, :, 2] @ share if aggregate != "fixed" else np.ones(resamples)
@@ -129,15 +130,15 @@ def token_weights(run: Run, streams: FlatTrajectories, aggregate: Aggregate) -> 
 
 
 def token_edges(parts: Sequence[Part]) -> np.ndarray:
-    """Where the tokens of each group begin, and the last one's end."""
+    """Return the first token of each group, and the end of the last."""
     return np.cumsum([0, *(len(part.streams.logprobs) for part in parts)])
 
 
-def make_judge(schemes: Schemes, parts: Sequence[Part], *, baseline: float) -> Judge:
-    """One program for all schemes and for all batches of so many of the groups.
+def make_assign(schemes: Schemes, parts: Sequence[Part], *, baseline: float) -> Assign:
+    """Make one program of all schemes, for all batches of as many groups.
 
-    As in training, schemes that use a critic see its values where there is one; for the others the future of what was
-    cut is worth 0. A group that is there twice is two groups.
+    As in training, schemes that use a critic see its values where the run has one; for the others the future of a
+    truncated trajectory is worth 0. A group that is drawn twice counts as two groups.
     """
 
     @jax.jit
@@ -156,18 +157,18 @@ def make_judge(schemes: Schemes, parts: Sequence[Part], *, baseline: float) -> J
         apart = [dataclasses.replace(s, group=np.full_like(s.group, i)) for i, s in enumerate(groups)]
         return to_token_batch(concatenate(apart), critic=critic, baseline=baseline, **room)
 
-    def judge(parts: Sequence[Part]) -> np.ndarray:
+    def assign(parts: Sequence[Part]) -> np.ndarray:
         plain, valued = batch([p.streams for p in parts], False), [p.valued for p in parts if p.valued is not None]
         advantages = together(plain, batch(valued, True) if valued else plain)
         return np.asarray(advantages)[:, : sum(len(p.streams.logprobs) for p in parts)]
 
-    return judge
+    return assign
 
 
-def resampled(
-    judge: Judge, parts: Sequence[Part], advantages: np.ndarray, resamples: int
+def resample(
+    assign: Assign, parts: Sequence[Part], advantages: np.ndarray, resamples: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Batches of groups drawn anew with replacement, judged by every scheme.
+    """Draw the groups anew with replacement, and assign credit by every scheme.
 
     Returns:
       [schemes, resamples, 3, groups]: factor of each group's gradient, of its gradient at A = 1, and how often it was
@@ -182,7 +183,7 @@ def resampled(
     total, square = np.zeros((2, len(advantages), steps[-1]))
     for r in range(resamples):
         drawn = np.sort(rng.integers(groups, size=groups))
-        after = judge([parts[g] for g in drawn])
+        after = assign([parts[g] for g in drawn])
         before = np.concatenate([advantages[:, edges[g] : edges[g + 1]] for g in drawn], axis=1)
         count = np.bincount(drawn, minlength=groups)
         for i in range(len(advantages)):
@@ -190,7 +191,7 @@ def resampled(
             factors[i, r] = scale * count, shift * count, count
             misfit[i] = max(misfit[i], rest)
         moves = stats.step_means(after - before, np.concatenate([streams[g].step_tokens for g in drawn]))
-        # Its copies were judged alike: the first will do.
+        # Copies of a group have equal advantages: the first will do.
         place, first = np.unique(np.concatenate([np.arange(steps[g], steps[g + 1]) for g in drawn]), return_index=True)
         seen[place] += 1
         total[:, place] += moves[:, first]

@@ -1,4 +1,4 @@
-"""The groups of a recorded batch as training would see them, for credit schemes to judge."""
+"""The groups of a recorded batch as training would see them: shaped rewards, values of the critic, packed rows."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ class Part:
     """One group of the batch.
 
     Attributes:
-      streams: as schemes without a critic see them.
-      valued: with the critic's values, and rewards shaped for a scheme that uses them; None without a critic.
-      packing: how the group lies in rows.
+      trajectories: trajectories of the group.
+      streams: their flat arrays for schemes without a critic.
+      valued: their flat arrays with the critic's values, and rewards shaped for a critic; None without a critic.
+      packing: layout of the group in packed rows.
     """
 
     trajectories: Sequence[Trajectory]
@@ -41,22 +42,22 @@ class Part:
     packing: Packing
 
 
-def scored_parts(
-    run: Run, params: Params, trajectories: Sequence[Trajectory], moments: RunningMeanStd
+def score_groups(
+    run: Run, params: Params, trajectories: Sequence[Trajectory], statistics: RunningMeanStd
 ) -> tuple[list[Part], float, float]:
-    """The groups of a batch, their rewards shaped as the run shapes them, with the values of its critic.
+    """Shape the rewards of each group as the run does, and compute the values of its critic.
 
     Rewards are shaped with the discount of the run's own scheme for all of them.
 
     Args:
       run: config, policy, frozen parameters and mesh are used.
       params: trained parameters.
-      trajectories: the batch, by group.
-      moments: of the returns of earlier batches.
+      trajectories: the batch, in order of group.
+      statistics: running statistics of the returns of earlier batches.
 
     Returns:
-      the groups, what training takes a state to be worth of which nothing else is known, and the mean |log-prob as
-      recorded − log-prob at the parameters|.
+      the groups, the fallback baseline of a state (the mean return of earlier batches), and the mean
+      |recorded log-prob − log-prob at the parameters|.
     """
     critic, rows = "value" in params, build.learner_config(run.config).packing_config
     groups = [list(group) for _, group in itertools.groupby(trajectories, key=lambda t: t.group)]
@@ -77,19 +78,19 @@ def scored_parts(
         if critic:
             values, final = (f(packing, by_row(outputs.value)) for f in (gather, gather_final))
             valued.append(dataclasses.replace(streams[-1], values=values.astype(np.float32), final_values=final))
-    plain, after = _shaped(run, streams, moments, critic=False)
-    with_values = _shaped(run, valued, moments, critic=True)[0] if critic else [None] * len(groups)
+    plain, after = _shape_groups(run, streams, statistics, critic=False)
+    with_values = _shape_groups(run, valued, statistics, critic=True)[0] if critic else [None] * len(groups)
     parts = [Part(*part) for part in zip(groups, plain, with_values, packings, strict=True)]
-    baseline = moments.mean / (after.std if run.config.shaping.scale_returns else 1.0)
+    baseline = statistics.mean / (after.std if run.config.shaping.scale_returns else 1.0)
     return parts, baseline, float(np.concatenate(gaps).mean())
 
 
-def _shaped(
-    run: Run, groups: Sequence[FlatTrajectories], moments: RunningMeanStd, *, critic: bool
+def _shape_groups(
+    run: Run, groups: Sequence[FlatTrajectories], statistics: RunningMeanStd, *, critic: bool
 ) -> tuple[list[FlatTrajectories], RunningMeanStd]:
-    """The groups with shaped rewards, and moments with them; over the whole batch, at all of which some tools look."""
+    """Shape the rewards of all groups at once; return the groups, and the running statistics with them."""
     shaping, gamma = build.shaping(run.config), build.credit_scheme(run.config).gamma
-    whole, after = shape_rewards(concatenate(groups), shaping, gamma=gamma, statistics=moments, bootstraps=critic)
+    whole, after = shape_rewards(concatenate(groups), shaping, gamma=gamma, statistics=statistics, bootstraps=critic)
     out = list(groups)
     for name in SHAPED:
         edges = np.cumsum([len(getattr(s, name)) for s in groups])[:-1]
@@ -99,7 +100,7 @@ def _shaped(
 
 
 def microbatches(run: Run, packings: Sequence[Packing]) -> int:
-    """Most microbatches that one of the groups fills."""
+    """Return the most microbatches that one of the groups fills."""
     return max(-(-p.rows // _rows(run)) for p in packings)
 
 

@@ -1,1 +1,1 @@
-"""What `experiments.evaluate` is made of: policies, modes, chunks of questions, figures, joined tables."""
+"""Parts of `experiments.evaluate`: policies, modes, chunks of questions, results, tables of several evaluations."""

@@ -1,7 +1,7 @@
-"""An evaluation in chunks of questions: each is a file of trajectories, and what has its file is done.
+"""Chunks of questions of an evaluation: each is a file of trajectories, and a chunk with a file is done.
 
-A chunk depends on nothing but the policy, the rows and their seeds, so that an evaluation that was broken off, however
-it happened, goes on with the chunks that are missing; memory holds one chunk at a time.
+A chunk depends on nothing but the policy, the rows and their seeds, so that an interrupted evaluation goes on with the
+missing chunks. Memory holds one chunk at a time.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from agentr1_jax.trajectory import Trajectory
 from agentr1_jax.trajectory_io import read_jsonl
 
 FACTS = ("id", "kind", "hops", "question", "answers", "gold_ids")
-"""What a trajectory keeps of its row, also where it failed before its agent could say so."""
+"""Fields of its row that a trajectory keeps, also where it failed before its agent recorded them."""
 
 SECTIONS = ("seed", "task", "tools", "tokenizer", "policy", "agent", "budget", "context")
-"""What of a config an evaluation depends on."""
+"""Sections of a config that an evaluation depends on."""
 
 ADDED = ("policies", "sources", "splits")
 """Parts of a request that grow where modes or splits are added."""
 
 
 class Stopped(Exception):
-    """Somebody asked the evaluation to stop; the chunks that were complete are kept."""
+    """The evaluation was asked to stop; complete chunks stay."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """Some consecutive rows of a split, answered in one mode; `path` is where their trajectories go."""
+    """Consecutive rows of a split, answered in one mode; `path` is the file of their trajectories."""
 
     mode: str
     split: str
@@ -52,12 +52,12 @@ class Chunk:
 
     @property
     def done(self) -> bool:
-        """Whether its file is there; it is renamed into place."""
+        """True if its file exists; the file is renamed into place."""
         return files.exists(self.path)
 
 
 def chunks_of(out: str, mode: str, counts: Mapping[str, int], size: int) -> list[Chunk]:
-    """The chunks of a mode: `size` rows each, of so many rows of each split."""
+    """Return the chunks of a mode: `size` rows each, of `counts[split]` rows of each split."""
     return [
         Chunk(mode, split, range(first, min(first + size, count)), _path(out, mode, split, first // size))
         for split, count in counts.items()
@@ -70,7 +70,7 @@ def _path(out: str, mode: str, split: str, number: int) -> str:
 
 
 def claim(out: str, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Makes a folder that of this evaluation, or finds that it is already.
+    """Claim a folder for this evaluation, or check that it is already claimed for it.
 
     Modes and splits may be added to it: the parts `policies` and `splits` of a request are compared where both sides
     name them, and `sources` never, since folders may be moved.
@@ -80,7 +80,7 @@ def claim(out: str, request: Mapping[str, Any]) -> dict[str, Any]:
       request: nested plain JSON.
 
     Returns:
-      the request with all that was added to it before.
+      the request with all modes and splits that were added before.
 
     Raises:
       UserError: it holds another evaluation (what differs is listed), or something else.
@@ -115,7 +115,7 @@ def _check_same(out: str, stored: Mapping[str, Any], given: Mapping[str, Any]) -
 
 
 def write_json(path: str, value: Any) -> None:
-    """Writes indented JSON, renamed into place."""
+    """Write indented JSON, renamed into place."""
     with files.atomic_write(path) as out:
         json.dump(value, out, indent=2, allow_nan=False)
         out.write("\n")
@@ -135,7 +135,7 @@ def roll_out(
     stop: StopRequest,
     advance: Callable[[], None],
 ) -> list[Trajectory]:
-    """The trajectories of a chunk, in order of row and sample, each with the facts of its row in `info`.
+    """Roll out a chunk; return its trajectories in order of row and sample, with the facts of their row in `info`.
 
     Calls `advance` with every question that is answered.
 
@@ -158,7 +158,7 @@ def roll_out(
 
 
 def identities(chunk: Chunk, index: int, task: str, seed: int, samples: int) -> list[Identity]:
-    """Names and seeds of the samples of a row; a row has the same seeds in every mode."""
+    """Return names and seeds of the samples of a row; a row has the same seeds in every mode."""
     return [
         Identity(
             uid=f"eval_{chunk.mode}/{chunk.split}/{index:06d}/{sample}",
@@ -172,14 +172,14 @@ def identities(chunk: Chunk, index: int, task: str, seed: int, samples: int) -> 
 
 
 def with_facts(trajectory: Trajectory, chunk: Chunk, row: Row, task: str) -> Trajectory:
-    """The trajectory with what figures need to know of its row: mode, split, data set (else the task) and `FACTS`."""
+    """Return the trajectory with what figures need of its row: mode, split, data set (else the task) and `FACTS`."""
     facts = {key: row[key] for key in FACTS if key in row}
     place = {"mode": chunk.mode, "split": chunk.split, "dataset": row.get("dataset", task)}
     return dataclasses.replace(trajectory, row={**trajectory.row, **facts, **place})
 
 
 def read_chunks(chunks: Sequence[Chunk]) -> Iterator[Trajectory]:
-    """The trajectories of finished chunks, one at a time. Raises UserError where a file is damaged."""
+    """Yield the trajectories of finished chunks. Raise UserError where a file is damaged."""
     for chunk in chunks:
         try:
             yield from read_jsonl(chunk.path)

@@ -29,7 +29,7 @@ REACT_INSTRUCTION = (
 
 
 def parse_modes(names: Sequence[str]) -> list[str]:
-    """The modes named, each once. Raises UserError on an unknown one, or none."""
+    """The modes named, each once. Raise UserError on an unknown one, or none."""
     for name in names:
         if name not in MODES:
             raise UserError(f"--modes: unknown mode {name!r}; choose among {', '.join(MODES)}")
@@ -44,7 +44,7 @@ def parameters_of(mode: str, baselines: str) -> str:
 
 
 def make_agent(mode: str, config: ml_collections.ConfigDict, task: Task, tokenizer: Tokenizer) -> EnvLoop:
-    """The agent of a mode. Raises UserError if the tokenizer or the config does not allow it."""
+    """The agent of a mode. Raise UserError if the tokenizer or the config does not allow it."""
     if mode == "react":
         return _react(config, task, tokenizer)
     agent = build.agent(config, task, tokenizer)
@@ -61,7 +61,7 @@ def make_agent(mode: str, config: ml_collections.ConfigDict, task: Task, tokeniz
 
 
 def check_task(task: Task, row: Row, modes: Sequence[str]) -> None:
-    """Refuses a task without answers to compare with, and `rag` and `react` where there is no search tool.
+    """Refuse a task without answers to compare with, and `rag` and `react` where there is no search tool.
 
     Raises:
       UserError: says which tasks do.
@@ -82,17 +82,17 @@ class InstructedEnv:
         self._instruction = instruction
 
     async def reset(self, row: Row, seed: int) -> Observation:
-        """Starts an episode; the instruction follows the question."""
+        """Start an episode; the instruction follows the question."""
         opening = await self._env.reset(row, seed)
         text = f"Question: {row['question']}\n\n{self._instruction}"
         return dataclasses.replace(opening, messages=[{"role": "user", "content": text}])
 
     async def step(self, action: Action) -> Transition:
-        """Applies one response of the policy."""
+        """Apply one response of the policy."""
         return await self._env.step(action)
 
     def judge_summary(self, text: str) -> Mapping[str, float]:
-        """What a summary earns."""
+        """Return the reward parts of a summary."""
         return summary_rewards(self._env, text)
 
     def truncate(self) -> Mapping[str, float]:

@@ -26,7 +26,7 @@ from experiments.sources import is_run, stored_config
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where parameters come from.
+    """Source of parameters.
 
     Attributes:
       name: for the record.
@@ -128,7 +128,7 @@ def start(config: ml_collections.ConfigDict, other: str = "", *, source: str = "
 
 
 def newest(run: str) -> int:
-    """Number of the newest checkpoint of a run. Raises UserError if there is none."""
+    """Number of the newest checkpoint of a run. Raise UserError if there is none."""
     return int(os.path.basename(inherited.newest_checkpoint(run)))
 
 
@@ -142,7 +142,7 @@ def digest(params: Params) -> str:
     return total.hexdigest()[:16]
 
 
-def merged(policy: DecoderConfig) -> DecoderConfig:
+def merge_adapters(policy: DecoderConfig) -> DecoderConfig:
     """The shape of a policy whose adapters are merged."""
     return dataclasses.replace(policy, lora=LoraConfig())
 
@@ -156,7 +156,7 @@ def _of_run(run: str, config: ml_collections.ConfigDict, tokenizer: Tokenizer, m
 
 
 def _check_same_policy(run: str, stored: ml_collections.ConfigDict, config: ml_collections.ConfigDict) -> None:
-    """Raises UserError where the keys of a run's policy or tokenizer are others than those evaluated."""
+    """Raise UserError where the keys of a run's policy or tokenizer are others than those evaluated."""
     different = inherited.differing(*(dict(configs.flatten(configs.resolve(c))) for c in (config, stored)))
     if different:
         listed = "\n".join(different)
@@ -171,19 +171,19 @@ def _of_weights(source: str, config: ml_collections.ConfigDict, tokenizer: Token
         logging.warning("%s has no tokenizer to compare with that of the evaluation (%s)", source, error)
     else:
         _check_same_tokenizer(source, theirs, tokenizer)
-    return build.published(source, merged(build.policy(config, tokenizer)), mesh)
+    return build.published(source, merge_adapters(build.policy(config, tokenizer)), mesh)
 
 
 def _check_same_tokenizer(source: str, theirs: Tokenizer, ours: Tokenizer) -> None:
-    """Raises UserError where the ids of a policy mean other texts than those of the evaluation."""
+    """Raise UserError where the ids of a policy mean other texts than those of the evaluation."""
     ids = np.arange(max(theirs.vocab_size, ours.vocab_size))
     if dict(theirs.added) != dict(ours.added) or theirs.decode(ids) != ours.decode(ids):
         raise UserError(f"{source} has another tokenizer than {ours.name}; evaluate it alone: --checkpoint={source}")
 
 
 def _begun(config: ml_collections.ConfigDict, tokenizer: Tokenizer, mesh: Mesh) -> Params:
-    """What training starts from without a warm start: published weights or random parameters; fresh adapters add 0."""
-    return build.decoder(config, merged(build.policy(config, tokenizer)), mesh)
+    """Return the start of training without a warm start: published weights or random parameters; new adapters add 0."""
+    return build.decoder(config, merge_adapters(build.policy(config, tokenizer)), mesh)
 
 
 def _of_reference(config: ml_collections.ConfigDict, tokenizer: Tokenizer, mesh: Mesh) -> Params:

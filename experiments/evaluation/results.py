@@ -1,4 +1,4 @@
-"""What an evaluation leaves: figures as JSON and Markdown, scores, and some trajectories to look at."""
+"""Results of an evaluation: figures as JSON and Markdown, scores, and a page of some trajectories."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import jax
 
 from agentr1_jax import __version__, files, report
 from agentr1_jax.report.evaluation import markdown, quality_rows
+from agentr1_jax.report.figures import figures
+from agentr1_jax.report.scores import Gallery, score, write_scores
 from agentr1_jax.runtime import config as configs
 from experiments.evaluation.chunks import Chunk, chunks_of, read_chunks, write_json
-from experiments.evaluation.figures import figures
 from experiments.evaluation.modes import MODES
-from experiments.evaluation.scores import Gallery, score, write_scores
 from experiments.evaluation.setting import Setting
 
 SHOWN = 4
@@ -24,7 +24,7 @@ SHOWN = 4
 
 
 def write(out: str, setting: Setting, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes evaluation.json, evaluation.md, report.html and scores.jsonl.gz from the trajectories in the folder.
+    """Write evaluation.json, evaluation.md, report.html and scores.jsonl.gz from the trajectories in the folder.
 
     Args:
       out: the folder.
@@ -82,7 +82,7 @@ def complete(out: str, record: Mapping[str, Any]) -> tuple[list[Chunk], list[dic
 
 
 def versions() -> dict[str, str]:
-    """What the figures were made with."""
+    """Return the versions of libraries and devices that made the figures."""
     libraries = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")}
     device = jax.devices()[0]
     return {

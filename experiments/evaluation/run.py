@@ -20,7 +20,7 @@ from agentr1_jax.trajectory_io import write_jsonl
 from experiments import build
 from experiments.evaluation import modes, results
 from experiments.evaluation.chunks import Chunk, Stopped, chunks_of, claim, roll_out
-from experiments.evaluation.setting import Request, Setting, load, request_record, set_up, whose
+from experiments.evaluation.setting import Request, Setting, load, request_record, resolve_sources, set_up
 
 
 def evaluate(given: ml_collections.ConfigDict | None, source: str, request: Request, console: Console) -> int:
@@ -38,13 +38,13 @@ def evaluate(given: ml_collections.ConfigDict | None, source: str, request: Requ
     Raises:
       UserError: something given does not fit, or the folder holds another evaluation.
     """
-    config, sources, out = whose(given, source, request)
+    config, sources, out = resolve_sources(given, source, request)
     answerable = [mode for mode in request.modes if modes.parameters_of(mode, request.baselines) in sources]
     setting = set_up(config, request, answerable)
     chunks = {mode: chunks_of(out, mode, setting.counts, request.chunk) for mode in setting.agents}
     record = request_record(setting, request)
     compiles, recompiles, warm = CompileCounter(), 0, False
-    with StopRequest() as stop, answered(chunks) as advance:
+    with StopRequest() as stop, progress_display(chunks) as advance:
         for role, origin in sources.items():
             params, digest = load(setting, origin)
             own = [mode for mode in setting.agents if modes.parameters_of(mode, request.baselines) == role]
@@ -71,7 +71,7 @@ def evaluate(given: ml_collections.ConfigDict | None, source: str, request: Requ
 def answer(
     chunk: Chunk, setting: Setting, params: Params, request: Request, stop: StopRequest, advance: Callable[[], None]
 ) -> None:
-    """Answers the questions of a chunk, and writes its file; calls `advance` with each of them.
+    """Answer the questions of a chunk, and writes its file; calls `advance` with each of them.
 
     Raises:
       Stopped: on request, between two questions; no file is written then.
@@ -93,7 +93,7 @@ def answer(
 
 
 @contextlib.contextmanager
-def answered(chunks: Mapping[str, Sequence[Chunk]]) -> Iterator[Callable[[Chunk], None]]:
+def progress_display(chunks: Mapping[str, Sequence[Chunk]]) -> Iterator[Callable[[Chunk], None]]:
     """Progress in questions: gives a function to call, as each is answered, with the chunk that it is of."""
     every = [chunk for of_mode in chunks.values() for chunk in of_mode]
     done = sum(len(chunk.rows) for chunk in every if chunk.done)

@@ -35,7 +35,7 @@ HELD_OUT = "held_out"
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What is asked of an evaluation; see the flags of `experiments.evaluate`.
+    """Request of an evaluation; see the flags of `experiments.evaluate`.
 
     Attributes:
       modes: ways of answering to compare.
@@ -86,10 +86,10 @@ class Setting:
     counts: Mapping[str, int]
 
 
-def whose(
+def resolve_sources(
     given: ml_collections.ConfigDict | None, source: str, request: Request
 ) -> tuple[ml_collections.ConfigDict, dict[str, Source], str]:
-    """What is evaluated; `given` stays as it is.
+    """Resolve config and sources of an evaluation; `given` is not changed.
 
     Returns:
       the config of the evaluation, where the parameters come from that its modes need (START is absent where no mode
@@ -121,7 +121,7 @@ def whose(
 
 
 def leave_out(request: Request, modes: Sequence[str], error: UserError) -> None:
-    """Says which modes are not answered, and why. Raises the error where modes were asked for by name."""
+    """Warn which modes are not answered, and why. Raise the error where modes were asked for by name."""
     if request.named:
         raise error
     logging.warning("left out: %s. %s", ", ".join(modes), error)
@@ -150,12 +150,12 @@ def set_up(config: ml_collections.ConfigDict, request: Request, modes: Sequence[
     for mode in modes:
         try:
             check_task(task, task.row(next(iter(counts)), 0), [mode])
-            agents[mode] = fitting_agent(mode, config, task, tokenizer)
+            agents[mode] = make_fitting_agent(mode, config, task, tokenizer)
         except UserError as error:
             if mode == "agent":
                 raise
             leave_out(request, [mode], error)
-    policy = policies.merged(build.policy(config, tokenizer))
+    policy = policies.merge_adapters(build.policy(config, tokenizer))
     mesh = meshes.learner_mesh(1, jax.device_count(), 1)
     rollout_mesh = meshes.rollout_mesh(mesh, config.rollout.tensor)
     engine = build.engine(config, policy, rollout_mesh)
@@ -164,8 +164,8 @@ def set_up(config: ml_collections.ConfigDict, request: Request, modes: Sequence[
     return Setting(config, task, tokenizer, policy, mesh, engine, view, agents, counts)
 
 
-def fitting_agent(mode: str, config: ml_collections.ConfigDict, task: Task, tokenizer: Tokenizer) -> EnvLoop:
-    """The agent of a mode. Raises UserError where the tokenizer does not allow it, or the budget has no room for it."""
+def make_fitting_agent(mode: str, config: ml_collections.ConfigDict, task: Task, tokenizer: Tokenizer) -> EnvLoop:
+    """The agent of a mode. Raise UserError where the tokenizer does not allow it, or the budget has no room for it."""
     try:
         agent = make_agent(mode, config, task, tokenizer)
     except ValueError as error:
@@ -179,7 +179,7 @@ def fitting_agent(mode: str, config: ml_collections.ConfigDict, task: Task, toke
 
 
 def rows_of_splits(config: ml_collections.ConfigDict, task: Task, request: Request) -> dict[str, int]:
-    """How many rows of each split are asked: all there are, `--questions`, or `eval.questions` of a procedural split.
+    """Return the number of rows to ask of each split: all, `--questions`, or `eval.questions` of a procedural split.
 
     Raises:
       UserError: the task has no such split.
@@ -217,7 +217,7 @@ def load(setting: Setting, source: Source) -> tuple[Params, str]:
 
 
 def request_record(setting: Setting, request: Request) -> dict[str, Any]:
-    """What makes two evaluations the same one, as plain JSON, but for `policies` and `sources`."""
+    """Return what makes two evaluations the same one, as plain JSON, except for `policies` and `sources`."""
     resolved = configs.resolve(setting.config)
     return {
         "samples": request.samples,

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from agentr1_jax.errors import UserError
 from agentr1_jax.runtime import config as configs
-from experiments.evaluation.joining import joined, markdown, read_rows, remarks, write
+from experiments.evaluation.comparison import join, markdown, read_rows, remarks, write
 
 BASE = flags.DEFINE_string("base", "", "name of the row that the others are compared with")
 OUT = flags.DEFINE_string("out", "", "Markdown file to write; the figures go beside it as JSON")
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> None:
     rows, folders = read_rows(argv[1:])
     if BASE.value and BASE.value not in rows:
         raise UserError(f"--base={BASE.value}: no such row; rows are {', '.join(rows)}")
-    records = joined(rows, BASE.value)
+    records = join(rows, BASE.value)
     text = markdown(records, BASE.value, remarks(folders))
     Console(soft_wrap=True).print(text, markup=False, highlight=False)
     if OUT.value:

@@ -29,7 +29,7 @@ from agentr1_jax.trajectory import Outcome, Step, Trajectory
 from agentr1_jax.trajectory_io import write_jsonl
 from configs import quickstart, resolved
 from experiments import checks
-from experiments.ablation import comparison, cost, fleet, grid
+from experiments.ablation import comparison, cost, grid, jobs
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -170,7 +170,7 @@ def test_a_config_without_warm_start_has_none_to_share(config):
 
 
 def test_masks_multiply_the_grid():
-    arms = grid.crossed(grid.parse_arms("grpo,rloo"), "learner.loss_mask", ["true", "false"], True)
+    arms = grid.cross(grid.parse_arms("grpo,rloo"), "learner.loss_mask", ["true", "false"], True)
     assert [arm.name for arm in arms] == [
         "grpo",
         "grpo+learner.loss_mask=false",
@@ -180,9 +180,9 @@ def test_masks_multiply_the_grid():
     assert [arm.changes["learner.loss_mask"] for arm in arms] == ["true", "false"] * 2
     for values in (["yes"], ["true", "true"]):
         with pytest.raises(UserError, match="write true, false, or both"):
-            grid.crossed(arms, "learner.advantage_mask", values, True)
+            grid.cross(arms, "learner.advantage_mask", values, True)
     with pytest.raises(UserError, match="sets learner.loss_mask, and so does --loss_mask"):
-        grid.crossed(arms, "learner.loss_mask", ["true"], True)
+        grid.cross(arms, "learner.loss_mask", ["true"], True)
 
 
 def test_a_cell_that_cannot_work_is_refused_with_its_folder(config):
@@ -265,7 +265,7 @@ def program(tmp_path):
 
 def run_all(cells, program, parallel=2, stop=None):
     console = Console(file=io.StringIO(), width=200)
-    failed = fleet.run_all(cells, parallel=parallel, stop=stop or StopRequest(), console=console, program=program)
+    failed = jobs.run_all(cells, parallel=parallel, stop=stop or StopRequest(), console=console, program=program)
     return {(cell.arm, cell.seed): fault for cell, fault in failed.items()}, console.file.getvalue()
 
 
@@ -286,7 +286,7 @@ def test_a_grid_is_run_resumed_and_left_alone_when_finished(config, tmp_path, pr
     assert run_all([*starts, *cells], program)[0] == {} and cells[3].finished
     begun = [len(Path(cell.folder, "starts").read_text().splitlines()) for cell in (*starts, *cells)]
     assert begun == [1, 1, 1, 1, 1, 2]
-    assert Path(fleet.log_path(cells[3])).read_text().count("hello from") == 2
+    assert Path(jobs.log_path(cells[3])).read_text().count("hello from") == 2
     monkeypatch.setattr(fleet, "start", None)
     assert run_all([*starts, *cells], program) == ({}, "")
 
@@ -296,7 +296,7 @@ def test_on_a_terminal_each_run_has_a_line_of_its_own(config, tmp_path, program,
     config.warm_start_updates = 0
     _, cells = cells_of(config, "grpo,rloo", out=str(tmp_path / "out"))
     console = Console(file=io.StringIO(), width=100, force_terminal=True)
-    failed = fleet.run_all(cells, parallel=2, stop=StopRequest(), console=console, program=program)
+    failed = jobs.run_all(cells, parallel=2, stop=StopRequest(), console=console, program=program)
     assert not failed and console.file.getvalue().count("grpo seed 0: set-up\nrloo seed 0: set-up") > 1
 
 
@@ -327,12 +327,12 @@ def test_a_stop_is_passed_on_and_nothing_more_starts(config, tmp_path, program, 
     def after_both_began(seconds):
         looks.append(seconds)
         stop.requested = all(
-            os.path.exists(fleet.log_path(c)) and Path(fleet.log_path(c)).stat().st_size for c in cells[:2]
+            os.path.exists(jobs.log_path(c)) and Path(jobs.log_path(c)).stat().st_size for c in cells[:2]
         )
         time_sleep(seconds)
 
     time_sleep = time.sleep
-    monkeypatch.setattr(fleet.time, "sleep", after_both_began)
+    monkeypatch.setattr(jobs.time, "sleep", after_both_began)
     failed, said = run_all(cells, program, stop=stop)
     assert failed == {} and "stopping" in said and time.monotonic() - began < 50
     assert [os.path.exists(cell.folder) for cell in cells] == [True, True, False, False]
@@ -340,14 +340,14 @@ def test_a_stop_is_passed_on_and_nothing_more_starts(config, tmp_path, program, 
 
 
 def test_cores_are_shared_out(monkeypatch):
-    monkeypatch.setattr(fleet.os, "sched_getaffinity", lambda _: {1, 2, 3, 5, 8, 9, 10}, raising=False)
-    assert fleet.core_shares(1) == [{1, 2, 3, 5, 8, 9, 10}]
-    shares = fleet.core_shares(3)
+    monkeypatch.setattr(jobs.os, "sched_getaffinity", lambda _: {1, 2, 3, 5, 8, 9, 10}, raising=False)
+    assert jobs.core_shares(1) == [{1, 2, 3, 5, 8, 9, 10}]
+    shares = jobs.core_shares(3)
     assert sorted(core for share in shares for core in share) == [1, 2, 3, 5, 8, 9, 10]
     assert {len(share) for share in shares} == {2, 3}
-    assert [len(share) for share in fleet.core_shares(9)] == [1] * 9
-    monkeypatch.delattr(fleet.os, "sched_getaffinity")
-    assert fleet.core_shares(2) == [frozenset(), frozenset()]
+    assert [len(share) for share in jobs.core_shares(9)] == [1] * 9
+    monkeypatch.delattr(jobs.os, "sched_getaffinity")
+    assert jobs.core_shares(2) == [frozenset(), frozenset()]
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system binds no processes to cores")
@@ -357,18 +357,18 @@ def test_runs_keep_to_their_cores_and_this_process_to_its_own(config, tmp_path, 
     before = os.sched_getaffinity(0)
     assert run_all(cells, program)[0] == {} and os.sched_getaffinity(0) == before
     had = [set(json.loads(Path(cell.folder, "starts").read_text())[1]) for cell in cells]
-    assert had == list(fleet.core_shares(2))
+    assert had == list(jobs.core_shares(2))
 
 
 def test_the_status_of_a_run_is_read_from_the_end_of_its_metrics(config, tmp_path):
     _, (cell,) = cells_of(config, "grpo", out=str(tmp_path))
-    assert fleet.status(cell) == "set-up"
+    assert jobs.status(cell) == "set-up"
     os.makedirs(cell.folder)
     records = [{"index": i, "phase": "rl", "update": i, "rollout/em": i / 100, "x": "y" * 5000} for i in range(1, 41)]
     records.insert(20, {"index": 99, "phase": "eval", "update": 20, "eval/em": 0.9})
     text = "".join(json.dumps(record) + "\n" for record in records)
     Path(cell.folder, "metrics.jsonl").write_text(text + '{"index": 41, "pha')
-    assert fleet.status(cell) == "rl 40/40  em 0.400"
+    assert jobs.status(cell) == "rl 40/40  em 0.400"
 
 
 def test_degenerate_intervals_are_exact():

@@ -152,7 +152,7 @@ def test_greedy_rollouts_are_of_the_rows_of_the_batch(monkeypatch):
 
 def test_an_arm_without_a_mask_gets_rows_for_what_it_reads():
     config = keydoor.get_config()
-    arms = grid.crossed(grid.parse_arms("token_gae"), "learner.loss_mask", ["true", "false"], True)
+    arms = grid.cross(grid.parse_arms("token_gae"), "learner.loss_mask", ["true", "false"], True)
     _, (masked, unmasked) = grid.make_grid(config, arms, [0], "out")
     assert masked.config.learner.row_loss_tokens == 48 and unmasked.config.learner.row_loss_tokens == 224
     assert "row_loss_tokens" in unmasked.note and "critic=shared_trunk" in unmasked.note

@@ -38,8 +38,8 @@ from agentr1_jax.runtime.config import write_config
 from agentr1_jax.trajectory_io import write_jsonl
 from configs import quickstart
 from experiments import build, learning
-from experiments.credit import choice, effects, recorded
-from experiments.credit.parts import scored_parts
+from experiments.credit import choice, effects, recording
+from experiments.credit.parts import score_groups
 from experiments.journal import Position
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror='alert(1)'>\"&amp;"
@@ -72,7 +72,7 @@ def test_correlations_by_hand():
 
 
 def test_signs_oppose_only_where_both_are_set():
-    opposed = stats.opposed(np.array([[1.0, -1, 0, 2], [-1.0, -1, 5, 0]]))
+    opposed = stats.opposition(np.array([[1.0, -1, 0, 2], [-1.0, -1, 5, 0]]))
     np.testing.assert_array_equal(opposed, [[0, 0.25], [0.25, 0]])
 
 
@@ -90,8 +90,8 @@ def test_a_zero_gradient_has_no_direction_and_neighbours_are_alike():
     cosine = stats.cosines(gram)
     np.testing.assert_allclose(cosine[:2, :2], [[1, 0.5], [0.5, 1]])
     assert np.isnan(cosine[2]).all()
-    assert stats.chain(np.array([[1, 0.1, 0.9], [0.1, 1, 0.5], [0.9, 0.5, 1]])) == [0, 2, 1]
-    assert stats.chain(cosine) == [0, 1, 2]
+    assert stats.similarity_order(np.array([[1, 0.1, 0.9], [0.1, 1, 0.5], [0.9, 0.5, 1]])) == [0, 2, 1]
+    assert stats.similarity_order(cosine) == [0, 1, 2]
 
 
 def test_signal_to_noise_of_parts_with_a_known_one():
@@ -127,14 +127,14 @@ def test_csv_runs_no_formula():
 
 
 def test_names_with_hyperparameters_are_read():
-    assert choice.parsed("grpo, step_gae(lam=0.9,gamma=1),gigpo(norm=mean_std_norm)") == [
+    assert choice.parse_schemes("grpo, step_gae(lam=0.9,gamma=1),gigpo(norm=mean_std_norm)") == [
         ("grpo", {}),
         ("step_gae", {"lam": 0.9, "gamma": 1}),
         ("gigpo", {"norm": "mean_std_norm"}),
     ]
     for wrong in ("grpo,", "step_gae(lam)", "step_gae(lam=0.9", "a b", ""):
         with pytest.raises(UserError, match=r"cannot read .*; write .*e\.g\. --schemes="):
-            choice.parsed(wrong)
+            choice.parse_schemes(wrong)
 
 
 @pytest.fixture
@@ -228,30 +228,35 @@ def one_step(seed=0, groups=2):
 
 def test_which_batch_is_read(config, tmp_path):
     run = leave_run(tmp_path / "a", config, {0: one_step(), 3: one_step(1, groups=3)})
-    last = recorded.recording(run, "last")
+    last = recording.read_recording(run, "last")
     assert last.updates == [3] and len(last.trajectories) == 6
-    assert recorded.recording(run, "0").updates == [0]
+    assert recording.read_recording(run, "0").updates == [0]
     with pytest.raises(UserError, match="has no RL batch 2; those from 0 to 3 are recorded"):
-        recorded.recording(run, "2")
+        recording.read_recording(run, "2")
     with pytest.raises(UserError, match="write `last`, or the number of an update"):
-        recorded.recording(run, "first")
-    both = recorded.recording(run, "0,3")
+        recording.read_recording(run, "first")
+    both = recording.read_recording(run, "0,3")
     assert [t.group for t in both.trajectories] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
     with pytest.raises(UserError, match=r"different policies: version 0 .*, version 3 .*; choose one update"):
-        recorded.check_one_policy([both])
+        recording.check_one_policy([both])
     empty = leave_run(tmp_path / "empty", config, {})
     with pytest.raises(UserError, match="has recorded no RL batch yet"):
-        recorded.recording(empty, "last")
+        recording.read_recording(empty, "last")
     (tmp_path / "a" / "trajectories" / "rl_000003.jsonl.gz").write_bytes(b"junk")
     with pytest.raises(UserError, match=r"rl_000003\.jsonl\.gz, line 1: not a trajectory"):
-        recorded.recording(run, "last")
+        recording.read_recording(run, "last")
 
 
 def test_files_of_all_processes_are_one_batch(config, tmp_path):
     even = [t for t in one_step() if t.group == 0]
     leave_run(tmp_path, config, {1: [t for t in one_step() if t.group == 1]}, suffix=".p0")
     run = leave_run(tmp_path, config, {1: even}, suffix=".p1")
-    assert [(t.group, t.sample) for t in recorded.recording(run, "1").trajectories] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [(t.group, t.sample) for t in recording.read_recording(run, "1").trajectories] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    ]
 
 
 def test_groups_that_were_replaced_are_left_out(config, tmp_path):
@@ -260,27 +265,29 @@ def test_groups_that_were_replaced_are_left_out(config, tmp_path):
         for t in one_step(groups=3)
     ]
     config.rollout.refills = 4
-    batch = recorded.recording(leave_run(tmp_path, config, {1: dull}), "1").trajectories
+    batch = recording.read_recording(leave_run(tmp_path, config, {1: dull}), "1").trajectories
     assert [t.group for t in batch] == [0, 0, 1, 1] and batch[2].uid == "test/2/0"
 
 
 def test_only_recordings_of_one_policy_are_joined(config, tmp_path):
-    one = recorded.recording(leave_run(tmp_path / "one", config, {2: one_step()}), "2")
+    one = recording.read_recording(leave_run(tmp_path / "one", config, {2: one_step()}), "2")
     config.seed = 7
-    two = recorded.recording(leave_run(tmp_path / "two", config, {2: one_step()}), "2")
-    recorded.check_one_policy([one, two])
-    joined = recorded.join([one, two])
+    two = recording.read_recording(leave_run(tmp_path / "two", config, {2: one_step()}), "2")
+    recording.check_one_policy([one, two])
+    joined = recording.join([one, two])
     assert [t.group for t in joined] == [0, 0, 1, 1, 2, 2, 3, 3] and len({t.uid for t in joined}) == 8
     config.policy.width = 48
-    other = recorded.recording(leave_run(tmp_path / "other", config, {2: one_step()}), "2")
+    other = recording.read_recording(leave_run(tmp_path / "other", config, {2: one_step()}), "2")
     with pytest.raises(UserError, match=r"of different policies: policy\.width is None in .*one and 48 in .*other"):
-        recorded.check_one_policy([one, other])
+        recording.check_one_policy([one, other])
     (tmp_path / "two" / "tokenizer.model").write_bytes(b"another")
     with pytest.raises(UserError, match=r"of different policies: tokenizer\.model differs"):
-        recorded.check_one_policy([one, two])
-    later = recorded.recording(leave_run(tmp_path / "one", config.copy_and_resolve_references(), {4: one_step()}), "4")
+        recording.check_one_policy([one, two])
+    later = recording.read_recording(
+        leave_run(tmp_path / "one", config.copy_and_resolve_references(), {4: one_step()}), "4"
+    )
     with pytest.raises(UserError, match="of different policies: version 2"):
-        recorded.check_one_policy([one, dataclasses.replace(later, config=one.config)])
+        recording.check_one_policy([one, dataclasses.replace(later, config=one.config)])
 
 
 @functools.cache
@@ -289,7 +296,7 @@ def case():
     run = learners.make({"critic": "shared_trunk", "credit.name": "step_gae"}).run
     params = parameters(True)
     trajectories = keyed(learners.batch())
-    parts, _, gap = scored_parts(run, params, trajectories, RunningMeanStd())
+    parts, _, gap = score_groups(run, params, trajectories, RunningMeanStd())
     result = effects.effects(run, params, parts, schemes(), aggregate="step", resamples=20)
     return run, params, trajectories, parts, gap, result
 
@@ -327,9 +334,9 @@ def test_resampled_gradients_are_those_of_resampled_batches():
     """A group drawn twice is two groups; whitening and the loss's mean are those of the resampled batch."""
     run, params, trajectories, parts, _, result = case()
     streams = effects.concatenate([part.streams for part in parts])
-    judge = effects.make_judge(schemes(), parts, baseline=0.0)
+    judge = effects.make_assign(schemes(), parts, baseline=0.0)
     edges = effects.token_edges(parts)
-    factors, _, misfit = effects.resampled(judge, parts, result.advantages, 3)
+    factors, _, misfit = effects.resample(judge, parts, result.advantages, 3)
     np.testing.assert_allclose(misfit, 0, atol=1e-4)
     weights = effects.token_weights(run, streams, "step")
     size = np.array([weights[a:b].sum() for a, b in zip(edges[:-1], edges[1:], strict=True)])
@@ -341,7 +348,7 @@ def test_resampled_gradients_are_those_of_resampled_batches():
         scale, moved, count = factors[i, 2]
         drawn = [int(g) for g in np.repeat(np.arange(len(parts)), count.astype(int))]
         again = [dataclasses.replace(t, group=k) for k, g in enumerate(drawn) for t in parts[g].trajectories]
-        fresh, _, _ = scored_parts(run, params, again, RunningMeanStd())
+        fresh, _, _ = score_groups(run, params, again, RunningMeanStd())
         advantages = judge(fresh)[i]
         slow = slow_gradient(run, params, again, advantages)
         np.testing.assert_allclose((scale @ own + moved @ shift) / (count @ size), slow, rtol=1e-3, atol=2e-5)
@@ -359,7 +366,7 @@ def test_rewards_are_shaped_as_in_the_run():
     run, params, trajectories, _, _, _ = case()
     config = run.config.copy_and_resolve_references()
     config.shaping.terminal_only = True
-    parts, _, _ = scored_parts(dataclasses.replace(run, config=config), params, trajectories, RunningMeanStd())
+    parts, _, _ = score_groups(dataclasses.replace(run, config=config), params, trajectories, RunningMeanStd())
     for part in parts:
         np.testing.assert_allclose(part.streams.returns, [t.total_reward for t in part.trajectories], atol=1e-6)
         ends = np.cumsum(part.streams.trajectory_steps) - 1
@@ -406,10 +413,10 @@ def test_schemes_judge_as_they_do_in_training(critic):
     """Whatever the run's own scheme is, and though its checkpoint has seen the batch."""
     names = [name for name in TRAINED if critic != "none" or not REGISTRY[name].needs_critic]
     run, out, after = trained("gigpo", critic)
-    moments, notes = recorded.moments_before(run, Position("rl", update=2, returns=after), out)
-    parts, baseline, _ = scored_parts(run, parameters(critic != "none"), out, moments)
+    moments, notes = recording.statistics_before(run, Position("rl", update=2, returns=after), out)
+    parts, baseline, _ = score_groups(run, parameters(critic != "none"), out, moments)
     chosen = {name: get_scheme(name, **TRAINED[name]) for name in names}
-    judged = effects.make_judge(chosen, parts, baseline=baseline)(parts)
+    judged = effects.make_assign(chosen, parts, baseline=baseline)(parts)
     for name, advantages in zip(names, judged, strict=True):
         recorded_ones = np.concatenate([s.advantages for t in trained(name, critic)[1] for s in t.steps])
         np.testing.assert_allclose(advantages, recorded_ones, atol=6e-5, err_msg=name)
@@ -418,15 +425,15 @@ def test_schemes_judge_as_they_do_in_training(critic):
 
 def test_moments_are_those_before_the_batch():
     run, out, after = trained("grpo", "none")
-    moments, notes = recorded.moments_before(run, Position("rl", update=2, returns=after), out)
+    moments, notes = recording.statistics_before(run, Position("rl", update=2, returns=after), out)
     np.testing.assert_allclose(moments, BEFORE, rtol=1e-9)
     assert not notes and after.n > BEFORE.n
     older, done = Position("rl", update=1, returns=BEFORE), Position("done", returns=after)
-    assert recorded.moments_before(run, older, out) == (BEFORE, [])
-    np.testing.assert_allclose(recorded.moments_before(run, done, out)[0], BEFORE, rtol=1e-9)
+    assert recording.statistics_before(run, older, out) == (BEFORE, [])
+    np.testing.assert_allclose(recording.statistics_before(run, done, out)[0], BEFORE, rtol=1e-9)
     config = run.config.copy_and_resolve_references()
     config.kl.update({"kind": "k1", "where": "reward"})
-    moments, notes = recorded.moments_before(dataclasses.replace(run, config=config), done, out)
+    moments, notes = recording.statistics_before(dataclasses.replace(run, config=config), done, out)
     assert moments == after and "hold this batch's too" in notes[0]
 
 

@@ -220,16 +220,16 @@ def test_failures_of_the_infrastructure_are_counted_apart(run, whole, tmp_path):
 
 
 def test_whose_parameters_are_meant(run, tmp_path):
-    began, sources, out = setting.whose(None, run, Request(modes=["agent", "rag"]))
+    began, sources, out = setting.resolve_sources(None, run, Request(modes=["agent", "rag"]))
     assert list(sources) == [modes.TRAINED, modes.START] and out == f"{run}/evaluation"
-    _, sources, _ = setting.whose(None, run, Request(modes=["agent", "rag"], baselines=modes.TRAINED))
+    _, sources, _ = setting.resolve_sources(None, run, Request(modes=["agent", "rag"], baselines=modes.TRAINED))
     assert list(sources) == [modes.TRAINED]
     given = quickstart.get_config()
     with pytest.raises(UserError, match="no run there; name the trained policy by --checkpoint=RUN"):
         given.run_dir = str(tmp_path / "none")
-        setting.whose(given, "", Request(modes=["agent"]))
+        setting.resolve_sources(given, "", Request(modes=["agent"]))
     with pytest.raises(UserError, match="name task, tools and budget with --config=FILE"):
-        setting.whose(None, str(tmp_path), Request(modes=["agent"]))
+        setting.resolve_sources(None, str(tmp_path), Request(modes=["agent"]))
     config = quickstart.get_config()
     with pytest.raises(UserError, match="training by this config begins with a warm start of its own .* by --base=RUN"):
         policies.start(config)
@@ -245,7 +245,7 @@ def test_whose_parameters_are_meant(run, tmp_path):
     assert policies.start(config).name == "some/weights"
     given = quickstart.get_config()
     given.budget.max_steps, given.policy.preset = 2, "small"
-    config, _, _ = setting.whose(given, run, Request(modes=["agent"]))
+    config, _, _ = setting.resolve_sources(given, run, Request(modes=["agent"]))
     assert config.budget.max_steps == 2 and config.policy.layers == 1 and config.policy.preset == "tiny"
     assert given.policy.preset == "small"  # What was given stays as it was.
 
@@ -259,7 +259,7 @@ def test_baselines_that_cannot_be_answered_are_left_out_unless_they_were_asked_f
     assert f"left out: base, rag, react. {own_start} began with a warm start of its own" in caplog.text
     assert list(json.loads(text(tmp_path / "out" / "evaluation.json"))["request"]["policies"]) == ["agent"]
     caplog.clear()
-    config, sources_of, _ = setting.whose(None, run, Request(modes=modes.MODES, named=False))
+    config, sources_of, _ = setting.resolve_sources(None, run, Request(modes=modes.MODES, named=False))
     assert list(sources_of) == [modes.TRAINED, modes.START]
     with caplog.at_level("WARNING", "absl"):
         made = setting.set_up(config, Request(modes=modes.MODES, named=False), modes.MODES)
@@ -318,7 +318,7 @@ def test_exported_weights_answer_as_their_run_does(run, whole, tmp_path):
     requests = [json.loads(text(f"{place}/evaluation.json"))["request"] for place in (out, whole[0])]
     assert requests[0]["policies"]["agent"] == requests[1]["policies"]["agent"]
     with pytest.raises(UserError, match=f"nothing says what the training of {weights} began with"):
-        setting.whose(config, weights, Request(modes=["base"]))
+        setting.resolve_sources(config, weights, Request(modes=["base"]))
     tokenizer, mesh = sources.run_tokenizer(config), tiny.mesh()
     base = policies.start(config, weights)
     assert policies.digest(base.load(tokenizer, mesh)) == requests[0]["policies"]["agent"]
@@ -395,7 +395,7 @@ def test_react_writes_calls_in_its_format(run):
     """The prompt of ReAct has the tools, the format and the instruction; no budget of HopWorld holds it."""
     with pytest.raises(UserError, match=r"mode react: the prompt of row .* or leave react out of --modes"):
         evaluated(run, modes=["react"])
-    config, _, _ = setting.whose(None, run, Request(modes=["react"]))
+    config, _, _ = setting.resolve_sources(None, run, Request(modes=["react"]))
     task = tasks.make_task(config)
     tokenizer = build.tokenizer(config, task, resumes=True)
     agent = modes.make_agent("react", config, task, tokenizer)

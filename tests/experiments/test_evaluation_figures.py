@@ -24,13 +24,14 @@ from hypothesis import strategies as st
 from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.envs.rewards import exact_match, f1
 from agentr1_jax.errors import UserError
+from agentr1_jax.report import scores
 from agentr1_jax.report.evaluation import markdown, quality_rows
+from agentr1_jax.report.figures import figures, intervals, pass_at_k, question_values
 from agentr1_jax.report.statistics import two_stage_interval
 from agentr1_jax.text.tool_calls import render_answer, render_call
 from agentr1_jax.trajectory import Budget, Outcome
 from agentr1_jax.trajectory_io import write_jsonl
-from experiments.evaluation import chunks, scores
-from experiments.evaluation.figures import figures, intervals, pass_at_k, question_values
+from experiments.evaluation import chunks
 
 ANSWERS = [
     (["The Glass-Harbor!"], ["glassharbor", "the glass harbor", "a GLASSHARBOR.", "glass"]),

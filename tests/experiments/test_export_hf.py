@@ -18,7 +18,6 @@ from agentr1_jax.runtime.checkpoint import Checkpoints
 from agentr1_jax.text.tokenizer import load_tokenizer
 from configs import quickstart
 from experiments import build, sources, tasks
-from experiments.credit import recorded
 from experiments.journal import Position
 
 export_hf = program("export_hf")
@@ -81,8 +80,8 @@ def test_the_optimizer_s_state_may_have_another_structure(tmp_path):
     export_hf.export(str(tmp_path / "run"), str(tmp_path / "out"))
     jax.tree.map(np.testing.assert_array_equal, loaded(tmp_path / "out")[1], decoder)
     policy = build.policy(config, sources.run_tokenizer(config))
-    recording = recorded.Recording(str(tmp_path / "run"), config, [0], [])
-    params, position = recorded.newest_params([recording], policy, tiny.mesh())
+    recording = recordings.Recording(str(tmp_path / "run"), config, [0], [])
+    params, position = recording.newest_params([recording], policy, tiny.mesh())
     jax.tree.map(np.testing.assert_array_equal, params["decoder"], decoder)
     assert set(params) == {"decoder", "value"} and position == Position()
 

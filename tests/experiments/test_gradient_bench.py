@@ -18,10 +18,10 @@ from agentr1_jax.credit import SCHEMES
 from agentr1_jax.errors import UserError
 from agentr1_jax.learner.config import AGGREGATES
 from agentr1_jax.learner.loss_weights import TokenUnits, loss_weights
+from agentr1_jax.report import gradient_errors
 from agentr1_jax.report.gradients import clusters, plot_gradients
 from experiments.credit import bias as bench
-from experiments.credit import estimates
-from experiments.credit import processes as mdps
+from experiments.credit import estimates, mdps
 
 PAIRS = 7300
 """Batches in every test that credits or differentiates, so that they share compiled programs."""
@@ -63,8 +63,8 @@ def every_pair(name, shift=0.0):
     rest = PAIRS - len(pairs)
     greedy = np.bincount(paths.row, mdps.greedy_probabilities(paths, old) * paths.outcome)
     pairs = np.pad(pairs, ((0, rest), (0, 0)))
-    drawn = estimates.gather(paths, old, pairs, greedy[paths.row[pairs]], samples=2)
-    return (*estimates.lay_out(drawn), np.pad(likelihood, (0, rest)))
+    sample = estimates.gather(paths, old, pairs, greedy[paths.row[pairs]], samples=2)
+    return (*estimates.lay_out(sample), np.pad(likelihood, (0, rest)))
 
 
 def gradients(name, variant, batch, loss_tokens, aggregate="fixed", config=bench.ON_POLICY):
@@ -128,18 +128,20 @@ def test_index_baseline_is_biased_where_the_policy_decides_when_to_stop():
 
 def test_verdicts_from_samples():
     process, paths, exact = known("revisits")
-    drawn = estimates.draw(paths, process.logits, 3, batches=PAIRS, groups=1, samples=2)
-    batch, loss_tokens = estimates.lay_out(drawn)
+    sample = estimates.draw(paths, process.logits, 3, batches=PAIRS, groups=1, samples=2)
+    batch, loss_tokens = estimates.lay_out(sample)
     for variant in UNBIASED:
-        errors = estimates.judge(gradients("revisits", variant, batch, loss_tokens), exact)
+        errors = gradient_errors.measure_errors(gradients("revisits", variant, batch, loss_tokens), exact)
         assert errors.verdict == "unbiased", (variant.label, errors)
         assert errors.bias_low < 0.01 and errors.bias_high < 0.1 and abs(errors.scale - 1) < 2 * errors.scale_half
-    shrunk = estimates.judge(gradients("revisits", DR_GRPO, batch, loss_tokens), exact)
+    shrunk = gradient_errors.measure_errors(gradients("revisits", DR_GRPO, batch, loss_tokens), exact)
     assert shrunk.verdict == "scaled" and abs(shrunk.scale - 0.5) < 2 * shrunk.scale_half
-    by_trajectory = estimates.judge(gradients("revisits", UNBIASED[0], batch, loss_tokens, "trajectory"), exact)
+    by_trajectory = gradient_errors.measure_errors(
+        gradients("revisits", UNBIASED[0], batch, loss_tokens, "trajectory"), exact
+    )
     assert by_trajectory.verdict == "biased"
     late = bench.Variant("step_gae", PLAIN | {"lam": 0.9}, "const V")
-    assert estimates.judge(gradients("revisits", late, batch, loss_tokens), exact).verdict == "biased"
+    assert gradient_errors.measure_errors(gradients("revisits", late, batch, loss_tokens), exact).verdict == "biased"
 
 
 def test_layout_is_that_of_the_paths():
@@ -220,7 +222,7 @@ def test_interval_covers_and_test_rejects_at_its_level():
         rejected, covered, variance = 0, np.zeros(4), (shapes**2).sum()
         for _ in range(150):
             samples = exact + (bias + rng.normal(size=(400, 3)) @ shapes.T)
-            errors = estimates.judge(samples, exact)
+            errors = gradient_errors.measure_errors(samples, exact)
             rejected += errors.p < 0.05
             covered += [
                 errors.bias_low <= np.linalg.norm(bias) <= errors.bias_high,
@@ -236,14 +238,17 @@ def test_judge_tells_length_from_direction():
     rng = np.random.default_rng(0)
     exact, noise = np.array([3.0, 4.0]), rng.normal(size=(2000, 2))
     noise -= noise.mean(axis=0)
-    half, turned = estimates.judge(exact / 2 + noise, exact), estimates.judge(exact + [0.8, -0.6] + noise, exact)
+    half, turned = (
+        gradient_errors.measure_errors(exact / 2 + noise, exact),
+        gradient_errors.measure_errors(exact + [0.8, -0.6] + noise, exact),
+    )
     assert (half.verdict, turned.verdict) == ("scaled", "biased")
     assert half.scale == pytest.approx(0.5) and half.off == 0 and half.variance == pytest.approx(2 / 25, rel=0.1)
     assert half.noise == pytest.approx(4 * half.variance) and half.mse == pytest.approx(0.25 + half.variance, rel=1e-3)
     assert turned.scale == pytest.approx(1) and turned.off == pytest.approx(0.2, rel=1e-2)
-    nothing = estimates.judge(np.zeros((300, 2)), exact)
+    nothing = gradient_errors.measure_errors(np.zeros((300, 2)), exact)
     assert (nothing.verdict, nothing.scale, nothing.p, nothing.cosine) == ("biased", 0, 0, 0)
-    assert estimates.judge(np.tile(exact, (300, 1)), exact).verdict == "unbiased"
+    assert gradient_errors.measure_errors(np.tile(exact, (300, 1)), exact).verdict == "unbiased"
 
 
 def test_variants_cover_every_scheme_plain_and_by_default():
@@ -290,9 +295,9 @@ def test_command_writes_tables_figures_and_picture(tmp_path):
 @pytest.mark.parametrize(("flag", "text"), [("schemes", "rlooo"), ("process", "maze")])
 def test_unknown_names_are_refused_with_those_there_are(flag, text):
     known = ["one", "two"]
-    assert bench.chosen(["all"], known, flag) == known and bench.chosen(["two"], known, flag) == ["two"]
+    assert bench.select_names(["all"], known, flag) == known and bench.select_names(["two"], known, flag) == ["two"]
     with pytest.raises(UserError, match=f"--{flag}.*{text}.*choose all or some of one, two"):
-        bench.chosen([text], known, flag)
+        bench.select_names([text], known, flag)
 
 
 def test_picture_joins_labels_of_points_that_touch(tmp_path):

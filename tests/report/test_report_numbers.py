@@ -50,10 +50,10 @@ def test_series_has_no_seam_where_a_run_was_resumed():
     assert values.tolist() == [0.1, 0.2, 0.3]
 
 
-def test_smoothed_is_a_mean_over_what_is_there():
+def test_smoothing_is_a_mean_over_what_is_there():
     values = np.array([1.0, 2.0, 6.0, 3.0])
-    np.testing.assert_allclose(curves.smoothed(values, 3), [1.5, 3.0, 11 / 3, 4.5])
-    np.testing.assert_allclose(curves.smoothed(np.full(30, 7.0), 5), 7.0)
+    np.testing.assert_allclose(curves.smooth(values, 3), [1.5, 3.0, 11 / 3, 4.5])
+    np.testing.assert_allclose(curves.smooth(np.full(30, 7.0), 5), 7.0)
 
 
 @pytest.mark.parametrize(

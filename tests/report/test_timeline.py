@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
-from agentr1_jax.report import plot_timeline, share_of_states, timeline
+from agentr1_jax.report import plot_timeline, state_shares, timeline
 from agentr1_jax.rollout import counters
 from agentr1_jax.rollout.counters import Timeline
 
@@ -47,7 +47,7 @@ def test_shares_agree_with_a_look_at_every_moment(drawn, unit):
     last = max((s["end"] for s in spans), default=0)
     seen = [state for row in ticks_of(spans, slots) for state in row[:last]]
     scaled = [{**s, "start": s["start"] * unit, "end": s["end"] * unit} for s in spans]
-    shares = share_of_states(scaled, slots)
+    shares = state_shares(scaled, slots)
     assert list(shares) == ["decode", "prefill", "tool", "idle"]
     assert shares == pytest.approx({k: seen.count(k) / len(seen) if seen else float(k == "idle") for k in shares})
 
@@ -56,9 +56,9 @@ def test_shares_agree_with_a_look_at_every_moment(drawn, unit):
 @given(timelines())
 def test_the_curve_is_the_mean_number_of_slots_that_decode(drawn):
     slots, spans = drawn
-    pieces = timeline._pieces(spans, slots)
+    pieces = timeline._disjoint_pieces(spans, slots)
     decoding = pieces.state == 0
-    counts = timeline.busy_slots(pieces.start[decoding], pieces.end[decoding], np.arange(0.0, TICKS + 1, 3))
+    counts = timeline.mean_busy_slots(pieces.start[decoding], pieces.end[decoding], np.arange(0.0, TICKS + 1, 3))
     per_tick = [sum(row[tick] == "decode" for row in ticks_of(spans, slots)) for tick in range(TICKS)]
     np.testing.assert_allclose(counts, np.reshape(per_tick, (-1, 3)).mean(axis=1), atol=1e-9)
 
@@ -77,12 +77,12 @@ def test_the_curve_is_the_mean_number_of_slots_that_decode(drawn):
 )
 def test_a_span_that_does_not_fit_is_refused(bad):
     with pytest.raises(ValueError, match=r"does not fit a timeline of 2 slots"):
-        share_of_states([span(1, "decode", 0, 1), bad], 2)
+        state_shares([span(1, "decode", 0, 1), bad], 2)
 
 
 def test_a_timeline_has_slots():
     with pytest.raises(ValueError, match="slots is 0"):
-        share_of_states([], 0)
+        state_shares([], 0)
 
 
 def random_spans(count, slots, seed=0):
@@ -99,7 +99,7 @@ def test_the_picture_shows_every_state_by_its_share(tmp_path):
     plot_timeline(tmp_path / "new" / "timeline.png", spans, slots=16, title="a title")
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["timeline.png"]
     pixels = imread(tmp_path / "new" / "timeline.png")[..., :3]
-    shares = share_of_states(spans, 16)
+    shares = state_shares(spans, 16)
     # Mixed pixels where two states meet, and the small boxes of the legend, are what the tolerance is for.
     drawn = {k: int((abs(pixels - to_rgb(timeline.COLORS[k])).max(-1) < 0.01).sum()) for k in shares}
     drawn = {k: count / sum(drawn.values()) for k, count in drawn.items()}
@@ -129,6 +129,6 @@ def test_an_engine_records_spans_until_the_rollout_is_over(monkeypatch):
         span(0, "tool", 2.0, 3.0),
         span(1, "tool", 2.0, 4.5),
     ]
-    assert share_of_states(made.records(), made.slots) == pytest.approx(
+    assert state_shares(made.records(), made.slots) == pytest.approx(
         {"decode": 2 / 9, "prefill": 0.0, "tool": 3.5 / 9, "idle": 3.5 / 9}
     )

@@ -1,4 +1,4 @@
-"""Runs of a grid as processes of their own: a share of the cores each, started in order, watched, stopped together."""
+"""Run the cells of a grid as processes: a share of the cores each, started in order, stopped together."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LOG_LINES = 12
 
 @dataclasses.dataclass(frozen=True)
 class Running:
-    """A run under way, and the cores it has."""
+    """A running process and its cores."""
 
     cell: Cell
     process: subprocess.Popen[bytes]
@@ -42,24 +42,24 @@ class Running:
 def run_all(
     cells: Sequence[Cell], *, parallel: int, stop: StopRequest, console: Console, program: Sequence[str] = ()
 ) -> dict[Cell, str]:
-    """Runs all that are not finished, in order, so many at once; a run waits for the one it starts from.
+    """Run all unfinished cells in order, several at once; a run waits for the one that it starts from.
 
-    Once a stop is requested nothing more is started, and what runs is told to save and leave, and waited for.
+    Once a stop is requested nothing more is started, and running processes are asked to save and leave, and waited for.
 
     Args:
       cells: the runs.
-      parallel: processes at once.
-      stop: entered by the caller.
-      console: where progress is shown.
-      program: what is run in place of `python -m experiments.train`.
+      parallel: number of processes at once.
+      stop: stop request, entered by the caller.
+      console: console for progress.
+      program: command in place of `python -m experiments.train`.
 
     Returns:
       the runs that failed, each with the end of its log or why it was not started.
     """
     command = program or (sys.executable, "-m", "experiments.train")
     waiting, running, failed = [cell for cell in cells if not cell.finished], list[Running](), dict[Cell, str]()
-    free, told = core_shares(parallel), False
-    with shown(console) as show:
+    free, stopping = core_shares(parallel), False
+    with progress_display(console) as show:
         try:
             while running or (waiting and not stop.requested):
                 for job in [job for job in running if job.process.poll() is not None]:
@@ -76,8 +76,8 @@ def run_all(
                 hopeless = [cell for cell in waiting if cell.after in {broken.folder for broken in failed}]
                 failed |= dict.fromkeys(hopeless, "not started, since its warm start failed")
                 waiting = [cell for cell in waiting if cell not in hopeless]
-                if stop.requested and not told:
-                    told = True
+                if stop.requested and not stopping:
+                    stopping = True
                     show("stopping; what runs saves and leaves", running)
                     for job in running:
                         job.process.terminate()
@@ -91,7 +91,7 @@ def run_all(
 
 
 def core_shares(parallel: int) -> list[frozenset[int]]:
-    """The cores of each of so many processes: equal shares, or one core of several processes where there are too few.
+    """Return the cores of each of `parallel` processes: equal shares, or shared cores where there are too few.
 
     Empty sets where the system binds no processes to cores.
     """
@@ -105,12 +105,12 @@ def core_shares(parallel: int) -> list[frozenset[int]]:
 
 
 def start(cell: Cell, cores: frozenset[int], command: Sequence[str]) -> Running:
-    """Starts or resumes a run; what it says is added to the log beside its folder."""
+    """Start or resume a run; its output is appended to the log beside its folder."""
     if not os.path.exists(os.path.join(cell.folder, "config.json")):
         build.discard_tokenizer(cell.config)  # Of a start that was killed before the run began.
     arguments = [*command, f"--config={resolved.__file__}:{write_config(cell)}"]
-    environment = {"GLIBC_TUNABLES": HUGE_PAGES, **os.environ}  # Else it would start twice.
-    with open(log_path(cell), "ab") as log, bound_to(cores):
+    environment = {"GLIBC_HUGE_PAGESS": HUGE_PAGES, **os.environ}  # Else it would start twice.
+    with open(log_path(cell), "ab") as log, bind_to_cores(cores):
         # A group of its own: Ctrl-C is for this process, which passes it on as SIGTERM.
         process = subprocess.Popen(
             arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, process_group=0
@@ -119,8 +119,8 @@ def start(cell: Cell, cores: frozenset[int], command: Sequence[str]) -> Running:
 
 
 @contextlib.contextmanager
-def bound_to(cores: frozenset[int]) -> Iterator[None]:
-    """Binds this thread, and with it what it starts, to some cores; does nothing for none."""
+def bind_to_cores(cores: frozenset[int]) -> Iterator[None]:
+    """Bind this thread, and the processes that it starts, to some cores; do nothing for none."""
     if not cores:
         yield
         return
@@ -133,7 +133,7 @@ def bound_to(cores: frozenset[int]) -> Iterator[None]:
 
 
 def fault_of(job: Running, stopping: bool) -> str:
-    """What went wrong with a run that has ended; "" for nothing."""
+    """Return why a run that has ended failed; "" if it did not."""
     code = job.process.returncode
     if (job.cell.finished and code == 0) or (stopping and code in (0, -signal.SIGTERM)):
         return ""
@@ -144,17 +144,17 @@ def fault_of(job: Running, stopping: bool) -> str:
 
 
 def log_path(cell: Cell) -> str:
-    """The log of a run: beside its folder, which has to be empty when it begins."""
+    """Return the log of a run; it lies beside the folder, which must be empty when the run begins."""
     return f"{cell.folder}.log"
 
 
 def title(cell: Cell) -> str:
-    """Arm and seed."""
+    """Return arm and seed as text."""
     return f"{cell.arm} seed {cell.seed}"
 
 
 def status(cell: Cell) -> str:
-    """Where a run stands: phase, update, last score, from the end of its metrics."""
+    """Return phase, update and last score of a run, from the end of its metrics."""
     phase, update, em = "set-up", 0, None
     for record in reversed(last_records(cell.folder)):
         for key in ("eval/em", "rollout/em"):
@@ -169,7 +169,7 @@ def status(cell: Cell) -> str:
 
 
 def last_records(folder: str) -> list[dict[str, Any]]:
-    """The last records of a metrics file that is being written; [] where there is none."""
+    """Return the last records of a metrics file that is being written; [] where there is none."""
     try:
         with open(os.path.join(folder, "metrics.jsonl"), "rb") as raw:
             raw.seek(max(0, os.fstat(raw.fileno()).st_size - TAIL_BYTES))
@@ -184,8 +184,8 @@ def last_records(folder: str) -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def shown(console: Console) -> Iterator[Callable[[str, Sequence[Running]], None]]:
-    """Gives a function `show(event, running)`: live, a line a run, on a terminal; else plain lines now and then."""
+def progress_display(console: Console) -> Iterator[Callable[[str, Sequence[Running]], None]]:
+    """Yield a function `show(event, running)`: one live line per run on a terminal, else a plain line each minute."""
     if console.is_terminal:
         with Live(console=console, auto_refresh=False, transient=True) as live:
 

@@ -1,4 +1,4 @@
-"""Recorded batches of runs, and the parameters that belong to them, for experiments that look back."""
+"""Recorded batches of runs, and the parameters that belong to them."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Recording:
     """RL batches of one run.
 
     Attributes:
-      folder: of the run.
-      config: of the run.
-      updates: the batches.
-      trajectories: all that training used of them; groups are numbered apart.
+      folder: folder of the run.
+      config: config of the run.
+      updates: numbers of the batches.
+      trajectories: all trajectories that training used; groups of different batches have different numbers.
     """
 
     folder: str
@@ -49,11 +49,11 @@ class Recording:
     trajectories: Sequence[Trajectory]
 
 
-def recording(folder: str, updates: str) -> Recording:
-    """The recorded RL batches of a run.
+def read_recording(folder: str, updates: str) -> Recording:
+    """Read recorded RL batches of a run.
 
     Args:
-      folder: of the run.
+      folder: folder of the run.
       updates: `last`, or numbers as in the names of the files, with commas between them.
 
     Raises:
@@ -68,13 +68,13 @@ def recording(folder: str, updates: str) -> Recording:
             raise UserError(f"{folder}: has no RL batch {update}; those from {min(found)} to {max(found)} are recorded")
     trajectories: list[Trajectory] = []
     for update in wanted:
-        batch = _trained(config, read_trajectories(found[update]))
-        trajectories += _numbered(batch, 1 + max((t.group for t in trajectories), default=-1))
+        batch = _drop_replaced_groups(config, read_trajectories(found[update]))
+        trajectories += _renumber_groups(batch, 1 + max((t.group for t in trajectories), default=-1))
     return Recording(folder, config, wanted, trajectories)
 
 
-def _trained(config: ml_collections.ConfigDict, batch: Sequence[Trajectory]) -> list[Trajectory]:
-    """Without the groups that others were sampled in place of."""
+def _drop_replaced_groups(config: ml_collections.ConfigDict, batch: Sequence[Trajectory]) -> list[Trajectory]:
+    """Drop zero-variance groups, in whose place others were sampled."""
     if not config.rollout.refills:
         return list(batch)
     groups: dict[int, list[Trajectory]] = {}
@@ -83,25 +83,25 @@ def _trained(config: ml_collections.ConfigDict, batch: Sequence[Trajectory]) -> 
     return [t for group in groups.values() if signal(group) for t in group]
 
 
-def _numbered(batch: Sequence[Trajectory], first: int) -> list[Trajectory]:
-    """The trajectories by group and sample, groups numbered from `first`."""
+def _renumber_groups(batch: Sequence[Trajectory], first: int) -> list[Trajectory]:
+    """Sort trajectories by group and sample, and number the groups from `first`."""
     order = sorted(batch, key=lambda t: (t.group, t.sample))
     number = np.unique([t.group for t in order], return_inverse=True)[1]
     return [dataclasses.replace(t, group=first + int(g)) for t, g in zip(order, number, strict=True)]
 
 
 def join(recordings: Sequence[Recording]) -> list[Trajectory]:
-    """The trajectories of several runs, groups numbered apart; names tell the runs apart where there are several."""
+    """Join the trajectories of several runs: groups are renumbered, uids begin with the name of their run."""
     out: list[Trajectory] = []
     for r in recordings:
         prefix = f"{os.path.basename(os.path.normpath(r.folder))}:" if len(recordings) > 1 else ""
-        batch = _numbered(r.trajectories, 1 + max((t.group for t in out), default=-1))
+        batch = _renumber_groups(r.trajectories, 1 + max((t.group for t in out), default=-1))
         out += [dataclasses.replace(t, uid=f"{prefix}{t.uid}") for t in batch]
     return out
 
 
 def check_one_policy(recordings: Sequence[Recording]) -> None:
-    """Refuses to join recordings of different policies.
+    """Refuse to join recordings of different policies.
 
     Parameters are compared by `newest_params`, since they take time and memory to read.
 
@@ -139,14 +139,14 @@ def _tokenizer_bytes(folder: str) -> bytes:
 
 
 def newest_params(recordings: Sequence[Recording], policy: DecoderConfig, mesh: Mesh) -> tuple[Params, Position]:
-    """What is trained, as of the newest checkpoint, and where the run stood then.
+    """Return the trained parameters of the newest checkpoint, and the position of the run then.
 
     Raises:
       UserError: a run has no checkpoint, or the parameters of two runs differ.
     """
-    params, position = _restored(recordings[0], policy, mesh)
+    params, position = _restore(recordings[0], policy, mesh)
     for r in recordings[1:]:
-        other, _ = _restored(r, policy, mesh)
+        other, _ = _restore(r, policy, mesh)
         same = jax.tree.map(np.array_equal, params, other)
         if not all(jax.tree.leaves(same)):
             raise UserError(
@@ -156,18 +156,18 @@ def newest_params(recordings: Sequence[Recording], policy: DecoderConfig, mesh: 
     return params, position
 
 
-def _restored(recorded: Recording, policy: DecoderConfig, mesh: Mesh) -> tuple[Params, Position]:
-    _, _, (_, like, _) = build.learner_state(recorded.config, policy, mesh)
-    params, record = inherited.restored(recorded.folder, like.params)
+def _restore(recording: Recording, policy: DecoderConfig, mesh: Mesh) -> tuple[Params, Position]:
+    _, _, (_, like, _) = build.learner_state(recording.config, policy, mesh)
+    params, record = inherited.restored(recording.folder, like.params)
     return params, Position(**record)
 
 
 def version(position: Position, config: ml_collections.ConfigDict) -> int:
-    """RL batches that the parameters at a position have learnt from, as steps count them in `policy_version`."""
+    """Return the `policy_version` of the parameters at a position: the number of RL batches learnt from."""
     return {"rl": position.update, "done": config.updates}.get(position.phase, 0)
 
 
-def moments_before(
+def statistics_before(
     run: Run, position: Position, trajectories: Sequence[Trajectory]
 ) -> tuple[RunningMeanStd, list[str]]:
     """RunningMeanStd of the returns of all batches that a run had learnt from at `position`, but for the one compared.
@@ -180,22 +180,22 @@ def moments_before(
       trajectories: all that training had of the batch.
 
     Returns:
-      the moments; with the batch, and a note that says so, where they cannot be told apart.
+      the statistics; where the batch cannot be separated, they include it, and a note says so.
     """
-    config, moments = run.config, RunningMeanStd(*position.returns)
+    config, statistics = run.config, RunningMeanStd(*position.returns)
     known = [t for t in trajectories if any(s.policy_version < version(position, config) for s in t.steps)]
     if not known:
-        return moments, []
+        return statistics, []
     scheme, critic = build.credit_scheme(config), build.learns_values(config)
     kept, _, _ = learning.sift(
         run, known, critic=critic, greedy=scheme.needs_greedy, observations=build.learner_config(config).observations
     )
     if not kept:
-        return moments, []
+        return statistics, []
     shaping, gamma = build.shaping(config), scheme.gamma
     streams = flatten_trajectories(kept, process_parts=shaping.process_parts)
     _, own = shape_rewards(streams, shaping, gamma=gamma, statistics=RunningMeanStd(), bootstraps=critic)
-    if own.n > moments.n or (config.kl.kind != "none" and config.kl.where == "reward"):
-        unsure = "The running moments of returns hold this batch's too, which cannot be told apart"
-        return moments, [f"{unsure} (a KL in the reward is not recorded)."]
-    return moments.remove(own), []
+    if own.n > statistics.n or (config.kl.kind != "none" and config.kl.where == "reward"):
+        unsure = "The running statistics of returns hold this batch's too, which cannot be told apart"
+        return statistics, [f"{unsure} (a KL in the reward is not recorded)."]
+    return statistics.remove(own), []

@@ -1,4 +1,4 @@
-"""What a trajectory of an evaluation came to, in a few numbers: all that figures are made of."""
+"""Scores of the trajectories of an evaluation: the few numbers that figures are made of."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from agentr1_jax.trajectory_io import CORRUPT
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Score:
-    """One trajectory as figures see it.
+    """Score of one trajectory.
 
     Attributes:
-      mode, split, dataset, kind: what it belongs to.
+      mode, split, dataset, kind: mode of the evaluation, split, data set and kind of question.
       question: id of the row.
-      sample: which of the question's samples.
-      outcome: how it ended.
+      sample: index of the sample of its question.
+      outcome: outcome of the trajectory.
       metrics: `em, f1, steps, tool_calls, prompt_tokens, response_tokens`, and `recall, all_gold` where gold passages
-        are known; empty where the infrastructure failed, which says nothing of the policy.
+        are known; empty where the infrastructure failed.
     """
 
     mode: str
@@ -38,19 +38,19 @@ class Score:
     metrics: Mapping[str, float]
 
 
-def failed(trajectory: Trajectory) -> bool:
-    """Whether the infrastructure ended it; what the policy did wrong is no failure in this sense, but an answer."""
+def infrastructure_failed(trajectory: Trajectory) -> bool:
+    """Return True if the infrastructure ended it; a mistake of the policy is a wrong answer instead."""
     return POLICIES[trajectory.outcome].training == "drop"
 
 
 def score(trajectory: Trajectory) -> Score:
-    """A trajectory whose `row` holds `mode, split, dataset, id`, and where known `kind` and `gold_ids`.
+    """Score a trajectory whose `row` holds `mode, split, dataset, id`, and where known `kind` and `gold_ids`.
 
-    A metric that the environment could not take, since the trajectory was broken off for the policy's slowness, is 0.
+    A metric that the environment did not compute, since the policy was too slow, is 0.
     """
     row, measured = trajectory.row, trajectory.metrics
     metrics = {}
-    if not failed(trajectory):
+    if not infrastructure_failed(trajectory):
         metrics = {
             "em": measured.get("em", 0.0),
             "f1": measured.get("f1", 0.0),
@@ -75,7 +75,7 @@ def score(trajectory: Trajectory) -> Score:
 
 
 class Gallery:
-    """Collects a few trajectories of each mode and verdict (right, wrong, failed), the first that come."""
+    """Collect the first few trajectories of each mode and verdict (right, wrong, failed)."""
 
     def __init__(self, of_each: int) -> None:
         self.shown: list[Trajectory] = []
@@ -83,7 +83,7 @@ class Gallery:
         self._counts: collections.Counter[tuple[str, str]] = collections.Counter()
 
     def passing(self, trajectories: Iterable[Trajectory]) -> Iterator[Trajectory]:
-        """The same trajectories, some of them kept."""
+        """Yield the same trajectories, and keep some of them."""
         for trajectory in trajectories:
             place = (trajectory.row["mode"], verdict(trajectory))
             if self._counts[place] < self._of_each:
@@ -93,21 +93,21 @@ class Gallery:
 
 
 def verdict(trajectory: Trajectory) -> str:
-    """`right`, `wrong` or `failed`."""
-    if failed(trajectory):
+    """Return `right`, `wrong` or `failed`."""
+    if infrastructure_failed(trajectory):
         return "failed"
     return "right" if trajectory.metrics.get("em") == 1.0 else "wrong"
 
 
 def write_scores(path: str, scores: Iterable[Score]) -> None:
-    """Writes gzipped JSONL, renamed into place."""
+    """Write gzipped JSONL, renamed into place."""
     with files.atomic_write(path, "wb") as raw, gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as out:
         for each in scores:
             out.write(json.dumps(dataclasses.asdict(each)).encode() + b"\n")
 
 
 def read_scores(folder: str) -> list[Score]:
-    """The scores of a finished evaluation. Raises UserError if there are none, or they are damaged."""
+    """Read the scores of a finished evaluation. Raise UserError if there are none, or they are damaged."""
     path = os.path.join(folder, "scores.jsonl.gz")
     if not files.is_file(path):
         raise UserError(f"{folder}: no finished evaluation (it has no scores.jsonl.gz); run experiments.evaluate first")

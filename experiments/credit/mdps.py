@@ -50,7 +50,7 @@ class Process:
 
 @dataclasses.dataclass(frozen=True)
 class Paths:
-    """Every trajectory of a process: M of them, those of one row together; -1 beyond the end.
+    """All trajectories of a process: M of them, those of one row together; -1 beyond the end.
 
     Attributes:
       action: place of each token in the flat logits.
@@ -132,7 +132,7 @@ PROCESSES = {"key_door": key_door, "stop_or_go": stop_or_go, "revisits": revisit
 
 
 def every_path(process: Process) -> Paths:
-    """Lists all trajectories, each with the probability of its noise."""
+    """List all trajectories, each with the probability of its noise."""
     paths = [
         (row, noise, steps)
         for row, start in enumerate(process.starts)
@@ -212,13 +212,13 @@ def exact_gradient(
       ArithmeticError: the two differ.
     """
 
-    def expected(logits: Float[Array, "nodes vocabulary"]) -> Float[Array, ""]:
+    def expectation(logits: Float[Array, "nodes vocabulary"]) -> Float[Array, ""]:
         log_pi = jax.nn.log_softmax(logits).ravel()
         path = jnp.sum(jnp.where(paths.action >= 0, log_pi[paths.action], 0), axis=(1, 2))
         return jnp.sum(paths.noise * jnp.exp(path) * paths.outcome) / paths.rows
 
     with jax.enable_x64(True):
-        value, derivative = jax.value_and_grad(expected)(jnp.asarray(logits, jnp.float64))
+        value, derivative = jax.value_and_grad(expectation)(jnp.asarray(logits, jnp.float64))
     value, derivative = float(value), np.asarray(derivative).ravel()
     score = score_gradient(paths, logits)
     if not np.allclose(derivative, score, rtol=1e-9, atol=1e-12):

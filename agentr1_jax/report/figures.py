@@ -1,8 +1,8 @@
-"""From scores to figures: means with bootstrap intervals over questions, pass@k, outcomes, paired differences.
+"""Figures of an evaluation from its scores: means with bootstrap intervals, pass@k, outcomes, paired differences.
 
-A question's value is the mean over its samples; a sample that the infrastructure failed is no sample. Questions are
+The value of a question is the mean over its samples; failures of the infrastructure are left out. Questions are
 resampled, never samples, since samples of one question are alike. As in `report.statistics`, a resample draws n - 1 of
-n questions; all metrics are resampled together, in blocks, so that 12,000 questions need neither minutes nor gigabytes.
+n questions. All metrics are resampled together, in blocks: 12,000 questions take seconds and little memory.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from agentr1_jax.report.scores import Score
 from agentr1_jax.report.statistics import DRAWS, LEVEL
-from experiments.evaluation.scores import Score
 
 ALL, MEAN = "all", "mean"
-"""Names of what several data sets come to: all questions together, and the mean over data sets."""
+"""Names of the pool of all data sets, and of the mean over data sets."""
 COMPARED = ("em", "f1", "recall", "all_gold")
 BLOCK = 2_000_000
 """Questions drawn at once."""
@@ -31,13 +31,13 @@ Values = Mapping[str, Mapping[str, float]]
 
 
 def figures(scores: Sequence[Score], *, samples: int = 1, draws: int = DRAWS, seed: int = 0) -> dict[str, Any]:
-    """Every figure of an evaluation.
+    """Compute all figures of an evaluation.
 
     Args:
-      scores: of all its trajectories.
-      samples: of each question; there is a pass@k for every k up to it, where there are several.
-      draws: bootstrap resamples.
-      seed: of the resampling.
+      scores: scores of all trajectories.
+      samples: number of samples of each question; with several there is a pass@k for every k up to it.
+      draws: number of bootstrap resamples.
+      seed: seed of the resampling.
 
     Returns:
       `groups`, a record for each mode, split and data set, and `differences`, one for each two modes and metric on the
@@ -58,7 +58,7 @@ def figures(scores: Sequence[Score], *, samples: int = 1, draws: int = DRAWS, se
         if len(datasets) > 1:
             members = [score for d in datasets for score in by_group[mode, split, d]]
             strata = [values[mode, split, d] for d in datasets]
-            groups.append(_group((mode, split, ALL), members, [_joined(strata)], draws, seed))
+            groups.append(_group((mode, split, ALL), members, [_pool(strata)], draws, seed))
             groups.append(_group((mode, split, MEAN), members, strata, draws, seed))
     for split in sorted({split for _, split in pooled}):
         modes = list(dict.fromkeys(m for m, s in pooled if s == split))
@@ -72,7 +72,7 @@ def figures(scores: Sequence[Score], *, samples: int = 1, draws: int = DRAWS, se
 
 
 def question_values(scores: Sequence[Score], samples: int = 1) -> dict[str, dict[str, float]]:
-    """`dataset/id` of a question -> mean of each metric over its samples, and `pass@k` for each k that there are.
+    """Return `dataset/id` of a question -> mean of each metric over its samples, and `pass@k` for each possible k.
 
     A question without any sample is left out.
     """
@@ -93,7 +93,7 @@ def question_values(scores: Sequence[Score], samples: int = 1) -> dict[str, dict
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Chance that one of k samples drawn without replacement is correct: 1 − C(n−c, k) / C(n, k).
+    """Return the chance that one of k samples drawn without replacement is correct: 1 − C(n−c, k) / C(n, k).
 
     Unbiased for the chance that one of k samples is correct (Chen et al. 2021, "Evaluating large language models
     trained on code", equation 1).
@@ -107,7 +107,7 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def intervals(strata: Sequence[Values], draws: int = DRAWS, seed: int = 0) -> dict[str, dict[str, Any]]:
-    """Metric -> mean over strata of means over questions, with its percentile bootstrap interval.
+    """Return metric -> mean over strata of means over questions, with its percentile bootstrap interval.
 
     Args:
       strata: the questions of each; they are resampled within it. A question that lacks a metric counts for the others.
@@ -135,7 +135,7 @@ def intervals(strata: Sequence[Values], draws: int = DRAWS, seed: int = 0) -> di
 
 
 def resampled_means(values: np.ndarray, rng: np.random.Generator, draws: int) -> np.ndarray:
-    """Means of resampled questions.
+    """Return means of resampled questions.
 
     Args:
       values: float [questions, metrics]; NaN where a question lacks a metric.
@@ -159,8 +159,8 @@ def resampled_means(values: np.ndarray, rng: np.random.Generator, draws: int) ->
     return np.concatenate(out)
 
 
-def paired(ours: Values, theirs: Values) -> dict[str, dict[str, float]]:
-    """Question -> difference of each compared metric, for questions and metrics that both sides have."""
+def pair_differences(ours: Values, theirs: Values) -> dict[str, dict[str, float]]:
+    """Return question -> difference of each compared metric, for questions and metrics that both sides have."""
     return {
         question: {m: ours[question][m] - other[m] for m in COMPARED if m in ours[question] and m in other}
         for question, other in theirs.items()
@@ -169,7 +169,7 @@ def paired(ours: Values, theirs: Values) -> dict[str, dict[str, float]]:
 
 
 def _group(group: Group, members: Sequence[Score], strata: Sequence[Values], draws: int, seed: int) -> dict[str, Any]:
-    """The record of a mode, split and data set."""
+    """Return the record of a mode, split and data set."""
     mode, split, dataset = group
     outcomes = collections.Counter(score.outcome for score in members)
     asked = {(score.dataset, score.question) for score in members}
@@ -194,16 +194,16 @@ def _group(group: Group, members: Sequence[Score], strata: Sequence[Values], dra
     return out
 
 
-def _joined(strata: Sequence[Values]) -> Values:
-    """The questions of several data sets as one."""
+def _pool(strata: Sequence[Values]) -> Values:
+    """Pool the questions of several data sets."""
     return {question: values for stratum in strata for question, values in stratum.items()}
 
 
 def _common(ours: Mapping[str, Values], theirs: Mapping[str, Values]) -> dict[str, list[Values]]:
-    """Data set -> strata of the paired differences, with `ALL` and `MEAN` where there are several."""
-    pairs: dict[str, Values] = {d: paired(ours[d], theirs[d]) for d in sorted(ours.keys() & theirs.keys())}
+    """Return data set -> strata of the paired differences, with `ALL` and `MEAN` where there are several."""
+    pairs: dict[str, Values] = {d: pair_differences(ours[d], theirs[d]) for d in sorted(ours.keys() & theirs.keys())}
     pairs = {dataset: pair for dataset, pair in pairs.items() if pair}
     out: dict[str, list[Values]] = {dataset: [pair] for dataset, pair in pairs.items()}
     if len(pairs) > 1:
-        out |= {ALL: [_joined(list(pairs.values()))], MEAN: list(pairs.values())}
+        out |= {ALL: [_pool(list(pairs.values()))], MEAN: list(pairs.values())}
     return out

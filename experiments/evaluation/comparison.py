@@ -14,13 +14,13 @@ import numpy as np
 from agentr1_jax import files
 from agentr1_jax.errors import UserError
 from agentr1_jax.report.evaluation import interval
+from agentr1_jax.report.figures import question_values
+from agentr1_jax.report.scores import Score, read_scores
 from agentr1_jax.report.statistics import Interval, paired_difference, two_stage_interval
 from agentr1_jax.report.tables import markdown_table
 from agentr1_jax.runtime import config as configs
 from experiments.evaluation.chunks import write_json
-from experiments.evaluation.figures import question_values
 from experiments.evaluation.modes import MODES
-from experiments.evaluation.scores import Score, read_scores
 
 METRICS = {"recall": "gold recall", "em": "EM", "f1": "F1"}
 PATHS = ("tokenizer.", "policy.", "task.data_dir")
@@ -60,7 +60,7 @@ def parse(argument: str) -> tuple[str, str, str]:
     return (name, match[1], match[2]) if match else (name, rest, "")
 
 
-def joined(rows: Mapping[str, Sequence[Sequence[Score]]], base: str = "") -> list[dict[str, Any]]:
+def join(rows: Mapping[str, Sequence[Sequence[Score]]], base: str = "") -> list[dict[str, Any]]:
     """A record for each row, split and data set.
 
     Args:
@@ -165,7 +165,7 @@ def markdown(records: Sequence[Mapping[str, Any]], base: str = "", notes: Sequen
 
 
 def write(path: str, text: str, records: Sequence[Mapping[str, Any]]) -> None:
-    """Writes the table, and its figures beside it, each renamed into place."""
+    """Write the table, and its figures beside it, each renamed into place."""
     with files.atomic_write(path) as out:
         out.write(text)
     write_json(f"{os.path.splitext(path)[0]}.json", records)
