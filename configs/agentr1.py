@@ -25,8 +25,8 @@ HARDWARE: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
             "mesh.fsdp": 16,
             "rollout.tensor": 2,
             "rollout.slots": 64,
-            "rollout.parking": 16,
-            "rollout.attention_slots": 32,
+            "rollout.swap_slots": 16,
+            "rollout.attention_group": 32,
             "learner.rows": 16,
             "policy.attention": "splash",
         },
@@ -35,8 +35,8 @@ HARDWARE: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
             "mesh.fsdp": 4,
             "rollout.tensor": 2,
             "rollout.slots": 256,
-            "rollout.parking": 64,
-            "rollout.attention_slots": 128,
+            "rollout.swap_slots": 64,
+            "rollout.attention_group": 128,
             "learner.rows": 8,
             "policy.attention": "splash",
         },
@@ -45,8 +45,8 @@ HARDWARE: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
             "mesh.fsdp": 8,
             "rollout.tensor": 2,
             "rollout.slots": 256,
-            "rollout.parking": 64,
-            "rollout.attention_slots": 64,
+            "rollout.swap_slots": 64,
+            "rollout.attention_group": 64,
             "learner.rows": 16,
         },
     }
@@ -78,7 +78,7 @@ def get_config(hardware: str = "v5e-16") -> ml_collections.ConfigDict:
     c.budget.trajectory_tokens = 8192
     c.rollout.groups = 128
     c.rollout.samples = 5
-    c.rollout.length = 8192
+    c.rollout.slot_tokens = 8192
     c.rollout.prefill_width = 128
     c.rollout.prefill_rows = (4, 16)
     c.rollout.attention_block = 1024

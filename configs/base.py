@@ -182,26 +182,26 @@ def _rollout(c: ConfigDict) -> None:
     """Sampling."""
     c.rollout = ConfigDict()
     c.rollout.groups = 16  # task rows per batch, over all processes
-    c.rollout.samples = 8  # trajectories per row
-    c.rollout.temperature = 1.0  # of sampling, and of the learner's log-probs
-    c.rollout.tensor = 1  # devices that share the heads of one slot; the others of an engine share the slots
-    c.rollout.top_k = 0  # samples among so many likeliest ids; 0 for all
-    c.rollout.top_p = 1.0  # samples among the likeliest ids of this mass
-    c.rollout.slots = 64  # responses that the engine of each process decodes together
-    c.rollout.parking = 16  # further lines of the cache, for trajectories whose tool is at work
-    c.rollout.decode_chunk = 8  # most tokens between two looks of the host
-    c.rollout.leave_after = 1  # a chunk ends early once so many responses have ended; 0: never
-    c.rollout.fetch_lag = 0  # chunks by which the host's look lags behind: 0 | 1
-    c.rollout.prefill_width = 16  # tokens of a row of a prefill call
-    c.rollout.prefill_rows = (8, 32)  # buckets of rows of a prefill call, per device
-    c.rollout.length = 512  # tokens a line of the cache holds
-    c.rollout.attention_block = 64  # positions that decoding reads at once; small on a CPU, 512 and more elsewhere
-    c.rollout.attention_slots = 8  # slots whose lines it reads together; all of a device's elsewhere
-    c.rollout.reuse = "all"  # all | own | none: lines whose keys and values are used again, to compare
-    c.rollout.deterministic = False  # waits for all tools before each chunk: a resumed run is then equal bit for bit
-    c.rollout.attempts = 2  # of a trajectory that a tool or an environment failed; then it is dropped and counted
-    c.rollout.staleness = 0  # RL batches by which rollouts may run ahead of the learner; see docs/rollout.md
-    c.rollout.refills = 0  # most further groups sampled in a batch in place of those whose returns are all equal
+    c.rollout.samples = 8  # trajectories per group, that is, per task row
+    c.rollout.temperature = 1.0  # divides the logits in sampling and in the log-probs of the learner
+    c.rollout.top_k = 0  # sample among the k most likely ids; 0 for all
+    c.rollout.top_p = 1.0  # sample among the most likely ids whose probabilities sum to p; 1 for all
+    c.rollout.tensor = 1  # devices that share the heads of a KV slot; slots are sharded over the other devices
+    c.rollout.slots = 64  # decode slots: responses that the engine of each process decodes together
+    c.rollout.swap_slots = 16  # further KV slots, for trajectories that are swapped out while their tool runs
+    c.rollout.slot_tokens = 512  # tokens that a KV slot can hold; at least budget.context_tokens
+    c.rollout.decode_chunk = 8  # most tokens sampled per slot in one decode call
+    c.rollout.early_exit_after = 1  # a decode call ends early once this many responses have ended; 0: never
+    c.rollout.fetch_lag = 0  # 0: fetch a chunk before the next one is dispatched; 1: dispatch the next one first
+    c.rollout.prefill_width = 16  # tokens per row of a prefill call
+    c.rollout.prefill_rows = (8, 32)  # buckets of rows per prefill call and device, ascending
+    c.rollout.attention_block = 64  # positions per attention block in decoding; small on a CPU, 512 or more elsewhere
+    c.rollout.attention_group = 8  # decode slots per attention group: 8 on a CPU, all slots of a device elsewhere
+    c.rollout.prefix_reuse = "all"  # cached prefixes that are not computed again: all | own | none (for comparison)
+    c.rollout.deterministic = False  # wait for all running tools before each chunk: a resumed run is then bit-equal
+    c.rollout.attempts = 2  # attempts at a trajectory that a tool or environment failed; then it is dropped and counted
+    c.rollout.staleness = 0  # batches by which rollouts may run ahead of the learner; see docs/rollout.md
+    c.rollout.dynamic_sampling_groups = 0  # most groups sampled per batch in place of zero-variance groups (DAPO)
 
 
 def _credit(c: ConfigDict) -> None:

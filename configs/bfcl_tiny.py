@@ -23,7 +23,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.budget.max_steps = 20
     c.budget.response_tokens = 96
     c.budget.context_tokens = 4608
-    c.rollout.length = 4608
+    c.rollout.slot_tokens = 4608
     c.rollout.prefill_width = 128
     c.learner.row_tokens = 4608
     c.learner.row_loss_tokens = 1920

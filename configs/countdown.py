@@ -27,8 +27,8 @@ def get_config() -> ml_collections.ConfigDict:
     c.budget.response_tokens = 32
     c.budget.observation_tokens = 24
     c.budget.context_tokens = 384
-    c.rollout.parking = 0  # the calculator takes less than a millisecond
-    c.rollout.length = 384
+    c.rollout.swap_slots = 0  # the calculator takes less than a millisecond
+    c.rollout.slot_tokens = 384
     c.learner.row_tokens = 384
     c.learner.row_loss_tokens = 192
     c.learner.rows = 8

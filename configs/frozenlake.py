@@ -32,8 +32,8 @@ def get_config() -> ml_collections.ConfigDict:
     c.budget.observation_tokens = 32
     c.budget.context_tokens = 336
     c.budget.on_truncated_response = "continue"  # it is no action then
-    c.rollout.parking = 0
-    c.rollout.length = 384
+    c.rollout.swap_slots = 0
+    c.rollout.slot_tokens = 384
     c.rollout.groups = 8
     c.rollout.prefill_rows = (16, 64)
     c.rollout.prefill_width = 32

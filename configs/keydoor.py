@@ -33,8 +33,8 @@ def get_config() -> ml_collections.ConfigDict:
     c.budget.observation_tokens = 32
     c.budget.context_tokens = 224
     c.budget.on_truncated_response = "continue"  # it is no action then
-    c.rollout.parking = 0
-    c.rollout.length = 256
+    c.rollout.swap_slots = 0
+    c.rollout.slot_tokens = 256
     c.rollout.groups = 8
     c.rollout.prefill_rows = (16, 64)
     c.rollout.prefill_width = 16

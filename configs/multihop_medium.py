@@ -29,11 +29,11 @@ def get_config() -> ml_collections.ConfigDict:
     c.budget.context_tokens = 2560
     c.rollout.groups = 32
     c.rollout.slots = 256
-    c.rollout.parking = 64
+    c.rollout.swap_slots = 64
     c.rollout.attention_block = 512
-    c.rollout.attention_slots = 64
+    c.rollout.attention_group = 64
     c.rollout.prefill_width = 128
-    c.rollout.length = 2560
+    c.rollout.slot_tokens = 2560
     c.learner.row_tokens = 2560
     c.learner.row_loss_tokens = 768
     c.learner.rows = 16

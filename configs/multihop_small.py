@@ -41,10 +41,10 @@ def get_config() -> ml_collections.ConfigDict:
     c.budget.observation_tokens = 192
     c.budget.context_tokens = 1024
     c.budget.on_truncated_response = "continue"
-    c.rollout.parking = 16
+    c.rollout.swap_slots = 16
     c.rollout.prefill_width = 64
     c.rollout.prefill_rows = (2, 8)
-    c.rollout.length = 1024
+    c.rollout.slot_tokens = 1024
     c.rollout.attention_block = 128
     c.learner.packing = "prefix_tree"  # the samples of a question share much more than its prompt
     c.learner.row_tokens = 1024

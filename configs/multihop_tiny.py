@@ -37,10 +37,10 @@ def get_config() -> ml_collections.ConfigDict:
     c.rollout.groups = 4
     c.rollout.samples = 4
     c.rollout.slots = 16
-    c.rollout.parking = 4
+    c.rollout.swap_slots = 4
     c.rollout.prefill_width = 64
     c.rollout.prefill_rows = (2, 8)
-    c.rollout.length = 1280
+    c.rollout.slot_tokens = 1280
     c.rollout.attention_block = 128
     c.learner.row_tokens = 1280
     c.learner.row_loss_tokens = 384

@@ -27,8 +27,8 @@ def get_config() -> ml_collections.ConfigDict:
     c.budget.response_tokens = 40
     c.budget.observation_tokens = 120
     c.budget.context_tokens = 320
-    c.rollout.parking = 0  # a search takes less than a millisecond
-    c.rollout.length = 320
+    c.rollout.swap_slots = 0  # a search takes less than a millisecond
+    c.rollout.slot_tokens = 320
     c.learner.row_tokens = 320
     c.learner.row_loss_tokens = 256
     c.learner.rows = 4

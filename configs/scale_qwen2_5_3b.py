@@ -40,12 +40,12 @@ def get_config() -> ml_collections.ConfigDict:
     c.rollout.samples = 8
     c.rollout.tensor = 2  # as many as there are key heads: each device holds one of them, and half of the weights
     c.rollout.slots = 64
-    c.rollout.parking = 32
+    c.rollout.swap_slots = 32
     c.rollout.prefill_width = 128
     c.rollout.prefill_rows = (4, 16)
-    c.rollout.length = 4096
+    c.rollout.slot_tokens = 4096
     c.rollout.attention_block = 1024
-    c.rollout.attention_slots = 32
+    c.rollout.attention_group = 32
     c.learner.row_tokens = 4096
     c.learner.row_loss_tokens = 2048
     c.learner.rows = 16

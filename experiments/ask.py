@@ -27,8 +27,8 @@ from agentr1_jax.agents.session import Identity
 from agentr1_jax.envs.base import Row, Task
 from agentr1_jax.errors import UserError
 from agentr1_jax.policy.config import LoraConfig
-from agentr1_jax.rollout.runner import Group, run_groups
-from agentr1_jax.rollout.sampling import Sampling
+from agentr1_jax.rollout.config import SamplingConfig
+from agentr1_jax.rollout.runner import TaskGroup, run_groups
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.tasks.hopworld.world import world_key
@@ -76,8 +76,8 @@ def main(argv: Sequence[str]) -> None:
         engine,
         params,
         ShownAgent(agent, console),
-        [Group(row, [Identity("ask", 0, 0, task.name, SEED.value)])],
-        sampling=Sampling(TEMPERATURE.value),
+        [TaskGroup(row, [Identity("ask", 0, 0, task.name, SEED.value)])],
+        sampling=SamplingConfig(TEMPERATURE.value),
         policy_version=0,
     )
     for label, text in conclusion(trajectory, row, tokenizer):
@@ -98,7 +98,7 @@ def for_one_trajectory(config: ml_collections.ConfigDict) -> None:
     Raises:
       UserError: see `sources.fit_devices`.
     """
-    config.rollout.slots, config.rollout.parking = 1, 0
+    config.rollout.slots, config.rollout.swap_slots = 1, 0
     config.rollout.prefill_rows = config.rollout.prefill_rows[:1]
     sources.fit_devices(config)
 

@@ -10,15 +10,13 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import contextlib
-import dataclasses
-import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 from agentr1_jax.policy.decoder import Params
-from agentr1_jax.rollout.background import Background
-from agentr1_jax.rollout.runner import sample_groups
+from agentr1_jax.rollout.background import BackgroundEngine, wait
+from agentr1_jax.rollout.runner import Group, GroupBatch, start_batch
 from agentr1_jax.runtime import dispatch, processes
 from agentr1_jax.trajectory import Trajectory
 from experiments import build, circle
@@ -37,7 +35,7 @@ class Batches(Protocol):
     """
 
     @property
-    def background(self) -> Background | None: ...
+    def background(self) -> BackgroundEngine | None: ...
 
     def take(self, params: Params, update: int, visits: range, stop: Callable[[], bool]) -> Taken:
         """This process's share of the batch of an update: trajectories sorted by (group, sample), and those of groups
@@ -51,14 +49,6 @@ class Batches(Protocol):
     def unused(self) -> Sequence[Trajectory]:
         """Complete groups of batches that were not taken yet."""
         ...
-
-
-@dataclasses.dataclass
-class Batch:
-    """A batch under way: the groups of this process that are complete so far, and what ends when all are."""
-
-    groups: list[list[Trajectory]]
-    whole: concurrent.futures.Future[list[list[Trajectory]]]
 
 
 class Ahead:
@@ -75,19 +65,20 @@ class Ahead:
         self._run = run
         c = run.config.rollout
         self._finished = whole_groups(finished, c.samples, lambda t: (_batch_of(t, c.groups), t.group))
-        self.background = Background(run.engine, run.view(params, run.frozen), update)
-        self._batches: dict[int, Batch] = {}
+        self.background = BackgroundEngine(run.engine, run.view(params, run.frozen), update)
+        self._batches: dict[int, tuple[GroupBatch, concurrent.futures.Future[list[Group]]]] = {}
         self._since = time.perf_counter()
         self._begin_up_to(update)
 
     def take(self, params: Params, update: int, visits: range, stop: Callable[[], bool]) -> Taken:
         """See `Batches.take`; the parameters are known since `learnt`."""
-        if circle.awaited(self._batches[update].whole, stop) is None:
+        batch, future = self._batches[update]
+        if wait(future, stop) is None:
             return None
-        groups = self._batches.pop(update).groups
+        del self._batches[update]
         now = time.perf_counter()
         self._run.engine.counters.seconds, self._since = now - self._since, now
-        return [t for group in sorted(groups, key=lambda group: group[0].group) for t in group], []
+        return batch.trajectories()
 
     def learnt(self, params: Params, update: int) -> None:
         """See `Batches.learnt`: one more batch may begin."""
@@ -97,7 +88,7 @@ class Ahead:
 
     def unused(self) -> Sequence[Trajectory]:
         """See `Batches.unused`."""
-        return [t for _, batch in sorted(self._batches.items()) for group in list(batch.groups) for t in group]
+        return [t for _, (batch, _) in sorted(self._batches.items()) for group in list(batch.complete) for t in group]
 
     def close(self) -> None:
         """Breaks off what is under way."""
@@ -109,16 +100,16 @@ class Ahead:
             if number not in self._batches:
                 self._batches[number] = self._begin(number)
 
-    def _begin(self, number: int) -> Batch:
+    def _begin(self, number: int) -> tuple[GroupBatch, concurrent.futures.Future[list[Group]]]:
         run, c = self._run, self._run.config.rollout
         places = build.dealt(c.groups)
         known = [self._finished[number, place] for place in places if (number, place) in self._finished]
         missing = [place for place in places if (number, place) not in self._finished]
         visits = range(number * c.groups, (number + 1) * c.groups)
         groups = circle.groups_of(run, "rl", "train", missing, [visits[place] for place in missing], c.samples)
+        batch = GroupBatch(len(places), groups, complete=known)
         sampling, limits = build.sampling(run.config), build.limits(run.config)
-        sampled = functools.partial(sample_groups, run.engine, run.agent, groups, sampling=sampling, limits=limits)
-        return Batch(known, self.background.start(functools.partial(circle.added, known, sampled)))
+        return batch, start_batch(self.background, run.agent, batch, sampling=sampling, limits=limits)
 
 
 def whole_groups(
@@ -163,7 +154,7 @@ class InTurn:
 
     def __init__(self, run: Run, finished: Sequence[Trajectory] = ()) -> None:
         c = run.config.rollout
-        mine = {*build.dealt(c.groups), *(c.groups + i for i in build.dealt(c.refills))}
+        mine = {*build.dealt(c.groups), *(c.groups + i for i in build.dealt(c.dynamic_sampling_groups))}
         groups = whole_groups(finished, c.samples, lambda t: t.group)
         self._complete = [groups[place] for place in sorted(mine & groups.keys())]
         self._run = run
@@ -181,7 +172,7 @@ class InTurn:
             samples=c.samples,
             sampling=build.sampling(self._run.config),
             version=update,
-            refills=range(visits.stop, visits.stop + c.refills),
+            refills=range(visits.stop, visits.stop + c.dynamic_sampling_groups),
             complete=self._complete,
             stop=stop,
         )
@@ -210,5 +201,8 @@ def sampler(run: Run, journal: Journal, params: Params) -> Iterator[Batches]:
         return
     ahead = Ahead(run, params, position.update, finished)
     apart = run.config.mesh.rollout_devices > 0
-    with contextlib.closing(ahead), contextlib.nullcontext() if apart else dispatch.use_dispatcher(run.engine.in_turn):
+    with (
+        contextlib.closing(ahead),
+        contextlib.nullcontext() if apart else dispatch.use_dispatcher(run.engine.dispatch_from_thread),
+    ):
         yield ahead

@@ -32,11 +32,10 @@ from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.policy.params import init_decoder
 from agentr1_jax.policy.sharding import shardings
-from agentr1_jax.rollout.config import EngineConfig
+from agentr1_jax.rollout.config import EngineConfig, SamplingConfig
 from agentr1_jax.rollout.counters import Counters
 from agentr1_jax.rollout.engine import Engine
-from agentr1_jax.rollout.runner import Group, run_groups
-from agentr1_jax.rollout.sampling import Sampling
+from agentr1_jax.rollout.runner import TaskGroup, run_groups
 from agentr1_jax.runtime.compile_cache import CompileCounter
 from agentr1_jax.runtime.mesh import learner_mesh
 from agentr1_jax.runtime.processes import use_huge_pages
@@ -44,13 +43,13 @@ from agentr1_jax.trajectory import Outcome
 
 EPISODES = flags.DEFINE_integer("episodes", 256, "episodes, in groups of 8")
 SLOTS = flags.DEFINE_integer("slots", 16, "responses decoded together")
-PARKING = flags.DEFINE_integer("parking", 16, "further lines of the cache, for the engine")
+SWAP_SLOTS = flags.DEFINE_integer("swap_slots", 16, "further KV slots, for trajectories that are swapped out")
 ROUNDS = flags.DEFINE_integer("rounds", 3, "times that each mode is run, one after the other in turn")
-CHUNK = flags.DEFINE_integer("chunk", 32, "most tokens between two looks of the host")
-LEAVE_AFTER = flags.DEFINE_integer("leave_after", 3, "ended responses after which the engine leaves a chunk early")
-FETCH_LAG = flags.DEFINE_integer("fetch_lag", 0, "chunks by which the host's look lags behind: 0 | 1")
-BLOCK = flags.DEFINE_integer("attention_block", 128, "positions that decoding reads at once")
-TOGETHER = flags.DEFINE_integer("attention_slots", 4, "slots whose lines it reads together")
+CHUNK = flags.DEFINE_integer("chunk", 32, "most tokens sampled per slot in one decode call")
+EARLY_EXIT = flags.DEFINE_integer("early_exit_after", 3, "ended responses after which a decode call ends early")
+FETCH_LAG = flags.DEFINE_integer("fetch_lag", 0, "chunks by which the fetch lags behind the dispatch: 0 | 1")
+BLOCK = flags.DEFINE_integer("attention_block", 128, "positions per attention block")
+GROUP_SLOTS = flags.DEFINE_integer("attention_group", 4, "decode slots per attention group")
 LATENCY = flags.DEFINE_float("latency", 1.0, "factor on the time that tools take")
 MODES = flags.DEFINE_list("modes", ["lockstep_reprefill", "lockstep_cached", "engine"], "which to run")
 JSON = flags.DEFINE_string("json", "", "file for the figures")
@@ -126,8 +125,8 @@ def run_engine(engine: Engine, params: Params, episodes: Sequence[Episode]) -> i
     groups = collections.defaultdict(list)
     for e in episodes:
         groups[e.group].append(Identity(f"bench/{e.seed}", e.group, e.sample, "bench", e.seed))
-    work = [Group({"first": group * SAMPLES}, names) for group, names in groups.items()]
-    complete = run_groups(engine, params, SimulatedAgent(episodes), work, sampling=Sampling(), policy_version=0)
+    work = [TaskGroup({"first": group * SAMPLES}, names) for group, names in groups.items()]
+    complete = run_groups(engine, params, SimulatedAgent(episodes), work, sampling=SamplingConfig(), policy_version=0)
     return sum(len(s.response_ids) for group in complete for t in group for s in t.steps)
 
 
@@ -139,7 +138,7 @@ def run_lockstep(engine: Engine, params: Params, episodes: Sequence[Episode]) ->
             yield await batch(episodes[start : start + engine.config.slots])
 
     async def batch(part: Sequence[Episode]) -> int:
-        tickets = [await engine.acquire((e.group, e.sample)) for e in part]
+        leases = [await engine.acquire((e.group, e.sample)) for e in part]
         contexts = [e.prompt for e in part]
         sampled = 0
         for index in range(MOST_STEPS):
@@ -148,10 +147,10 @@ def run_lockstep(engine: Engine, params: Params, episodes: Sequence[Episode]) ->
             responses = await asyncio.gather(
                 *(
                     engine.generate(
-                        tickets[i],
+                        leases[i],
                         contexts[i],
                         turn.response,
-                        sampling=Sampling(),
+                        sampling=SamplingConfig(),
                         key=np.random.SeedSequence([part[i].seed, index]).generate_state(2, np.uint32),
                         stop=(),
                     )
@@ -162,8 +161,8 @@ def run_lockstep(engine: Engine, params: Params, episodes: Sequence[Episode]) ->
             for i, turn, response in zip(going, turns, responses, strict=True):
                 contexts[i] = np.concatenate([contexts[i], response.ids, turn.observation])
                 sampled += len(response.ids)
-        for ticket in tickets:
-            engine.release(ticket)
+        for lease in leases:
+            engine.release(lease)
         return sampled
 
     return sum(engine.stream(params, batches))
@@ -173,28 +172,28 @@ def engines() -> Iterator[tuple[str, Engine]]:
     """An engine for each mode; they share their programs."""
     shapes = EngineConfig(
         slots=SLOTS.value,
-        parking=PARKING.value,
-        length=LENGTH,
+        swap_slots=SWAP_SLOTS.value,
+        slot_tokens=LENGTH,
         decode_chunk=CHUNK.value,
-        leave_after=LEAVE_AFTER.value,
-        fetch_lag=FETCH_LAG.value,
+        early_exit_after=EARLY_EXIT.value,
+        fetch_lag=1 if FETCH_LAG.value else 0,
         prefill_width=16,
         prefill_rows=(4, 8, 12, 16),
         attention_block=BLOCK.value,
-        attention_slots=TOGETHER.value,
+        attention_group=GROUP_SLOTS.value,
     )
     mesh = learner_mesh(-1, 1, 1)
-    # Whoever waits for all has no use for leaving early.
-    lockstep = dataclasses.replace(shapes, leave_after=0, fetch_lag=0)
+    # A mode that waits for all responses gains nothing from an early exit.
+    lockstep = dataclasses.replace(shapes, early_exit_after=0, fetch_lag=0)
     configs = {
-        "lockstep_reprefill": dataclasses.replace(lockstep, reuse="none"),
-        "lockstep_cached": dataclasses.replace(lockstep, reuse="own"),
+        "lockstep_reprefill": dataclasses.replace(lockstep, prefix_reuse="none"),
+        "lockstep_cached": dataclasses.replace(lockstep, prefix_reuse="own"),
         "engine": shapes,
     }
     programs = None
     for name in MODES.value:
         engine = Engine(POLICY, configs[name], mesh)
-        engine.device.executor.programs = programs = programs or engine.device.executor.programs
+        engine.device.programs = programs = programs or engine.device.programs
         yield name, engine
 
 
@@ -211,7 +210,7 @@ def figures(counters: Counters, sampled: int, rounds: int) -> dict[str, float]:
         "decode_calls": round(counters.decode_calls / rounds),
         "decode_iterations": round(counters.decode_slot_steps / SLOTS.value / rounds),
         "prefill_calls": round(counters.prefill_calls / rounds),
-        "moved_tokens": round(counters.moved_tokens / rounds),
+        "copied_tokens": round(counters.copied_tokens / rounds),
     }
 
 
@@ -232,7 +231,7 @@ def main(argv: Sequence[str]) -> None:
     compiled = runs[0][1].compile(params)
     for _, engine, run in runs:
         run(engine, params, episodes[: 2 * SLOTS.value])  # Warm-up.
-        engine.fresh_counters()
+        engine.reset_counters()
     compiles = CompileCounter()
     # In turn, since the speed of a machine that others use too drifts.
     for _ in range(ROUNDS.value):

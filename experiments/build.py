@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -41,10 +41,8 @@ from agentr1_jax.policy.params import (
 )
 from agentr1_jax.policy.presets import decoder_config
 from agentr1_jax.policy.sharding import shardings
-from agentr1_jax.rollout.config import EngineConfig
+from agentr1_jax.rollout.config import AttemptLimits, EngineConfig, RolloutConfig, SamplingConfig
 from agentr1_jax.rollout.engine import Engine
-from agentr1_jax.rollout.runner import Limits
-from agentr1_jax.rollout.sampling import Sampling
 from agentr1_jax.runtime import checkpoint, compile_cache, processes
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime.compile_cache import cached_jit
@@ -56,6 +54,8 @@ from agentr1_jax.text.tokenizer import Tokenizer, load_tokenizer
 from agentr1_jax.trajectory import Budget
 from agentr1_jax.validation import from_section
 from experiments import inherited, tasks
+
+T = TypeVar("T")
 
 
 def keep_programs(config: ml_collections.ConfigDict) -> None:
@@ -197,33 +197,30 @@ def rollout_view(
 
 
 def engine_config(config: ml_collections.ConfigDict) -> EngineConfig:
-    """Shapes of the rollout engine."""
-    c = config.rollout
-    return EngineConfig(
-        slots=c.slots,
-        parking=c.parking,
-        length=c.length,
-        decode_chunk=c.decode_chunk,
-        leave_after=c.leave_after,
-        fetch_lag=c.fetch_lag,
-        prefill_width=c.prefill_width,
-        prefill_rows=tuple(c.prefill_rows),
-        attention_block=c.attention_block,
-        attention_slots=c.attention_slots,
-        reuse=c.reuse,
-        deterministic=c.deterministic,
-    )
+    """Shapes and scheduling of the rollout engine."""
+    return _rollout_section(EngineConfig, config)
 
 
-def sampling(config: ml_collections.ConfigDict) -> Sampling:
-    """The distribution that training samples from."""
-    return Sampling(config.rollout.temperature, config.rollout.top_k, config.rollout.top_p)
+def sampling(config: ml_collections.ConfigDict) -> SamplingConfig:
+    """Distribution that training samples from."""
+    return _rollout_section(SamplingConfig, config)
 
 
-def limits(config: ml_collections.ConfigDict) -> Limits:
-    """When the runner gives up on a trajectory: well after an agent that keeps to its budget has given up itself."""
+def rollout_config(config: ml_collections.ConfigDict) -> RolloutConfig:
+    """Groups of a training batch."""
+    return _rollout_section(RolloutConfig, config)
+
+
+def _rollout_section(cls: type[T], config: ml_collections.ConfigDict) -> T:
+    """Make one of the dataclasses that share the section `rollout`."""
+    names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    return from_section(cls, "rollout", {k: v for k, v in config.rollout.items() if k in names})
+
+
+def limits(config: ml_collections.ConfigDict) -> AttemptLimits:
+    """AttemptLimits of the runner on a trajectory: twice the seconds that an agent which keeps to its budget takes."""
     seconds = config.budget.trajectory_seconds
-    return Limits(config.rollout.attempts, None if seconds is None else 2 * seconds)
+    return AttemptLimits(config.rollout.attempts, None if seconds is None else 2 * seconds)
 
 
 def engine(config: ml_collections.ConfigDict, policy: DecoderConfig, mesh: Mesh) -> Engine:

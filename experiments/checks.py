@@ -186,8 +186,7 @@ def _check_kl(config: ml_collections.ConfigDict) -> None:
 def _check_sampling(config: ml_collections.ConfigDict) -> None:
     """The learner can compute the log-probs of what was sampled."""
     sampling = build.sampling(config)
-    if sampling.fault():
-        raise UserError(f"rollout.{sampling.fault()}")
+    build.rollout_config(config)
     if sampling.temperature == 0:
         raise UserError("rollout.temperature is 0: greedy samples of a group are all the same, and nothing is learned")
     c = config.correction
@@ -203,28 +202,17 @@ def _check_sampling(config: ml_collections.ConfigDict) -> None:
             "(correction.kind=tis_token learner.old_logprobs=learner)"
         )
     _check_staleness(config)
-    if config.rollout.refills < 0:
-        raise UserError(f"rollout.refills is {config.rollout.refills}; it must not be negative")
-    if config.rollout.refills and config.rollout.samples < 2:
-        raise UserError("rollout.refills replaces groups whose rewards are all equal; with rollout.samples=1 all are")
 
 
 def _check_staleness(config: ml_collections.ConfigDict) -> None:
     """What rollouts that run ahead of the learner cannot be."""
     c = config.rollout
-    if c.staleness < 0:
-        raise UserError(f"rollout.staleness is {c.staleness}; it must not be negative")
     if not c.staleness:
         return
     if c.deterministic:
         raise UserError(
             f"rollout.staleness is {c.staleness} and rollout.deterministic is set: when a rollout meets the next "
             "policy depends on how long things take; set one of them only"
-        )
-    if c.refills:
-        raise UserError(
-            f"rollout.staleness is {c.staleness} and rollout.refills is {c.refills}: the groups of a batch are settled "
-            "before those of the batch before it are known; set one of them only"
         )
     if build.credit_scheme(config).needs_greedy:
         raise UserError(
@@ -255,9 +243,9 @@ def _check_lengths(config: ml_collections.ConfigDict) -> None:
             f"learner.row_tokens ({config.learner.row_tokens}) is less than budget.context_tokens "
             f"({config.budget.context_tokens}): a step would not fit a row"
         )
-    if config.rollout.length < config.budget.context_tokens:
+    if config.rollout.slot_tokens < config.budget.context_tokens:
         raise UserError(
-            f"rollout.length ({config.rollout.length}) is less than budget.context_tokens "
+            f"rollout.slot_tokens ({config.rollout.slot_tokens}) is less than budget.context_tokens "
             f"({config.budget.context_tokens}): a step would not fit the cache"
         )
     sampled = build.most_sampled(config)
@@ -270,7 +258,7 @@ def _check_lengths(config: ml_collections.ConfigDict) -> None:
 
 
 def _check_placement(config: ml_collections.ConfigDict, devices: Sequence[jax.Device]) -> None:
-    """The meshes fit the devices; groups, rows, slots and parking lines can be dealt evenly."""
+    """The meshes fit the devices; groups, rows and slots can be divided evenly."""
     processes, minibatches = len({d.process_index for d in devices}), config.learner.minibatches
     if config.rollout.groups % (processes * minibatches):
         raise UserError(

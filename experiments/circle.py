@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import dataclasses
-import functools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import ml_collections
@@ -20,10 +18,11 @@ from agentr1_jax.envs.curriculum import limit_steps, parse_curriculum
 from agentr1_jax.envs.rewards import totals
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
-from agentr1_jax.rollout.background import Background
+from agentr1_jax.rollout import runner
+from agentr1_jax.rollout.background import BackgroundEngine
+from agentr1_jax.rollout.config import SamplingConfig
 from agentr1_jax.rollout.engine import Engine
-from agentr1_jax.rollout.runner import Group, run_groups, sample_groups, signal
-from agentr1_jax.rollout.sampling import Sampling
+from agentr1_jax.rollout.runner import GroupBatch, TaskGroup, run_groups
 from agentr1_jax.runtime import processes
 from agentr1_jax.runtime.seeds import generator
 from agentr1_jax.text.tokenizer import Tokenizer
@@ -32,8 +31,6 @@ from agentr1_jax.trajectory import POLICIES, Outcome, Step, Trajectory
 from experiments import build
 
 PRACTICE = "practice"
-POLL_SECONDS = 0.2
-"""Between two questions whether to break off."""
 
 T = TypeVar("T")
 
@@ -112,13 +109,13 @@ def documents(run: Run) -> list[Trajectory]:
 
 def groups_of(
     run: Run, phase: str, split: str, places: Sequence[int], visits: Sequence[int], samples: int
-) -> list[Group]:
+) -> list[TaskGroup]:
     """Groups of a batch: their places in it, and the running indices of their rows.
 
     All at once: a row may come from a server, and nobody waits for one within the engine's loop.
     """
     identities = build.identities(run.task, run.config.seed, phase, places, visits, samples)
-    return [Group(row_of(run, split, visit), names) for visit, names in zip(visits, identities, strict=True)]
+    return [TaskGroup(row_of(run, split, visit), names) for visit, names in zip(visits, identities, strict=True)]
 
 
 def row_of(run: Run, split: str, visit: int) -> Row | Exception:
@@ -141,23 +138,6 @@ def compile_engine(run: Run, params: Params) -> None:
     run.engine.compile(run.view(params, run.frozen))
 
 
-def awaited(future: concurrent.futures.Future[T], stop: Callable[[], bool]) -> T | None:
-    """The result of work of another thread; None where `stop` says so first."""
-    while not stop():
-        if concurrent.futures.wait([future], POLL_SECONDS).done:
-            return future.result()
-    return None
-
-
-async def added(
-    to: list[list[Trajectory]], groups: Callable[[], AsyncIterator[list[Trajectory]]]
-) -> AsyncIterator[list[Trajectory]]:
-    """The groups, each added to a list as it becomes complete."""
-    async for group in groups():
-        to.append(group)
-        yield group
-
-
 def roll_out(
     run: Run,
     params: Params,
@@ -166,12 +146,12 @@ def roll_out(
     visits: Sequence[int],
     *,
     samples: int,
-    sampling: Sampling,
+    sampling: SamplingConfig,
     version: int,
     refills: Sequence[int] = (),
     complete: list[list[Trajectory]] | None = None,
     stop: Callable[[], bool] = lambda: False,
-    within: Background | None = None,
+    within: BackgroundEngine | None = None,
 ) -> tuple[list[Trajectory], list[Trajectory]] | None:
     """This process's share of the groups with the given running indices.
 
@@ -199,30 +179,19 @@ def roll_out(
     complete = [] if complete is None else complete
     have = {group[0].group for group in complete}
     everywhere, order = [*visits, *refills], [place for place in (*places, *spare) if place not in have]
-    keep: Callable[[Sequence[Trajectory]], bool] = signal if refills else lambda group: True
-    sampled = functools.partial(
-        sample_groups,
-        run.engine,
-        run.agent,
-        groups_of(run, phase, split, order, [everywhere[place] for place in order], samples),
-        sampling=sampling,
-        wanted=max(len(places) - sum(map(keep, complete)), 0),
-        keep=keep,
-        limits=build.limits(run.config),
-    )
-    work = functools.partial(added, complete, sampled)
+    tasks = groups_of(run, phase, split, order, [everywhere[place] for place in order], samples)
+    batch = GroupBatch(len(places), tasks, dynamic_sampling=bool(refills), complete=complete)
+
+    def sample(background: BackgroundEngine) -> bool:
+        return runner.roll_out(
+            background, run.agent, batch, sampling=sampling, limits=build.limits(run.config), stop=stop
+        )
+
     if within:
-        whole = awaited(within.start(work), stop)
-    else:
-        with Background(run.engine, run.view(params, run.frozen), version) as background:
-            whole = awaited(background.start(work), stop)
-    if whole is None:
-        return None
-    kept: list[Trajectory] = []
-    dull: list[Trajectory] = []
-    for group in sorted(complete, key=lambda group: group[0].group):
-        (kept if not refills or signal(group) else dull).extend(group)
-    return kept, dull
+        return batch.trajectories() if sample(within) else None
+    with BackgroundEngine(run.engine, run.view(params, run.frozen), version) as background:
+        done = sample(background)
+    return batch.trajectories() if done else None
 
 
 def with_greedy_rewards(
@@ -236,15 +205,14 @@ def with_greedy_rewards(
     view = run.view(params, run.frozen)  # A program of all processes, also of one that has no group here.
     groups = sorted({t.group for t in trajectories})
     names = build.identities(run.task, run.config.seed, "greedy", groups, [visits[0] + g for g in groups], 1)
-    rows = [Group(row_of(run, "train", visits[0] + g), own) for g, own in zip(groups, names, strict=True)]
+    rows = [TaskGroup(row_of(run, "train", visits[0] + g), own) for g, own in zip(groups, names, strict=True)]
     greedy = run_groups(
         run.engine,
         view,
         run.agent,
         rows,
-        sampling=Sampling(0.0),
+        sampling=SamplingConfig(0.0),
         policy_version=version,
-        wanted=len(groups),
         limits=build.limits(run.config),
     )
     rewards = {t.group: t.total_reward for (t,) in greedy if POLICIES[t.outcome].reward == "use"}
@@ -289,23 +257,13 @@ def means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 def count_anew(run: Run) -> None:
     """Engine and tools count from zero."""
-    run.engine.fresh_counters()
+    run.engine.reset_counters()
     run.tools.reset()
 
 
 def rollout_metrics(run: Run) -> dict[str, float]:
     """What engine and tools did since they counted anew, as metrics of this process."""
-    counters = run.engine.counters
     return {
         **run.tools.metrics(),
-        "rollout/occupancy": counters.occupancy,
-        "rollout/occupancy_while_waiting": counters.occupancy_while_waiting,
-        "time/host_share": counters.host_share,
-        "rollout/prefill_tokens": float(counters.prefill_tokens),
-        "rollout/prefill_saved": float(counters.prefill_tokens_saved),
-        "rollout/prefill_padded": float(counters.prefill_tokens_padded),
-        "rollout/moved_tokens": float(counters.moved_tokens),
-        "time/decode_tokens": float(counters.decode_tokens),
-        "time/rollout": counters.seconds,
-        "time/decode": counters.decode_seconds,
+        **run.engine.counters.metrics(),
     }

@@ -66,7 +66,7 @@ SMALL = {
     "checkpoint_every": 1,
 }
 """Keys of the small config that differ from configs/quickstart.py."""
-WORK = ("rollout/moved_tokens", "rollout/occupancy", "rollout/prefill_", "tools/")
+WORK = ("rollout/copied_tokens", "rollout/occupancy", "rollout/prefill_", "tools/")
 """Prefixes of the metrics that count the work of engine and tools for a batch."""
 BEFORE_EVALUATIONS = "trajectories/rl_*[258].jsonl.gz"
 """Last files before the evaluations of the small config: batches are counted from 0, and `eval.every` is 3."""

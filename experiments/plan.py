@@ -24,9 +24,9 @@ from agentr1_jax.policy.params import cast_for_compute, init_decoder
 from agentr1_jax.policy.presets import PRESETS
 from agentr1_jax.policy.sharding import shardings
 from agentr1_jax.rollout.cache import cache_sharding, empty_cache
-from agentr1_jax.rollout.device import MOVES
+from agentr1_jax.rollout.device import COPIES_PER_CALL
 from agentr1_jax.rollout.engine import Engine
-from agentr1_jax.rollout.slots import idle_slots, to_words
+from agentr1_jax.rollout.slot_state import encode_updates, idle_slot_state
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime.checkpoint import sharded_shapes
 from experiments import build, checks, tasks, topology
@@ -110,7 +110,7 @@ def make_plan(config: ml_collections.ConfigDict, topology_name: str = "") -> Pla
     engine = build.engine(config, policy, rollout_mesh)
     c, tensor = engine.config, config.rollout.tensor
     cache = jax.eval_shape(
-        functools.partial(empty_cache, policy, c.lines(rollout_mesh.shape["data"]), c.length, tensor)
+        functools.partial(empty_cache, policy, c.kv_slots(rollout_mesh.shape["data"]), c.slot_tokens, tensor)
     )
     return Plan(
         config=config,
@@ -272,20 +272,22 @@ def _batch(plan: Plan, trajectories: int, present: tuple[str, ...]) -> tuple[Any
 def _engine_programs(plan: Plan) -> Iterator[Program]:
     """Yield the programs of the rollout engine."""
     c, shards = plan.engine.config, plan.rollout_mesh.shape["data"]
-    run: Any = plan.engine.device.executor.programs
-    slots = idle_slots(c)
+    run: Any = plan.engine.device.programs
+    slots = idle_slot_state(c)
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    yield Program("empty cache", f"{c.lines(shards)} lines x {c.length} tokens: {c.slots} slots, {c.parking} parked")
+    yield Program(
+        "empty cache", f"{c.kv_slots(shards)} KV slots x {c.slot_tokens} tokens: {c.slots} decode, {c.swap_slots} swap"
+    )
     for rows in c.prefill_rows:
-        tokens, lines = ints((shards * rows, c.prefill_width)), ints((shards * rows,))
-        prefill = functools.partial(run.prefill.lower, plan.view, plan.cache, tokens, lines, lines)
+        tokens, starts = ints((shards * rows, c.prefill_width)), ints((shards * rows,))
+        prefill = functools.partial(run.prefill.lower, plan.view, plan.cache, tokens, starts, starts)
         largest = rows == c.prefill_rows[-1]
         yield Program(
             f"prefill {rows}", f"{shards * rows} rows x {c.prefill_width} tokens", prefill if largest else None
         )
-    words = to_words(slots, np.zeros(c.slots, bool))
-    decode = functools.partial(run.decode.lower, plan.view, plan.cache, slots, words, ints((shards,)))
+    updates = encode_updates(slots, np.zeros(c.slots, bool))
+    decode = functools.partial(run.decode.lower, plan.view, plan.cache, slots, updates, ints((shards,)))
     yield Program("decode", f"{c.slots} slots x {c.decode_chunk} tokens", decode)
-    moves = ints((shards * MOVES,))
-    copy = functools.partial(run.copy.lower, plan.cache, moves, moves, ints((shards,)))
-    yield Program("copy", f"{shards * MOVES} lines", copy)
+    copies = ints((shards * COPIES_PER_CALL,))
+    copy = functools.partial(run.copy.lower, plan.cache, copies, copies, ints((shards,)))
+    yield Program("copy", f"{shards * COPIES_PER_CALL} KV slots", copy)

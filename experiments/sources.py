@@ -63,17 +63,17 @@ def fit_devices(config: ml_collections.ConfigDict) -> None:
     """Changes, in place, what a config says of devices and slots to what fits the devices that there are.
 
     Raises:
-      UserError: a step of the budget does not fit a line of the cache.
+      UserError: a step of the budget does not fit a KV slot.
     """
     c, devices = config.rollout, jax.local_device_count()
     config.mesh.tensor = 1
     c.tensor = math.gcd(c.tensor, devices)
     shards = devices // c.tensor
-    c.slots, c.parking = -(-c.slots // shards) * shards, -(-c.parking // shards) * shards
-    if c.length < config.budget.context_tokens:
+    c.slots, c.swap_slots = -(-c.slots // shards) * shards, -(-c.swap_slots // shards) * shards
+    if c.slot_tokens < config.budget.context_tokens:
         raise UserError(
-            f"rollout.length ({c.length}) is less than budget.context_tokens ({config.budget.context_tokens}): a step "
-            "would not fit the cache"
+            f"rollout.slot_tokens ({c.slot_tokens}) is less than budget.context_tokens "
+            f"({config.budget.context_tokens}): a step would not fit the cache"
         )
 
 

@@ -20,8 +20,8 @@ from agentr1_jax.errors import UserError
 from agentr1_jax.learner.kl import next_kl_coef
 from agentr1_jax.learner.schedules import rate_by_progress
 from agentr1_jax.learner.update import LearnerState
-from agentr1_jax.rollout.background import Background
-from agentr1_jax.rollout.sampling import Sampling
+from agentr1_jax.rollout.background import BackgroundEngine
+from agentr1_jax.rollout.config import SamplingConfig
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import processes
 from agentr1_jax.runtime.checkpoint import Checkpoints
@@ -290,7 +290,7 @@ def reinforce(run: Run, journal: Journal, learner: Learner, state: LearnerState)
                     target=config.kl.target,
                     horizon=config.kl.horizon,
                 )
-            record["batch/refills"] = float(refilled)
+            record["batch/dynamic_sampling_groups"] = float(refilled)
             record |= rollout | {f"rollout/{key}": value for key, value in sampled.items()}
             record |= ages(trajectories, update, c.staleness)
             record["learner/lr"] = rates["decoder"]
@@ -350,7 +350,7 @@ def evaluate(
     name: str,
     temperature: float,
     questions: int | None = None,
-    within: Background | None = None,
+    within: BackgroundEngine | None = None,
 ) -> dict[str, float]:
     """Evaluates on unseen rows (`eval.questions` of them unless told); writes metrics and trajectories.
 
@@ -365,7 +365,7 @@ def evaluate(
         run.config.eval.split,
         range(count),
         samples=1,
-        sampling=Sampling(temperature),
+        sampling=SamplingConfig(temperature),
         version=update,
         stop=lambda: journal.stop.requested,
         within=within,

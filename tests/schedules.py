@@ -14,38 +14,37 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from agentr1_jax.agents.session import Identity
-from agentr1_jax.rollout.config import EngineConfig
+from agentr1_jax.rollout.config import AttemptLimits, EngineConfig, SamplingConfig
 from agentr1_jax.rollout.engine import Engine
-from agentr1_jax.rollout.runner import Group, Limits, run_groups
-from agentr1_jax.rollout.sampling import Sampling
+from agentr1_jax.rollout.runner import TaskGroup, run_groups
 from agentr1_jax.trajectory import Outcome
 
 POLICY = tiny.POLICY
 LENGTH = 128
 CONFIG = EngineConfig(
     slots=3,
-    parking=2,
-    length=LENGTH,
+    swap_slots=2,
+    slot_tokens=LENGTH,
     decode_chunk=4,
     prefill_width=8,
     prefill_rows=(1, 4),
     attention_block=32,
-    attention_slots=1,
+    attention_group=1,
 )
 PROGRAMS = 4
-ONCE = Limits()
+ONCE = AttemptLimits()
 
 
-def engine_of(slots: int, devices: int = 1, parking: int | None = None, **habits) -> tuple[Engine, object]:
-    """A compiled engine and parameters on its mesh; one for all tests. It parks as many as it decodes unless told."""
-    return _engine(slots, devices, slots if parking is None else parking, tuple(sorted(habits.items())))
+def engine_of(slots: int, devices: int = 1, swap_slots: int | None = None, **habits) -> tuple[Engine, object]:
+    """A compiled engine and its parameters, shared by all tests; `swap_slots` is `slots` by default."""
+    return _engine(slots, devices, slots if swap_slots is None else swap_slots, tuple(sorted(habits.items())))
 
 
 @functools.cache
-def _engine(slots: int, devices: int, parking: int, habits: tuple) -> tuple[Engine, object]:
+def _engine(slots: int, devices: int, swap_slots: int, habits: tuple) -> tuple[Engine, object]:
     mesh = tiny.mesh(devices)
     params = jax.device_put(tiny.decoder_params(), NamedSharding(mesh, P()))
-    engine = Engine(POLICY, dataclasses.replace(CONFIG, slots=slots, parking=parking, **dict(habits)), mesh)
+    engine = Engine(POLICY, dataclasses.replace(CONFIG, slots=slots, swap_slots=swap_slots, **dict(habits)), mesh)
     assert engine.compile(params) == PROGRAMS
     return engine, params
 
@@ -93,17 +92,18 @@ def episodes(delays):
 def sampled(rows, slots=3, temperature=1.0, devices=1, agent=None, order=None, samples=1, limits=ONCE, **engine):
     """The trajectories of `rows`, keyed by the row's place, admitted in another order where one is given."""
     engine, params = engine_of(slots, devices, **engine)
-    engine.fresh_counters()
+    engine.reset_counters()
     order = range(len(rows)) if order is None else order
     groups = [
-        Group(rows[i], [Identity(f"t/{i}", i, k, "planned", 1000 + i + 100 * k) for k in range(samples)]) for i in order
+        TaskGroup(rows[i], [Identity(f"t/{i}", i, k, "planned", 1000 + i + 100 * k) for k in range(samples)])
+        for i in order
     ]
     out = run_groups(
         engine,
         params,
         agent or Planned(),
         groups,
-        sampling=Sampling(temperature),
+        sampling=SamplingConfig(temperature),
         policy_version=0,
         limits=limits,
     )

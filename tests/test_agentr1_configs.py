@@ -89,7 +89,7 @@ def test_every_config_can_start_on_all_hardware_and_has_the_protocols_numbers(na
     # Every trajectory fits a row: as many rows as trajectories at most.
     assert build.microbatches(c, trajectories) * c.learner.rows == trajectories
     assert c.learner.row_loss_tokens > c.budget.max_steps * c.budget.response_tokens + c.budget.max_steps
-    assert c.learner.row_tokens == c.rollout.length == c.budget.context_tokens
+    assert c.learner.row_tokens == c.rollout.slot_tokens == c.budget.context_tokens
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -141,7 +141,7 @@ def test_a_dry_run_asks_neither_the_hub_nor_the_data(name, trained, monkeypatch,
     assert total_bytes(plan.state.params["decoder"]) == 4 * parameters
     # Parameters and two moments, float32, over 8 devices; a critic has as many again.
     assert device_bytes(plan.state) == pytest.approx(trained * 12 * parameters / 8, rel=1e-3)
-    # 2 devices share the heads of a quarter of the lines: 64 slots, 16 parked and 1 spare of one key head each.
+    # 2 devices share the heads of a quarter of the KV slots: 64 decode, 16 swap and 1 spare of one key head each.
     assert device_bytes(plan.cache) == 36 * 2 * 128 * 2 * 8192 * (64 + 16 + 1)
 
 

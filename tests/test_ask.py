@@ -123,7 +123,7 @@ def test_weights_are_asked_in_their_own_shape():
     assert policy.pop("lora")["rank"] == 0 and policy.pop("dtype") == "bfloat16"
     assert {key for key, value in policy.items() if value} == {"param_dtype", "remat", "attention"}
     ask.for_one_trajectory(config)
-    assert config.rollout.slots * config.rollout.tensor == 8 and config.rollout.parking == 0
+    assert config.rollout.slots * config.rollout.tensor == 8 and config.rollout.swap_slots == 0
 
 
 def test_a_wrong_index_is_told_before_anything_is_loaded(tmp_path, monkeypatch):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import dataclasses
 import types
 
 import jax
+import ml_collections
 import pytest
 import tiny
 from hypothesis import given, settings
@@ -21,7 +21,7 @@ from agentr1_jax.errors import UserError
 from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.tools.metrics import ToolMetrics
 from configs import quickstart
-from experiments import checks, circle
+from experiments import checks
 from experiments.batches import Ahead, InTurn, ages
 from experiments.journal import Position, Stopped
 
@@ -46,10 +46,10 @@ class Rows:
 def run_of(staleness, delays=(None,)):
     """The parts of a run that batches need; the parameters of an update are those of the seed of its number."""
     engine, _ = engine_of(3)
-    c = {"groups": GROUPS, "samples": SAMPLES, "staleness": staleness, "refills": 0, "attempts": 1}
+    c = {"groups": GROUPS, "samples": SAMPLES, "staleness": staleness, "dynamic_sampling_groups": 0, "attempts": 1}
     sampling = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
     config = types.SimpleNamespace(
-        rollout=types.SimpleNamespace(**c, **sampling),
+        rollout=ml_collections.ConfigDict(c | sampling),
         budget=types.SimpleNamespace(trajectory_seconds=None, max_steps=4),
         task=types.SimpleNamespace(curriculum=()),
         mesh=types.SimpleNamespace(rollout_devices=0),
@@ -135,8 +135,8 @@ def test_what_is_sampled_and_not_trained_is_kept_and_not_sampled_again(tmp_path)
     run = run_of(2)
     made = Ahead(run, params_of(0), 0)
     train(made, stop_at=2)
-    for batch in made._batches.values():
-        batch.whole.result(60)
+    for _, future in made._batches.values():
+        future.result(60)
     kept = made.unused()
     made.close()
     assert names(kept) == [*expected(2), *expected(3), *expected(4)]
@@ -192,9 +192,9 @@ def test_a_stop_of_one_batch_after_the_other_keeps_complete_groups_for_the_next_
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rollout.staleness": -1}, "must not be negative"),
+        ({"rollout.staleness": -1}, r"rollout\.staleness is -1; it must be"),
         ({"rollout.staleness": 1, "rollout.deterministic": True}, "set one of them only"),
-        ({"rollout.staleness": 1, "rollout.refills": 4}, "settled before those of the batch before"),
+        ({"rollout.staleness": 1, "rollout.dynamic_sampling_groups": 4}, "settled before those of the batch before"),
         ({"rollout.staleness": 1, "credit.name": "remax", "credit.args.lam": None}, r"set rollout\.staleness=0"),
     ],
 )
@@ -214,7 +214,7 @@ class Patient(Planned):
 
     async def run(self, session, row):
         if session.identity.uid == "rl/000000/0":
-            while self.made is None or not self.made._batches[1].whole.done():
+            while self.made is None or not self.made._batches[1][1].done():
                 await asyncio.sleep(0.001)
         await super().run(session, row)
 
@@ -228,31 +228,6 @@ def test_a_slow_group_does_not_hold_up_the_batches_behind_its_own():
         assert names(made.unused()) == expected(1)
     finally:
         made.close()
-
-
-def test_what_ends_between_two_looks_is_no_error():
-    """It must not be taken for work that ran out of time."""
-
-    class Late(concurrent.futures.Future):
-        def result(self, timeout=None):
-            if timeout is not None and not self.done():
-                self.set_result(5)
-                raise TimeoutError
-            return super().result(timeout)
-
-    future, asked = Late(), []
-
-    def stop():
-        asked.append(True)
-        if len(asked) == 2 and not future.done():
-            future.set_result(5)
-        return False
-
-    assert circle.awaited(future, stop) == 5
-    failed = concurrent.futures.Future()
-    failed.set_exception(TimeoutError("of the work itself"))
-    with pytest.raises(TimeoutError, match="itself"):
-        circle.awaited(failed, NEVER)
 
 
 def test_all_processes_ask_whether_to_stop_also_who_was_told_to():

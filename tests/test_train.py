@@ -257,7 +257,7 @@ def test_greedy_rollouts_and_running_statistics_go_on_where_they_were(tmp_path: 
         "credit__file": str(own),
         "credit__name": "against_greedy",
         "shaping__scale_returns": True,
-        "rollout__refills": 2,
+        "rollout__dynamic_sampling_groups": 2,
         "rollout__deterministic": True,
         "updates": 6,
     }
@@ -369,7 +369,7 @@ FEW = {
     "rollout__samples": 2,
     "eval__questions": 2,
 }
-FEW |= {"warm_start__demonstrations": 8, "rollout__slots": 4, "rollout__parking": 0, "rollout__prefill_rows": "(4,)"}
+FEW |= {"warm_start__demonstrations": 8, "rollout__slots": 4, "rollout__swap_slots": 0, "rollout__prefill_rows": "(4,)"}
 
 
 @pytest.mark.slow

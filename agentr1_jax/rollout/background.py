@@ -1,4 +1,4 @@
-"""An engine that rolls out in a thread of its own, while the learner updates."""
+"""An engine that rolls out in a thread of its own, while the caller waits, trains or samples something else."""
 
 from __future__ import annotations
 
@@ -14,53 +14,63 @@ from agentr1_jax.rollout.engine import Engine
 
 T = TypeVar("T")
 
+POLL_SECONDS = 0.2
+"""Interval at which `wait` asks whether to stop."""
 
-class Background:
-    """One long stream of an engine, in a thread of its own, that other threads give work to.
+
+class BackgroundEngine:
+    """One long stream of an engine in a thread of its own, to which other threads give work.
 
     The parameters must not be donated elsewhere: the engine needs a copy of its own. Where the learner uses the same
-    devices, its programs must go through `engine.in_turn`.
+    devices, its programs must go through `engine.dispatch_from_thread`.
 
     Args:
       engine: must have no stream open.
-      params: decoder parameters on its mesh.
-      version: of the policy.
+      params: decoder parameters on the engine's mesh.
+      version: version of the policy.
+
+    Attributes:
+      engine: the engine.
     """
 
     def __init__(self, engine: Engine, params: Params, version: int) -> None:
-        self._engine = engine
-        self._given: set[concurrent.futures.Future[Any]] = set()
+        self.engine = engine
+        self._unfinished: set[concurrent.futures.Future[Any]] = set()
         self._opened: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._serve, args=(params, version), name="rollouts", daemon=True)
         self._thread.start()
         self._loop = self._opened.result()
 
-    def start(self, make: Callable[[], AsyncIterator[T]]) -> concurrent.futures.Future[list[T]]:
-        """Runs an async generator, such as `sample_groups` makes, in the engine's loop; gives what it yields.
+    def start(self, generator: Callable[[], AsyncIterator[T]]) -> concurrent.futures.Future[list[T]]:
+        """Run an async generator, such as `sample_groups`, in the loop of the engine.
 
-        The future raises what the generator, or the engine beneath it, raised.
+        Args:
+          generator: function that makes it; called in the loop.
+
+        Returns:
+          future of the list of its items. It raises the exception of the generator, or of the engine beneath it.
         """
 
-        async def gathered() -> list[T]:
-            return [item async for item in make()]
+        async def collect() -> list[T]:
+            return [item async for item in generator()]
 
-        return self._give(gathered())
+        return self._submit(collect())
 
     def adopt(self, params: Params, version: int) -> None:
-        """Samples with other parameters as soon as no response is under way; see `Engine.adopt`."""
+        """Sample with other parameters as soon as no response is in progress; see `Engine.adopt`."""
 
-        async def adopted() -> None:
-            self._engine.adopt(params, version)
+        async def adopt() -> None:
+            self.engine.adopt(params, version)
 
-        self._give(adopted())
+        self._submit(adopt())
 
     def close(self) -> None:
-        """Breaks off what is under way, and frees the cache."""
+        """Abort the work in progress, and free the cache."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
 
-    def __enter__(self) -> Background:
+    def __enter__(self) -> BackgroundEngine:
         return self
 
     def __exit__(
@@ -68,21 +78,21 @@ class Background:
     ) -> None:
         self.close()
 
-    def _give(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+    def _submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         if self._loop.is_closed():
             work.close()
-            raise RuntimeError("the engine's stream has ended; see the error of the work it was given before")
+            raise RuntimeError("the engine's stream has ended; see the error of its earlier work")
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
-        self._given.add(future)
+        self._unfinished.add(future)
 
-        def ended(inner: concurrent.futures.Future[T]) -> None:
+        def finish(inner: concurrent.futures.Future[T]) -> None:
             if inner.cancelled():
-                return  # With the whole stream, whose end says why.
-            self._given.discard(future)
+                return  # By the end of the whole stream, where `_serve` sets the exception.
+            self._unfinished.discard(future)
             error = inner.exception()
             future.set_exception(error) if error else future.set_result(inner.result())
 
-        asyncio.run_coroutine_threadsafe(work, self._loop).add_done_callback(ended)
+        asyncio.run_coroutine_threadsafe(work, self._loop).add_done_callback(finish)
         return future
 
     def _serve(self, params: Params, version: int) -> None:
@@ -93,12 +103,28 @@ class Background:
             yield
 
         try:
-            for _ in self._engine.stream(params, serve, version):
+            for _ in self.engine.stream(params, serve, version):
                 pass
             ended: BaseException = concurrent.futures.CancelledError("the engine was closed")
         except BaseException as error:
             ended = error
         if not self._opened.done():
             self._opened.set_exception(ended)
-        for future in self._given:
+        for future in self._unfinished:
             future.set_exception(ended)
+
+
+def wait(future: concurrent.futures.Future[T], stop: Callable[[], bool]) -> T | None:
+    """Wait for the result of work in another thread.
+
+    Args:
+      future: the work.
+      stop: asked every `POLL_SECONDS` whether to stop waiting.
+
+    Returns:
+      the result, or None if `stop` returned True first.
+    """
+    while not stop():
+        if concurrent.futures.wait([future], POLL_SECONDS).done:
+            return future.result()
+    return None

@@ -1,15 +1,15 @@
 """The KV cache: one dense array per key and value, kept on the device across the steps of a trajectory.
 
          length  0 1 2 3 4 5 6 7 8 ...
-    line 0       p p p p r r o o o r r . .      slot: decoding      p prompt   r response   o observation
-    line 1       p p p r r r . . x x x . .      slot: decoding      x left over from a longer branch
-    line 2       p p p p r r r r . . . . .      parked: its tool is at work
-    line 3       . . . . . . . . . . . . .      spare
+    slot 0       p p p p r r o o o r r . .      decode slot        p prompt   r response   o observation
+    slot 1       p p p r r r . . x x x . .      decode slot        x left over from a longer branch
+    slot 2       p p p p r r r r . . . . .      swap slot: its tool is running
+    slot 3       . . . . . . . . . . . . .      spare
 
-A line belongs to one trajectory until that ends. Its length is host data: reusing a prefix is setting a length, and
-what lies behind it is never seen, since a token at position i attends to positions ≤ i. The whole cache is carried
-through the layer scan and written in place at (layer, line, head, position). Attention goes over it in blocks of
-positions, as far as anybody's line reaches and no further.
+A KV slot belongs to one trajectory until that ends. Its length is host data: reusing a prefix is setting a length, and
+later positions are never seen, since a token at position i attends to positions ≤ i. The whole cache is carried through
+the layer scan and written in place at (layer, slot, head, position). Attention goes over it in blocks of positions, up
+to the end of the longest sequence.
 """
 
 from __future__ import annotations
@@ -27,56 +27,61 @@ from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.sharding import fit
 
 KeyAndValue = tuple[Array, Array]
-"""Of new tokens, [rows, cached heads, length, dim] each."""
+"""Keys and values of new tokens, [rows, cached heads, length, dim] each."""
 
 
 @flax.struct.dataclass
 class KVCache:
-    """Keys and values of all lines. A head's positions lie together, which is how attention reads them."""
+    """Keys and values of all KV slots. The positions of a head are contiguous, as attention reads them."""
 
-    keys: Float[Any, "layers lines cached_heads length dim"]
-    values: Float[Any, "layers lines cached_heads length dim"]
+    keys: Float[Any, "layers slots cached_heads length dim"]
+    values: Float[Any, "layers slots cached_heads length dim"]
 
 
-def cache_shape(config: DecoderConfig, lines: int, length: int, tensor: int) -> tuple[int, int, int, int, int]:
-    """[layers, lines, cached heads, length, head_dim].
+def cache_shape(config: DecoderConfig, slots: int, length: int, tensor: int) -> tuple[int, int, int, int, int]:
+    """Shape of the keys (and values): [layers, slots, cached heads, length, head_dim].
 
-    Key heads that `tensor` devices cannot share evenly are kept several times, so that each device holds those of its
-    own query heads and no other: 2 heads on 4 devices are 4 in the cache, one for each device.
+    Key heads that `tensor` devices cannot share evenly are repeated, so that each device holds exactly the key heads of
+    its query heads: 2 heads on 4 devices are 4 in the cache, one for each device.
+
+    Args:
+      config: the decoder.
+      slots: number of KV slots.
+      length: tokens per slot.
+      tensor: devices that share the heads.
     """
     heads = math.lcm(config.kv_heads, tensor) if config.heads % tensor == 0 else config.kv_heads
-    return config.layers, lines, heads, length, config.head_dim
+    return config.layers, slots, heads, length, config.head_dim
 
 
 def cache_sharding(config: DecoderConfig, mesh: Mesh) -> NamedSharding:
-    """Lines over `data`, cached heads over `tensor`."""
+    """Sharding of the cache: slots over `data`, cached heads over `tensor`."""
     spec = (None, "data", "tensor", None, None)
     return fit(spec, cache_shape(config, mesh.shape["data"], 1, mesh.shape["tensor"]), mesh)
 
 
-def empty_cache(config: DecoderConfig, lines: int, length: int, tensor: int) -> KVCache:
-    """A cache of zeros in the policy's compute dtype, for heads dealt over so many devices."""
-    shape = cache_shape(config, lines, length, tensor)
+def empty_cache(config: DecoderConfig, slots: int, length: int, tensor: int) -> KVCache:
+    """Cache of zeros in the compute dtype of the policy; the arguments are those of `cache_shape`."""
+    shape = cache_shape(config, slots, length, tensor)
     return KVCache(keys=jnp.zeros(shape, config.dtype), values=jnp.zeros(shape, config.dtype))
 
 
 @flax.struct.dataclass
 class CacheView:
-    """Attention of new tokens to the cache of their lines.
+    """Attention of new tokens to the KV slots of their sequences.
 
     Attributes:
-      line: line of each row; None if row i is line i, of one token each.
-      position: position of each token in its line. With `line` they are consecutive, and all within the length; without
-        it a position ≥ length marks an idle row: nothing is written.
-      block: positions that attention reads at once; divides the length.
-      together: lines that attention reads at once, as far as the longest of them reaches; divides the rows where there
-        is no `line`.
+      slot: KV slot of each row (prefill); None in decoding, where row i is slot i and has one token.
+      position: position of each token in its slot. In prefill the positions of a row are consecutive and all within the
+        length; in decoding a position ≥ length marks an idle row, which writes nothing.
+      block: positions per attention block; divides the length.
+      group_size: slots per attention group in decoding, which attends as far as its longest sequence; divides the rows.
     """
 
-    line: Int[Any, "rows"] | None
+    slot: Int[Any, "rows"] | None
     position: Int[Any, "rows length"]
     block: int = flax.struct.field(pytree_node=False)
-    together: int = flax.struct.field(pytree_node=False, default=1)
+    group_size: int = flax.struct.field(pytree_node=False, default=1)
 
     def attend(
         self,
@@ -86,14 +91,14 @@ class CacheView:
         layer: Int[Array, ""],
         state: KVCache,
     ) -> tuple[Float[Array, "rows length heads dim"], KVCache]:
-        """See `policy.attention.Memory.attend`."""
+        """Write the new keys and values and attend to the cache; see `policy.attention.Memory.attend`."""
         copies = state.keys.shape[2] // key.shape[2]
         key, value = (jnp.repeat(jnp.swapaxes(x, 1, 2), copies, axis=1) for x in (key, value))
-        attend = self._attend_next if self.line is None else self._attend_rows
+        attend = self._attend_decode if self.slot is None else self._attend_prefill
         return attend(query, (key, value), layer, state)
 
-    def _attend_next(self, query: Array, new: KeyAndValue, layer: Array, cache: KVCache) -> tuple[Array, KVCache]:
-        """One more token in each of the first lines."""
+    def _attend_decode(self, query: Array, new: KeyAndValue, layer: Array, cache: KVCache) -> tuple[Array, KVCache]:
+        """Attend from one more token in each decode slot."""
         rows, heads, _, _ = new[0].shape
         at = layer, jnp.arange(rows)[:, None], jnp.arange(heads), self.position
         keys, values = (
@@ -108,31 +113,31 @@ class CacheView:
             return None, self._by_blocks(query, position, cache, layer, first, reach.max())
 
         def split(x: Array) -> Array:
-            return x.reshape(-1, self.together, *x.shape[1:])
+            return x.reshape(-1, self.group_size, *x.shape[1:])
 
-        firsts = jnp.arange(0, rows, self.together)
+        firsts = jnp.arange(0, rows, self.group_size)
         _, mixed = jax.lax.scan(group, None, (firsts, split(query), split(self.position), split(reach)))
         return mixed.reshape(query.shape), cache
 
-    def _attend_rows(self, query: Array, new: KeyAndValue, layer: Array, cache: KVCache) -> tuple[Array, KVCache]:
-        """New tokens in some lines, row by row.
+    def _attend_prefill(self, query: Array, new: KeyAndValue, layer: Array, cache: KVCache) -> tuple[Array, KVCache]:
+        """Attend from new tokens in some slots, row by row.
 
-        A row sees what the rows before it wrote to the same line, so that a long prompt is several rows of one call.
-        One scatter and gather for all rows makes the TPU compiler copy the whole cache in every layer.
+        A row sees what earlier rows wrote to the same slot, so that a long prompt can be several rows of one call. One
+        scatter and gather for all rows makes the TPU compiler copy the whole cache in every layer.
         """
-        assert self.line is not None
+        assert self.slot is not None
 
         def put(cache: KVCache, row: tuple[Array, Array, Array, KeyAndValue]) -> tuple[KVCache, Array]:
-            query, line, position, new = row
-            at = (layer, line, 0, position[0], 0)
+            query, slot, position, new = row
+            at = (layer, slot, 0, position[0], 0)
             keys, values = (
                 jax.lax.dynamic_update_slice(x, y[None, None], at)
                 for x, y in zip((cache.keys, cache.values), new, strict=True)
             )
             cache = KVCache(keys=keys, values=values)
-            return cache, self._by_blocks(query[None], position[None], cache, layer, line, position[-1] + 1)[0]
+            return cache, self._by_blocks(query[None], position[None], cache, layer, slot, position[-1] + 1)[0]
 
-        cache, mixed = jax.lax.scan(put, cache, (query, self.line, self.position, new))
+        cache, mixed = jax.lax.scan(put, cache, (query, self.slot, self.position, new))
         return mixed, cache
 
     def _by_blocks(
@@ -144,9 +149,9 @@ class CacheView:
         first: Array | int,
         reach: Int[Array, ""],
     ) -> Float[Array, "rows length heads dim"]:
-        """Attention to positions [0, reach) of as many lines from `first` on as there are rows, with a running softmax.
+        """Attention of the rows to positions [0, reach) of the slots `first`, `first + 1`, ..., with a running softmax.
 
-        Each block rescales what came before it to the new maximum (Milakov and Gimelshein, 2018).
+        Each block rescales the sums of the earlier blocks to the new maximum (Milakov and Gimelshein, 2018).
         """
         rows, length, heads, dim = query.shape
         kv_heads = cache.keys.shape[2]
@@ -183,20 +188,21 @@ class CacheView:
         return out.reshape(rows, kv_heads, length, -1, dim).swapaxes(1, 2).reshape(query.shape)
 
 
-def copy_lines(
-    cache: KVCache, source: Int[Array, "moves"], target: Int[Array, "moves"], count: Int[Array, "1"]
+def copy_slots(
+    cache: KVCache, source: Int[Array, "copies"], target: Int[Array, "copies"], count: Int[Array, "1"]
 ) -> KVCache:
-    """Copies lines to other lines, for the first `count` moves, one after the other.
+    """Copy KV slots to other slots: the first `count` pairs of `source` and `target`, one after the other.
 
-    Whole lines: a slice that begins in the middle of one makes the TPU compiler turn the cache to another layout.
+    Whole slots are copied: a slice that begins in the middle of one makes the TPU compiler change the layout of
+    the cache.
     """
     layers, _, heads, length, dim = cache.keys.shape
 
-    def move(i: Array, cache: KVCache) -> KVCache:
-        def one(x: Array) -> Array:
+    def copy(i: Array, cache: KVCache) -> KVCache:
+        def copy_array(x: Array) -> Array:
             taken = jax.lax.dynamic_slice(x, (0, source[i], 0, 0, 0), (layers, 1, heads, length, dim))
             return jax.lax.dynamic_update_slice(x, taken, (0, target[i], 0, 0, 0))
 
-        return jax.tree.map(one, cache)
+        return jax.tree.map(copy_array, cache)
 
-    return jax.lax.fori_loop(0, count[0], move, cache)
+    return jax.lax.fori_loop(0, count[0], copy, cache)

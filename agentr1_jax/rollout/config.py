@@ -1,88 +1,141 @@
-"""Static shapes of the rollout engine."""
+"""Settings of rollouts: the engine's shapes, the sampling distribution, and the groups of a batch."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from typing import Literal, get_args
+from typing import Literal
 
-Reuse = Literal["all", "own", "none"]
+from pydantic.dataclasses import dataclass
+
+from agentr1_jax.validation import STRICT, Count, NonNegative, Positive, Share, Whole
 
 
-@dataclasses.dataclass(frozen=True)
-class EngineConfig:
-    """Shapes and habits of an engine; the shapes decide what is compiled.
+@dataclass(frozen=True, config=STRICT)
+class SamplingConfig:
+    """Distribution from which a response is sampled.
 
     Attributes:
-      slots: responses decoded together by this process.
-      parking: further lines of the cache, for trajectories whose tool is at work while their slot serves another.
-      length: tokens a line can hold; at least `budget.context_tokens`.
-      decode_chunk: most tokens sampled between two looks of the host.
-      leave_after: a decode call ends early once so many of a shard's responses have ended in it; 0 for never.
-      fetch_lag: 0: the host looks at a chunk before it starts the next; 1: it starts the next one first.
-      prefill_width: consecutive tokens of a line that make one row of a prefill call.
-      prefill_rows: buckets of rows per call and data shard, ascending.
-      attention_block: positions that attention reads at once; divides `length`. Small ones follow the lengths of lines
-        closely, large ones make fewer turns of a loop.
-      attention_slots: slots whose lines decoding reads at once, as far as the longest of them reaches; fewer where they
-        do not divide the slots of a data shard. Trajectories of like length are seated together.
-      reuse: what is not computed again: what `all` lines hold of a prompt, only its `own` line, or `none`; the last two
-        are there to be compared with.
-      stop_sequences: most stop sequences of a request.
-      stop_width: most ids of a stop sequence.
-      deterministic: before every turn the engine waits until no tool is at work, so that what is computed together
-        depends on the seeds alone and not on who came back first.
+      temperature: divides the logits; 0 is greedy.
+      top_k: only the k most likely ids are sampled (more where several tie with the last); 0 for all.
+      top_p: only the most likely ids whose probabilities sum to p are sampled, including the one that reaches p; 1 for
+        all. Applied after `top_k`.
     """
 
-    slots: int
-    length: int
-    decode_chunk: int
-    prefill_width: int
-    prefill_rows: tuple[int, ...]
-    attention_block: int
-    attention_slots: int
-    parking: int = 0
-    leave_after: int = 1
-    fetch_lag: int = 0
-    reuse: Reuse = "all"
-    stop_sequences: int = 4
-    stop_width: int = 4
+    temperature: NonNegative = 1.0
+    top_k: Whole = 0
+    top_p: Share = 1.0
+
+
+@dataclass(frozen=True, config=STRICT)
+class EngineConfig:
+    """Shapes and scheduling of an engine; the shapes decide what is compiled.
+
+    Attributes:
+      slots: decode slots: responses that this process decodes together.
+      slot_tokens: tokens that a KV slot can hold; at least `budget.context_tokens`.
+      decode_chunk: most tokens sampled per slot in one decode call.
+      prefill_width: consecutive tokens of a sequence that make one row of a prefill call.
+      prefill_rows: buckets of rows per prefill call and data shard, ascending.
+      attention_block: positions per attention block; divides `slot_tokens`. Small blocks follow the lengths of the
+        sequences closely, large blocks need fewer loop iterations.
+      attention_group: decode slots per attention group. A group attends as far as its longest sequence; the size is
+        lowered where it does not divide the decode slots of a data shard. Sequences of similar length are assigned to
+        the same group.
+      swap_slots: further KV slots, for sequences that are swapped out while their tool runs.
+      early_exit_after: a decode call ends early once this many responses of a data shard have ended in it; 0: never.
+      fetch_lag: 0: the host fetches a chunk before it dispatches the next one; 1: it dispatches the next one first.
+      prefix_reuse: cached prefixes that are not computed again: those of `all` KV slots, of the `own` slot of the
+        sequence, or `none`. The last two exist for comparison.
+      stop_sequences: most stop sequences of a request.
+      stop_width: most ids of a stop sequence.
+      deterministic: wait for all running tools before each cycle, so that the composition of every device call depends
+        on seeds alone and not on the speed of tools.
+    """
+
+    slots: Count
+    slot_tokens: Count
+    decode_chunk: Count
+    prefill_width: Count
+    prefill_rows: tuple[Count, ...]
+    attention_block: Count
+    attention_group: Count
+    swap_slots: Whole = 0
+    early_exit_after: Whole = 1
+    fetch_lag: Literal[0, 1] = 0
+    prefix_reuse: Literal["all", "own", "none"] = "all"
+    stop_sequences: Count = 4
+    stop_width: Count = 4
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("slots", "length", "decode_chunk", "prefill_width", "attention_block", "attention_slots"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"rollout.{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("parking", "leave_after"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"rollout.{name} is {getattr(self, name)}; it must not be negative")
-        if self.fetch_lag not in (0, 1):
-            raise ValueError(f"rollout.fetch_lag is {self.fetch_lag}; choose 0 or 1")
-        if self.reuse not in get_args(Reuse):
-            raise ValueError(f"rollout.reuse is {self.reuse!r}; choose one of {', '.join(get_args(Reuse))}")
         rows = self.prefill_rows
-        if not rows or list(rows) != sorted(set(rows)) or rows[0] < 1:
-            raise ValueError(f"rollout.prefill_rows must ascend from at least 1, got {rows}")
-        if self.length % self.attention_block:
-            raise ValueError(
-                f"rollout.attention_block ({self.attention_block}) must divide rollout.length ({self.length})"
-            )
-        if self.prefill_width > self.length:
-            raise ValueError(f"rollout.prefill_width ({self.prefill_width}) exceeds rollout.length ({self.length})")
+        if not rows or list(rows) != sorted(set(rows)):
+            raise ValueError(f"prefill_rows is {rows}; it must be one or more ascending numbers")
+        if self.slot_tokens % self.attention_block:
+            raise ValueError(f"attention_block ({self.attention_block}) must divide slot_tokens ({self.slot_tokens})")
+        if self.prefill_width > self.slot_tokens:
+            raise ValueError(f"prefill_width ({self.prefill_width}) exceeds slot_tokens ({self.slot_tokens})")
 
     def check_shards(self, shards: int) -> None:
-        """Refuses slots or parking lines that do not spread evenly over the data shards of the engine's mesh."""
-        for name in ("slots", "parking"):
+        """Raise ValueError unless decode and swap slots spread evenly over the data shards of the engine's mesh."""
+        for name in ("slots", "swap_slots"):
             if getattr(self, name) % shards:
                 raise ValueError(
                     f"rollout.{name} ({getattr(self, name)}) must be a multiple of the {shards} data shards of the "
                     "rollout mesh (devices of a process over rollout.tensor)"
                 )
 
-    def together(self, shards: int) -> int:
-        """Slots whose lines are read at once: a divisor of those of a shard."""
-        return math.gcd(self.attention_slots, self.slots // shards)
+    def attention_group_size(self, shards: int) -> int:
+        """Decode slots per attention group, a divisor of the decode slots of a data shard."""
+        return math.gcd(self.attention_group, self.slots // shards)
 
-    def lines(self, shards: int) -> int:
-        """Lines of the cache: slots, parking, and one more for each shard, where nobody lives."""
-        return self.slots + self.parking + shards
+    def kv_slots(self, shards: int) -> int:
+        """Number of KV slots: decode slots, swap slots, and one spare slot for each data shard."""
+        return self.slots + self.swap_slots + shards
+
+
+@dataclass(frozen=True, config=STRICT)
+class RolloutConfig:
+    """Groups of a training batch, and where and when they are sampled.
+
+    Attributes:
+      groups: task rows per batch, over all processes.
+      samples: trajectories per group.
+      attempts: attempts at a trajectory that fails by the fault of a tool or environment; the last one stands.
+      staleness: batches by which rollouts may run ahead of the learner; 0: each batch is sampled when it is needed.
+      dynamic_sampling_groups: most further groups sampled per batch in place of zero-variance groups (DAPO's dynamic
+        sampling); 0: none.
+      tensor: devices that share the heads of a KV slot; the slots are sharded over the other devices of the process.
+    """
+
+    groups: Count
+    samples: Count
+    attempts: Count = 1
+    staleness: Whole = 0
+    dynamic_sampling_groups: Whole = 0
+    tensor: Count = 1
+
+    def __post_init__(self) -> None:
+        if self.dynamic_sampling_groups and self.samples < 2:
+            raise ValueError(
+                "dynamic_sampling_groups replaces groups whose returns are all equal; with samples=1 all groups are"
+            )
+        if self.dynamic_sampling_groups and self.staleness:
+            raise ValueError(
+                f"staleness is {self.staleness} and dynamic_sampling_groups is {self.dynamic_sampling_groups}: the "
+                "groups of a batch are settled before those of the batch before are complete; set one of them only"
+            )
+
+
+@dataclass(frozen=True, config=STRICT)
+class AttemptLimits:
+    """Limits of the runner on one trajectory.
+
+    Attributes:
+      attempts: attempts at a trajectory that fails by the fault of the infrastructure; the last one stands.
+      seconds: most seconds per attempt, including tools and waiting for a slot; None for no limit. Agents may keep to
+        shorter limits of their own; this one also ends those that hang.
+    """
+
+    attempts: Count = 1
+    seconds: Positive | None = None

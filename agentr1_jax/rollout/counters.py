@@ -1,4 +1,4 @@
-"""What an engine did: sums for the metrics, and a timeline of its slots for the report."""
+"""Counters of an engine for the metrics, and a timeline of its decode slots for the report."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ TIMELINE_SPANS = 20_000
 
 @dataclasses.dataclass
 class Counters:
-    """What the engine did since the counters were made; times in seconds, the rest in tokens or calls.
+    """Work of an engine since its counters were reset; times in seconds, the rest in tokens or calls.
 
     Attributes:
-      decode_tokens: tokens sampled and kept.
-      decode_slot_steps: slots x iterations of the decode loop.
-      waiting_tokens, waiting_slot_steps: the same, of calls during which some trajectory waited for a slot.
-      prefill_tokens: prompt tokens computed; `padded` with the padding of their calls, `saved` those that were not.
-      moved_tokens: tokens of lines copied.
-      decode_calls, prefill_calls, copy_calls: of the programs.
-      device_seconds: during which some program was running, as far as the host can see.
-      decode_seconds: of which from the start of a decode call to the host's look at it.
-      seconds: of all rollouts.
+      decode_tokens: tokens sampled.
+      decode_slot_steps: decode slots x iterations of the decode loop.
+      waiting_tokens, waiting_slot_steps: the same two, of the calls during which some trajectory waited for a slot.
+      prefill_tokens: prompt tokens computed.
+      prefill_tokens_padded: the same with the padding of the prefill calls.
+      prefill_tokens_saved: prompt tokens that were cached and not computed again.
+      copied_tokens: tokens copied from one KV slot to another.
+      decode_calls, prefill_calls, copy_calls: calls of the compiled programs.
+      device_seconds: time during which some program was running, as the host sees it.
+      decode_seconds: time from the dispatch of each decode call until its output was fetched.
+      seconds: duration of all rollouts.
     """
 
     decode_tokens: int = 0
@@ -33,7 +35,7 @@ class Counters:
     prefill_tokens: int = 0
     prefill_tokens_padded: int = 0
     prefill_tokens_saved: int = 0
-    moved_tokens: int = 0
+    copied_tokens: int = 0
     decode_calls: int = 0
     prefill_calls: int = 0
     copy_calls: int = 0
@@ -43,33 +45,52 @@ class Counters:
 
     @property
     def occupancy(self) -> float:
-        """Kept tokens over slots x iterations."""
+        """Share of slot iterations that sampled a token."""
         return self.decode_tokens / max(self.decode_slot_steps, 1)
 
     @property
     def occupancy_while_waiting(self) -> float:
-        """Occupancy while there was somebody to fill the slots with; 1 if there never was."""
+        """Occupancy while some trajectory waited for a slot; 1 if none ever did."""
         return self.waiting_tokens / self.waiting_slot_steps if self.waiting_slot_steps else 1.0
 
     @property
     def host_share(self) -> float:
-        """Share of the time in which no program ran."""
+        """Share of the time during which no device program ran."""
         return max(1 - self.device_seconds / self.seconds, 0.0) if self.seconds else 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the rollouts of this process."""
+        return {
+            "rollout/occupancy": self.occupancy,
+            "rollout/occupancy_while_waiting": self.occupancy_while_waiting,
+            "rollout/prefill_tokens": float(self.prefill_tokens),
+            "rollout/prefill_saved": float(self.prefill_tokens_saved),
+            "rollout/prefill_padded": float(self.prefill_tokens_padded),
+            "rollout/copied_tokens": float(self.copied_tokens),
+            "time/host_share": self.host_share,
+            "time/decode_tokens": float(self.decode_tokens),
+            "time/rollout": self.seconds,
+            "time/decode": self.decode_seconds,
+        }
 
 
 class DeviceClock:
-    """Adds up the time in which programs run: from a start with nothing under way to the host's look at the last."""
+    """Measures the time during which programs run: from a dispatch to an idle device to the last fetch."""
 
     def __init__(self) -> None:
         self._since: float | None = None
 
-    def started(self) -> None:
-        """A program was dispatched."""
+    def start(self) -> None:
+        """Note that a program is dispatched."""
         if self._since is None:
             self._since = time.perf_counter()
 
-    def finished(self, more: bool) -> float:
-        """Seconds since the start or the last look; `more` says whether further programs are under way."""
+    def stop(self, more: bool) -> float:
+        """Return the seconds since the start or the last stop.
+
+        Args:
+          more: whether further programs are in flight.
+        """
         now = time.perf_counter()
         seconds = 0.0 if self._since is None else now - self._since
         self._since = now if more else None
@@ -78,7 +99,7 @@ class DeviceClock:
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """What a slot was used for, in seconds since the rollout began."""
+    """Use of a decode slot over some time; start and end in seconds since the rollout began."""
 
     slot: int
     state: State
@@ -87,7 +108,7 @@ class Span:
 
 
 class Timeline:
-    """Spans of one rollout, the first `TIMELINE_SPANS` of them."""
+    """The first `TIMELINE_SPANS` spans of one rollout."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
@@ -96,12 +117,12 @@ class Timeline:
         self._tool_since: dict[int, float] = {}
 
     def add(self, slots: list[int], state: State, start: float, end: float) -> None:
-        """The slots were in this state from `start` to `end` (`time.perf_counter`)."""
+        """Add a span of this state for each slot; start and end by `time.perf_counter`."""
         room = max(TIMELINE_SPANS - len(self.spans), 0)
         self.spans += [Span(slot, state, start - self._began, end - self._began) for slot in slots[:room]]
 
-    def holding(self, slots: set[int]) -> None:
-        """These slots, and no others, are kept by trajectories whose tool is at work."""
+    def set_tool_slots(self, slots: set[int]) -> None:
+        """Set the slots whose sequences wait for their tool now, and end the tool spans of all other slots."""
         now = time.perf_counter()
         for slot in [slot for slot in self._tool_since if slot not in slots]:
             self.add([slot], "tool", self._tool_since.pop(slot), now)
@@ -109,9 +130,9 @@ class Timeline:
             self._tool_since.setdefault(slot, now)
 
     def finish(self) -> None:
-        """The rollout is over; slots still kept for a tool were so until now."""
-        self.holding(set())
+        """End all open tool spans."""
+        self.set_tool_slots(set())
 
     def records(self) -> list[dict[str, Any]]:
-        """The spans as plain records `{"slot", "state", "start", "end"}`, for a picture or a file."""
+        """Return the spans as plain records `{"slot", "state", "start", "end"}`."""
         return [dataclasses.asdict(span) for span in self.spans]

@@ -1,98 +1,130 @@
-"""The device side of the engine: numpy in, calls of programs in order, numpy out. Called by one thread."""
+"""Arrays of the engine on its devices, and the calls of the compiled programs: numpy in, numpy out.
+
+A call returns before its program has run; `fetch` waits for the output of a decode call. One thread makes all calls.
+"""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
-from agentr1_jax.rollout.config import EngineConfig
+from agentr1_jax.rollout.cache import KVCache, cache_sharding, empty_cache
+from agentr1_jax.rollout.config import EngineConfig, SamplingConfig
 from agentr1_jax.rollout.counters import Counters, DeviceClock
-from agentr1_jax.rollout.executor import Executor
-from agentr1_jax.rollout.lines import Move, NewTokens
-from agentr1_jax.rollout.programs import Sampled
-from agentr1_jax.rollout.sampling import NO_TOKEN, Sampling
-from agentr1_jax.rollout.slots import idle_slots, to_words
+from agentr1_jax.rollout.programs import Sampled, build_programs
+from agentr1_jax.rollout.sampling import NO_TOKEN
+from agentr1_jax.rollout.scheduler import CacheCopy, Prefill
+from agentr1_jax.rollout.slot_state import SlotState, encode_updates, idle_slot_state
+from agentr1_jax.runtime.compile_cache import cached_jit
 
-MOVES = 16
-"""Copies in one call of the copy program, per data shard."""
+COPIES_PER_CALL = 16
+"""Most copies in one call of the copy program, per data shard."""
 
 
-def rows_bucket(n: int, buckets: Sequence[int]) -> int:
-    """Rows of the next call when n are left: the smallest bucket if more than half of it is used, else a full one."""
-    enough = next((b for b in buckets if n <= b), buckets[-1])
-    filled = [b for b in buckets if b <= n]
-    return enough if not filled or 2 * n > enough else filled[-1]
+def next_bucket(rows: int, buckets: Sequence[int]) -> int:
+    """Return the rows of the next call: the smallest bucket that holds all rows, or a full one if less than half of it.
+
+    Args:
+      rows: number of rows that are left, ≥ 1.
+      buckets: numbers of rows per call, ascending.
+    """
+    enough = next((b for b in buckets if rows <= b), buckets[-1])
+    full = [b for b in buckets if b <= rows]
+    return enough if not full or 2 * rows > enough else full[-1]
 
 
 @dataclasses.dataclass(frozen=True)
-class Response:
-    """What a slot is to sample.
+class ResponseRequest:
+    """Response that a slot is to sample.
 
     Attributes:
-      prompt: int32 [P]; the cache holds all but its last id.
+      prompt: int32 [P]; the KV slot holds all but its last id.
       max_tokens: most tokens to sample.
-      sampling: the distribution.
-      key: uint32 [2].
-      stop: id sequences that end it.
+      sampling: distribution of each token.
+      key: uint32 [2], keys the random numbers.
+      stop: id sequences that end the response.
     """
 
     prompt: np.ndarray
     max_tokens: int
-    sampling: Sampling
+    sampling: SamplingConfig
     key: np.ndarray
     stop: Sequence[Sequence[int]]
 
 
 class Device:
-    """What the next calls of the programs are to say, and what those under way have brought.
+    """Parameters, KV cache and slot states on a mesh, with one method per call of a compiled program.
 
     Args:
       policy: the decoder.
       config: shapes.
-      mesh: devices with axes `(data, fsdp, tensor)`; lines are sharded over `data`.
+      mesh: devices with axes `(data, fsdp, tensor)`; slots are sharded over `data`.
 
     Attributes:
-      executor: what lies on the devices.
-      counters: what it did; may be replaced.
-      under_way: decode calls that nobody has looked at yet.
+      programs: the compiled programs.
+      new_cache: compiled function that allocates an empty cache.
+      counters: work done; may be replaced.
+      in_flight: outputs of the decode calls that were not fetched yet, with their times of dispatch.
     """
 
     def __init__(self, policy: DecoderConfig, config: EngineConfig, mesh: Mesh) -> None:
         self.shards = mesh.shape["data"]
         config.check_shards(self.shards)
         self.counters = Counters()
-        self.executor = Executor(policy, config, mesh)
+        self.programs = build_programs(policy, config, mesh)
+        self.new_cache = cached_jit(
+            functools.partial(
+                empty_cache, policy, config.kv_slots(self.shards), config.slot_tokens, mesh.shape["tensor"]
+            ),
+            mesh,
+            out_shardings=cache_sharding(policy, mesh),
+        )
         self._config = config
-        self._per_shard = config.lines(self.shards) // self.shards
+        self._kv_slots_per_shard = config.kv_slots(self.shards) // self.shards
+        self._by_slot = NamedSharding(mesh, P("data"))
+        self._params: Params = None
+        self._cache: KVCache | None = None
+        self._state: SlotState | None = None
         self.close()
 
     def open(self, params: Params) -> None:
-        """Allocates the cache."""
-        self.executor.open(params)
-        self._new, self._told = idle_slots(self._config), np.zeros(self._config.slots, bool)
+        """Allocate the cache.
 
-    def use(self, params: Params) -> None:
-        """Other parameters from now on; what the cache holds was computed with the old ones."""
-        self.executor.use(params)
+        Args:
+          params: decoder parameters on the mesh.
+        """
+        c = self._config
+        self._params, self._cache = params, self.new_cache()
+        self._next_state, self._changed = idle_slot_state(c), np.zeros(c.slots, bool)
+        self._state = self._put(idle_slot_state(c))  # Not `_next_state`: a device array may alias the memory of numpy.
+        self._no_updates = self._put(encode_updates(self._next_state, self._changed))
+        self._early_exit_after = self._put(np.full(self.shards, c.early_exit_after, np.int32))
+
+    def set_params(self, params: Params) -> None:
+        """Use other parameters from now on; what the cache holds was computed with the old ones."""
+        self._params = params
 
     def close(self) -> None:
-        """Frees everything on the device."""
-        self.executor.close()
-        self.under_way: collections.deque[tuple[Sampled, float]] = collections.deque()
+        """Free all arrays on the devices."""
+        self._params = self._cache = self._state = None
+        self.in_flight: collections.deque[tuple[Sampled, float]] = collections.deque()
         self._clock = DeviceClock()
 
     def compile(self) -> int:
-        """Runs every program once on idle lines; returns their number."""
+        """Run every program once on idle slots; return their number."""
         c = self._config
-        nothing: list[list[NewTokens]] = [[] for _ in range(self.shards)]
+        nothing: list[list[Prefill]] = [[] for _ in range(self.shards)]
         for rows in c.prefill_rows:
             self._prefill_call(nothing, rows, [0] * self.shards)
         self._copy_call([[] for _ in range(self.shards)])
@@ -101,98 +133,113 @@ class Device:
         return len(c.prefill_rows) + 2
 
     def wait(self) -> None:
-        """Until all calls so far are done."""
-        self.executor.wait()
+        """Wait until all programs dispatched so far have run."""
+        jax.block_until_ready((self._cache, self._state))
 
-    def start(self, slot: int, response: Response) -> None:
-        """Tells the next decode call of a response."""
-        p, r = self._new, response
-        p.token[slot], p.position[slot] = r.prompt[-1], len(r.prompt) - 1
-        p.sampled[slot], p.budget[slot] = 0, r.max_tokens
-        p.temperature[slot], p.top_k[slot], p.top_p[slot] = dataclasses.astuple(r.sampling)
-        p.key[slot], p.active[slot] = r.key, True
-        p.tail[slot] = p.stops[slot] = NO_TOKEN
-        for row, ids in zip(p.stops[slot], r.stop, strict=False):
-            row[-len(ids) :] = ids
-        self._told[slot] = True
-
-    def stop(self, slot: int) -> None:
-        """Tells the next decode call that nobody waits for the response of a slot any more."""
-        self._new.active[slot], self._told[slot] = False, True
-
-    def copy(self, moves: Sequence[Move]) -> None:
-        """Copies lines, in order."""
-        self.counters.moved_tokens += sum(m.tokens for m in moves)
-        shards: list[list[Move]] = [[] for _ in range(self.shards)]
-        for move in moves:
-            shards[move.source // self._per_shard].append(move)
-        for at in range(0, max(map(len, shards)), MOVES):
-            self._copy_call([own[at : at + MOVES] for own in shards])
-
-    def _copy_call(self, shards: list[list[Move]]) -> None:
-        table = np.zeros((2, self.shards, MOVES), np.int32)
-        for shard, moves in enumerate(shards):
-            for i, m in enumerate(moves):
-                table[:, shard, i] = m.source % self._per_shard, m.target % self._per_shard
-        count = np.asarray([len(moves) for moves in shards], np.int32)
-        self._clock.started()
-        source, target = table.reshape(2, -1)
-        self.executor.copy(source, target, count)
-        self.counters.copy_calls += 1
-
-    def prefill(self, new: Sequence[NewTokens], spare: Sequence[int]) -> None:
-        """Computes new tokens, in calls of rows of `prefill_width`; the rows of a line in order.
+    def start(self, slot: int, request: ResponseRequest) -> None:
+        """Have the next decode call begin a response.
 
         Args:
-          new: of lines, each once.
-          spare: a line of each shard that holds nothing, for rows that are padding.
+          slot: decode slot.
+          request: the response.
         """
-        shards: list[list[NewTokens]] = [[] for _ in range(self.shards)]
-        for line in sorted(new, key=lambda n: len(n.ids)):  # Lines of like length read alike.
-            shards[line.line // self._per_shard] += self._rows(line)
-            self.counters.prefill_tokens += len(line.ids) - line.start
+        s, r = self._next_state, request
+        s.token[slot], s.position[slot] = r.prompt[-1], len(r.prompt) - 1
+        s.sampled[slot], s.budget[slot] = 0, r.max_tokens
+        s.temperature[slot], s.top_k[slot], s.top_p[slot] = r.sampling.temperature, r.sampling.top_k, r.sampling.top_p
+        s.key[slot], s.active[slot] = r.key, True
+        s.tail[slot] = s.stops[slot] = NO_TOKEN
+        for row, ids in zip(s.stops[slot], r.stop, strict=False):
+            row[-len(ids) :] = ids
+        self._changed[slot] = True
+
+    def stop(self, slot: int) -> None:
+        """Have the next decode call drop the response of a decode slot."""
+        self._next_state.active[slot], self._changed[slot] = False, True
+
+    def copy(self, copies: Sequence[CacheCopy]) -> None:
+        """Copy KV slots, in order."""
+        self.counters.copied_tokens += sum(copy.tokens for copy in copies)
+        shards: list[list[CacheCopy]] = [[] for _ in range(self.shards)]
+        for copy in copies:
+            shards[copy.source // self._kv_slots_per_shard].append(copy)
+        for at in range(0, max(map(len, shards)), COPIES_PER_CALL):
+            self._copy_call([own[at : at + COPIES_PER_CALL] for own in shards])
+
+    def _copy_call(self, shards: list[list[CacheCopy]]) -> None:
+        table = np.zeros((2, self.shards, COPIES_PER_CALL), np.int32)
+        for shard, copies in enumerate(shards):
+            for i, copy in enumerate(copies):
+                table[:, shard, i] = copy.source % self._kv_slots_per_shard, copy.target % self._kv_slots_per_shard
+        count = np.asarray([len(copies) for copies in shards], np.int32)
+        self._clock.start()
+        source, target = table.reshape(2, -1)
+        self._cache = self.programs.copy(self._cache, source, target, count)
+        self.counters.copy_calls += 1
+
+    def prefill(self, prefills: Sequence[Prefill], spare: Sequence[int]) -> None:
+        """Compute new tokens, in calls of rows of `prefill_width`; the rows of a KV slot in order.
+
+        Args:
+          prefills: tokens to compute, each KV slot at most once.
+          spare: for each shard a KV slot that holds nothing, written by padding rows.
+        """
+        shards: list[list[Prefill]] = [[] for _ in range(self.shards)]
+        for new in sorted(prefills, key=lambda p: len(p.ids)):  # Sequences of similar length attend alike.
+            shards[new.kv_slot // self._kv_slots_per_shard] += self._rows(new)
+            self.counters.prefill_tokens += len(new.ids) - new.start
         while left := max(map(len, shards)):
-            count = rows_bucket(left, self._config.prefill_rows)
+            count = next_bucket(left, self._config.prefill_rows)
             call = [own[:count] for own in shards]
             self._prefill_call(call, count, spare)
             shards = [own[count:] for own in shards]
 
-    def _rows(self, line: NewTokens) -> Iterator[NewTokens]:
+    def _rows(self, new: Prefill) -> Iterator[Prefill]:
         width = self._config.prefill_width
-        for at in range(line.start, len(line.ids), width):
-            # A row ends within the cache: the last may begin with tokens that the one before computed.
-            at = min(at, self._config.length - width)
-            yield dataclasses.replace(line, start=at, ids=line.ids[: at + width])
+        for at in range(new.start, len(new.ids), width):
+            # A row ends within the slot: the last may begin with tokens that the row before it computed.
+            at = min(at, self._config.slot_tokens - width)
+            yield dataclasses.replace(new, start=at, ids=new.ids[: at + width])
 
-    def _prefill_call(self, shards: list[list[NewTokens]], count: int, spare: Sequence[int]) -> None:
+    def _prefill_call(self, shards: list[list[Prefill]], count: int, spare: Sequence[int]) -> None:
         tokens = np.zeros((self.shards, count, self._config.prefill_width), np.int32)
-        line = np.repeat(np.asarray(spare, np.int32)[:, None] % self._per_shard, count, axis=1)
+        slot = np.repeat(np.asarray(spare, np.int32)[:, None] % self._kv_slots_per_shard, count, axis=1)
         start = np.zeros((self.shards, count), np.int32)
-        for shard, own in enumerate(shards):
-            for i, row in enumerate(own):
+        for shard, rows in enumerate(shards):
+            for i, row in enumerate(rows):
                 ids = row.ids[row.start :]
                 tokens[shard, i, : len(ids)] = ids
-                line[shard, i], start[shard, i] = row.line % self._per_shard, row.start
-        self._clock.started()
-        self.executor.prefill(tokens.reshape(-1, tokens.shape[-1]), line.ravel(), start.ravel())
+                slot[shard, i], start[shard, i] = row.kv_slot % self._kv_slots_per_shard, row.start
+        self._clock.start()
+        arrays = tokens.reshape(-1, tokens.shape[-1]), slot.ravel(), start.ravel()
+        self._cache = self.programs.prefill(self._params, self._cache, *arrays)
         self.counters.prefill_tokens_padded += tokens.size
         self.counters.prefill_calls += 1
 
     def decode(self) -> None:
-        """Starts a chunk for all responses that are open."""
-        words = to_words(self._new, self._told) if self._told.any() else None
-        self._told[:] = False
+        """Dispatch the decoding of one chunk of all active responses."""
+        updates = self._no_updates
+        if self._changed.any():
+            updates = self._put(encode_updates(self._next_state, self._changed))
+        self._changed[:] = False
         started = time.perf_counter()
-        self._clock.started()
-        self.under_way.append((self.executor.decode(words), started))
+        self._clock.start()
+        self._cache, self._state, sampled = self.programs.decode(
+            self._params, self._cache, self._state, updates, self._early_exit_after
+        )
+        self.in_flight.append((sampled, started))
         self.counters.decode_calls += 1
 
-    def look(self) -> Sampled:
-        """Waits for the oldest chunk under way; its output as numpy arrays."""
-        out, started = self.under_way.popleft()
-        out = jax.device_get(out)
-        self.counters.device_seconds += self._clock.finished(more=bool(self.under_way))
+    def fetch(self) -> Sampled:
+        """Wait for the oldest decode call in flight; return its output as numpy arrays."""
+        sampled, started = self.in_flight.popleft()
+        sampled = jax.device_get(sampled)
+        self.counters.device_seconds += self._clock.stop(more=bool(self.in_flight))
         self.counters.decode_seconds += time.perf_counter() - started
-        self.counters.decode_tokens += int(out.count.sum())
-        self.counters.decode_slot_steps += int(out.iterations.max()) * self._config.slots
-        return out
+        self.counters.decode_tokens += int(sampled.count.sum())
+        self.counters.decode_slot_steps += int(sampled.iterations.max()) * self._config.slots
+        return sampled
+
+    def _put(self, tree: Any) -> Any:
+        """Place numpy arrays on the mesh, sharded by slot."""
+        return jax.device_put(tree, self._by_slot)

@@ -1,7 +1,7 @@
 """The compiled programs of the rollout engine: `prefill`, `decode` and `copy`.
 
-All run inside one `shard_map` over the mesh's data axis: each shard owns its slots and their cache, so that the
-programs contain no collective over data and a shard leaves its decode loop when its own slots have stopped.
+Each runs inside a `shard_map` over the data axis of the mesh: a shard owns its slots and their cache, so that the
+programs contain no collective over data, and a shard leaves its decode loop when its own slots have stopped.
 """
 
 from __future__ import annotations
@@ -20,20 +20,24 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Decoder, Params, output_logits
-from agentr1_jax.rollout.cache import CacheView, KVCache, cache_sharding, copy_lines
+from agentr1_jax.rollout.cache import CacheView, KVCache, cache_sharding, copy_slots
+from agentr1_jax.rollout.config import EngineConfig
 from agentr1_jax.rollout.sampling import NO_TOKEN, matches_stop, sample
-from agentr1_jax.rollout.slots import Slots, take_over
+from agentr1_jax.rollout.slot_state import SlotState, apply_updates
 from agentr1_jax.runtime.compile_cache import cached_jit
 
 
 @flax.struct.dataclass
 class Sampled:
-    """What one decode call produced; a slot's tokens are the first `count` columns of its row.
+    """Output of one decode call.
 
     Attributes:
-      active: slots whose response is still open.
-      stopped: slots whose response ended with a stop sequence in this call.
-      iterations: tokens that each shard's loop went through.
+      ids: sampled ids; those of a slot are the first `count` columns of its row.
+      logprobs: log-probabilities of the ids.
+      count: number of tokens sampled in each slot.
+      active: whether the response of the slot goes on.
+      stopped: whether the response of the slot ended with a stop sequence in this call.
+      iterations: iterations of the decode loop of each shard.
     """
 
     ids: Int[Any, "slots chunk"]
@@ -46,34 +50,34 @@ class Sampled:
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """The jitted programs. Lines count within their data shard.
+    """The jitted programs. KV slots are numbered within their data shard.
 
     Attributes:
-      prefill: (params, cache, tokens[rows, width], line[rows], start[rows]) -> cache.
-        `rows` is one of `prefill_rows` for each shard; row i holds the tokens at start[i] ... of its line.
-      decode: (params, cache, slots, words[slots, words], leave_after[shards]) -> (cache, slots, sampled);
-        the words are those of `slots.to_words`.
-      copy: (cache, source[moves], target[moves], count[shards]) -> cache.
+      prefill: (params, cache, tokens[rows, width], slot[rows], start[rows]) -> cache. There are `prefill_rows` rows per
+        shard; row i holds the tokens from position start[i] on of its slot.
+      decode: (params, cache, state, updates[slots, words], early_exit_after[shards]) -> (cache, state, sampled); see
+        `slot_state.encode_updates` for the updates.
+      copy: (cache, source[copies], target[copies], count[shards]) -> cache.
     """
 
     prefill: Callable[..., KVCache]
-    decode: Callable[..., tuple[KVCache, Slots, Sampled]]
+    decode: Callable[..., tuple[KVCache, SlotState, Sampled]]
     copy: Callable[..., KVCache]
 
 
 def run_decoder(
     decoder: Decoder, params: Params, tokens: Array, view: CacheView, cache: KVCache
 ) -> tuple[Float[Array, "rows length width"], KVCache]:
-    """Hidden states of new tokens, and the cache with their keys and values."""
+    """Return the hidden states of new tokens, and the cache with their keys and values."""
     out: Any = decoder.apply({"params": params}, tokens, view.position, view, cache)
     return out
 
 
 def prefill(
-    decoder: Decoder, params: Params, cache: KVCache, tokens: Array, line: Array, start: Array, *, block: int
+    decoder: Decoder, params: Params, cache: KVCache, tokens: Array, slot: Array, start: Array, *, block: int
 ) -> KVCache:
-    """Writes the keys and values of new prompt tokens; no logits, since decode feeds the last prompt token itself."""
-    view = CacheView(line=line, position=start[:, None] + jnp.arange(tokens.shape[1]), block=block)
+    """Write the keys and values of new prompt tokens. There are no logits: `decode` feeds the last prompt token."""
+    view = CacheView(slot=slot, position=start[:, None] + jnp.arange(tokens.shape[1]), block=block)
     return run_decoder(decoder, params, tokens, view, cache)[1]
 
 
@@ -81,101 +85,100 @@ def decode(
     decoder: Decoder,
     params: Params,
     cache: KVCache,
-    slots: Slots,
-    words: UInt32[Array, "slots words"],
-    leave_after: Int[Array, "1"],
-    *,
-    chunk: int,
-    block: int,
-    together: int,
-) -> tuple[KVCache, Slots, Sampled]:
-    """Takes over what the host says, then samples up to `chunk` tokens for every active slot.
+    state: SlotState,
+    updates: UInt32[Array, "slots words"],
+    early_exit_after: Int[Array, "1"],
+    config: EngineConfig,
+) -> tuple[KVCache, SlotState, Sampled]:
+    """Apply the updates of the host, then sample up to `decode_chunk` tokens for every active slot.
 
-    Leaves early when none is active, or when `leave_after` > 0 responses have ended.
+    The loop ends early when no slot is active, or when `early_exit_after` > 0 responses have ended.
     """
-    slots = take_over(words, slots)
-    n = slots.token.shape[0]
-    begun = slots.active.sum()
+    chunk = config.decode_chunk
+    state = apply_updates(updates, state)
+    n = state.token.shape[0]
+    group_size = config.attention_group_size(shards=config.slots // n)
+    active_at_start = state.active.sum()
     empty = Sampled(
         ids=jnp.full((n, chunk), NO_TOKEN, jnp.int32),
         logprobs=jnp.zeros((n, chunk), jnp.float32),
         count=jnp.zeros(n, jnp.int32),
-        active=slots.active,
+        active=state.active,
         stopped=jnp.zeros(n, bool),
         iterations=jnp.zeros(1, jnp.int32),
     )
 
-    def running(carry: tuple[KVCache, Slots, Sampled]) -> Array:
-        _, slots, out = carry
-        left = slots.active.sum()
-        enough = (leave_after[0] > 0) & (begun - left >= leave_after[0])
-        return (out.iterations[0] < chunk) & (left > 0) & ~enough
+    def keep_going(carry: tuple[KVCache, SlotState, Sampled]) -> Array:
+        _, state, out = carry
+        active = state.active.sum()
+        exit_early = (early_exit_after[0] > 0) & (active_at_start - active >= early_exit_after[0])
+        return (out.iterations[0] < chunk) & (active > 0) & ~exit_early
 
-    def body(carry: tuple[KVCache, Slots, Sampled]) -> tuple[KVCache, Slots, Sampled]:
-        cache, slots, out = carry
-        # Idle slots write outside the cache, that is, nowhere.
-        position = jnp.where(slots.active, slots.position, cache.keys.shape[3])
-        view = CacheView(line=None, position=position[:, None], block=block, together=together)
-        hidden, cache = run_decoder(decoder, params, slots.token[:, None], view, cache)
-        active = slots.active
-        # What an idle slot was asked for last must not keep the sort going.
-        tail_cut = jnp.where(active, slots.top_k, 0), jnp.where(active, slots.top_p, 1.0)
+    def body(carry: tuple[KVCache, SlotState, Sampled]) -> tuple[KVCache, SlotState, Sampled]:
+        cache, state, out = carry
+        # A position beyond the cache: idle slots write nothing.
+        position = jnp.where(state.active, state.position, cache.keys.shape[3])
+        view = CacheView(slot=None, position=position[:, None], block=config.attention_block, group_size=group_size)
+        hidden, cache = run_decoder(decoder, params, state.token[:, None], view, cache)
+        active = state.active
+        # The last request of an idle slot must not keep the sort of `sample` going.
+        truncation = jnp.where(active, state.top_k, 0), jnp.where(active, state.top_p, 1.0)
         ids, logprobs = sample(
-            output_logits(params, hidden[:, 0]), slots.temperature, *tail_cut, slots.key, slots.sampled
+            output_logits(params, hidden[:, 0]), state.temperature, *truncation, state.key, state.sampled
         )
-        tail = jnp.where(active[:, None], jnp.concatenate([slots.tail[:, 1:], ids[:, None]], axis=1), slots.tail)
-        stopped = active & matches_stop(tail, slots.stops)
+        tail = jnp.where(active[:, None], jnp.concatenate([state.tail[:, 1:], ids[:, None]], axis=1), state.tail)
+        stopped = active & matches_stop(tail, state.stops)
         step = active.astype(jnp.int32)
         column = out.iterations[0]
-        slots = dataclasses.replace(
-            slots,
-            token=jnp.where(active, ids, slots.token),
-            position=slots.position + step,
-            sampled=slots.sampled + step,
-            budget=slots.budget - step,
-            active=active & ~stopped & (slots.budget > 1),
+        state = dataclasses.replace(
+            state,
+            token=jnp.where(active, ids, state.token),
+            position=state.position + step,
+            sampled=state.sampled + step,
+            budget=state.budget - step,
+            active=active & ~stopped & (state.budget > 1),
             tail=tail,
         )
         out = Sampled(
             ids=out.ids.at[:, column].set(jnp.where(active, ids, NO_TOKEN)),
             logprobs=out.logprobs.at[:, column].set(jnp.where(active, logprobs, 0.0)),
             count=out.count + step,
-            active=slots.active,
+            active=state.active,
             stopped=out.stopped | stopped,
             iterations=out.iterations + 1,
         )
-        return cache, slots, out
+        return cache, state, out
 
-    return jax.lax.while_loop(running, body, (cache, slots, empty))
+    return jax.lax.while_loop(keep_going, body, (cache, state, empty))
 
 
-def build_programs(config: DecoderConfig, mesh: Mesh, *, chunk: int, block: int, together: int) -> Programs:
-    """Jits the programs for a mesh; the cache is donated.
+def build_programs(policy: DecoderConfig, config: EngineConfig, mesh: Mesh) -> Programs:
+    """Jit the programs for a mesh; the cache is donated.
 
     Args:
-      config: the decoder.
-      mesh: lines are sharded over `data`, heads of parameters and cache over `tensor`.
-      chunk: most tokens a decode call samples per slot.
-      block: positions of a line that attention reads at once.
-      together: slots whose lines it reads at once, when it decodes.
+      policy: the decoder.
+      config: shapes.
+      mesh: slots are sharded over `data`, heads of parameters and cache over `tensor`.
     """
-    decoder = Decoder(config)
-    by_row, by_line = P("data"), P(None, "data")
-    # Said aloud: on one device they would be P(), another entry of jit's cache.
-    layout, rows = cache_sharding(config, mesh), NamedSharding(mesh, by_row)
+    decoder = Decoder(policy)
+    by_row, by_slot = P("data"), P(None, "data")
+    # Explicit: on one device the inferred sharding would be P(), another entry of jit's cache.
+    layout, rows = cache_sharding(policy, mesh), NamedSharding(mesh, by_row)
 
     def sharded(f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={"data"}, check_vma=False)
 
     run_prefill = sharded(
-        functools.partial(prefill, decoder, block=block), (P(), by_line, by_row, by_row, by_row), by_line
+        functools.partial(prefill, decoder, block=config.attention_block),
+        (P(), by_slot, by_row, by_row, by_row),
+        by_slot,
     )
     run_decode = sharded(
-        functools.partial(decode, decoder, chunk=chunk, block=block, together=together),
-        (P(), by_line, by_row, by_row, by_row),
-        (by_line, by_row, by_row),
+        functools.partial(decode, decoder, config=config),
+        (P(), by_slot, by_row, by_row, by_row),
+        (by_slot, by_row, by_row),
     )
-    run_copy = sharded(copy_lines, (by_line, by_row, by_row, by_row), by_line)
+    run_copy = sharded(copy_slots, (by_slot, by_row, by_row, by_row), by_slot)
     return Programs(
         prefill=cached_jit(run_prefill, mesh, donate_argnums=1, out_shardings=layout),
         decode=cached_jit(run_decode, mesh, donate_argnums=1, out_shardings=(layout, rows, rows)),

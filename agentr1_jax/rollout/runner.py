@@ -1,10 +1,12 @@
-"""Running many trajectories on one engine: groups of samples of one task row, handed out as they are complete."""
+"""Runner of groups: samples many trajectories on one engine, and yields each group when it is complete."""
 
 from __future__ import annotations
 
 import asyncio
 import collections
+import concurrent.futures
 import dataclasses
+import itertools
 import math
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -17,21 +19,27 @@ from agentr1_jax.agents.boundary import BoundaryError
 from agentr1_jax.agents.isolation import AgentTimeout, Isolation
 from agentr1_jax.agents.session import Identity, RecordedSession
 from agentr1_jax.policy.decoder import Params
+from agentr1_jax.rollout.background import BackgroundEngine, wait
+from agentr1_jax.rollout.config import AttemptLimits, SamplingConfig
 from agentr1_jax.rollout.engine import Engine, RequestError
-from agentr1_jax.rollout.lines import Ticket
-from agentr1_jax.rollout.sampling import Sampling
+from agentr1_jax.rollout.scheduler import SlotLease
 from agentr1_jax.trajectory import POLICIES, Outcome, Trajectory
 
 RETRIED = (Outcome.TOOL_FAILURE, Outcome.ENV_FAILURE)
-"""Failures of the infrastructure: the same row and seed may do better at the next attempt."""
+"""Failures of the infrastructure, after which the same row and seed are tried again."""
+
+ONE_ATTEMPT = AttemptLimits()
+
+Group = list[Trajectory]
+"""Trajectories sampled from one task row, in order of sample."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
-    """A task row and its trajectories.
+class TaskGroup:
+    """Group to be sampled.
 
     Attributes:
-      row: the task row, or what making it raised: then every trajectory ends in `env_failure`.
+      row: the task row, or the exception of making it: then every trajectory ends in `env_failure`.
       identities: names and seeds of the trajectories.
     """
 
@@ -39,103 +47,79 @@ class Group:
     identities: Sequence[Identity]
 
 
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """When the runner gives up on a trajectory.
-
-    Attributes:
-      attempts: of a trajectory that ends in one of `RETRIED`; the last one stands.
-      seconds: an attempt may take, tools and waiting for slots included; None for no limit. An agent may keep to limits
-        of its own; this one also ends those that hang.
-    """
-
-    attempts: int = 1
-    seconds: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.attempts < 1:
-            raise ValueError(f"rollout.attempts is {self.attempts}; it must be at least 1")
-        if self.seconds is not None and not self.seconds > 0:
-            raise ValueError(f"rollout.seconds is {self.seconds}; it must be positive, or None")
-
-
 class EngineSession(RecordedSession):
     """A session whose responses come from the engine."""
 
-    def __init__(self, engine: Engine, ticket: Ticket, identity: Identity, sampling: Sampling) -> None:
+    def __init__(self, engine: Engine, lease: SlotLease, identity: Identity, sampling: SamplingConfig) -> None:
         super().__init__(identity)
         self._engine = engine
-        self._ticket = ticket
+        self._lease = lease
         self._sampling = sampling
 
     async def respond(self, prompt_ids: np.ndarray, max_tokens: int, stop: Sequence[Sequence[int]]) -> Completion:
         key = np.random.SeedSequence([self.seed, len(self._steps)]).generate_state(2, np.uint32)
         return await self._engine.generate(
-            self._ticket, prompt_ids, max_tokens, sampling=self._sampling, key=key, stop=stop
+            self._lease, prompt_ids, max_tokens, sampling=self._sampling, key=key, stop=stop
         )
 
 
 def run_groups(
-    engine: Engine, params: Params, agent: Agent, groups: Iterable[Group], *, policy_version: int, **options: Any
-) -> Iterator[list[Trajectory]]:
-    """Opens the engine, samples groups, and yields them as they become complete; see `sample_groups` for the rest.
+    engine: Engine, params: Params, agent: Agent, tasks: Iterable[TaskGroup], *, policy_version: int, **options: Any
+) -> Iterator[Group]:
+    """Open the engine, sample groups, and yield each when it is complete.
 
     Args:
-      engine: its lines are shared by all trajectories.
+      engine: must have no stream open.
       params: decoder parameters on the engine's mesh.
-      agent: the workflow of one trajectory.
-      groups: rows and identities; taken as needed.
-      policy_version: of the parameters; recorded in every step.
+      agent: workflow of one trajectory.
+      tasks: groups to sample; taken when they are started.
+      policy_version: version of the parameters, recorded in every step.
       **options: of `sample_groups`.
     """
-    return engine.stream(params, lambda: sample_groups(engine, agent, groups, **options), policy_version)
+    return engine.stream(params, lambda: sample_groups(engine, agent, tasks, **options), policy_version)
 
 
 async def sample_groups(
     engine: Engine,
     agent: Agent,
-    groups: Iterable[Group],
+    tasks: Iterable[TaskGroup],
     *,
-    sampling: Sampling,
-    wanted: int | None = None,
-    keep: Callable[[Sequence[Trajectory]], bool] = lambda group: True,
-    limits: Limits = Limits(),
+    sampling: SamplingConfig,
+    count: int | None = None,
+    accept: Callable[[Group], bool] = lambda group: True,
+    limits: AttemptLimits = ONE_ATTEMPT,
     on_finish: Callable[[Trajectory], None] = lambda trajectory: None,
-) -> AsyncIterator[list[Trajectory]]:
-    """Samples a group of trajectories for each row, and yields the groups as they become complete.
+) -> AsyncIterator[Group]:
+    """Sample groups, and yield each when it is complete.
 
-    No group is ever broken off because others were faster: that would favour the short. Where `keep` refuses a group,
-    the next one of `groups` is started in its place.
+    No group is ever aborted because others were faster, which would favour short trajectories. For each group that
+    `accept` refuses, the next one of `tasks` is started.
 
     Args:
       engine: with an open stream, in whose loop this runs.
-      agent: the workflow of one trajectory.
-      groups: rows and identities; taken as needed.
-      sampling: the distribution of responses.
-      wanted: how many groups to keep; None for all there are.
-      keep: whether a complete group counts as one of those; it is yielded in any case.
-      limits: of attempts and time.
-      on_finish: called with each trajectory as it ends.
+      agent: workflow of one trajectory.
+      tasks: groups to sample; taken when they are started.
+      sampling: distribution of the responses.
+      count: number of groups to accept; None for all tasks.
+      accept: whether a complete group counts towards `count`; it is yielded in any case.
+      limits: attempts and seconds of each trajectory.
+      on_finish: called with each trajectory when it ends.
 
     Yields:
       complete groups, sorted by sample. What an agent, environment or tool raises ends its own trajectory only, as
       `env_failure` (`engine_failure` where the engine refused its request), with the error in `info`.
     """
-    source = iter(groups)
-    tasks: set[asyncio.Task[list[Trajectory]]] = set()
+    source = iter(tasks)
+    running: set[asyncio.Task[Group]] = set()
     isolation = Isolation()
-    kept = 0
+    accepted = 0
 
-    def start(count: int | None) -> None:
-        while count is None or count > 0:
-            group = next(source, None)
-            if group is None:
-                return
-            tasks.add(asyncio.create_task(run(group)))
-            count = None if count is None else count - 1
+    def start(most: int | None) -> None:
+        for task in itertools.islice(source, most):
+            running.add(asyncio.create_task(run(task)))
 
-    async def run(group: Group) -> list[Trajectory]:
-        episodes = (episode(group.row, identity) for identity in group.identities)
+    async def run(task: TaskGroup) -> Group:
+        episodes = (episode(task.row, identity) for identity in task.identities)
         return sorted(await asyncio.gather(*episodes), key=lambda t: t.sample)
 
     async def episode(row: Row | Exception, identity: Identity) -> Trajectory:
@@ -144,17 +128,108 @@ async def sample_groups(
         return trajectory
 
     try:
-        start(wanted)
-        while tasks:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in sorted(done, key=lambda task: task.result()[0].group):
-                tasks.discard(task)
-                kept += keep(task.result())
-                if wanted is not None:
-                    start(wanted - kept - len(tasks))
-                yield task.result()
+        start(count)
+        while running:
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for group in sorted(done, key=lambda group: group.result()[0].group):
+                running.discard(group)
+                accepted += accept(group.result())
+                if count is not None:
+                    start(max(count - accepted - len(running), 0))
+                yield group.result()
     finally:
-        await isolation.close(tasks)
+        await isolation.close(running)
+
+
+@dataclasses.dataclass
+class GroupBatch:
+    """Groups of one batch, as far as they are sampled.
+
+    Attributes:
+      size: number of groups to sample; with `dynamic_sampling`, of groups that have no zero variance.
+      tasks: groups that may be sampled, in order, without those in `complete`; those that replace zero-variance groups
+        come last.
+      dynamic_sampling: whether zero-variance groups are replaced by further ones of `tasks`.
+      complete: complete groups, including those from before an interruption. Sampling adds to it, also where it is
+        aborted later.
+    """
+
+    size: int
+    tasks: Sequence[TaskGroup]
+    dynamic_sampling: bool = False
+    complete: list[Group] = dataclasses.field(default_factory=list)
+
+    def accept(self, group: Group) -> bool:
+        """Whether a complete group counts towards the size."""
+        return not self.dynamic_sampling or not is_zero_variance(group)
+
+    def trajectories(self) -> tuple[list[Trajectory], list[Trajectory]]:
+        """Return the trajectories of accepted and of zero-variance groups, each sorted by (group, sample)."""
+        accepted: list[Trajectory] = []
+        zero_variance: list[Trajectory] = []
+        for group in sorted(self.complete, key=lambda group: group[0].group):
+            (accepted if self.accept(group) else zero_variance).extend(group)
+        return accepted, zero_variance
+
+
+def start_batch(
+    background: BackgroundEngine,
+    agent: Agent,
+    batch: GroupBatch,
+    *,
+    sampling: SamplingConfig,
+    limits: AttemptLimits = ONE_ATTEMPT,
+) -> concurrent.futures.Future[list[Group]]:
+    """Start sampling the missing groups of a batch on an engine that rolls out in the background.
+
+    Args:
+      background: the engine.
+      agent: workflow of one trajectory.
+      batch: the groups; its `complete` grows as groups become complete.
+      sampling: distribution of the responses.
+      limits: attempts and seconds of each trajectory.
+
+    Returns:
+      future that is done when the batch is complete, and raises what made it impossible.
+    """
+    count = max(batch.size - sum(map(batch.accept, batch.complete)), 0)
+
+    async def sample() -> AsyncIterator[Group]:
+        groups = sample_groups(
+            background.engine,
+            agent,
+            batch.tasks,
+            sampling=sampling,
+            count=count,
+            accept=batch.accept,
+            limits=limits,
+        )
+        async for group in groups:
+            batch.complete.append(group)
+            yield group
+
+    return background.start(sample)
+
+
+def roll_out(
+    background: BackgroundEngine,
+    agent: Agent,
+    batch: GroupBatch,
+    *,
+    sampling: SamplingConfig,
+    limits: AttemptLimits = ONE_ATTEMPT,
+    stop: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Sample the missing groups of a batch, and wait for them.
+
+    Args:
+      background, agent, batch, sampling, limits: see `start_batch`.
+      stop: asked every now and then whether to stop waiting.
+
+    Returns:
+      whether the batch is complete; False if `stop` returned True first, and the work goes on until the engine closes.
+    """
+    return wait(start_batch(background, agent, batch, sampling=sampling, limits=limits), stop) is not None
 
 
 async def _episode(
@@ -163,15 +238,15 @@ async def _episode(
     agent: Agent,
     row: Row | Exception,
     identity: Identity,
-    sampling: Sampling,
-    limits: Limits,
+    sampling: SamplingConfig,
+    limits: AttemptLimits,
 ) -> Trajectory:
-    """One trajectory, tried again where the infrastructure failed it."""
-    ticket = await engine.acquire((identity.group, identity.sample))
+    """Sample one trajectory, with further attempts after failures of the infrastructure."""
+    lease = await engine.acquire((identity.group, identity.sample))
     try:
         failures: list[str] = []
         for attempt in range(limits.attempts):
-            session = EngineSession(engine, ticket, identity, sampling)
+            session = EngineSession(engine, lease, identity, sampling)
             trajectory = await _attempt(isolation, agent, session, row, limits.seconds)
             if POLICIES[trajectory.outcome].training != "drop":
                 break
@@ -183,7 +258,7 @@ async def _episode(
             dataclasses.replace(trajectory, info={**trajectory.info, "failures": failures}) if failures else trajectory
         )
     finally:
-        engine.release(ticket)
+        engine.release(lease)
 
 
 async def _attempt(
@@ -205,12 +280,12 @@ async def _attempt(
         return session.fail(Outcome.ENV_FAILURE, fault)
 
 
-def signal(group: Sequence[Trajectory]) -> bool:
-    """Whether a group can teach anything to a scheme that compares its members: their returns differ."""
+def is_zero_variance(group: Sequence[Trajectory]) -> bool:
+    """Whether all trained trajectories of a group have equal returns, so that comparing them teaches nothing."""
     returns = {t.total_reward for t in group if POLICIES[t.outcome].training != "drop"}
-    return len({r for r in returns if math.isfinite(r)}) > 1
+    return len({r for r in returns if math.isfinite(r)}) <= 1
 
 
 def outcome_counts(trajectories: Iterable[Trajectory]) -> dict[str, int]:
-    """How often each outcome occurred."""
+    """Return the number of trajectories by outcome."""
     return dict(collections.Counter(str(t.outcome) for t in trajectories))

@@ -50,8 +50,8 @@ RESUMABLE = (
     "policy.remat",
     "rollout.tensor",
     "rollout.slots",
-    "rollout.parking",
-    "rollout.attention_slots",
+    "rollout.swap_slots",
+    "rollout.attention_group",
     "learner.rows",
     "pretrain.rows",
 )

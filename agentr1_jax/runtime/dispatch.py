@@ -30,7 +30,7 @@ def enqueue(program: Callable[..., T], *args: Any) -> T:
 
 @contextlib.contextmanager
 def use_dispatcher(dispatch: Dispatch) -> Iterator[None]:
-    """Enqueue programs through `dispatch`, e.g. `Engine.in_turn`, while this context lasts."""
+    """Enqueue programs through `dispatch`, e.g. `Engine.dispatch_from_thread`, while this context lasts."""
     global _dispatch
     previous, _dispatch = _dispatch, dispatch
     try:

@@ -18,7 +18,7 @@ def get_config(task: str = "quickstart") -> ml_collections.ConfigDict:
     c.credit.name = "grpo"
     c.loss.clip = "asymmetric"
     c.loss.clip_high = 0.28
-    c.rollout.refills = c.rollout.groups
+    c.rollout.dynamic_sampling_groups = c.rollout.groups
     c.shaping.overlong_limit = c.budget.response_tokens
     c.shaping.overlong_buffer = c.budget.response_tokens // 5
     return c

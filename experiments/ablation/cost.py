@@ -88,7 +88,7 @@ def cost(config: ml_collections.ConfigDict) -> tuple[int, int, int]:
     r, b, evaluation = config.rollout, config.budget, config.eval
     final = 4 if config.updates else 2  # Greedy and sampled, before and after RL.
     quick = (config.updates - 1) // evaluation.every if evaluation.every and config.updates else 0
-    trained = config.updates * (r.groups + r.refills) * r.samples
+    trained = config.updates * (r.groups + r.dynamic_sampling_groups) * r.samples
     trajectories = trained + final * evaluation.questions + quick * evaluation.quick_questions
     steps = b.max_steps + b.final_answer_step
     makes_summaries = context_rule(config.context.rule).makes_summaries

@@ -19,7 +19,7 @@ from agentr1_jax.credit.shaping import RunningMeanStd, shape_rewards
 from agentr1_jax.errors import UserError
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
-from agentr1_jax.rollout.runner import signal
+from agentr1_jax.rollout.runner import is_zero_variance
 from agentr1_jax.runtime.config import flatten
 from agentr1_jax.runtime.run_folder import RunFolder, read_trajectories
 from agentr1_jax.trajectory import Trajectory
@@ -75,12 +75,12 @@ def read_recording(folder: str, updates: str) -> Recording:
 
 def _drop_replaced_groups(config: ml_collections.ConfigDict, batch: Sequence[Trajectory]) -> list[Trajectory]:
     """Drop zero-variance groups, in whose place others were sampled."""
-    if not config.rollout.refills:
+    if not config.rollout.dynamic_sampling_groups:
         return list(batch)
     groups: dict[int, list[Trajectory]] = {}
     for t in batch:
         groups.setdefault(t.group, []).append(t)
-    return [t for group in groups.values() if signal(group) for t in group]
+    return [t for group in groups.values() if not is_zero_variance(group) for t in group]
 
 
 def _renumber_groups(batch: Sequence[Trajectory], first: int) -> list[Trajectory]:

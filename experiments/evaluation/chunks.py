@@ -18,9 +18,9 @@ from agentr1_jax.agents.session import Identity
 from agentr1_jax.envs.base import Row, Task
 from agentr1_jax.errors import UserError
 from agentr1_jax.policy.decoder import Params
+from agentr1_jax.rollout.config import AttemptLimits, SamplingConfig
 from agentr1_jax.rollout.engine import Engine
-from agentr1_jax.rollout.runner import Group, Limits, run_groups
-from agentr1_jax.rollout.sampling import Sampling
+from agentr1_jax.rollout.runner import TaskGroup, run_groups
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.processes import StopRequest
 from agentr1_jax.runtime.seeds import seed_of
@@ -129,8 +129,8 @@ def roll_out(
     task: Task,
     *,
     samples: int,
-    sampling: Sampling,
-    limits: Limits,
+    sampling: SamplingConfig,
+    limits: AttemptLimits,
     seed: int,
     stop: StopRequest,
     advance: Callable[[], None],
@@ -143,7 +143,7 @@ def roll_out(
       Stopped: on request, between two questions.
     """
     rows = {index: task.row(chunk.split, index) for index in chunk.rows}
-    groups = [Group(row, identities(chunk, index, task.name, seed, samples)) for index, row in rows.items()]
+    groups = [TaskGroup(row, identities(chunk, index, task.name, seed, samples)) for index, row in rows.items()]
     out: list[Trajectory] = []
     running = run_groups(engine, params, agent, groups, sampling=sampling, policy_version=0, limits=limits)
     try:

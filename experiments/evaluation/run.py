@@ -12,7 +12,7 @@ from rich.console import Console
 
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.report.evaluation import quality_table
-from agentr1_jax.rollout.sampling import Sampling
+from agentr1_jax.rollout.config import SamplingConfig
 from agentr1_jax.runtime.compile_cache import CompileCounter
 from agentr1_jax.runtime.monitoring import progress_bar
 from agentr1_jax.runtime.processes import StopRequest
@@ -83,7 +83,7 @@ def answer(
         setting.agents[chunk.mode],
         setting.task,
         samples=request.samples,
-        sampling=Sampling(request.temperature),
+        sampling=SamplingConfig(request.temperature),
         limits=build.limits(setting.config),
         seed=request.seed,
         stop=stop,

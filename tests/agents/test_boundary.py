@@ -15,8 +15,9 @@ from schedules import all_ids, engine_of, sampled
 from agentr1_jax.agents.session import Identity
 from agentr1_jax.credit.flatten import flatten
 from agentr1_jax.envs.base import Observation
-from agentr1_jax.rollout.runner import Group, Limits, run_groups
-from agentr1_jax.rollout.sampling import Sampling
+from agentr1_jax.rollout.runner import TaskGroup, run_groups
+from agentr1_jax.rollout.config import AttemptLimits
+from agentr1_jax.rollout.config import SamplingConfig
 from agentr1_jax.trajectory import Outcome
 from agentr1_jax.trajectory_io import read_jsonl, write_jsonl
 
@@ -229,7 +230,7 @@ def test_whatever_an_environment_raises_ends_its_own_trajectory_only(fault, heal
     _, outcome, error = CALLS[fault]
     hangs = "ignores" in fault
     started = time.monotonic()
-    out = sampled(rows(fault), agent=agent(), limits=Limits(seconds=SECONDS if hangs else None))
+    out = sampled(rows(fault), agent=agent(), limits=AttemptLimits(seconds=SECONDS if hangs else None))
     check(out, healthy, outcome, error, tmp_path)
     assert time.monotonic() - started < 30
 
@@ -237,8 +238,8 @@ def test_whatever_an_environment_raises_ends_its_own_trajectory_only(fault, heal
 @pytest.mark.parametrize("fault", ["it ignores one cancellation", "it ignores every cancellation"])
 def test_a_stream_that_ends_early_waits_for_no_agent_that_ignores_it(fault):
     engine, params = engine_of(3)
-    groups = [Group(row, [Identity(f"t/{i}", i, 0, "letters", i)]) for i, row in enumerate(rows(fault))]
-    stream = run_groups(engine, params, agent(), groups, sampling=Sampling(), policy_version=0)
+    groups = [TaskGroup(row, [Identity(f"t/{i}", i, 0, "letters", i)]) for i, row in enumerate(rows(fault))]
+    stream = run_groups(engine, params, agent(), groups, sampling=SamplingConfig(), policy_version=0)
     started = time.monotonic()
     assert next(stream)[0].outcome is DONE
     stream.close()
@@ -285,6 +286,6 @@ def test_metrics_of_an_episode_that_the_budget_ends_are_checked(metrics, error):
 
 
 def test_an_environment_that_cannot_be_made_fails_every_attempt_and_is_counted(caplog):
-    (t,) = sampled([letters.ROW], agent=agent(fails), limits=Limits(attempts=3))
+    (t,) = sampled([letters.ROW], agent=agent(fails), limits=AttemptLimits(attempts=3))
     assert t.outcome is FAILED and t.info["failures"] == ["env_failure: OSError: no environment"] * 3
     assert "attempt 3 of 3: env_failure: OSError: no environment" in caplog.text

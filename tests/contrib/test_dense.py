@@ -19,8 +19,8 @@ from agentr1_jax.contrib.dense_retrieval.retriever import DenseRetriever
 from agentr1_jax.contrib.dense_retrieval.vectors import corpus_vectors
 from agentr1_jax.envs.base import Action
 from agentr1_jax.envs.registry import call_directly
-from agentr1_jax.rollout.runner import Group, run_groups
-from agentr1_jax.rollout.sampling import Sampling
+from agentr1_jax.rollout.config import SamplingConfig
+from agentr1_jax.rollout.runner import TaskGroup, run_groups
 from agentr1_jax.tasks.multihop import MultihopTask
 from agentr1_jax.tools.config import ToolsConfig, wrap_tool
 from agentr1_jax.tools.metrics import ToolMetrics
@@ -257,15 +257,15 @@ def test_a_rollout_searches_on_the_engines_thread(data_dir, tmp_path):
         return Kept(corpus, vectors, queries, devices=jax.devices()[:2], dispatch=engine.dispatch)
 
     engine, params = engine_of(3)
-    engine.fresh_counters()
+    engine.reset_counters()
     wrap = functools.partial(wrap_tool, config=ToolsConfig(), metrics=ToolMetrics())
     task = MultihopTask(data_dir, corpus="mini", top_k=3, retriever_factory=dense_over, wrap=wrap)
     assert len(task.retriever.corpus) == len(task.corpus)  # Made before the engine runs: it uses its devices.
     groups = [
-        Group(task.row("train", i), [Identity(f"t/{i}/{k}", i, k, task.name, 10 * i + k) for k in range(2)])
+        TaskGroup(task.row("train", i), [Identity(f"t/{i}/{k}", i, k, task.name, 10 * i + k) for k in range(2)])
         for i in range(3)
     ]
-    out = list(run_groups(engine, params, Searcher(task), groups, sampling=Sampling(), policy_version=0))
+    out = list(run_groups(engine, params, Searcher(task), groups, sampling=SamplingConfig(), policy_version=0))
     trajectories = [t for group in out for t in group]
     assert len(trajectories) == 6 and all(t.outcome is Outcome.ANSWERED for t in trajectories), trajectories[0].info
     assert task.retriever.threads == {"dispatch"}

@@ -214,7 +214,7 @@ def test_a_cells_file_says_its_config_to_the_last_value(config, tmp_path):
 
 
 def test_the_cost_of_a_grid(config, tmp_path):
-    config.rollout.refills = 4
+    config.rollout.dynamic_sampling_groups = 4
     (start,), cells = cells_of(config, "grpo,rloo,dr_grpo", out=str(tmp_path))
     assert cost.cost(start.config)[:2] == (900, 2 * 256)
     # 40 batches of (16 + 4) x 8; four evaluations of 256 and one of 64 after updates 10, 20, 30.

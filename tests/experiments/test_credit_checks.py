@@ -63,8 +63,8 @@ def task(*, state_key="s", potential=1.0, evidence="", parts=("goal",)):
             "discounts by step, and credit scheme 'reinforce_pp' by token",
         ),
         (
-            {"credit__name": "reinforce", "rollout__samples": 1, "rollout__refills": 4},
-            "rollout.refills replaces groups whose rewards are all equal",
+            {"credit__name": "reinforce", "rollout__samples": 1, "rollout__dynamic_sampling_groups": 4},
+            "dynamic_sampling_groups replaces groups whose returns are all equal",
         ),
     ],
 )
@@ -119,14 +119,14 @@ def test_each_part_of_a_reward_has_its_weight():
 
 
 def test_greedy_rollouts_are_of_the_rows_of_the_batch(monkeypatch):
-    """Groups keep their place in the running order of rows, whichever refills were kept; a failed one gives nothing."""
+    """Groups keep their place in the running order of rows, whichever were replaced; a failed one gives nothing."""
     asked = []
 
-    def run_groups(engine, params, agent, groups, *, sampling, policy_version, wanted, limits):
+    def run_groups(engine, params, agent, groups, *, sampling, policy_version, limits):
         if not groups:
             return
         asked.extend((g.row, [name.uid for name in g.identities]) for g in groups)
-        assert sampling.temperature == 0 and policy_version == 7 and wanted == len(asked) and params == "view"
+        assert sampling.temperature == 0 and policy_version == 7 and params == "view"
         for group, outcome in ((1, Outcome.ANSWERED), (5, Outcome.ENV_FAILURE)):
             made = trajectory(np.random.default_rng(0), [2], group=group)
             yield [dataclasses.replace(made, outcome=outcome)]

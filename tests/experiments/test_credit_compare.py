@@ -264,7 +264,7 @@ def test_groups_that_were_replaced_are_left_out(config, tmp_path):
         dataclasses.replace(t, steps=(dataclasses.replace(t.steps[0], reward=1.0),)) if t.group == 1 else t
         for t in one_step(groups=3)
     ]
-    config.rollout.refills = 4
+    config.rollout.dynamic_sampling_groups = 4
     batch = recording.read_recording(leave_run(tmp_path, config, {1: dull}), "1").trajectories
     assert [t.group for t in batch] == [0, 0, 1, 1] and batch[2].uid == "test/2/0"
 

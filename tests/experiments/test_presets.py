@@ -18,7 +18,7 @@ FOLDER = pathlib.Path(presets.__file__).parent
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
 TASKS = ("quickstart", "multihop_tiny", "multihop_small", "multihop_medium", "keydoor", "frozenlake")
 TASKS += ("countdown", "gsm8k_tiny", "bfcl_tiny", "whereabouts")
-SHARED = {"run_dir", "rollout.refills", "learner.minibatches"}
+SHARED = {"run_dir", "rollout.dynamic_sampling_groups", "learner.minibatches"}
 
 
 def changed(name, task):

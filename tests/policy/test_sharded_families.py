@@ -26,10 +26,9 @@ from agentr1_jax.policy.decoder import Decoder, head_kernel
 from agentr1_jax.policy.params import cast_for_compute, init_params
 from agentr1_jax.policy.sharding import ROWS, fit, shardings
 from agentr1_jax.rollout.cache import cache_shape
-from agentr1_jax.rollout.config import EngineConfig
+from agentr1_jax.rollout.config import EngineConfig, SamplingConfig
 from agentr1_jax.rollout.engine import Engine
-from agentr1_jax.rollout.runner import Group, run_groups
-from agentr1_jax.rollout.sampling import Sampling
+from agentr1_jax.rollout.runner import TaskGroup, run_groups
 from agentr1_jax.runtime.mesh import global_batch
 
 STRETCHED = RopeScaling("llama3", factor=8.0, low_frequency=1.0, high_frequency=4.0, original_positions=32)
@@ -116,19 +115,19 @@ def greedy(policy, shape):
     mesh = tiny.mesh(*shape)
     config = EngineConfig(
         slots=8,
-        length=128,
-        parking=8,
+        slot_tokens=128,
+        swap_slots=8,
         decode_chunk=4,
         prefill_width=16,
         prefill_rows=(2,),
         attention_block=32,
-        attention_slots=1,
+        attention_group=1,
     )
     engine = Engine(policy, config, mesh)
     params = cast_for_compute(policy, tiny.decoder_params(policy))
-    groups = [Group(row, [Identity(f"t/{i}", i, 0, "planned", 1000 + i)]) for i, row in enumerate(MANY)]
+    groups = [TaskGroup(row, [Identity(f"t/{i}", i, 0, "planned", 1000 + i)]) for i, row in enumerate(MANY)]
     params = jax.device_put(params, shardings(params, mesh))
-    complete = run_groups(engine, params, Planned(), groups, sampling=Sampling(0.0), policy_version=0)
+    complete = run_groups(engine, params, Planned(), groups, sampling=SamplingConfig(0.0), policy_version=0)
     return sorted((t for group in complete for t in group), key=lambda t: t.group)
 
 

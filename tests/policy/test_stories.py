@@ -6,9 +6,8 @@ import tiny
 from checkpoints import read
 from stories import text_of, write_folder
 
-from agentr1_jax.rollout.config import EngineConfig
+from agentr1_jax.rollout.config import EngineConfig, SamplingConfig
 from agentr1_jax.rollout.engine import Engine
-from agentr1_jax.rollout.sampling import Sampling
 
 STORY = " Once upon a time, there was a little girl named Lily. She loved to play outside in the park."
 
@@ -32,16 +31,22 @@ def test_stories_are_told_without_a_cache(checkpoint):
 def test_stories_are_told_by_the_engine(checkpoint):
     config, params, tokenizer = checkpoint
     shapes = EngineConfig(
-        slots=2, length=64, decode_chunk=8, prefill_width=8, prefill_rows=(1,), attention_block=32, attention_slots=1
+        slots=2,
+        slot_tokens=64,
+        decode_chunk=8,
+        prefill_width=8,
+        prefill_rows=(1,),
+        attention_block=32,
+        attention_group=1,
     )
     engine = Engine(config, shapes, tiny.mesh())
 
     async def story(prompt):
-        ticket = await engine.acquire()
+        lease = await engine.acquire()
         told = await engine.generate(
-            ticket, np.array(prompt), 40, sampling=Sampling(0.0), key=np.zeros(2, np.uint32), stop=[]
+            lease, np.array(prompt), 40, sampling=SamplingConfig(0.0), key=np.zeros(2, np.uint32), stop=[]
         )
-        engine.release(ticket)
+        engine.release(lease)
         return [*prompt, *told.ids]
 
     (whole,) = engine.run(params, [story([1])])

@@ -120,8 +120,8 @@ def test_an_engine_records_spans_until_the_rollout_is_over(monkeypatch):
     monkeypatch.setattr(counters.time, "perf_counter", lambda: next(clock))
     made = Timeline(2)
     made.add([0, 1], "decode", 10.5, 11.5)
-    made.holding({0, 1})
-    made.holding({1})
+    made.set_tool_slots({0, 1})
+    made.set_tool_slots({1})
     made.finish()
     assert made.records() == [
         span(0, "decode", 0.5, 1.5),

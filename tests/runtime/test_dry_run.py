@@ -55,7 +55,7 @@ def test_what_it_says_is_what_a_run_holds(tmp_path, changes):
     assert shapes(plan.state) == shapes(like) == shapes(state)
     view = build.rollout_view(policy, mesh, plan.rollout_mesh)(state.params, frozen)
     assert device_bytes(plan.view) == held(view)
-    cache = plan.engine.device.executor.new_cache()
+    cache = plan.engine.device.new_cache()
     assert device_bytes(plan.cache) == held(cache) > 0
     assert total_bytes(plan.cache) == sum(x.nbytes for x in jax.tree.leaves(cache))
 
@@ -101,7 +101,7 @@ def test_a_preset_with_a_vocabulary_needs_neither_tokenizer_nor_data(tmp_path):
     config = changed(config, tokenizer__path=str(tmp_path / "none"), task__data_dir=str(tmp_path / "none"))
     plan = make_plan(config)
     assert sum(x.size for x in jax.tree.leaves(plan.state.params)) == 3_085_938_688  # As published.
-    # 2 key heads on 4 devices: each holds one, of the lines of its half: 32 slots, 16 parked, 1 spare.
+    # 2 key heads on 4 devices: each holds one, of the KV slots of its half: 32 decode, 16 swap, 1 spare.
     per_token = 36 * 2 * 128 * 2
     assert device_bytes(plan.cache) == per_token * 49 * 4096
     assert device_bytes(plan.state.params) == pytest.approx(4 * 3_085_938_688 / 8, rel=1e-3)
@@ -111,7 +111,7 @@ def test_a_preset_with_a_vocabulary_needs_neither_tokenizer_nor_data(tmp_path):
 def test_query_heads_that_the_tensor_axis_does_not_divide_are_refused(key, tensor):
     config = changed(multihop_tiny.get_config(), policy__preset="qwen2.5-0.5b", policy__width=None)
     config = changed(config, policy__layers=None, policy__head_dim=None, policy__hidden=None)
-    config = changed(config, learner__rows=8, rollout__parking=8)
+    config = changed(config, learner__rows=8, rollout__swap_slots=8)
     config = changed(config, **{key.replace(".", "__"): tensor})
     with pytest.raises(
         UserError, match=rf"{key} is {tensor}, which does not divide 14 query heads; choose among \[1, 2"

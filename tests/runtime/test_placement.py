@@ -21,7 +21,7 @@ EVERYTHING_FITS = {
     "learner.rows": 16,
     "rollout.groups": 16,
     "rollout.slots": 16,
-    "rollout.parking": 16,
+    "rollout.swap_slots": 16,
 }
 
 
@@ -58,9 +58,8 @@ def test_what_fits_is_not_refused(counts):
         ((4, 4), {"pretrain__rows": 12}, r"pretrain\.rows \(12\) must be a multiple of the 8 shards of a batch"),
         ((3, 3), {"learner__rows": 6, "pretrain__rows": 6}, r"rollout\.slots \(16\) must be .* the 3 data shards"),
         ((4, 4), {"rollout__slots": 6}, r"rollout\.slots \(6\) must be a multiple of the 4 data shards of the rollout"),
-        ((4, 4), {"rollout__parking": 6}, r"rollout\.parking \(6\) must be a multiple of the 4 data shards"),
+        ((4, 4), {"rollout__swap_slots": 6}, r"rollout\.swap_slots \(6\) must be a multiple of the 4 data shards"),
         ((4,), {"rollout__tensor": 3}, r"rollout\.tensor is 3; it must divide the 4 devices of a process"),
-        ((4,), {"rollout__tensor": 0}, r"rollout\.tensor is 0; it must divide the 4 devices of a process"),
         ((4,), {"mesh__data": 3}, r"mesh \{'data': 3, 'fsdp': 1, 'tensor': 1\} needs 3 devices, there are 4; set"),
         ((2, 2), {"mesh__fsdp": 3}, r"mesh \{'data': 1, 'fsdp': 3, 'tensor': 1\} needs 3 devices, there are 4; set"),
         ((1,), {"mesh__tensor": 2}, r"needs 2 devices, there are 1"),
@@ -82,7 +81,7 @@ def test_what_does_not_fit_the_devices_is_refused(counts, changes, message):
 
 def test_devices_for_rollouts_alone_hold_no_rows_of_a_batch():
     apart = {"mesh__rollout_devices": 2, "pretrain__updates": 0}
-    checks.check(config(learner__rows=6, rollout__slots=2, rollout__parking=0, **apart), machines(8))
+    checks.check(config(learner__rows=6, rollout__slots=2, rollout__swap_slots=0, **apart), machines(8))
     with pytest.raises(UserError, match=r"learner\.rows \(8\) must be a multiple of the 6 shards"):
         checks.check(config(learner__rows=8, **apart), machines(8))
     with pytest.raises(UserError, match=r"rollout\.slots \(3\) must be a multiple of the 2 data shards"):

@@ -19,8 +19,8 @@ from tool_doubles import no_thread_is_left
 from agentr1_jax.agents.session import Identity
 from agentr1_jax.envs.rewards import Reward
 from agentr1_jax.envs.tool_env import ToolEnv
-from agentr1_jax.rollout.runner import Group, Limits, run_groups
-from agentr1_jax.rollout.sampling import Sampling
+from agentr1_jax.rollout.config import AttemptLimits, SamplingConfig
+from agentr1_jax.rollout.runner import TaskGroup, run_groups
 from agentr1_jax.text.tool_calls import render_answer, render_call
 from agentr1_jax.tools.base import ToolResult
 from agentr1_jax.tools.config import ToolsConfig, wrap_tool
@@ -130,17 +130,17 @@ class Watcher(Planned):
         await self.over.wait()
         await asyncio.sleep(0.05)  # What was cancelled ends.
         tasks = sorted(task.get_coro().__qualname__.split(".")[-1] for task in asyncio.all_tasks())
-        lines = [owner for owner in self.engine._lines._owner if owner is not None]
-        self.seen = tasks, dict(self.engine._open), self.engine._waiting, lines, self.engine._room
+        leases = [owner for owner in self.engine._scheduler._leases if owner is not None]
+        self.seen = tasks, dict(self.engine._decoding), self.engine._waiting, leases, self.engine._free_leases
         session.finish(Outcome.ENV_DONE)
 
 
 def rollout(agent, groups, **options):
     """Trajectories by group and sample, and what was left when all were over."""
     engine, params = engine_of(SLOTS)
-    engine.fresh_counters()
+    engine.reset_counters()
     watcher = Watcher(agent, engine, sum(len(g.identities) for g in groups))
-    watch = Group({"watches": True}, [Identity("watcher", 10**6, 0, "faults", 0)])
+    watch = TaskGroup({"watches": True}, [Identity("watcher", 10**6, 0, "faults", 0)])
     threads = set(threading.enumerate())
     began = time.perf_counter()
     out = list(
@@ -149,16 +149,22 @@ def rollout(agent, groups, **options):
             params,
             watcher,
             [watch, *groups],
-            sampling=Sampling(),
+            sampling=SamplingConfig(),
             policy_version=0,
             on_finish=watcher.finished,
             **options,
         )
     )
     seconds = time.perf_counter() - began
-    tasks, open_slots, waiting, lines, room = watcher.seen
-    assert tasks == ["_drive", "_next_while", "episode", "following", "run"]  # Those that the watcher itself needs.
-    assert not open_slots and not waiting and not lines and room == 2 * SLOTS - 1
+    tasks, open_slots, waiting, leases, room = watcher.seen
+    assert tasks == [
+        "_next_item",
+        "_run_cycles",
+        "episode",
+        "next_or_none",
+        "run",
+    ]  # Those that the watcher itself needs.
+    assert not open_slots and not waiting and not leases and room == 2 * SLOTS - 1
     assert no_thread_is_left()
     assert {t for t in threading.enumerate() if not t.name.startswith("dispatch")} <= threads
     # By `type`: `isinstance` asks for `__class__`, and torch has objects that warn when asked for anything.
@@ -169,7 +175,7 @@ def rollout(agent, groups, **options):
 
 def groups_of(groups, samples):
     return [
-        Group(letters.ROW, [Identity(f"f/{g}/{k}", g, k, "faults", seed_of(g, k)) for k in range(samples)])
+        TaskGroup(letters.ROW, [Identity(f"f/{g}/{k}", g, k, "faults", seed_of(g, k)) for k in range(samples)])
         for g in range(groups)
     ]
 
@@ -255,7 +261,7 @@ def test_fault_9_environments_that_fail_end_their_own_attempt_only(blocking):
     injected = collections.Counter()
     make = faulty_env(lambda: letters.ScriptedEnv(["abc"] * STEPS), faults, injected)
     agent = loop(make, max_steps=STEPS, step_seconds=STEP_SECONDS, trajectory_seconds=TRAJECTORY_SECONDS)
-    out = rollout(agent, groups_of(12, 4), limits=Limits(attempts=ATTEMPTS))
+    out = rollout(agent, groups_of(12, 4), limits=AttemptLimits(attempts=ATTEMPTS))
     assert len(out) == 48
     for t in out:
         outcome, steps, failures = expected_of_env(faults, t.seed)
@@ -273,6 +279,6 @@ def test_a_whole_group_may_fail():
             raise ConnectionError("no route")
 
     row = planned([1, 2, 3], {})
-    out = rollout(Down(), [Group(row, [Identity(f"f/{k}", 0, k, "faults", k) for k in range(8)])])
+    out = rollout(Down(), [TaskGroup(row, [Identity(f"f/{k}", 0, k, "faults", k) for k in range(8)])])
     assert [t.outcome for t in out] == [Outcome.ENV_FAILURE] * 8
     assert {t.info["error"] for t in out} == {"ConnectionError: no route"}

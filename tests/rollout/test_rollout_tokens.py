@@ -17,10 +17,9 @@ from schedules import MANY, Planned, all_ids, assert_exact, engine_of, planned, 
 from agentr1_jax.agents.context import context_rule
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity
-from agentr1_jax.rollout.config import EngineConfig
+from agentr1_jax.rollout.config import EngineConfig, SamplingConfig
 from agentr1_jax.rollout.engine import Engine
-from agentr1_jax.rollout.runner import Group, run_groups
-from agentr1_jax.rollout.sampling import Sampling
+from agentr1_jax.rollout.runner import TaskGroup, run_groups
 from agentr1_jax.tasks.hopworld import HopWorldTask
 from agentr1_jax.text.chat import chat_format
 from agentr1_jax.text.sentencepiece import train_sentencepiece
@@ -117,8 +116,12 @@ def test_what_is_no_agents_fault_is_raised_and_the_engine_stays_usable():
 def test_each_finished_trajectory_is_reported_once():
     engine, params = engine_of(3)
     seen = []
-    groups = [Group(MANY[i], [Identity(f"t/{i}/{k}", i, k, "planned", 10 * i + k) for k in range(2)]) for i in range(3)]
-    out = run_groups(engine, params, Planned(), groups, sampling=Sampling(), policy_version=6, on_finish=seen.append)
+    groups = [
+        TaskGroup(MANY[i], [Identity(f"t/{i}/{k}", i, k, "planned", 10 * i + k) for k in range(2)]) for i in range(3)
+    ]
+    out = run_groups(
+        engine, params, Planned(), groups, sampling=SamplingConfig(), policy_version=6, on_finish=seen.append
+    )
     out = [t for group in sorted(out, key=lambda group: group[0].group) for t in group]
     assert [(t.group, t.sample) for t in out] == [(g, k) for g in range(3) for k in range(2)]
     assert sorted(t.uid for t in seen) == [t.uid for t in out]
@@ -187,7 +190,13 @@ def test_fault_1_in_hopworld_trained_ids_are_the_sampled_ids(tmp_path):
     chat = chat_format(tokenizer)
     policy = dataclasses.replace(tiny.POLICY, vocab_size=704)
     config = EngineConfig(
-        slots=4, length=256, decode_chunk=8, prefill_width=64, prefill_rows=(4,), attention_block=64, attention_slots=1
+        slots=4,
+        slot_tokens=256,
+        decode_chunk=8,
+        prefill_width=64,
+        prefill_rows=(4,),
+        attention_block=64,
+        attention_group=1,
     )
     engine = Engine(policy, config, tiny.mesh())
     budget = Budget(
@@ -201,10 +210,10 @@ def test_fault_1_in_hopworld_trained_ids_are_the_sampled_ids(tmp_path):
     agent = EnvLoop(task.env, tokenizer, chat, context_rule("append"), budget)
     params = jax.device_put(tiny.decoder_params(policy), NamedSharding(tiny.mesh(), P()))
     groups = [
-        Group(task.row("train", i), [Identity(f"t/{i}/{k}", i, k, "hopworld", 50 + 2 * i + k) for k in range(2)])
+        TaskGroup(task.row("train", i), [Identity(f"t/{i}/{k}", i, k, "hopworld", 50 + 2 * i + k) for k in range(2)])
         for i in range(3)
     ]
-    complete = run_groups(engine, params, agent, groups, sampling=Sampling(), policy_version=0)
+    complete = run_groups(engine, params, agent, groups, sampling=SamplingConfig(), policy_version=0)
     out = [t for group in sorted(complete, key=lambda group: group[0].group) for t in group]
     assert {t.outcome for t in out} == {Outcome.MAX_STEPS}
     respelled, _ = assert_ids_only_grow(out, tokenizer, chat, limit=24)

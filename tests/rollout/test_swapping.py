@@ -1,4 +1,4 @@
-"""Few slots, many trajectories: what parking, slow tools and the engine's habits may change, and what not."""
+"""Few slots, many trajectories: swapping, slow tools and the settings of the engine change no token."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from schedules import LENGTH, MANY, Planned, all_ids, assert_exact, engine_of, e
 from agentr1_jax.trajectory import Outcome
 
 ENGINES = {
-    "one slot": {"slots": 1, "parking": 16, "leave_after": 0},
-    "few slots": {"slots": 3, "parking": 2, "fetch_lag": 1},
-    "many slots": {"slots": 16, "parking": 0, "fetch_lag": 1, "leave_after": 3},
-    "in step": {"slots": 2, "parking": 2, "devices": 2, "deterministic": True},
+    "one slot": {"slots": 1, "swap_slots": 16, "early_exit_after": 0},
+    "few slots": {"slots": 3, "swap_slots": 2, "fetch_lag": 1},
+    "many slots": {"slots": 16, "swap_slots": 0, "fetch_lag": 1, "early_exit_after": 3},
+    "in step": {"slots": 2, "swap_slots": 2, "devices": 2, "deterministic": True},
 }
 PROMPT = 20
 OBSERVED = 5
@@ -33,8 +33,8 @@ rollouts = {
 }
 
 
-def counters_of(slots, devices=1, parking=None, **habits):
-    return engine_of(slots, devices, parking, **habits)[0].counters
+def counters_of(slots, devices=1, swap_slots=None, **habits):
+    return engine_of(slots, devices, swap_slots, **habits)[0].counters
 
 
 def check(engine, rows, samples, temperature):
@@ -50,7 +50,7 @@ def check(engine, rows, samples, temperature):
 
 
 def most_prefill(trajectories):
-    """Tokens that have to be computed if each line keeps what it has got, and nothing is shared between lines."""
+    """Tokens that have to be computed if each KV slot keeps its contents, and nothing is shared between slots."""
     total = 0
     for t in trajectories:
         held = np.zeros(0, np.int32)
@@ -63,7 +63,7 @@ def most_prefill(trajectories):
 
 @settings(max_examples=10)
 @given(**rollouts)
-def test_cached_steps_equal_full_forward_passes_whoever_is_parked(engine, rows, samples, temperature):
+def test_cached_steps_equal_full_forward_passes_whatever_is_swapped_out(engine, rows, samples, temperature):
     check(engine, rows, samples, temperature)
 
 
@@ -105,7 +105,7 @@ class Late(Planned):
 
 
 @pytest.mark.parametrize(
-    "engine", [ENGINES["in step"], {"slots": 3, "parking": 2, "fetch_lag": 1, "deterministic": True}]
+    "engine", [ENGINES["in step"], {"slots": 3, "swap_slots": 2, "fetch_lag": 1, "deterministic": True}]
 )
 def test_in_deterministic_mode_the_speed_of_tools_changes_no_bit(engine):
     rng = np.random.default_rng(0)
@@ -114,13 +114,13 @@ def test_in_deterministic_mode_the_speed_of_tools_changes_no_bit(engine):
         rows = [row | {"late": delay()} for row in some_rows(6, delay, most=3)]  # Many end in the same turn.
         out = sampled(rows, agent=Late(), samples=2, **engine)
         counters = counters_of(**engine)
-        work = counters.prefill_tokens, counters.moved_tokens, counters.decode_calls, counters.prefill_calls
+        work = counters.prefill_tokens, counters.copied_tokens, counters.decode_calls, counters.prefill_calls
         runs.append((all_ids(out), [s.logprobs.tobytes() for t in out for s in t.steps], work))
     assert runs[0] == runs[1] == runs[2]
 
 
 def test_shards_take_over_from_one_another_in_any_order():
-    """Of many trajectories on lines for few: whoever leaves a shard makes room in that shard and no other."""
+    """Many trajectories, few slots: one that leaves a shard frees a slot of that shard and no other."""
     rng = np.random.default_rng(3)
     rows = some_rows(20, lambda: float(rng.choice([0, 0.001, 0.004])), steps=2)
     out = sampled(rows, **ENGINES["in step"] | {"deterministic": False})
@@ -156,20 +156,20 @@ def test_a_group_is_copied_from_the_one_that_computes_its_prompt():
     sampled([planned(list(range(PROMPT)), {})], samples=8, **ENGINES["many slots"])
     counters = counters_of(**ENGINES["many slots"])
     assert (counters.prefill_tokens, counters.prefill_tokens_saved) == (PROMPT - 1, 7 * (PROMPT - 1))
-    assert counters.moved_tokens == 7 * (PROMPT - 1)
+    assert counters.copied_tokens == 7 * (PROMPT - 1)
 
 
-def test_who_is_parked_moves_there_and_back():
+def test_a_swapped_sequence_is_copied_out_and_back():
     rows = [planned(list(range(10)), {"delay": 0.02}, {}), planned(list(range(30, 45)), {})]
     out = sampled(rows, **ENGINES["one slot"])
     held = 10 + len(out[0].steps[0].response_ids) - 1
-    assert counters_of(**ENGINES["one slot"]).moved_tokens == 2 * held
+    assert counters_of(**ENGINES["one slot"]).copied_tokens == 2 * held
     assert_exact(out)
 
 
-def test_nobody_is_parked_where_slots_are_free():
+def test_no_sequence_is_swapped_out_where_slots_are_free():
     sampled([planned([i] * 9, {"delay": 0.002}, {"delay": 0.002}, {}) for i in range(16)], **ENGINES["many slots"])
-    assert counters_of(**ENGINES["many slots"]).moved_tokens == 0
+    assert counters_of(**ENGINES["many slots"]).copied_tokens == 0
 
 
 @pytest.fixture
@@ -206,7 +206,7 @@ def test_the_timeline_shows_how_long_a_slot_waits_for_its_tool(timed):
     assert tools[0].end - tools[0].start > 0.045 and tools[1].end - tools[1].start > 0.025
 
 
-def test_a_line_is_used_to_its_end_by_whoever_comes():
+def test_a_kv_slot_is_used_to_its_end():
     rng = np.random.default_rng(5)
     rows = [planned(rng.integers(0, 64, LENGTH - 13 - i).tolist(), {"max_tokens": 12, "delay": 0}) for i in range(6)]
     assert_exact(sampled(rows, **ENGINES["few slots"]))

@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 from schedules import MANY, POLICY, Planned, all_ids, assert_exact, engine_of, episodes, planned, sampled
 
 from agentr1_jax.agents.session import Identity
-from agentr1_jax.rollout.background import Background
-from agentr1_jax.rollout.runner import Group, sample_groups
-from agentr1_jax.rollout.sampling import Sampling
+from agentr1_jax.rollout.background import BackgroundEngine, wait
+from agentr1_jax.rollout.config import SamplingConfig
+from agentr1_jax.rollout.runner import TaskGroup, sample_groups
 
 
 def params_of(version: int):
@@ -28,9 +28,9 @@ def params_of(version: int):
 
 def begin(background, engine, rows, agent=None):
     """Starts a group of one trajectory for each row, named and seeded as `schedules.sampled` does."""
-    groups = [Group(row, [Identity(f"t/{i}", i, 0, "planned", 1000 + i)]) for i, row in enumerate(rows)]
+    groups = [TaskGroup(row, [Identity(f"t/{i}", i, 0, "planned", 1000 + i)]) for i, row in enumerate(rows)]
     return background.start(
-        functools.partial(sample_groups, engine, agent or Planned(), groups, sampling=Sampling(1.0))
+        functools.partial(sample_groups, engine, agent or Planned(), groups, sampling=SamplingConfig(1.0))
     )
 
 
@@ -40,7 +40,7 @@ def trajectories(future):
 
 def test_it_samples_what_a_stream_in_the_foreground_samples():
     engine, params = engine_of(3)
-    with Background(engine, params, version=4) as background:
+    with BackgroundEngine(engine, params, version=4) as background:
         first = begin(background, engine, MANY)
         again = begin(background, engine, MANY[:2])
         out = trajectories(first)
@@ -60,7 +60,7 @@ class Adopting(Planned):
         if row.get("adopts"):
             version = next(self.versions, None)
             if version is not None:
-                self.background._engine.adopt(params_of(version), version)
+                self.background.engine.adopt(params_of(version), version)
         await super().run(session, row)
 
 
@@ -69,7 +69,7 @@ class Adopting(Planned):
 def test_each_response_has_one_policy_the_one_that_its_step_names(rows):
     engine, params = engine_of(3)
     rows = [row | {"adopts": adopts} for row, adopts in rows]
-    with Background(engine, params, version=0) as background:
+    with BackgroundEngine(engine, params, version=0) as background:
         out = trajectories(begin(background, engine, rows, Adopting(background, (1, 2, 3))))
     versions = {s.policy_version for t in out for s in t.steps}
     assert versions <= {0, 1, 2, 3}
@@ -82,7 +82,7 @@ def test_each_response_has_one_policy_the_one_that_its_step_names(rows):
 
 def test_a_new_policy_is_adopted_while_nothing_is_asked_for_too():
     engine, params = engine_of(3)
-    with Background(engine, params, version=0) as background:
+    with BackgroundEngine(engine, params, version=0) as background:
         assert {s.policy_version for t in trajectories(begin(background, engine, MANY[:2])) for s in t.steps} == {0}
         background.adopt(params_of(5), 5)
         out = trajectories(begin(background, engine, MANY[:2]))
@@ -92,7 +92,7 @@ def test_a_new_policy_is_adopted_while_nothing_is_asked_for_too():
 
 def test_who_waits_at_its_end_is_told_and_the_engine_is_free():
     engine, params = engine_of(3)
-    background = Background(engine, params, version=0)
+    background = BackgroundEngine(engine, params, version=0)
     slow = begin(background, engine, [planned([1], {"delay": 60.0}, {})])
     background.close()
     with pytest.raises(concurrent.futures.CancelledError, match="the engine was closed"):
@@ -109,7 +109,7 @@ def test_what_breaks_the_engine_is_raised_where_its_work_is_awaited(monkeypatch)
     def broken():
         raise MemoryError("no device memory")
 
-    with Background(engine, params, version=0) as background:
+    with BackgroundEngine(engine, params, version=0) as background:
         with monkeypatch.context() as patch:
             patch.setattr(engine.device, "decode", broken)
             with pytest.raises(MemoryError, match="no device memory"):
@@ -126,7 +126,7 @@ def test_an_engine_that_cannot_open_says_so_at_once(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(engine.device, "open", broken)
         with pytest.raises(MemoryError, match="no room"):
-            Background(engine, params, version=0)
+            BackgroundEngine(engine, params, version=0)
     assert np.isfinite(sampled(MANY[:1])[0].steps[0].logprobs).all()
 
 
@@ -137,7 +137,32 @@ def test_the_agents_own_errors_end_their_trajectory_only():
         async def run(self, session, row):
             raise OSError("no environment")
 
-    with Background(engine, params, version=0) as background:
+    with BackgroundEngine(engine, params, version=0) as background:
         (failed,) = trajectories(begin(background, engine, MANY[:1], Failing()))
         assert failed.outcome == "env_failure"
         assert_exact(trajectories(begin(background, engine, MANY[:2])))
+
+
+def test_what_ends_between_two_polls_is_no_error():
+    """It must not be taken for work that ran out of time."""
+
+    class Late(concurrent.futures.Future):
+        def result(self, timeout=None):
+            if timeout is not None and not self.done():
+                self.set_result(5)
+                raise TimeoutError
+            return super().result(timeout)
+
+    future, asked = Late(), []
+
+    def stop():
+        asked.append(True)
+        if len(asked) == 2 and not future.done():
+            future.set_result(5)
+        return False
+
+    assert wait(future, stop) == 5
+    failed = concurrent.futures.Future()
+    failed.set_exception(TimeoutError("of the work itself"))
+    with pytest.raises(TimeoutError, match="itself"):
+        wait(failed, bool)

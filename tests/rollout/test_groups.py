@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import dataclasses
 
 import numpy as np
 import pytest
 from schedules import MANY, Planned, all_ids, assert_exact, engine_of, planned, sampled
 
 from agentr1_jax.agents.session import Identity
-from agentr1_jax.rollout.runner import Group, Limits, outcome_counts, run_groups, signal
-from agentr1_jax.rollout.sampling import Sampling
+from agentr1_jax.rollout.config import AttemptLimits, SamplingConfig
+from agentr1_jax.rollout.runner import TaskGroup, is_zero_variance, outcome_counts, run_groups
 from agentr1_jax.trajectory import Outcome, Step, Trajectory
 
 FOREVER = 60.0
@@ -44,12 +43,12 @@ def groups_of(count, samples=2, taken=None):
         if taken is not None:
             taken.append(i)
         row = planned([1 + i % 50, 2, 3], {"max_tokens": 3 + i % 4, "delay": 0.001 * (i % 3)}, {"max_tokens": 4})
-        yield Group(row, [Identity(f"g/{i}/{k}", i, k, "planned", 500 + 10 * i + k) for k in range(samples)])
+        yield TaskGroup(row, [Identity(f"g/{i}/{k}", i, k, "planned", 500 + 10 * i + k) for k in range(samples)])
 
 
 def stream(agent, groups, **options):
     engine, params = engine_of(3)
-    return run_groups(engine, params, agent, groups, sampling=Sampling(), policy_version=0, **options)
+    return run_groups(engine, params, agent, groups, sampling=SamplingConfig(), policy_version=0, **options)
 
 
 def test_a_group_comes_as_soon_as_it_is_complete():
@@ -101,7 +100,7 @@ def test_refused_groups_are_made_up_for_and_nobody_is_broken_off(held):
             assert len(kept) + under_way <= wanted
             yield group
 
-    for group in stream(agent, source(), wanted=wanted, keep=keep):
+    for group in stream(agent, source(), count=wanted, accept=keep):
         out.append(group[0].group)
         if len(out) >= 2:
             agent.held.clear()
@@ -115,36 +114,37 @@ def test_refused_groups_are_made_up_for_and_nobody_is_broken_off(held):
 def test_groups_that_end_together_are_made_up_for_once():
     """All of them end between two looks of the consumer."""
     taken = []
-    out = stream(Planned(), groups_of(40, taken=taken), wanted=3, keep=lambda group: group[0].group >= 6)
+    out = stream(Planned(), groups_of(40, taken=taken), count=3, accept=lambda group: group[0].group >= 6)
     assert sorted(group[0].group for group in out) == taken == list(range(9))
 
 
 def test_a_source_may_run_dry():
-    refused = list(stream(Planned(), groups_of(5), wanted=2, keep=lambda group: False))
+    refused = list(stream(Planned(), groups_of(5), count=2, accept=lambda group: False))
     assert sorted(group[0].group for group in refused) == [0, 1, 2, 3, 4]
-    assert len(list(stream(Planned(), groups_of(2), wanted=5))) == 2
-    assert list(stream(Planned(), groups_of(0), wanted=5)) == list(stream(Planned(), groups_of(4), wanted=0)) == []
+    assert len(list(stream(Planned(), groups_of(2), count=5))) == 2
+    assert list(stream(Planned(), groups_of(0), count=5)) == list(stream(Planned(), groups_of(4), count=0)) == []
 
 
 def test_no_more_is_taken_from_the_source_than_is_started():
     taken = []
-    out = stream(Planned(), groups_of(50, taken=taken), wanted=2)
+    out = stream(Planned(), groups_of(50, taken=taken), count=2)
     assert taken == []
     assert len(list(out)) == 2 and taken == [0, 1]
 
 
-def test_only_groups_whose_returns_differ_have_a_signal():
+def test_groups_of_equal_returns_have_zero_variance():
     def group(*rewards, outcome=Outcome.ENV_DONE):
         steps = [Step(np.int32([1]), np.int32([2]), np.float32([0]), reward=r) for r in rewards]
         return [Trajectory(f"t/{i}", 0, i, "test", 0, [s], outcome) for i, s in enumerate(steps)]
 
-    assert signal(group(1.0, 0.0)) and not signal(group(1.0, 1.0)) and not signal(group(0.0)) and not signal([])
+    assert not is_zero_variance(group(1.0, 0.0))
+    assert all(map(is_zero_variance, (group(1.0, 1.0), group(0.0), [])))
     dropped = group(5.0, outcome=Outcome.TOOL_FAILURE)
-    assert not signal([*group(1.0, 1.0), *dropped]) and signal([*group(1.0, 0.0), *dropped])
+    assert is_zero_variance([*group(1.0, 1.0), *dropped]) and not is_zero_variance([*group(1.0, 0.0), *dropped])
     assert outcome_counts([*group(1.0, 0.0), *dropped]) == {"env_done": 2, "tool_failure": 1}
 
 
-def test_dynamic_sampling_goes_on_until_enough_groups_have_a_signal():
+def test_dynamic_sampling_goes_on_until_enough_groups_have_variance():
     class Scored(Planned):
         """Half the groups earn the same whatever they do."""
 
@@ -154,8 +154,8 @@ def test_dynamic_sampling_goes_on_until_enough_groups_have_a_signal():
             session.record(float(len(done.ids) * 0 + k * (i % 2)))
             session.finish(Outcome.ENV_DONE)
 
-    out = list(stream(Scored(), groups_of(20), wanted=3, keep=signal))
-    assert sum(map(signal, out)) == 3
+    out = list(stream(Scored(), groups_of(20), count=3, accept=lambda group: not is_zero_variance(group)))
+    assert sum(not is_zero_variance(group) for group in out) == 3
     assert {group[0].group for group in out} == set(range(len(out))) and len(out) >= 5
 
 
@@ -199,7 +199,7 @@ def test_an_error_of_the_consumer_ends_the_rollout():
     assert_exact(sampled(MANY))
 
 
-@pytest.mark.parametrize("where", ["keep", "on_finish", "groups"])
+@pytest.mark.parametrize("where", ["accept", "on_finish", "groups"])
 def test_an_error_of_the_callers_own_functions_is_raised(where):
     agent = Watched()
 
@@ -245,7 +245,7 @@ class Recovering(Planned):
 def test_a_failure_of_the_infrastructure_is_tried_again_with_the_same_seed(how):
     rows = [row | {"bad": i % 3, "how": how} for i, row in enumerate(MANY)]
     agent = Recovering()
-    out = sampled(rows, agent=agent, limits=Limits(attempts=3))
+    out = sampled(rows, agent=agent, limits=AttemptLimits(attempts=3))
     fine = sampled(MANY)
     assert all_ids(out) == all_ids(fine)
     assert_exact(out)
@@ -260,8 +260,8 @@ def test_the_last_attempt_stands():
     rows = [row | {"bad": 2, "how": "agent"} for row in MANY[:3]]
     ended = []
     engine, params = engine_of(3)
-    groups = [Group(row, [Identity(f"t/{i}", i, 0, "planned", 1000 + i)]) for i, row in enumerate(rows)]
-    usual = {"sampling": Sampling(), "policy_version": 0, "limits": Limits(attempts=2)}
+    groups = [TaskGroup(row, [Identity(f"t/{i}", i, 0, "planned", 1000 + i)]) for i, row in enumerate(rows)]
+    usual = {"sampling": SamplingConfig(), "policy_version": 0, "limits": AttemptLimits(attempts=2)}
     out = list(run_groups(engine, params, Recovering(), groups, on_finish=ended.append, **usual))
     assert len(out) == len(ended) == 3
     for (t,) in out:
@@ -271,19 +271,13 @@ def test_the_last_attempt_stands():
 
 def test_a_request_that_cannot_be_served_is_not_made_again():
     agent = Recovering()
-    out = sampled([MANY[0] | {"bad": 1, "how": "bad prompt"}], agent=agent, limits=Limits(attempts=5))
+    out = sampled([MANY[0] | {"bad": 1, "how": "bad prompt"}], agent=agent, limits=AttemptLimits(attempts=5))
     assert out[0].outcome is Outcome.ENGINE_FAILURE and agent.attempts.total() == 1 and len(out[0].steps) == 1
     assert out[0].info["failures"] == [f"engine_failure: {out[0].info['error']}"]
 
 
-def test_an_attempt_has_a_line_and_leaves_none_to_the_next():
-    """Attempts reuse their ticket: as many of them as lines must not block one another."""
+def test_attempts_share_one_lease():
+    """Attempts reuse the lease of their trajectory."""
     rows = [row | {"bad": 2, "how": "tool"} for row in MANY]
-    out = sampled(rows, slots=1, agent=Recovering(), limits=Limits(attempts=3))
+    out = sampled(rows, slots=1, agent=Recovering(), limits=AttemptLimits(attempts=3))
     assert all_ids(out) == all_ids(sampled(MANY))
-
-
-@pytest.mark.parametrize(("fields", "message"), [({"attempts": 0}, "rollout.attempts is 0"), ({"seconds": 0}, "None")])
-def test_limits_that_make_no_sense_are_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(Limits(), **fields)

@@ -1,4 +1,4 @@
-"""Limits of time: on steps and trajectories, on agents that hang, wherever they strike."""
+"""AttemptLimits of time: on steps and trajectories, on agents that hang, wherever they strike."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from schedules import MANY, Planned, all_ids, assert_exact, engine_of, planned, sampled
 
-from agentr1_jax.rollout.runner import Limits
+from agentr1_jax.rollout.config import AttemptLimits
 from agentr1_jax.trajectory import POLICIES, Outcome
 
 FOREVER = 600.0
@@ -137,7 +137,10 @@ def slowed(monkeypatch):
 
 @pytest.mark.parametrize(
     ("engine", "chunk"),
-    [({"slots": 1, "parking": 16, "leave_after": 0}, 0.01), ({"slots": 3, "parking": 2, "fetch_lag": 1}, 0.03)],
+    [
+        ({"slots": 1, "swap_slots": 16, "early_exit_after": 0}, 0.01),
+        ({"slots": 3, "swap_slots": 2, "fetch_lag": 1}, 0.03),
+    ],
 )
 def test_limits_that_strike_amid_decoding_and_waiting_leave_the_slots_usable(engine, chunk, slowed):
     """Chunks are so slow that some run out of time in a response, and others waiting for a slot."""
@@ -169,7 +172,7 @@ def test_limits_that_strike_at_any_moment_change_nobody_elses_tokens():
                 await super().run(session, row)
 
     expected = sampled(MANY)
-    for engine in ({"slots": 1}, {"slots": 3}, {"slots": 3, "parking": 2, "fetch_lag": 1}):
+    for engine in ({"slots": 1}, {"slots": 3}, {"slots": 3, "swap_slots": 2, "fetch_lag": 1}):
         for _ in range(3):
             patience = [None if i % 3 == 0 else float(rng.uniform(0, 0.03)) for i in range(len(MANY))]
             rows = [row | {"patience": p} for row, p in zip(MANY, patience, strict=True)]
@@ -219,7 +222,7 @@ class Stuck(Planned):
 def test_an_agent_that_hangs_is_ended_by_the_runner():
     stuck = [None, "at once", "after a step", "amid a step", "at its end", None]
     rows = [row | {"stuck": how} for row, how in zip(MANY, stuck, strict=False)]
-    out = sampled(rows, agent=Stuck(), limits=Limits(seconds=LIMIT))
+    out = sampled(rows, agent=Stuck(), limits=AttemptLimits(seconds=LIMIT))
     whole = sampled(MANY)
     done = Outcome.ENV_DONE
     assert [t.outcome for t in out] == [
@@ -244,7 +247,7 @@ def test_an_attempt_that_hung_is_made_again_only_if_it_left_nothing_to_judge():
             await super().run(session, row | {"stuck": row["stuck"] if tried.count(tried[-1]) == 1 else None})
 
     rows = [row | {"stuck": how} for row, how in zip(MANY, ["at once", "after a step"], strict=False)]
-    out = sampled(rows, agent=Once(), limits=Limits(attempts=2, seconds=LIMIT))
+    out = sampled(rows, agent=Once(), limits=AttemptLimits(attempts=2, seconds=LIMIT))
     assert [t.outcome for t in out] == [Outcome.ENV_DONE, Outcome.TIME_LIMIT]
     assert sorted(tried) == [0, 0, 1]
     assert out[0].info["failures"] == [f"env_failure: TimeoutError: no step within {LIMIT} s"]

@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedules import CONFIG, MANY, POLICY, PROGRAMS, all_ids, assert_exact, engine_of, episodes, planned, sampled
 
+from agentr1_jax.rollout.config import SamplingConfig
 from agentr1_jax.rollout.engine import Engine
-from agentr1_jax.rollout.lines import common_prefix
-from agentr1_jax.rollout.sampling import Sampling, sample
-from agentr1_jax.rollout.slots import idle_slots, to_words
+from agentr1_jax.rollout.sampling import sample
+from agentr1_jax.rollout.scheduler import common_prefix
+from agentr1_jax.rollout.slot_state import encode_updates, idle_slot_state
 from agentr1_jax.runtime.compile_cache import CompileCounter
 from agentr1_jax.trajectory import Outcome
 
@@ -50,7 +51,7 @@ def test_cached_steps_equal_full_forward_passes(rows, slots, temperature):
 
 
 def check_accounts(trajectories, engine):
-    """Tokens are computed once: what a trajectory's own line holds of the next prompt is never prefilled again."""
+    """Tokens are computed once: what the KV slot of a trajectory holds of its next prompt is never prefilled again."""
     computed = saved = 0
     for t in trajectories:
         held = np.zeros(0, np.int32)
@@ -64,7 +65,7 @@ def check_accounts(trajectories, engine):
     assert counters.prefill_tokens_padded >= counters.prefill_tokens
     assert counters.decode_tokens == sum(len(s.response_ids) for t in trajectories for s in t.steps)
     assert counters.decode_slot_steps >= counters.decode_tokens
-    run = engine.device.executor.programs
+    run = engine.device.programs
     # Fewer where JAX's caches were emptied since the engine was compiled (see conftest.py).
     assert sum(p._cache_size() for p in (run.prefill, run.decode, run.copy)) <= PROGRAMS
 
@@ -103,14 +104,14 @@ def test_slots_must_spread_evenly_over_devices():
 def respond(prompt, slots=3, **request):
     """One response straight from the engine."""
     engine, params = engine_of(slots)
-    usual = {"max_tokens": 10, "sampling": Sampling(), "key": KEY, "stop": ()}
+    usual = {"max_tokens": 10, "sampling": SamplingConfig(), "key": KEY, "stop": ()}
 
     async def work():
-        ticket = await engine.acquire()
+        lease = await engine.acquire()
         try:
-            return await engine.generate(ticket, np.asarray(prompt, np.int32), **usual | request)
+            return await engine.generate(lease, np.asarray(prompt, np.int32), **usual | request)
         finally:
-            engine.release(ticket)
+            engine.release(lease)
 
     return engine.run(params, [work()])[0]
 
@@ -136,13 +137,13 @@ def test_a_stop_sequence_never_begins_in_the_prompt_or_in_an_earlier_response():
     engine, params = engine_of(1)
 
     async def two():
-        ticket = await engine.acquire()
-        usual = {"sampling": Sampling(), "key": KEY}
-        one = await engine.generate(ticket, np.int32([4, 5, 6]), 2, stop=(), **usual)
+        lease = await engine.acquire()
+        usual = {"sampling": SamplingConfig(), "key": KEY}
+        one = await engine.generate(lease, np.int32([4, 5, 6]), 2, stop=(), **usual)
         prompt = np.concatenate([np.int32([4, 5, 6]), one.ids])
-        plain = await engine.generate(ticket, prompt, 3, stop=(), **usual)
-        again = await engine.generate(ticket, prompt, 3, stop=[[int(one.ids[-1]), int(plain.ids[0])]], **usual)
-        engine.release(ticket)
+        plain = await engine.generate(lease, prompt, 3, stop=(), **usual)
+        again = await engine.generate(lease, prompt, 3, stop=[[int(one.ids[-1]), int(plain.ids[0])]], **usual)
+        engine.release(lease)
         return plain.ids.tolist(), again.ids.tolist()
 
     plain, again = engine.run(params, [two()])[0]
@@ -171,15 +172,10 @@ def test_a_response_may_fill_the_cache_to_its_last_place():
         (
             [1] * 119,
             {},
-            "a prompt of 119 and 10 new tokens do not fit a cache length of 128; raise rollout.length",
+            "a prompt of 119 and 10 new tokens do not fit a KV slot of 128 tokens; raise rollout.slot_tokens",
         ),
         ([1, 64], {}, r"prompt ids must lie in \[0, 64\), got 1\.\.64"),
         ([1, -1], {}, r"prompt ids must lie in \[0, 64\), got -1\.\.1"),
-        ([1], {"sampling": Sampling(-0.5)}, r"rollout\.temperature is -0.5; it must be 0"),
-        ([1], {"sampling": Sampling(float("nan"))}, "temperature is nan; it must be 0"),
-        ([1], {"sampling": Sampling(top_p=0.0)}, r"top_p is 0.0; it must lie in \(0, 1\]"),
-        ([1], {"sampling": Sampling(top_p=1.5)}, r"top_p is 1.5; it must lie in \(0, 1\]"),
-        ([1], {"sampling": Sampling(top_k=-1)}, "top_k is -1; it must be 0"),
         ([1], {"stop": [[]]}, "at most 4 stop sequences of 1 to 4 ids each"),
         ([1], {"stop": [[1], [2], [3], [4], [5]]}, "at most 4 stop sequences of 1 to 4 ids each"),
         ([1], {"stop": [[1, 2, 3, 4, 5]]}, "at most 4 stop sequences of 1 to 4 ids each"),
@@ -213,40 +209,40 @@ def test_nothing_compiles_after_warm_up():
 @pytest.mark.parametrize("program", ["prefill", "decode", "copy"])
 def test_the_donated_cache_is_written_in_place(program):
     policy = dataclasses.replace(POLICY, layers=32)
-    config = dataclasses.replace(CONFIG, slots=4, length=2048, attention_block=512, prefill_rows=(1,))
+    config = dataclasses.replace(CONFIG, slots=4, slot_tokens=2048, attention_block=512, prefill_rows=(1,))
     engine = Engine(policy, config, tiny.mesh())
-    cache, params = engine.device.executor.new_cache(), tiny.decoder_params(policy)
+    cache, params = engine.device.new_cache(), tiny.decoder_params(policy)
     if program == "decode":
-        slots = idle_slots(config)
-        words = to_words(slots, np.zeros(config.slots, bool))
-        lowered = engine.device.executor.programs.decode.lower(params, cache, slots, words, np.zeros(1, np.int32))
+        slots = idle_slot_state(config)
+        updates = encode_updates(slots, np.zeros(config.slots, bool))
+        lowered = engine.device.programs.decode.lower(params, cache, slots, updates, np.zeros(1, np.int32))
     elif program == "prefill":
         new = np.zeros((1, config.prefill_width), np.int32)
-        lowered = engine.device.executor.programs.prefill.lower(params, cache, new, new[:, 0], new[:, 0])
+        lowered = engine.device.programs.prefill.lower(params, cache, new, new[:, 0], new[:, 0])
     else:
-        moves = np.zeros(16, np.int32)
-        lowered = engine.device.executor.programs.copy.lower(cache, moves, moves, np.zeros(1, np.int32))
+        copies = np.zeros(16, np.int32)
+        lowered = engine.device.programs.copy.lower(cache, copies, copies, np.zeros(1, np.int32))
     memory = lowered.compile().memory_analysis()
     size = cache.keys.nbytes + cache.values.nbytes
     assert memory.alias_size_in_bytes >= size
-    line = size / cache.keys.shape[1]
-    assert memory.temp_size_in_bytes < (1.1 * line if program == "copy" else 0.1 * size)
+    one_slot = size / cache.keys.shape[1]
+    assert memory.temp_size_in_bytes < (1.1 * one_slot if program == "copy" else 0.1 * size)
 
 
-def test_what_is_dispatched_runs_between_turns_and_its_errors_come_back(monkeypatch):
+def test_what_is_dispatched_runs_between_cycles_and_its_errors_come_back(monkeypatch):
     engine, params = engine_of(3)
-    turning, seen = [], []
-    turn = engine._device_turn
+    cycling, seen = [], []
+    cycle = engine._device_cycle
 
     def watched(requests):
-        turning.append(True)
+        cycling.append(True)
         try:
-            return turn(requests)
+            return cycle(requests)
         finally:
-            turning.clear()
+            cycling.clear()
 
     def function():
-        seen.append((list(turning), threading.current_thread().name))
+        seen.append((list(cycling), threading.current_thread().name))
         return len(seen)
 
     async def asks():
@@ -256,13 +252,13 @@ def test_what_is_dispatched_runs_between_turns_and_its_errors_come_back(monkeypa
         return results
 
     async def samples():
-        ticket = await engine.acquire()
-        usual = {"sampling": Sampling(), "key": KEY, "stop": ()}
+        lease = await engine.acquire()
+        usual = {"sampling": SamplingConfig(), "key": KEY, "stop": ()}
         for _ in range(5):
-            await engine.generate(ticket, np.int32([4, 5, 6]), 9, **usual)
-        engine.release(ticket)
+            await engine.generate(lease, np.int32([4, 5, 6]), 9, **usual)
+        engine.release(lease)
 
-    monkeypatch.setattr(engine, "_device_turn", watched)
+    monkeypatch.setattr(engine, "_device_cycle", watched)
     results = engine.run(params, [samples(), asks()])[1]
     assert results == list(range(1, 21))
     assert not any(during for during, _ in seen)
@@ -304,25 +300,6 @@ def test_greedy_is_the_first_maximum_with_log_probability_zero():
     assert drawn.tolist() == [1, 0] and logprobs.tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"slots": 0}, r"rollout\.slots is 0; it must be at least 1"),
-        ({"decode_chunk": 0}, r"rollout\.decode_chunk is 0"),
-        ({"parking": -1}, r"rollout\.parking is -1; it must not be negative"),
-        ({"fetch_lag": 2}, r"rollout\.fetch_lag is 2; choose 0 or 1"),
-        ({"prefill_width": 0}, r"rollout\.prefill_width is 0"),
-        ({"prefill_width": 129}, r"rollout\.prefill_width \(129\) exceeds rollout\.length \(128\)"),
-        ({"attention_block": 48}, r"rollout\.attention_block \(48\) must divide rollout\.length \(128\)"),
-        ({"prefill_rows": (4, 4)}, r"rollout\.prefill_rows must ascend"),
-        ({"prefill_rows": (0, 4)}, r"rollout\.prefill_rows must ascend"),
-    ],
-)
-def test_shapes_that_cannot_be_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(CONFIG, **changes)
-
-
-def test_slots_are_read_together_as_far_as_they_divide_the_slots_of_a_shard():
-    config = dataclasses.replace(CONFIG, slots=8, attention_slots=6)
-    assert [config.together(shards) for shards in (1, 2, 8)] == [2, 2, 1]
+def test_the_size_of_an_attention_group_divides_the_slots_of_a_shard():
+    config = dataclasses.replace(CONFIG, slots=8, attention_group=6)
+    assert [config.attention_group_size(shards) for shards in (1, 2, 8)] == [2, 2, 1]

@@ -1,0 +1,270 @@
+"""Scheduler of the KV slots: which sequence has which slot, which ids a slot holds, and what a prompt needs computed.
+
+It lives on the host and never touches the device: `Engine` turns its cache copies and prefill plans into calls of the
+compiled programs, in order.
+
+Each data shard has `kv_slots_per_shard` KV slots: decode slots first, then swap slots, of which one is spare. KV slots
+are numbered over all shards, and so are decode slots; `decode_slot` and `kv_slot` convert between the two numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from agentr1_jax.rollout.config import EngineConfig
+
+
+@dataclasses.dataclass(eq=False)
+class SlotLease:
+    """Right of a trajectory to one KV slot, from its admission to its release.
+
+    Attributes:
+      order: (group, sample), which breaks ties.
+      shard: data shard of its KV slot; None before its first response.
+      kv_slot: its KV slot; None before its first response is assigned a slot.
+      idle_since: cycle of the engine in which its last response ended; None while a response is requested.
+    """
+
+    order: tuple[int, ...]
+    shard: int | None = None
+    kv_slot: int | None = None
+    idle_since: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheCopy:
+    """Copy of the first `tokens` tokens of a KV slot to another one of the same shard."""
+
+    source: int
+    target: int
+    tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefill:
+    """Tokens to compute: `ids[start:]`, in a KV slot that holds `ids[:start]`."""
+
+    kv_slot: int
+    ids: np.ndarray
+    start: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillPass:
+    """Cache copies, then prefills of KV slots that may need these copies."""
+
+    copies: list[CacheCopy]
+    prefills: list[Prefill]
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillPlan:
+    """Passes to execute in order, and the number of tokens that need not be computed because some slot holds them."""
+
+    passes: list[PrefillPass]
+    tokens_saved: int
+
+
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """Number of ids that two sequences share from their start."""
+    n = min(len(a), len(b))
+    differs = np.flatnonzero(a[:n] != b[:n])
+    return int(differs[0]) if len(differs) else n
+
+
+class Scheduler:
+    """Assignment of KV slots to sequences, and the ids whose keys and values each slot holds.
+
+    Args:
+      config: numbers of slots and scheduling.
+      shards: number of data shards of the engine's mesh.
+
+    Attributes:
+      spare: for each shard, the KV slot that belongs to no sequence and holds nothing: the target of the next swap, and
+        of the padding of prefill calls.
+    """
+
+    def __init__(self, config: EngineConfig, shards: int) -> None:
+        self.shards = shards
+        self.decode_slots_per_shard = config.slots // shards
+        self.kv_slots_per_shard = config.kv_slots(shards) // shards
+        self._prefix_reuse = config.prefix_reuse
+        self._group_size = config.attention_group_size(shards)
+        self._min_copy = max(config.prefill_width // 2, 1)
+        self._ids = np.zeros((config.kv_slots(shards), config.slot_tokens), np.int32)
+        self._count = np.zeros(config.kv_slots(shards), np.int32)
+        self._leases: list[SlotLease | None] = [None] * len(self._count)
+        self._open = [0] * shards
+        self.spare = [shard * self.kv_slots_per_shard + self.kv_slots_per_shard - 1 for shard in range(shards)]
+
+    def release(self, lease: SlotLease) -> None:
+        """End a lease. The slot keeps its ids, for prompts that begin with them."""
+        if lease.shard is not None:
+            self._open[lease.shard] -= 1
+        if lease.kv_slot is not None:
+            self._leases[lease.kv_slot] = None
+            lease.kv_slot = None
+
+    def is_decode_slot(self, kv_slot: int) -> bool:
+        """Whether responses can be decoded in a KV slot."""
+        return kv_slot % self.kv_slots_per_shard < self.decode_slots_per_shard
+
+    def decode_slot(self, kv_slot: int) -> int:
+        """Decode slot, numbered over all shards, of a KV slot."""
+        return kv_slot // self.kv_slots_per_shard * self.decode_slots_per_shard + kv_slot % self.kv_slots_per_shard
+
+    def kv_slot(self, decode_slot: int) -> int:
+        """KV slot of a decode slot."""
+        shard, place = divmod(decode_slot, self.decode_slots_per_shard)
+        return shard * self.kv_slots_per_shard + place
+
+    def tool_slots(self) -> set[int]:
+        """Decode slots of sequences whose tool is running."""
+        idle = [slot for slot, lease in enumerate(self._leases) if lease is not None and lease.idle_since is not None]
+        return {self.decode_slot(slot) for slot in idle if self.is_decode_slot(slot)}
+
+    def cached_ids(self, kv_slot: int) -> np.ndarray:
+        """Ids whose keys and values a KV slot holds."""
+        return self._ids[kv_slot, : self._count[kv_slot]]
+
+    def set_cached_ids(self, kv_slot: int, ids: np.ndarray) -> None:
+        """Record the ids that a KV slot holds from now on."""
+        self._ids[kv_slot, : len(ids)] = ids
+        self._count[kv_slot] = len(ids)
+
+    def invalidate(self) -> None:
+        """Mark all KV slots as empty, because new weights make their contents void."""
+        self._count[:] = 0
+
+    def assign(self, lease: SlotLease, prompt: np.ndarray) -> list[CacheCopy] | None:
+        """Assign a decode slot: its own, a free one, or that of a sequence whose tool is running, which is swapped out.
+
+        Args:
+          lease: of the sequence; its `shard` and `kv_slot` are set.
+          prompt: int32 [P].
+
+        Returns:
+          the cache copies that this needs, or None if every slot of its shard is decoding.
+        """
+        if lease.kv_slot is not None and self.is_decode_slot(lease.kv_slot):
+            return []
+        if lease.shard is None:
+            # Not earlier: leases released before this cycle must have ended, or a shard would exceed its slots.
+            lease.shard = int(np.argmin(self._open))
+            self._open[lease.shard] += 1
+        first = lease.shard * self.kv_slots_per_shard
+        slots = range(first, first + self.decode_slots_per_shard)
+        free = [slot for slot in slots if self._leases[slot] is None]
+        if free:
+            return self._resume_in(min(free, key=lambda slot: self._mismatch(slot, len(prompt))), lease)
+        idle = [(slot, own) for slot in slots if (own := self._leases[slot]) is not None and own.idle_since is not None]
+        if not idle:
+            return None
+        # The sequence that began its tool call last is likely the last to resume.
+        _, victim = min(idle, key=lambda pair: (self._mismatch(pair[0], len(prompt)), -(pair[1].idle_since or 0)))
+        return self._swap(victim, lease)
+
+    def _mismatch(self, kv_slot: int, tokens: int) -> int:
+        """Difference between a length and the longest other sequence in the attention group of a slot."""
+        first = kv_slot - kv_slot % self.kv_slots_per_shard % self._group_size
+        group = range(first, first + self._group_size)
+        others = [slot for slot in group if slot != kv_slot and self._leases[slot] is not None]
+        return abs(tokens - max((int(self._count[slot]) for slot in others), default=tokens))
+
+    def _resume_in(self, kv_slot: int, lease: SlotLease) -> list[CacheCopy]:
+        """Give a free slot to a sequence that has none or is swapped out."""
+        copies = []
+        if lease.kv_slot is not None:
+            copies = self._copy(lease.kv_slot, kv_slot)
+            self._leases[lease.kv_slot] = None
+        self._leases[kv_slot] = lease
+        lease.kv_slot = kv_slot
+        return copies
+
+    def _swap(self, victim: SlotLease, lease: SlotLease) -> list[CacheCopy]:
+        """Swap the victim out to the spare slot and give its slot to the lease; a slot that becomes free is spare."""
+        slot, swapped = victim.kv_slot, lease.kv_slot
+        assert slot is not None
+        shard = slot // self.kv_slots_per_shard
+        target = self.spare[shard]
+        copies = self._copy(slot, target)
+        if swapped is None:
+            first = shard * self.kv_slots_per_shard
+            swap_slots = range(first + self.decode_slots_per_shard, first + self.kv_slots_per_shard)
+            swapped = next(other for other in swap_slots if self._leases[other] is None and other != target)
+        else:
+            copies += self._copy(swapped, slot)
+            self._leases[swapped] = None
+        self._count[swapped] = 0
+        self.spare[shard] = swapped
+        self._leases[slot], self._leases[target] = lease, victim
+        lease.kv_slot, victim.kv_slot = slot, target
+        return copies
+
+    def _copy(self, source: int, target: int) -> list[CacheCopy]:
+        ids = self.cached_ids(source).copy()
+        self.set_cached_ids(target, ids)
+        return [CacheCopy(source, target, len(ids))] if len(ids) else []
+
+    def plan_prefill(self, prompts: Sequence[tuple[int, np.ndarray]]) -> PrefillPlan:
+        """Plan the copies and prefills after which each KV slot holds its prompt; a shared prefix is computed once.
+
+        Args:
+          prompts: (KV slot, ids that it is to hold), each slot at most once.
+        """
+        passes, saved, remaining = [], 0, list(prompts)
+        while remaining:
+            copies: list[CacheCopy] = []
+            prefills: list[Prefill] = []
+            deferred: list[tuple[int, np.ndarray]] = []
+            planned: list[tuple[int, np.ndarray]] = []
+            for slot, ids in remaining:
+                own = 0 if self._prefix_reuse == "none" else common_prefix(self.cached_ids(slot), ids)
+                source, shared = self._longest_prefix(slot, ids, {other for other, _ in planned})
+                shard = slot // self.kv_slots_per_shard
+                same_shard = [
+                    other_ids
+                    for other, other_ids in planned
+                    if other // self.kv_slots_per_shard == shard and self._prefix_reuse == "all"
+                ]
+                after_this_pass = max((common_prefix(ids, other_ids) for other_ids in same_shard), default=0)
+                if after_this_pass >= max(own, shared) + self._min_copy:
+                    deferred.append((slot, ids))
+                    continue
+                if shared >= own + self._min_copy:
+                    copies.append(CacheCopy(source, slot, shared))
+                    own = shared
+                saved += own
+                if own < len(ids):
+                    prefills.append(Prefill(slot, ids, own))
+                planned.append((slot, ids))
+            for slot, ids in planned:
+                self.set_cached_ids(slot, ids)
+            passes.append(PrefillPass(copies, prefills))
+            remaining = deferred
+        return PrefillPlan(passes, saved)
+
+    def _longest_prefix(self, kv_slot: int, ids: np.ndarray, excluded: set[int]) -> tuple[int, int]:
+        """Other slot of the shard that shares the longest prefix with some ids, and its length.
+
+        Args:
+          kv_slot: the slot that is to hold the ids.
+          ids: int32 [P].
+          excluded: slots that this pass overwrites.
+        """
+        first = kv_slot // self.kv_slots_per_shard * self.kv_slots_per_shard
+        if self._prefix_reuse != "all":
+            return kv_slot, 0
+        shard = range(first, first + self.kv_slots_per_shard)
+        slots = [slot for slot in shard if slot != kv_slot and slot not in excluded]
+        if not slots or not len(ids):
+            return kv_slot, 0
+        count = np.minimum(self._count[slots], len(ids))
+        n = int(count.max())
+        differs = self._ids[slots, :n] != ids[:n]
+        shared = np.minimum(np.where(differs.any(1), differs.argmax(1) if n else 0, n), count)
+        best = int(np.argmax(shared))
+        return slots[best], int(shared[best])
