@@ -15,9 +15,8 @@ from schedules import all_ids, engine_of, sampled
 from agentr1_jax.agents.session import Identity
 from agentr1_jax.credit.flatten import flatten
 from agentr1_jax.envs.base import Observation
+from agentr1_jax.rollout.config import AttemptLimits, SamplingConfig
 from agentr1_jax.rollout.runner import TaskGroup, run_groups
-from agentr1_jax.rollout.config import AttemptLimits
-from agentr1_jax.rollout.config import SamplingConfig
 from agentr1_jax.trajectory import Outcome
 from agentr1_jax.trajectory_io import read_jsonl, write_jsonl
 
