@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tool_doubles import run
 
 from agentr1_jax.tools.base import Tool, ToolError
-from agentr1_jax.tools.calculator import CalculationError, CalculatorTool, evaluate, shown
-from agentr1_jax.tools.calculator.arithmetic import FUNCTIONS, MOST_BITS
-from agentr1_jax.tools.calculator.parser import MOST_CHARACTERS, MOST_DEPTH
+from agentr1_jax.tools.calculator import CalculationError, CalculatorTool, evaluate, format_number
+from agentr1_jax.tools.calculator.arithmetic import FUNCTIONS, MAX_BITS
+from agentr1_jax.tools.calculator.expression import MAX_CHARACTERS, MAX_DEPTH
 
 KINDS = {"syntax", "division_by_zero", "too_large", "domain"}
 MOST_SECONDS = 5.0  # The slowest takes milliseconds; an endless one takes for ever.
@@ -90,10 +90,10 @@ def test_what_it_computes_and_prints(expression, value):
         ("exp(1e10)", "too_large", "at character 1"),
         ("factorial(999999999)", "too_large", "at character 1"),
         ("factorial(factorial(20))", "too_large", "at character 1"),
-        ("(" * (MOST_DEPTH + 1), "too_large", "nested deeper"),
-        ("-" * (MOST_DEPTH + 1) + "1", "too_large", "nested deeper"),
-        ("2" + "**1" * (MOST_DEPTH + 1), "too_large", "nested deeper"),
-        ("1+" * MOST_CHARACTERS + "1", "too_large", "longer than"),
+        ("(" * (MAX_DEPTH + 1), "too_large", "nested deeper"),
+        ("-" * (MAX_DEPTH + 1) + "1", "too_large", "nested deeper"),
+        ("2" + "**1" * (MAX_DEPTH + 1), "too_large", "nested deeper"),
+        ("1+" * MAX_CHARACTERS + "1", "too_large", "longer than"),
         ("(-8) ** 0.5", "domain", "at character 6"),
         ("2 * sqrt(-1)", "domain", "not defined for this value (at character 5)"),
         ("log(0)", "domain", "above 0"),
@@ -101,22 +101,23 @@ def test_what_it_computes_and_prints(expression, value):
         ("tan(pi / 2)", "domain", "not defined"),
         ("factorial(2.5)", "domain", "whole number"),
         ("round(1, 1e9)", "domain", "places"),
-        ("1 +", "syntax", "a number is expected, not the end (at character 4)"),
-        ("(1 + 2", "syntax", "the bracket is not closed (at character 1)"),
-        ("1 2", "syntax", "an operator is expected, not '2' (at character 3)"),
-        ("2(3)", "syntax", "an operator is expected, not '('"),
-        ("1..2", "syntax", "not '.2' (at character 3)"),
-        ("12,34", "syntax", "not ',' (at character 3)"),
-        ("1,2345", "syntax", "not ','"),
-        ("max()", "syntax", "a number is expected, not ')'"),
+        ("1 +", "syntax", "invalid syntax (at character 4)"),
+        ("(1 + 2", "syntax", "invalid syntax (at character 1)"),
+        ("1 2", "syntax", "invalid syntax (at character 3)"),
+        ("2(3)", "syntax", "invalid syntax"),
+        ("1..2", "syntax", "invalid syntax (at character 3)"),
+        ("12,34", "syntax", "invalid syntax"),
+        ("1,2345", "syntax", "invalid syntax"),
+        ("max()", "syntax", "max takes 1 to 1000 values, not 0"),
         ("sqrt(1, 2)", "syntax", "sqrt takes 1 values, not 2"),
-        ("sqrt 2", "syntax", "( after sqrt is expected"),
+        ("sqrt 2", "syntax", "invalid syntax"),
+        ("sqrt + 1", "syntax", "( after sqrt is expected"),
         ("foo(1)", "syntax", "unknown name 'foo'; known are sqrt"),
         ("5% - 3", "syntax", "may be percent or a remainder"),
-        ("__import__('os')", "syntax", "unknown name '__import__'"),
-        ("1 if 1 else 2", "syntax", "not 'if'"),
+        ("__import__('os')", "syntax", "is not understood"),
+        ("1 if 1 else 2", "syntax", "unknown name 'if'"),
         ("$5", "syntax", "'$' is not understood (at character 1)"),
-        (" ", "syntax", "not the end"),
+        (" ", "syntax", "invalid syntax"),
     ],
 )
 def test_what_has_no_value_is_typed_and_placed(expression, kind, says):
@@ -208,11 +209,11 @@ def test_whatever_is_asked_it_answers_soon_and_raises_nothing(expression):
     result = CalculatorTool().execute({"expression": expression})
     assert time.process_time() - start < MOST_SECONDS
     assert result.ok or (result.error.kind in KINDS and result.error.fault == "model")
-    assert result.content and len(result.content) < max(400, MOST_BITS)
+    assert result.content and len(result.content) < max(400, MAX_BITS)
 
 
 @given(st.fractions(max_denominator=10**12) | st.floats(allow_nan=False, allow_infinity=False))
 def test_a_number_is_printed_to_twelve_digits_and_can_be_read_again(value):
-    text = shown(value)
+    text = format_number(value)
     assert math.isclose(float(Fraction(text)), float(value), rel_tol=1e-11)
     assert evaluate(text) == Fraction(text)

@@ -1,7 +1,7 @@
-"""A calculator: exact arithmetic behind a parser of its own, so that nothing a policy writes is ever evaluated."""
+"""A calculator with exact arithmetic; nothing that a policy writes is ever executed."""
 
-from agentr1_jax.tools.calculator.arithmetic import CalculationError, shown
-from agentr1_jax.tools.calculator.parser import evaluate
+from agentr1_jax.tools.calculator.arithmetic import CalculationError, format_number
+from agentr1_jax.tools.calculator.expression import evaluate
 from agentr1_jax.tools.calculator.tool import CalculatorTool
 
-__all__ = ["CalculationError", "CalculatorTool", "evaluate", "shown"]
+__all__ = ["CalculationError", "CalculatorTool", "evaluate", "format_number"]

@@ -11,12 +11,12 @@ from fractions import Fraction
 Number = Fraction | float
 """A Fraction is exact; a float is what an irrational function made, or what would have been too long."""
 
-MOST_BITS = 4096
-"""Of the numerator and of the denominator of an exact number; beyond, it becomes a float."""
+MAX_BITS = 4096
+"""Length of the numerator and of the denominator of an exact number; beyond, it becomes a float."""
 EXACT_DIGITS, ROUNDED_DIGITS = 20, 12
 """Decimals that end within the first are printed whole; all others are rounded to the second."""
-MOST_PLACES = 100
-"""Of `round`."""
+MAX_PLACES = 100
+"""Places of `round`."""
 
 
 class CalculationError(Exception):
@@ -24,7 +24,7 @@ class CalculationError(Exception):
 
     Attributes:
       kind: `syntax`, `division_by_zero`, `too_large` or `domain`.
-      message: in a few words, with the place in the expression once the parser knows it.
+      message: in a few words, with the place in the expression where it is known.
     """
 
     def __init__(self, kind: str, message: str) -> None:
@@ -34,7 +34,7 @@ class CalculationError(Exception):
 
 
 def apply(function: Callable[..., Number | int], *values: Number | str) -> Number:
-    """`function` of these values, within bounds.
+    """Return `function` of these values, within bounds.
 
     Raises:
       CalculationError: it has no value there, or one that is too large or too small.
@@ -57,7 +57,7 @@ def _bounded(value: Number | int) -> Number:
             raise OverflowError
         return value
     exact = Fraction(value)
-    if max(exact.numerator.bit_length(), exact.denominator.bit_length()) <= MOST_BITS:
+    if max(exact.numerator.bit_length(), exact.denominator.bit_length()) <= MAX_BITS:
         return exact
     rounded = float(exact)
     if not rounded:
@@ -66,10 +66,10 @@ def _bounded(value: Number | int) -> Number:
 
 
 def power(base: Number, exponent: Number) -> Number:
-    """base ** exponent; exact for whole exponents as long as it fits."""
+    """Return base ** exponent; exact for whole exponents as long as it fits."""
     if isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator == 1:
         bits = max(base.numerator.bit_length(), base.denominator.bit_length())
-        if base in (-1, 0, 1) or bits * abs(exponent) <= MOST_BITS:
+        if base in (-1, 0, 1) or bits * abs(exponent) <= MAX_BITS:
             return base**exponent.numerator
     if not base and exponent < 0:
         raise ZeroDivisionError
@@ -89,8 +89,8 @@ def _sqrt(value: Number) -> Number:
 
 def _round(value: Number, places: Number = Fraction(0)) -> Number:
     digits = _whole(places)
-    if abs(digits) > MOST_PLACES:
-        raise CalculationError("domain", f"round goes to at most {MOST_PLACES} places")
+    if abs(digits) > MAX_PLACES:
+        raise CalculationError("domain", f"round goes to at most {MAX_PLACES} places")
     return Fraction(round(value, digits)) if isinstance(value, Fraction) else round(value, digits)
 
 
@@ -119,7 +119,7 @@ def _factorial(value: Number) -> int:
     count = _whole(value)
     if count < 0:
         raise ValueError
-    if count > MOST_BITS:  # Far too long by then, and not yet slow.
+    if count > MAX_BITS:  # Far too long by then, and not yet slow.
         raise OverflowError
     return math.factorial(count)
 
@@ -180,8 +180,8 @@ FUNCTIONS: Mapping[str, tuple[Callable[..., Number | int], int, int]] = {
 CONSTANTS: Mapping[str, Number] = {"pi": math.pi, "e": math.e, "tau": math.tau}
 
 
-def shown(value: Number) -> str:
-    """The number as text: whole numbers whole, decimals that end soon exactly, all else to 12 digits."""
+def format_number(value: Number) -> str:
+    """Return the number as text: whole numbers whole, decimals that end soon exactly, all else to 12 digits."""
     if isinstance(value, Fraction) and value.denominator == 1:
         return str(value.numerator)
     with decimal.localcontext(prec=EXACT_DIGITS) as context:

@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentr1_jax.tools.base import ToolResult, failure
-from agentr1_jax.tools.calculator.arithmetic import CONSTANTS, FUNCTIONS, CalculationError, shown
-from agentr1_jax.tools.calculator.parser import evaluate
+from agentr1_jax.tools.calculator.arithmetic import CONSTANTS, FUNCTIONS, CalculationError, format_number
+from agentr1_jax.tools.calculator.expression import evaluate
 
 
 class CalculatorTool:
-    """Tool `calculator(expression)`: its value. What has none fails with `syntax`, `division_by_zero`, `too_large` or
-    `domain`, all faults of the model.
+    """Tool `calculator(expression)`: the value of an expression.
+
+    An expression without a value fails with `syntax`, `division_by_zero`, `too_large` or `domain`, all faults of the
+    model.
     """
 
     name = "calculator"
@@ -29,8 +31,8 @@ class CalculatorTool:
     blocking = False
 
     def execute(self, arguments: Mapping[str, Any]) -> ToolResult:
-        """Computes one expression; see the class."""
+        """Compute one expression; see the class."""
         try:
-            return ToolResult(shown(evaluate(arguments["expression"])))
+            return ToolResult(format_number(evaluate(arguments["expression"])))
         except CalculationError as error:
             return failure(error.kind, f"Error: {error.message}.")
