@@ -87,17 +87,9 @@ def _task_names(c: ml_collections.ConfigDict) -> list[str]:
 
 def _make(c: ml_collections.ConfigDict, name: str, context: TaskContext) -> Task:
     """Make one task from its section, from its defaults, or from `task.args` where it is of `task.file`."""
-    entry = base.find_task(name)
-    section = f"task.{name}" if name in base.TASK_MODULES else "task.args"
-    if entry.config is None:
-        if c.args:
-            raise UserError(f"task.args has {', '.join(c.args)}, and task {name!r} has no keys")
-        return entry.make(None, context)
-    if section == "task.args":
-        values = c.args.to_dict()
-    else:
-        values = c[name].to_dict() if name in c else to_section(entry.config)
-    return entry.make(from_section(entry.config, section, values), context)
+    if name in base.TASK_MODULES:
+        return base.find_task(name).make_from(c[name].to_dict() if name in c else {}, context, f"task.{name}")
+    return base.find_task(name).make_from(c.args.to_dict(), context, "task.args")
 
 
 def _make_tool(name: str) -> Tool:

@@ -7,6 +7,8 @@ import asyncio
 import numpy as np
 
 from agentr1_jax.envs.base import Action
+from agentr1_jax.envs.registry import TaskContext
+from agentr1_jax.tasks import make_task
 
 
 def play(task, row, texts, seed=0):
@@ -33,3 +35,9 @@ def play_expert(task, row, limit=6, seed=0):
         return transitions
 
     return asyncio.run(run())
+
+
+def multihop_task(data_dir, seed=0, wrap=lambda tool: tool, make_retriever=None, **keys):
+    """The task of real questions over a data folder, with some keys changed."""
+    context = TaskContext(data_dir=str(data_dir), seed=seed, wrap=wrap, make_retriever=make_retriever)
+    return make_task("multihop", context, **keys)

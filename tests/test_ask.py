@@ -19,15 +19,15 @@ from test_train import ROOT, train
 from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.errors import UserError
 from agentr1_jax.runtime.config import write_config
+from agentr1_jax.tasks import make_task
 from agentr1_jax.tasks.hopworld.expert import NO_FLAWS
-from agentr1_jax.tasks.hopworld.task import HopWorldTask
 from agentr1_jax.trajectory import Outcome, Trajectory
 from configs import quickstart
 from experiments import build, sources
 
 SAID = ["[red]so[/red] <tool_call>{</tool_call>", "hm", "<answer> :smile: </answer>"]
 ask = program("ask")
-TASK = HopWorldTask(top_k=2, flaws=NO_FLAWS)
+TASK = make_task("hopworld", top_k=2, flaws=NO_FLAWS)
 
 
 @pytest.fixture(scope="session")
@@ -184,7 +184,7 @@ def test_a_run_and_its_exported_weights_answer_alike(tmp_path: Path) -> None:
     assert train("quickstart", run, eval__every=0, updates=1).returncode == 0
     done = asked(run, "--question_row=eval/5")
     assert done.returncode == 0, done.stderr[-3000:]
-    row = HopWorldTask().row("eval", 5)
+    row = make_task("hopworld").row("eval", 5)
     assert done.stdout.startswith(f"Question: {row['question']}\n")
     assert re.search(
         rf"^Answer: .+\nGold answer: {re.escape(row['answers'][0])} \((right|wrong)\)\n\Z", done.stdout, re.M

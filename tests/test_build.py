@@ -11,7 +11,7 @@ from letters import Letters
 from agentr1_jax.errors import UserError
 from agentr1_jax.policy import presets
 from agentr1_jax.policy.config import DecoderConfig
-from agentr1_jax.tasks.hopworld.task import HopWorldTask
+from agentr1_jax.tasks import make_task
 from configs import quickstart
 from experiments import build
 
@@ -55,21 +55,21 @@ def test_a_preset_without_a_vocabulary_gets_the_tokenizers_padded(config):
 def test_a_tokenizer_that_cannot_serve_an_agent_with_tools_is_refused(config):
     without_tags = Letters()
     with pytest.raises(UserError, match=r"tokenizer\.path: letters: its chat template writes no tool calls"):
-        build.agent(config, HopWorldTask(), without_tags)
+        build.agent(config, make_task("hopworld"), without_tags)
     many = Letters()
     many.added = {**Letters.added, "<tool_call>": 2, "</tool_call>": 3}
-    assert build.agent(config, HopWorldTask(), many).call_format.name == "hermes"
+    assert build.agent(config, make_task("hopworld"), many).call_format.name == "hermes"
     many.stop_ids = (1, 2, 3, 4, 5)
     with pytest.raises(UserError, match="letters has 5 stop ids, the engine knows at most 4; shorten eos_token_id"):
-        build.agent(config, HopWorldTask(), many)
+        build.agent(config, make_task("hopworld"), many)
 
 
 def test_the_call_format_and_how_strictly_it_is_read_come_from_the_config(config):
     config.agent.call_format, config.tools.lenient = "react", True
-    agent = build.agent(config, HopWorldTask(), Letters())
+    agent = build.agent(config, make_task("hopworld"), Letters())
     assert agent.call_format.name == "react" and agent.lenient
     config.agent.call_format = "xml"
     with pytest.raises(
         UserError, match=r"unknown agent\.call_format 'xml'; choose one of auto, hermes, llama3, code, react"
     ):
-        build.agent(config, HopWorldTask(), Letters())
+        build.agent(config, make_task("hopworld"), Letters())

@@ -19,8 +19,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from agentr1_jax.envs.base import Task
+from agentr1_jax.errors import UserError
 from agentr1_jax.registry import Registry
 from agentr1_jax.tools.base import Tool
+from agentr1_jax.validation import from_section
 
 Make = TypeVar("Make", bound=Callable[..., Task])
 T = TypeVar("T")
@@ -91,6 +93,23 @@ class TaskEntry:
 
     make: Callable[[Any, TaskContext], Task]
     config: type | None = None
+
+    def make_from(self, keys: Mapping[str, Any], run: TaskContext, section: str) -> Task:
+        """Make the task from its keys.
+
+        Args:
+          keys: those that differ from their defaults, or all.
+          run: what the run gives it.
+          section: name of the section that holds the keys, for messages.
+
+        Raises:
+          UserError: a key is unknown, of another type or out of range.
+        """
+        if self.config is None:
+            if keys:
+                raise UserError(f"{section} has {', '.join(keys)}, and its task has no keys")
+            return self.make(None, run)
+        return self.make(from_section(self.config, section, keys), run)
 
 
 TASKS: Registry[TaskEntry] = Registry("task", "task.file")

@@ -13,7 +13,7 @@ import itertools
 import random
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from annotated_types import Ge, Le
 from pydantic import StringConstraints
@@ -22,7 +22,7 @@ from pydantic.dataclasses import dataclass
 from agentr1_jax.envs.base import Expert, Row
 from agentr1_jax.envs.registry import TaskContext, register
 from agentr1_jax.envs.rewards import Part, Reward, Turn
-from agentr1_jax.envs.tabular_task import SPLITS, check_rates, split_of
+from agentr1_jax.envs.tabular_task import SPLITS, split_of
 from agentr1_jax.envs.tool_env import NO_ACTION, ToolEnv
 from agentr1_jax.tasks import qa
 from agentr1_jax.text.tool_calls import PARSE_MESSAGES, ToolCall, render_answer, render_call
@@ -33,7 +33,6 @@ from agentr1_jax.validation import STRICT, Fraction
 SYSTEM = "Make the first number from the others, each used once. Calculate, then answer."
 OPERATORS = "+-*/"
 MOST_DRAWS = 10_000
-DEFAULT_WEIGHTS: Mapping[str, float] = {"answer": 1.0, "format": 0.1, "wasted_call": -0.2}
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -69,8 +68,7 @@ class CountdownConfig:
 @register("countdown", CountdownConfig)
 def make_countdown(config: CountdownConfig, run: TaskContext) -> CountdownTask:
     """Make Countdown. Raises ValueError where the settings leave too few rows."""
-    settings = dataclasses.asdict(config)
-    return CountdownTask(reward_weights=settings.pop("rewards"), wrap=run.wrap, **settings)
+    return CountdownTask(config, run.wrap)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,43 +79,25 @@ class CountdownTask:
     `train`, show none that is tested.
 
     Attributes:
-      numbers: how many there are, 2 to 6.
-      largest: of them; they are drawn from 1 on.
-      operators: those allowed, of `OPERATORS`; the target can be reached by them without brackets, and is at least 1.
-      hasty: probability that the expert answers with an expression that it has just seen miss the target.
-      stubborn: probability that it tries an expression again that missed, where it does not answer.
-      reward_weights: of `PARTS`.
-      wrap: applied to the calculator.
+      config: its keys.
+      wrap: puts the run's limits around the calculator.
 
     Raises:
-      ValueError: a setting is out of its range, or a weight has no part.
+      ValueError: the keys leave too few rows.
     """
 
-    numbers: int = 3
-    largest: int = 12
-    operators: str = "+-"
-    hasty: float = 0.7
-    stubborn: float = 0.3
-    reward_weights: Mapping[str, float] = dataclasses.field(default_factory=lambda: dict(DEFAULT_WEIGHTS))
+    config: CountdownConfig
     wrap: Callable[[Tool], Tool] = lambda tool: tool
-    name: str = "countdown"
+    name: ClassVar[str] = "countdown"
 
     def __post_init__(self) -> None:
-        check_rates(self.name, hasty=self.hasty, stubborn=self.stubborn)
-        if not 2 <= self.numbers <= 6:
-            raise ValueError(f"countdown: numbers is {self.numbers}; it must be within 2 and 6")
-        if self.largest < 2:
-            raise ValueError(f"countdown: largest is {self.largest}; it must be at least 2")
-        if not self.operators or not set(self.operators) <= set(OPERATORS):
-            raise ValueError(f"countdown: operators is {self.operators!r}; choose some of {OPERATORS}")
-        self.env()  # A wrong reward weight shows here.
         for split in set(SPLITS):
             self.row(split, 0)
 
     @property
     def reward_parts(self) -> Sequence[str]:
         """The parts that have a weight."""
-        return list(self.reward_weights)
+        return list(self._reward.weights)
 
     def row(self, split: str, index: int) -> Row:
         """Row `index` of a split. Raises ValueError on another split or a negative index."""
@@ -127,7 +107,7 @@ class CountdownTask:
         numbers, target = self._pair_of(split, random.Random(f"countdown/{split}/{index}"))
         question = f"{target} from {' '.join(map(str, numbers))}."
         row = {"id": f"countdown/{split}/{index}", "question": question, "numbers": numbers, "target": target}
-        return {**row, "operators": self.operators}
+        return {**row, "operators": self.config.operators}
 
     def size(self, split: str) -> int | None:
         """None: rows are procedural, though pairs come again."""
@@ -138,7 +118,7 @@ class CountdownTask:
         return ToolEnv(
             tools=[self._calculator],
             opening=qa.question_messages(SYSTEM),
-            reward=Reward(PARTS, self.reward_weights),
+            reward=self._reward,
             metrics=metrics,
             state_key=state_key,
         )
@@ -146,7 +126,7 @@ class CountdownTask:
     def expert(self, row: Row, seed: int) -> Expert:
         """Tries expressions in order, but for values seen before, with its flaws; equal seeds give equal decisions."""
         rng = random.Random(f"{row['id']}/expert/{seed}")
-        return _play(row, rng, self.hasty, self.stubborn).send  # type: ignore[return-value]
+        return _play(row, rng, self.config.hasty, self.config.stubborn).send  # type: ignore[return-value]
 
     def texts(self, count: int) -> Sequence[str]:
         """Questions, calls and results of training rows, one a text."""
@@ -154,14 +134,19 @@ class CountdownTask:
 
     def _pair_of(self, split: str, rng: random.Random) -> tuple[list[int], int]:
         for _ in range(MOST_DRAWS):
-            numbers = [rng.randint(1, self.largest) for _ in range(self.numbers)]
-            target = evaluate(_expression(numbers, self.operators, rng))
+            numbers = [rng.randint(1, self.config.largest) for _ in range(self.config.numbers)]
+            target = evaluate(_expression(numbers, self.config.operators, rng))
             if target >= 1 and target == int(target) and split_of(_pair(numbers, int(target))) == split:
                 return numbers, int(target)
         raise ValueError(
             f"countdown: {MOST_DRAWS} draws found no numbers and target for split {split!r}; raise numbers "
-            f"({self.numbers}) or largest ({self.largest}), or allow more operators ({self.operators})"
+            f"({self.config.numbers}) or largest ({self.config.largest}), or allow more operators "
+            f"({self.config.operators})"
         )
+
+    @functools.cached_property
+    def _reward(self) -> Reward:
+        return Reward(PARTS, dataclasses.asdict(self.config.rewards))
 
     @functools.cached_property
     def _calculator(self) -> Tool:
@@ -171,7 +156,7 @@ class CountdownTask:
         yield from [SYSTEM, NO_ACTION, *PARSE_MESSAGES.values()]
         for index in itertools.count():
             row = self.row("train", index)
-            expression = _expression(row["numbers"], self.operators, random.Random(row["id"]))
+            expression = _expression(row["numbers"], self.config.operators, random.Random(row["id"]))
             value = _value(expression)
             yield from [row["question"], _call(expression), value, f"{value} is not {row['target']}."]
             yield render_answer(expression)

@@ -25,7 +25,7 @@ from pydantic.dataclasses import dataclass
 from agentr1_jax.envs.base import Row
 from agentr1_jax.envs.registry import TaskContext, register
 from agentr1_jax.envs.tabular import Chance, Game
-from agentr1_jax.envs.tabular_task import GameRewards, TabularTask, check_rates
+from agentr1_jax.envs.tabular_task import GameRewards, TabularTask
 from agentr1_jax.validation import STRICT, Fraction
 
 MOVES = {"east": (0, 1), "south": (1, 0), "west": (0, -1), "north": (-1, 0)}
@@ -52,31 +52,18 @@ class FrozenLakeConfig:
 
 @register("frozenlake", FrozenLakeConfig)
 def make_frozenlake(config: FrozenLakeConfig, run: TaskContext) -> TabularTask:
-    """Make FrozenLake. Raises ValueError where the settings leave too few maps."""
-    settings = dataclasses.asdict(config)
-    return frozenlake_task(reward_weights=settings.pop("rewards"), **settings)
-
-
-def frozenlake_task(
-    *, size: int = 4, holes: float = 0.2, slip: float = 0.0, mistakes: float = 0.7, **options: Any
-) -> TabularTask:
-    """FrozenLake as a Task; the goal pays 1, and an episode ends there, in a hole, or by the budget.
-
-    Args:
-      size: cells of a side, 3 to 9.
-      holes: share of holes among all cells but the corners S and G; there is always a way.
-      slip: probability that a step slides to one of the two sides, each with half of it; Gymnasium's slippery lake has
-        2/3.
-      mistakes, options: see `TabularTask`.
+    """Make FrozenLake: the goal pays 1, and an episode ends there, in a hole, or by the budget.
 
     Raises:
-      ValueError: a setting is out of its range, or leaves too few maps.
+      ValueError: the settings leave too few maps.
     """
-    check_rates("frozenlake", holes=holes, slip=slip)
-    if not 3 <= size <= 9:
-        raise ValueError(f"frozenlake: size is {size}; it must be within 3 and 9")
-    draw = functools.partial(_draw, size=size, holes=holes)
-    return TabularTask("frozenlake", draw, functools.partial(game, slip=slip), mistakes, **options)
+    return TabularTask(
+        name="frozenlake",
+        draw=functools.partial(_draw, size=config.size, holes=config.holes),
+        game=functools.partial(game, slip=config.slip),
+        mistakes=config.mistakes,
+        reward_weights=dataclasses.asdict(config.rewards),
+    )
 
 
 def game(row: Row, *, slip: float) -> Game:

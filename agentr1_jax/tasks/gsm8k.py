@@ -7,10 +7,9 @@ import functools
 import gzip
 import itertools
 import json
-import os
 import re
 import zlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +23,6 @@ from agentr1_jax.envs.rewards import Part, Reward, Turn
 from agentr1_jax.envs.tool_env import ToolEnv
 from agentr1_jax.tasks import qa
 from agentr1_jax.text.tool_calls import render_answer, render_call
-from agentr1_jax.tools.base import Tool
 from agentr1_jax.tools.calculator import CalculatorTool
 from agentr1_jax.validation import STRICT
 
@@ -32,7 +30,6 @@ INSTRUCTION = (
     "Solve the problem with the help of the tool. When you know the result, give it as a plain number inside <answer> "
     "and </answer>, for example <answer> 42 </answer>."
 )
-DEFAULT_WEIGHTS: Mapping[str, float] = {"answer": 1.0, "format": 0.1}
 FILES = {"train": "train.jsonl.gz", "eval": "test.jsonl.gz"}
 CALCULATION = re.compile(r"<<([^<>=]+)=[^<>]*>>")
 NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)")
@@ -63,8 +60,7 @@ class Gsm8kConfig:
 @register("gsm8k", Gsm8kConfig)
 def make_gsm8k(config: Gsm8kConfig, run: TaskContext) -> Gsm8kTask:
     """Make GSM8K. Raises FileNotFoundError or ValueError where its data are missing or damaged."""
-    tool = CalculatorTool() if config.tool == "calculator" else run.make_tool(config.tool)
-    return Gsm8kTask(run.data_dir, tool, dataclasses.asdict(config.rewards), run.seed, run.wrap)
+    return Gsm8kTask(config, run)
 
 
 class Gsm8kTask:
@@ -73,32 +69,22 @@ class Gsm8kTask:
     Splits: `train`, and `eval`, which is GSM8K's test.
 
     Args:
-      data_dir: folder that holds `gsm8k/`; see `data_folder`.
-      tool: that helps; None for a calculator. It is one for all episodes, `wrap` included.
-      reward_weights: of `PARTS`; None for the defaults.
-      seed: of the order of training rows.
-      wrap: applied to the tool.
+      config: its keys.
+      run: what the run gives it.
 
     Raises:
       FileNotFoundError: the data are not there.
-      ValueError: an unknown part, or a line that is no problem with a result (the message names it).
+      ValueError: a line that is no problem with a result (the message names it).
     """
 
     name = "gsm8k"
 
-    def __init__(
-        self,
-        data_dir: str | os.PathLike[str] = "",
-        tool: Tool | None = None,
-        reward_weights: Mapping[str, float] | None = None,
-        seed: int = 0,
-        wrap: Callable[[Tool], Tool] = lambda tool: tool,
-    ) -> None:
-        self._reward = Reward(PARTS, DEFAULT_WEIGHTS if reward_weights is None else reward_weights)
-        folder = data_folder(data_dir) / "gsm8k"
+    def __init__(self, config: Gsm8kConfig, run: TaskContext) -> None:
+        self._reward = Reward(PARTS, dataclasses.asdict(config.rewards))
+        folder = data_folder(run.data_dir) / "gsm8k"
         problems = {split: read_problems(folder / file, split) for split, file in FILES.items()}
-        self._rows = FiniteRows(self.name, problems, seed)
-        self._tool = wrap(CalculatorTool() if tool is None else tool)
+        self._rows = FiniteRows(self.name, problems, run.seed)
+        self._tool = run.wrap(CalculatorTool() if config.tool == "calculator" else run.make_tool(config.tool))
 
     @property
     def reward_parts(self) -> Sequence[str]:

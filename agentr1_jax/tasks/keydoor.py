@@ -50,37 +50,22 @@ class KeyDoorConfig:
 
 @register("keydoor", KeyDoorConfig)
 def make_keydoor(config: KeyDoorConfig, run: TaskContext) -> TabularTask:
-    """Make KeyDoor. Raises ValueError where the budget ends an episode before the door."""
+    """Make KeyDoor, whose episodes have `rooms` + 2 steps.
+
+    Raises:
+      ValueError: the budget ends an episode before the door.
+    """
     steps = config.rooms + 2
     run.check_steps(
         steps, "keydoor", f"its door is {steps} steps away (task.keydoor.rooms + 2)", "lower task.keydoor.rooms"
     )
-    settings = dataclasses.asdict(config)
-    return keydoor_task(reward_weights=settings.pop("rewards"), **settings)
-
-
-def keydoor_task(
-    *, rooms: int = 5, key_count: int = 3, noise: float = 0.3, mistakes: float = 0.7, **options: Any
-) -> TabularTask:
-    """KeyDoor as a Task; an episode has `rooms` + 2 steps, and its rewards are those of `game`.
-
-    Args:
-      rooms: between the key and the door, at least 0.
-      key_count: in the first room, 2 to 10, one of which fits.
-      noise: a thing pays `WORTH` plus or minus this, with equal probability.
-      mistakes, options: see `TabularTask`.
-
-    Raises:
-      ValueError: a setting is out of its range.
-    """
-    if rooms < 0:
-        raise ValueError(f"keydoor: rooms is {rooms}; it must not be negative")
-    if not 2 <= key_count <= len(COLOURS):
-        raise ValueError(f"keydoor: key_count is {key_count}; it must be within 2 and {len(COLOURS)}")
-    if noise < 0:
-        raise ValueError(f"keydoor: noise is {noise}; it must not be negative")
-    draw = functools.partial(_draw, rooms=rooms, key_count=key_count)
-    return TabularTask("keydoor", draw, functools.partial(game, noise=noise), mistakes, **options)
+    return TabularTask(
+        name="keydoor",
+        draw=functools.partial(_draw, rooms=config.rooms, key_count=config.key_count),
+        game=functools.partial(game, noise=config.noise),
+        mistakes=config.mistakes,
+        reward_weights=dataclasses.asdict(config.rewards),
+    )
 
 
 def game(row: Row, *, noise: float) -> Game:

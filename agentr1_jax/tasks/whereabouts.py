@@ -23,7 +23,6 @@ from pydantic.dataclasses import dataclass
 
 from agentr1_jax.envs.base import SUMMARY_REQUEST, Action, Expert, Observation, Row, Transition
 from agentr1_jax.envs.registry import TaskContext, register
-from agentr1_jax.envs.tabular_task import check_rates
 from agentr1_jax.trajectory import Outcome
 from agentr1_jax.validation import STRICT, Count, Fraction
 
@@ -40,7 +39,6 @@ REMARKS = (
 RULES = "Reports follow of who goes where. At the end somebody will be asked for."
 GO_ON = "go on"
 LAST = "Where is {}?"
-REWARD_PARTS = ("answer", "summary")
 FACT = re.compile(r"([A-Z]\w*) (\w+)")
 
 
@@ -84,8 +82,7 @@ def make_whereabouts(config: WhereaboutsConfig, run: TaskContext) -> Whereabouts
     steps = config.reports + 1
     why = f"its question comes at step {steps} (task.whereabouts.reports + 1)"
     run.check_steps(steps, "whereabouts", why, "lower task.whereabouts.reports")
-    settings = dataclasses.asdict(config)
-    return WhereaboutsTask(reward_weights=settings.pop("rewards"), **settings)
+    return WhereaboutsTask(config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,47 +92,17 @@ class WhereaboutsTask:
     Everybody moves for the last time in a report that is uniform over all, so that old ones count as much as new ones.
 
     Attributes:
-      people: who moves, 2 to 12.
-      places: where they can be, 2 to 12.
-      reports: before the question.
-      moves: in each report, of people who move again later, if nobody moves in it for the last time.
-      forgets: probability that the expert's summary leaves out somebody whom it knows.
-      mistakes: probability that the expert answers with a place at random.
-      reward_weights: of `answer`, 1 for person and right place, and of `summary`, what each summary earns: the share of
-        those who were reported that it has where they are, less that of those whom it has elsewhere.
-
-    Raises:
-      ValueError: a setting is out of its range, or a weight has no part.
+      config: its keys.
     """
 
-    people: int = 6
-    places: int = 8
-    reports: int = 10
-    moves: int = 1
-    forgets: float = 0.25
-    mistakes: float = 0.1
-    reward_weights: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"answer": 1.0, "summary": 0.2})
-    name: str = "whereabouts"
+    config: WhereaboutsConfig
+    name: ClassVar[str] = "whereabouts"
     expert_writes_summaries: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_rates(self.name, forgets=self.forgets, mistakes=self.mistakes)
-        bounds = {"people": (2, len(PEOPLE)), "places": (2, len(PLACES)), "reports": (1, 64), "moves": (1, self.people)}
-        for field, (least, most) in bounds.items():
-            if not least <= getattr(self, field) <= most:
-                raise ValueError(
-                    f"whereabouts: {field} is {getattr(self, field)}; it must be within {least} and {most}"
-                )
-        if not set(self.reward_weights) <= set(REWARD_PARTS):
-            raise ValueError(
-                f"whereabouts: its reward parts are {', '.join(REWARD_PARTS)}; given are weights of "
-                f"{', '.join(self.reward_weights)}"
-            )
 
     @property
     def reward_parts(self) -> Sequence[str]:
         """The parts that have a weight."""
-        return list(self.reward_weights)
+        return list(dataclasses.asdict(self.config.rewards))
 
     def row(self, split: str, index: int) -> Row:
         """Row `index` of a split. Raises ValueError on another split or a negative index."""
@@ -143,18 +110,18 @@ class WhereaboutsTask:
             raise ValueError(f"whereabouts has no row {split!r} {index}; splits are dev, eval, train, rows start at 0")
         name = f"whereabouts/{split}/{index}"
         rng = random.Random(name)
-        people, places = PEOPLE[: self.people], PLACES[: self.places]
-        last = {who: rng.randrange(self.reports) for who in people}
+        people, places = PEOPLE[: self.config.people], PLACES[: self.config.places]
+        last = {who: rng.randrange(self.config.reports) for who in people}
         reports = []
-        for number in range(self.reports):
+        for number in range(self.config.reports):
             movers = [who for who in people if last[who] == number]
             later = [who for who in people if last[who] > number]
-            movers = movers or rng.sample(later, min(self.moves, len(later)))
+            movers = movers or rng.sample(later, min(self.config.moves, len(later)))
             reports.append({who: rng.choice(places) for who in rng.sample(movers, len(movers))})
         asked = rng.choice(people)
         remarks = [rng.choice(REMARKS) for _ in reports]
         row = {"id": name, "question": RULES, "reports": reports, "remarks": remarks, "asked": asked}
-        return {**row, "answers": [last_places(reports)[asked]], "age": self.reports - 1 - last[asked]}
+        return {**row, "answers": [last_places(reports)[asked]], "age": self.config.reports - 1 - last[asked]}
 
     def size(self, split: str) -> int | None:
         """None: rows are procedural."""
@@ -162,12 +129,12 @@ class WhereaboutsTask:
 
     def env(self) -> WhereaboutsEnv:
         """A fresh environment."""
-        return WhereaboutsEnv(self.reward_weights)
+        return WhereaboutsEnv(self.config.rewards)
 
     def expert(self, row: Row, seed: int) -> Expert:
         """Goes on, sums up and answers, with its flaws; equal seeds give equal decisions."""
         rng = random.Random(f"{row['id']}/expert/{seed}")
-        return _play(row, rng, self.forgets, self.mistakes, PLACES[: self.places]).send  # type: ignore[return-value]
+        return _play(row, rng, self.config.forgets, self.config.mistakes, PLACES[: self.config.places]).send  # type: ignore[return-value]
 
     def texts(self, count: int) -> Sequence[str]:
         """Stories of training rows, one a text: after each second report, who is where, a question and its answer."""
@@ -178,9 +145,9 @@ class WhereaboutsTask:
         for index in itertools.count():
             row, story = self.row("train", index), list[str]()
             rng = random.Random(f"{row['id']}/story")
-            for number in range(self.reports):
+            for number in range(self.config.reports):
                 story.append(report_text(row, number))
-                if number % 2 or number == self.reports - 1:
+                if number % 2 or number == self.config.reports - 1:
                     facts = last_places(row["reports"][: number + 1])
                     who = rng.choice(list(facts))
                     story += [facts_text(facts), LAST.format(who), facts_text({who: facts[who]})]
@@ -190,8 +157,8 @@ class WhereaboutsTask:
 class WhereaboutsEnv:
     """One episode: every response but the last is passed over, that one is the answer."""
 
-    def __init__(self, weights: Mapping[str, float]) -> None:
-        self._weights = weights
+    def __init__(self, rewards: WhereaboutsRewards) -> None:
+        self._rewards = rewards
         self._row: Row = {}
         self._shown, self._summaries, self._right = 0, list[float](), 0.0
 
@@ -207,7 +174,7 @@ class WhereaboutsEnv:
         if self._shown > len(reports):
             right = facts_text({self._row["asked"]: self._row["answers"][0]})
             self._right = float(action.text.strip().strip(".") == right)
-            parts = {"answer": self._weights.get("answer", 0.0) * self._right}
+            parts = {"answer": self._rewards.answer * self._right}
             return Transition(
                 None,
                 sum(parts.values()),
@@ -229,7 +196,7 @@ class WhereaboutsEnv:
         facts = last_places(self._row["reports"][: self._shown - 1])
         score = score_summary(text, facts)
         self._summaries.append(score)
-        return {"summary": self._weights.get("summary", 0.0) * score}
+        return {"summary": self._rewards.summary * score}
 
     def truncate(self) -> Mapping[str, float]:
         """`em`; `summary_score`, the mean score of the summaries, where some were written."""

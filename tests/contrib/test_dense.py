@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from encoders import checkpoint
+from plays import multihop_task
 from schedules import engine_of
 
 from agentr1_jax.agents.session import Identity
@@ -21,7 +22,6 @@ from agentr1_jax.envs.base import Action
 from agentr1_jax.envs.registry import call_directly
 from agentr1_jax.rollout.config import SamplingConfig
 from agentr1_jax.rollout.runner import TaskGroup, run_groups
-from agentr1_jax.tasks.multihop import MultihopTask
 from agentr1_jax.tools.config import ToolsConfig, wrap_tool
 from agentr1_jax.tools.metrics import ToolMetrics
 from agentr1_jax.tools.search import Passage, SearchTool
@@ -247,7 +247,7 @@ def test_a_rollout_searches_on_the_engines_thread(data_dir, tmp_path):
     """Real questions and passages, a random encoder on two devices, a random policy that the expert overrules."""
     embedders = []
 
-    def dense_over(corpus):
+    def dense_over(settings, corpus, top_k, dispatch):
         words = {word for p in corpus for word in f"{p.title} {p.text}".lower().split() if word.isalpha()}
         folder = checkpoint(tmp_path / "bert", words=words, num_hidden_layers=1)
         embedder = Embedder(folder, max_tokens=16, devices=jax.devices()[:2])
@@ -259,7 +259,7 @@ def test_a_rollout_searches_on_the_engines_thread(data_dir, tmp_path):
     engine, params = engine_of(3)
     engine.reset_counters()
     wrap = functools.partial(wrap_tool, config=ToolsConfig(), metrics=ToolMetrics())
-    task = MultihopTask(data_dir, corpus="mini", top_k=3, retriever_factory=dense_over, wrap=wrap)
+    task = multihop_task(data_dir, corpus="mini", top_k=3, make_retriever=dense_over, wrap=wrap)
     assert len(task.retriever.corpus) == len(task.corpus)  # Made before the engine runs: it uses its devices.
     groups = [
         TaskGroup(task.row("train", i), [Identity(f"t/{i}/{k}", i, k, task.name, 10 * i + k) for k in range(2)])

@@ -20,13 +20,12 @@ from agentr1_jax.contrib.http_env.server import Refusal, Service, make_server
 from agentr1_jax.envs.base import Action, Observation, Task, Transition
 from agentr1_jax.errors import RetryableError, UserError
 from agentr1_jax.http import HttpError, request
-from agentr1_jax.tasks.frozenlake import frozenlake_task
-from agentr1_jax.tasks.hopworld.task import HopWorldTask
+from agentr1_jax.tasks import make_task
 from agentr1_jax.trajectory import Outcome
 from configs import base, frozenlake
 from experiments import circle, tasks
 
-LAKE = frozenlake_task(slip=0.2)
+LAKE = make_task("frozenlake", slip=0.2)
 
 
 @contextlib.contextmanager
@@ -121,7 +120,7 @@ def test_episodes_over_http_are_those_of_the_task_itself():
 
 
 def test_an_episode_with_tools_is_recorded_alike():
-    world = HopWorldTask(flaws={})
+    world = make_task("hopworld", flaws={})
 
     def record(task):
         row = task.row("train", 0)

@@ -20,7 +20,7 @@ from agentr1_jax.agents.session import Identity
 from agentr1_jax.rollout.config import EngineConfig, SamplingConfig
 from agentr1_jax.rollout.engine import Engine
 from agentr1_jax.rollout.runner import TaskGroup, run_groups
-from agentr1_jax.tasks.hopworld import HopWorldTask
+from agentr1_jax.tasks import make_task
 from agentr1_jax.text.chat import chat_format
 from agentr1_jax.text.sentencepiece import train_sentencepiece
 from agentr1_jax.text.tokenizer import load_tokenizer
@@ -184,7 +184,7 @@ def test_a_window_keeps_the_sampled_ids_too():
 
 
 def test_fault_1_in_hopworld_trained_ids_are_the_sampled_ids(tmp_path):
-    task = HopWorldTask()
+    task = make_task("hopworld")
     train_sentencepiece(task.texts(60), tmp_path / "hopworld.model", vocab_size=700)
     tokenizer = load_tokenizer(str(tmp_path / "hopworld.model"))
     chat = chat_format(tokenizer)

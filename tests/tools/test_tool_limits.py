@@ -17,7 +17,7 @@ from tool_doubles import (
 )
 
 from agentr1_jax.errors import UserError
-from agentr1_jax.tasks.hopworld.task import HopWorldTask
+from agentr1_jax.tasks import make_task
 from agentr1_jax.tools import base
 from agentr1_jax.tools.base import failure
 from agentr1_jax.tools.config import ToolsConfig, wrap_tool
@@ -133,7 +133,7 @@ def test_the_episodes_of_a_world_share_one_wrapped_tool():
         made.append(Measured(tool, ToolMetrics()))
         return made[-1]
 
-    task = HopWorldTask(wrap=wrap)
+    task = make_task("hopworld", wrap=wrap)
     rows = [task.row("train", n) for n in (0, 1, task.questions_per_world)]
     offered = []
     for row in rows:

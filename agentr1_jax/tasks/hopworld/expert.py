@@ -7,26 +7,34 @@ import random
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
+from pydantic.dataclasses import dataclass
+
 from agentr1_jax.envs.base import Expert, Row
 from agentr1_jax.tasks.hopworld.questions import RELATIONS
 from agentr1_jax.tasks.hopworld.world import world
 from agentr1_jax.text.tool_calls import render_answer, render_call
+from agentr1_jax.validation import STRICT, Fraction
 
-FLAWS: Mapping[str, float] = {
-    # Answers with what is at hand instead of one more lookup: the entity just found, the first one named, or `no`.
-    "bridge_answer": 0.52,
-    # Asks the present subject for what only the next one can tell.
-    "skip_hop": 0.06,
-    # Sends a query again whose result is already there.
-    "repeat_query": 0.06,
-    # Forgets a brace of the call.
-    "malformed_call": 0.06,
-}
-NO_FLAWS: Mapping[str, float] = dict.fromkeys(FLAWS, 0.0)
+
+@dataclass(frozen=True, config=STRICT)
+class Flaws:
+    """Rates of the expert's flawed decisions: probabilities, for each lookup of a question."""
+
+    bridge_answer: Fraction = 0.52
+    """answers with what is at hand instead of one more lookup: the entity just found, the first one named, or `no`"""
+    skip_hop: Fraction = 0.06
+    """asks the present subject for what only the next one can tell"""
+    repeat_query: Fraction = 0.06
+    """sends a query again whose result is already there"""
+    malformed_call: Fraction = 0.06
+    """forgets a brace of the call"""
+
+
+NO_FLAWS = Flaws(bridge_answer=0.0, skip_hop=0.0, repeat_query=0.0, malformed_call=0.0)
 GIVE_UP = "unknown"
 
 
-def expert(row: Row, rng: random.Random, flaws: Mapping[str, float]) -> Expert:
+def expert(row: Row, rng: random.Random, flaws: Flaws) -> Expert:
     """An expert for one episode on `row`; each rate of `flaws` is a probability for each lookup of the plan.
 
     It knows which lookups to make, but reads a value only from a passage that it was really shown.
@@ -49,11 +57,12 @@ def query_variants(hop: Mapping[str, Any]) -> list[str]:
     return [RELATIONS[hop["relation"]].query.format(hop["subject"]), f"page about {hop['subject']}"]
 
 
-def _play(row: Row, rng: random.Random, flaws: Mapping[str, float]) -> Generator[str, str | None, None]:
+def _play(row: Row, rng: random.Random, flaws: Flaws) -> Generator[str, str | None, None]:
     plan: Sequence[Mapping[str, Any]] = row["plan"]
     passages = {passage.id: passage for passage in world(row["world"]).passages}
+    rates = (flaws.bridge_answer, flaws.skip_hop, flaws.repeat_query, flaws.malformed_call)
     for hop, after in itertools.zip_longest(plan, plan[1:]):
-        bridge_answer, skip_hop, repeat_query, malformed_call = (rng.random() < flaws[name] for name in FLAWS)
+        bridge_answer, skip_hop, repeat_query, malformed_call = (rng.random() < rate for rate in rates)
         if bridge_answer and hop["hasty"] is not None:
             yield from _insist(hop["hasty"])
         queries = query_variants(hop)

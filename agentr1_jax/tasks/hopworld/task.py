@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
 
 from pydantic.dataclasses import dataclass
 
@@ -22,27 +21,12 @@ from agentr1_jax.tasks.hopworld.world import retriever, search_tool, world, worl
 from agentr1_jax.text.tool_calls import PARSE_MESSAGES, render_answer
 from agentr1_jax.tools.base import Tool
 from agentr1_jax.tools.search import EMPTY_RESULT
-from agentr1_jax.validation import STRICT, Count, Fraction
+from agentr1_jax.validation import STRICT, Count
 
 SPLITS = {"train": SHARES, "eval": SHARES, "dev": SHARES, "practice": PRACTICE_SHARES}
 SYSTEM = "Search, then answer."
 # Little of many worlds, so that sample texts hold every name often.
 _PASSAGES_OF_A_WORLD, _ROWS_OF_A_WORLD = 120, 4
-DEFAULT_WEIGHTS = {"answer": 1.0, "format": 0.1, "gold_passage": 0.1, "repeated_query": -0.05}
-
-
-@dataclass(frozen=True, config=STRICT)
-class Flaws:
-    """Rates of the expert's flawed decisions, for each lookup of a question."""
-
-    bridge_answer: Fraction = 0.52
-    """answers with what is at hand instead of one more lookup"""
-    skip_hop: Fraction = 0.06
-    """asks the present subject for what only the next one can tell"""
-    repeat_query: Fraction = 0.06
-    """sends a query again"""
-    malformed_call: Fraction = 0.06
-    """forgets a brace of the call"""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -53,7 +37,7 @@ class HopWorldConfig:
     """passages that a search returns"""
     questions_per_world: Count = 16
     """questions asked of one world, one after another"""
-    flaws: Flaws = Flaws()
+    flaws: experts.Flaws = experts.Flaws()
     """rates of the expert's flawed decisions"""
     rewards: qa.QaRewards = qa.QaRewards()
     """weights of the reward parts"""
@@ -62,8 +46,7 @@ class HopWorldConfig:
 @register("hopworld", HopWorldConfig)
 def make_hopworld(config: HopWorldConfig, run: TaskContext) -> HopWorldTask:
     """Make HopWorld."""
-    settings = dataclasses.asdict(config)
-    return HopWorldTask(reward_weights=settings.pop("rewards"), wrap=run.wrap, **settings)
+    return HopWorldTask(config, run.wrap)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,45 +58,26 @@ class HopWorldTask:
     names, words to repeat, years to compare; in training worlds, by an expert that never errs).
 
     Attributes:
-      top_k: passages that one search returns.
-      questions_per_world: rows of one world follow each other, so that a batch needs few worlds.
-      flaws: rates of the expert's flaws that differ from `expert.FLAWS`; `NO_FLAWS` makes it perfect.
-      reward_weights: weights of `qa.PARTS`.
-      wrap: applied to every tool of an environment, once per tool (e.g. limits of time and size).
+      config: its keys.
+      wrap: puts the run's limits around every tool of an environment, once per tool.
     """
 
-    name: str = "hopworld"
-    top_k: int = 3
-    questions_per_world: int = 16
-    flaws: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    reward_weights: Mapping[str, float] = dataclasses.field(default_factory=lambda: dict(DEFAULT_WEIGHTS))
+    config: HopWorldConfig
     wrap: Callable[[Tool], Tool] = lambda tool: tool
-
-    def __post_init__(self) -> None:
-        for field in ("top_k", "questions_per_world"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"hopworld: {field} is {getattr(self, field)}; it must be at least 1")
-        for flaw, rate in self.flaws.items():
-            if flaw not in experts.FLAWS:
-                near = difflib.get_close_matches(flaw, experts.FLAWS, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else "."
-                raise ValueError(f"hopworld: unknown flaw {flaw!r}{hint} Flaws are {sorted(experts.FLAWS)}")
-            if not 0 <= rate <= 1:
-                raise ValueError(f"hopworld: the rate of flaw {flaw!r} is {rate}; it must be within 0 and 1")
-        self.env()  # a wrong reward weight shows here, not in the first episode
+    name: ClassVar[str] = "hopworld"
 
     @property
     def reward_parts(self) -> Sequence[str]:
         """The parts that have a weight."""
-        return list(self.reward_weights)
+        return list(self._weights)
 
     def row(self, split: str, index: int) -> Row:
         """Row `index` of a split. Raises ValueError on another split or a negative index."""
         if split not in SPLITS or index < 0:
             raise ValueError(f"hopworld has no row {split!r} {index}; splits are {list(SPLITS)}, rows start at 0")
-        number, slot = divmod(index, self.questions_per_world)
+        number, slot = divmod(index, self.config.questions_per_world)
         key = world_key(split, number)
-        draft = _questions(key, split, self.questions_per_world)[slot]
+        draft = _questions(key, split, self.config.questions_per_world)[slot]
         return {"id": f"hopworld/{split}/{index}", "world": key, **draft}
 
     def size(self, split: str) -> int | None:
@@ -123,20 +87,24 @@ class HopWorldTask:
     def env(self) -> ToolEnv:
         """A fresh environment with one search tool over the row's world."""
         return qa.search_env(
-            tools=lambda row: [_tool(row["world"], self.top_k, self.wrap)],
-            weights=self.reward_weights,
+            tools=lambda row: [_tool(row["world"], self.config.top_k, self.wrap)],
+            weights=self._weights,
             system=SYSTEM,
         )
 
     def expert(self, row: Row, seed: int) -> Expert:
         """A flawed expert, flawless on practice rows; equal seeds give equal decisions."""
         practice = row["world"].startswith("practice/")
-        flaws = experts.NO_FLAWS if practice else {**experts.FLAWS, **self.flaws}
+        flaws = experts.NO_FLAWS if practice else self.config.flaws
         return experts.expert(row, random.Random(f"hopworld/expert/{row['id']}/{seed}"), flaws)
 
     def texts(self, count: int) -> Sequence[str]:
         """Questions, calls, results and answers of training worlds, one a text, as episodes show them."""
         return list(itertools.islice(self._texts(), count))
+
+    @functools.cached_property
+    def _weights(self) -> dict[str, float]:
+        return dataclasses.asdict(self.config.rewards)
 
     def _texts(self) -> Iterator[str]:
         yield from [SYSTEM, NO_ACTION, EMPTY_RESULT, *PARSE_MESSAGES.values()]
@@ -145,17 +113,17 @@ class HopWorldTask:
             key = world_key(split, number)
             lines = [passage.line for passage in world(key).passages[:_PASSAGES_OF_A_WORLD]]
             # Searches alone would show some names too rarely for a piece of their own.
-            yield from ("\n".join(lines[i : i + self.top_k]) for i in range(0, len(lines), self.top_k))
-            for slot in range(min(_ROWS_OF_A_WORLD, self.questions_per_world)):
-                yield from self._episode(self.row(split, number * self.questions_per_world + slot))
+            yield from ("\n".join(lines[i : i + self.config.top_k]) for i in range(0, len(lines), self.config.top_k))
+            for slot in range(min(_ROWS_OF_A_WORLD, self.config.questions_per_world)):
+                yield from self._episode(self.row(split, number * self.config.questions_per_world + slot))
 
     def _episode(self, row: Row) -> Iterator[str]:
         yield row["question"]
         for hop in row["plan"]:
             query = experts.query_variants(hop)[0]
             yield experts.call_text(query)
-            (hits,) = retriever(row["world"]).search([query], self.top_k)
-            yield search_tool(row["world"], self.top_k).result(hits).content
+            (hits,) = retriever(row["world"]).search([query], self.config.top_k)
+            yield search_tool(row["world"], self.config.top_k).result(hits).content
         yield f"{row['thought']}{render_answer(row['answers'][0])}"
 
 

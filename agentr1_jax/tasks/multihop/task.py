@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Literal
 
 from absl import logging
@@ -17,14 +17,14 @@ from agentr1_jax.envs.base import Expert, Row
 from agentr1_jax.envs.datasets import data_folder, shuffled_row
 from agentr1_jax.envs.mixture import draw, draw_offsets, normalise_weights, parse_weights
 from agentr1_jax.envs.registry import TaskContext, register
-from agentr1_jax.envs.tool_env import OnParseFailure, ToolEnv
+from agentr1_jax.envs.tool_env import ToolEnv
 from agentr1_jax.tasks import qa
 from agentr1_jax.tasks.multihop import reading, splits
 from agentr1_jax.tasks.multihop.expert import expert
 from agentr1_jax.tasks.multihop.reading import Files
 from agentr1_jax.tasks.multihop.rows import DATASETS, known
 from agentr1_jax.tools.base import Tool
-from agentr1_jax.tools.search import BM25, Corpus, Passage, Retriever, SearchTool
+from agentr1_jax.tools.search import BM25, Passage, Retriever, SearchTool
 from agentr1_jax.tools.search.tool import check_shown
 from agentr1_jax.validation import STRICT, Count, Positive, Whole
 
@@ -33,8 +33,6 @@ INSTRUCTION = (
     "Search as often as you need. When you know the answer, give it inside <answer> and </answer>, as short as "
     "possible, for example <answer> Paris </answer>."
 )
-DEFAULT_WEIGHTS: Mapping[str, float] = {"answer": 1.0, "format": 0.1}
-NO_FILES = Files()
 MIXTURE = "task.multihop.mixture"
 RETRIEVER_KEYS = {
     "bm25": ("index",),
@@ -139,30 +137,7 @@ class MultihopConfig:
 @register("multihop", MultihopConfig)
 def make_multihop(config: MultihopConfig, run: TaskContext) -> MultihopTask:
     """Make the task of real questions. Raises UserError, or what `MultihopTask` raises."""
-    files = (tuple(_paths(paths, run.data_dir)) for paths in dataclasses.astuple(config.files))
-    factory: Callable[[Corpus], Retriever] = BM25
-    if run.make_retriever is not None:
-        make, dispatch = run.make_retriever, run.dispatch
-        factory = lambda corpus: make(config.retriever, corpus, config.top_k, dispatch)  # noqa: E731
-    task = MultihopTask(
-        data_dir=run.data_dir,
-        datasets=config.datasets,
-        eval_datasets=config.eval_datasets or None,
-        corpus=config.corpus,
-        files=Files(*files),
-        mixture=config.mixture,
-        held_out=config.held_out,
-        held_out_datasets=config.held_out_datasets,
-        instruction=config.instruction,
-        top_k=config.top_k,
-        passage_characters=config.passage_characters,
-        retriever_factory=factory,
-        reward_weights=dataclasses.asdict(config.rewards) if config.reward == "weighted" else None,
-        reward=config.reward,
-        reward_functions=config.reward_functions,
-        seed=run.seed,
-        wrap=run.wrap,
-    )
+    task = MultihopTask(config, run)
     if not task.corpus and config.retriever.kind != "http":
         raise ValueError(
             f"the question files bring no passages, and task.multihop.retriever.kind {config.retriever.kind!r} has to "
@@ -182,91 +157,46 @@ class MultihopTask:
     """The Task of answering real multi-hop questions by search.
 
     Splits: `train`; `eval`, all dev questions chosen; `eval/<data set>`, those of one; `held_out`, training questions
-    kept for testing. Training questions that equal one of `eval` or `held_out`, in id or (after SQuAD's normalisation)
-    in text, are kept out of training.
+    for testing. Training questions that equal one of `eval` or `held_out`, in id or (after SQuAD's normalisation) in
+    text, are left out of training.
 
     Args:
-      data_dir: folder that holds `multihop/`; see `data_folder`.
-      datasets: where training and, by default, evaluation questions come from.
-      eval_datasets: where evaluation questions come from, e.g. with `musique` for a test out of domain.
-      corpus: `full`, the merged passages of all data sets named; or `mini`, 160 questions over 1,890 passages.
-      files: read in place of the data folder's questions (whatever their data sets are), and further passages.
-      mixture: weights of the data sets among the training rows, e.g. `("hotpotqa(weight=1)", "musique(weight=2)")`;
-        empty for weights by size. See `mixture.draw`.
-      held_out: questions of each data set in `held_out_datasets` that are the split `held_out`.
-      held_out_datasets: empty for all training data sets.
-      instruction: what follows the question in the prompt; "" for `INSTRUCTION`.
-      top_k: passages per search.
-      passage_characters: longest text of a passage in a result; 0 for no limit.
-      retriever_factory: makes the retriever of the search corpus, when it is first needed.
-      reward_weights: weights of `envs.qa.PARTS`; None for the defaults.
-      reward: `weighted` or `agentr1_v1`, whose weights are fixed; see `qa.make_reward`.
-      reward_functions: functions of the user that are paid too; see `envs.reward_functions`.
-      seed: of the order of training rows.
-      on_parse_failure: see `ToolEnv`.
-      wrap: applied to the search tool that environments offer (e.g. limits of time and size).
+      config: its keys.
+      run: what the run gives it.
 
     Attributes:
-      corpus: the passages that are searched; those of equal title and text have one id.
+      corpus: passages that are searched; those of equal title and text have one id.
       counts: for `train` and `eval`, what was left out or missing, and how often; see docs/data.md.
 
     Raises:
       FileNotFoundError: the data are not there.
-      ValueError: an unknown data set, part or key, a split without questions, or a damaged file (the message names the
-        line).
+      ValueError: an unknown data set, a split without questions, or a damaged file (the message names the line).
     """
 
     name = "multihop"
 
-    def __init__(
-        self,
-        data_dir: str | os.PathLike[str] = "",
-        datasets: Sequence[str] = ("hotpotqa", "2wikimultihopqa"),
-        eval_datasets: Sequence[str] | None = None,
-        corpus: Literal["full", "mini"] = "full",
-        files: Files = NO_FILES,
-        mixture: Sequence[str] = (),
-        held_out: int = 0,
-        held_out_datasets: Sequence[str] = (),
-        instruction: str = "",
-        top_k: int = 5,
-        passage_characters: int = 0,
-        retriever_factory: Callable[[Corpus], Retriever] = BM25,
-        reward_weights: Mapping[str, float] | None = None,
-        reward: qa.Scheme = "weighted",
-        reward_functions: Sequence[str] = (),
-        seed: int = 0,
-        on_parse_failure: OnParseFailure = "observe",
-        wrap: Callable[[Tool], Tool] = lambda tool: tool,
-    ) -> None:
-        if corpus not in ("full", "mini"):
-            raise ValueError(f"corpus is {corpus!r}; choose 'full' or 'mini'")
-        check_shown(top_k, passage_characters)  # Before much is read; the search tool is made later.
-        named = {"train": tuple(datasets), "eval": tuple(datasets if eval_datasets is None else eval_datasets)}
+    def __init__(self, config: MultihopConfig, run: TaskContext) -> None:
+        check_shown(config.top_k, config.passage_characters)  # Before much is read; the search tool is made later.
+        named = {"train": config.datasets, "eval": config.eval_datasets or config.datasets}
         for dataset in itertools.chain(*named.values()):
             known(dataset, DATASETS, "data set")
-        weights = DEFAULT_WEIGHTS if reward_weights is None and reward == "weighted" else reward_weights
-        self._reward = qa.make_reward(weights or {}, reward, reward_functions)
-        found = reading.load(lambda: data_folder(data_dir) / "multihop", named, corpus == "mini", files)
+        paid = dataclasses.asdict(config.rewards) if config.reward == "weighted" else {}
+        self._reward = qa.make_reward(paid, config.reward, config.reward_functions)
+        files = Files(*(tuple(_paths(paths, run.data_dir)) for paths in dataclasses.astuple(config.files)))
+        found = reading.load(lambda: data_folder(run.data_dir) / "multihop", named, config.corpus == "mini", files)
         splits.check(found.questions, found.corpus)
-        self._splits, kept_out = splits.divide(found.questions, held_out, held_out_datasets)
+        self._splits, left_out = splits.divide(found.questions, config.held_out, config.held_out_datasets)
         for split in named:
             if not self._splits[split]:
-                raise ValueError(f"no {split} questions {reading.origin(split, named, files, corpus)}")
+                raise ValueError(f"no {split} questions {reading.origin(split, named, files, config.corpus)}")
         self.corpus = found.corpus
-        self.counts = {**found.counts, "train": {**found.counts["train"], splits.KEPT_OUT: kept_out}}
+        self.counts = {**found.counts, "train": {**found.counts["train"], splits.KEPT_OUT: left_out}}
         self._documents = found.documents
         self._train = splits.by_dataset(self._splits["train"])
-        self._shares = normalise_weights(
-            _weights(mixture, {name: len(rows) for name, rows in self._train.items()}), MIXTURE
-        )
-        self._offsets = draw_offsets(len(self._shares), seed)
-        self._opening = functools.partial(opening, instruction=instruction or INSTRUCTION)
-        self._retriever_factory = retriever_factory
-        self._top_k, self._passage_characters = top_k, passage_characters
-        self._seed = seed
-        self._on_parse_failure = on_parse_failure
-        self._wrap = wrap
+        weights = _weights(config.mixture, {name: len(rows) for name, rows in self._train.items()})
+        self._shares = normalise_weights(weights, MIXTURE)
+        self._offsets = draw_offsets(len(self._shares), run.seed)
+        self._config, self._run = config, run
         self._log()
 
     @property
@@ -292,7 +222,7 @@ class MultihopTask:
             return self._splits[split][index % len(self._splits[split])]
         k, number = draw(list(self._shares.values()), self._offsets, index)
         rows = self._train[list(self._shares)[k]]
-        return shuffled_row(rows, number, self._seed, 2, k)
+        return shuffled_row(rows, number, self._run.seed, 2, k)
 
     def size(self, split: str) -> int:
         """Number of questions of a split."""
@@ -302,11 +232,10 @@ class MultihopTask:
         """A fresh environment; all share one search index."""
         return ToolEnv(
             tools=[self._tool],
-            opening=self._opening,
+            opening=functools.partial(opening, instruction=self._config.instruction or INSTRUCTION),
             reward=self._reward,
             metrics=qa.metrics,
             state_key=qa.state_key,
-            on_parse_failure=self._on_parse_failure,
         )
 
     def expert(self, row: Row, seed: int) -> Expert:
@@ -325,16 +254,19 @@ class MultihopTask:
     @functools.cached_property
     def retriever(self) -> Retriever:
         """The retriever, built where first needed: indexing 43,000 passages takes 3 s."""
-        return self._retriever_factory(self.corpus)
+        if self._run.make_retriever is None:
+            return BM25(self.corpus)
+        config = self._config
+        return self._run.make_retriever(config.retriever, self.corpus, config.top_k, self._run.dispatch)
 
     @functools.cached_property
     def search(self) -> SearchTool:
         """The search tool without its wrappers."""
-        return SearchTool(self.retriever, self._top_k, self._passage_characters)
+        return SearchTool(self.retriever, self._config.top_k, self._config.passage_characters)
 
     @functools.cached_property
     def _tool(self) -> Tool:
-        return self._wrap(self.search)
+        return self._run.wrap(self.search)
 
     @functools.cached_property
     def _passages(self) -> Mapping[str, Passage]:

@@ -9,9 +9,10 @@ import json
 import hypothesis
 import hypothesis.strategies as st
 import pytest
+from plays import multihop_task
 
 from agentr1_jax.tasks import qa
-from agentr1_jax.tasks.multihop import Files, MultihopTask, read_source
+from agentr1_jax.tasks.multihop import read_source
 from agentr1_jax.tasks.multihop.originals import context_passage, read_aliases
 from agentr1_jax.tools import records
 from agentr1_jax.tools.search import read_corpus
@@ -352,7 +353,7 @@ def test_passages_of_equal_title_and_text_have_one_id(tmp_path):
     twin = save(tmp_path / "twin.jsonl", [{"id": "d1", "title": "Steven", "text": "Born in Ohio."}])
     train = save(tmp_path / "train.jsonl", [house(0, gold_ids=["d1", "c2"]), house(1, gold_ids=["d1", "c1"])])
     dev = save(tmp_path / "dev.jsonl", [house(5, gold_ids=["c1"])])
-    task = MultihopTask(files=Files([train], [dev], [first, twin]))
+    task = multihop_task("", files={"train": [train], "eval": [dev], "corpus": [first, twin]})
     assert [p.id for p in task.corpus] == ["c1", "c2", "c1"]
     rows = {task.row("train", i)["id"]: task.row("train", i)["gold_ids"] for i in range(2)}
     assert rows == {"q0": ["c1", "c2"], "q1": ["c1"]} and task.row("eval", 0)["gold_ids"] == ["c1"]
@@ -389,7 +390,7 @@ def test_whatever_the_bytes_are_the_place_is_named(tmp_path_factory, noise, wher
 def test_a_task_of_original_files(tmp_path):
     train = save(tmp_path / "hotpot_train_v1.1.json", [hotpot(i) for i in range(4)], array=True)
     dev = save(tmp_path / "musique_ans_v1.0_dev.jsonl", [musique(i) for i in range(5, 8)])
-    task = MultihopTask(tmp_path / "none", files=Files(train=[train], eval=[dev]), held_out=1)
+    task = multihop_task(tmp_path / "none", files={"train": [train], "eval": [dev]}, held_out=1)
     assert (task.size("train"), task.size("held_out"), task.size("eval/musique")) == (3, 1, 3)
     # Two paragraphs are the same in both files; `Jaws` is longer in HotpotQA.
     assert sorted(p.title for p in task.corpus) == ["Jaws", "Jaws", "Rex", "Steven"]
@@ -397,9 +398,9 @@ def test_a_task_of_original_files(tmp_path):
     assert titles == ["Jaws", "Rex", "Steven"]
     assert {task.row("train", i)["id"] for i in range(3)} < {f"h{i}" for i in range(4)}
     with pytest.raises(ValueError, match=r"musique_ans_v1\.0_dev\.jsonl, line 1: a question of MuSiQue's dev"):
-        MultihopTask(files=Files(train=[dev], eval=[train]))
+        multihop_task("", files={"train": [dev], "eval": [train]})
     latest = save(tmp_path / "latest_musique.jsonl", [musique(i) for i in range(3)])
-    assert MultihopTask(files=Files(train=[latest], eval=[dev])).size("train") == 3
+    assert multihop_task("", files={"train": [latest], "eval": [dev]}).size("train") == 3
 
 
 def test_passages_that_a_named_corpus_has_take_its_ids(tmp_path):
@@ -408,22 +409,22 @@ def test_passages_that_a_named_corpus_has_take_its_ids(tmp_path):
     assert len(read_corpus(corpus)) == 2
     train = save(tmp_path / "train.json", [hotpot(i) for i in range(2)], array=True)
     dev = save(tmp_path / "dev.json", [wiki(7)], array=True)
-    task = MultihopTask(files=Files([train], [dev], [corpus]))
+    task = multihop_task("", files={"train": [train], "eval": [dev], "corpus": [corpus]})
     assert [p.id for p in task.corpus][:2] == ["c1", "c2"] and len(task.corpus) == 4
     assert task.row("train", 0)["gold_ids"][0] == "c1" and task.row("eval", 0)["gold_ids"][0] == "c1"
     other = save(tmp_path / "other.jsonl", [{"id": "c1", "title": "Another", "text": "z"}])
     with pytest.raises(ValueError, match="the id 'c1' stands for two passages, 'Steven' and 'Another'"):
-        MultihopTask(files=Files([train], [dev], [corpus, other]))
+        multihop_task("", files={"train": [train], "eval": [dev], "corpus": [corpus, other]})
 
 
 def test_rows_without_passages_take_the_named_corpus(tmp_path):
     train = save(tmp_path / "train.jsonl", [verl(i) for i in range(3)])
     dev = save(tmp_path / "dev.jsonl", [verl(i, extra={"split": "dev", "gold_ids": ["c1"]}) for i in range(5, 7)])
     corpus = save(tmp_path / "corpus.jsonl", [{"id": "c1", "title": "a", "text": "b"}])
-    task = MultihopTask(files=Files([train], [dev], [corpus]))
+    task = multihop_task("", files={"train": [train], "eval": [dev], "corpus": [corpus]})
     assert task.counts["train"]["gold_unknown"] == 3 and "- a: b" in task.texts(9)
     with pytest.raises(ValueError, match=r"no train questions in .*train\.jsonl"):
-        MultihopTask(files=Files([train], [train], [corpus]))
+        multihop_task("", files={"train": [train], "eval": [train], "corpus": [corpus]})
 
 
 def test_original_files_made_of_real_questions_give_the_same_task(data_dir, tmp_path):

@@ -17,14 +17,12 @@ from agentr1_jax.envs.base import Action, summary_rewards
 from agentr1_jax.envs.mixture import MixtureTask
 from agentr1_jax.envs.registry import TASKS
 from agentr1_jax.errors import UserError
-from agentr1_jax.tasks.countdown import CountdownTask
-from agentr1_jax.tasks.keydoor import keydoor_task
-from agentr1_jax.tasks.whereabouts import WhereaboutsTask
+from agentr1_jax.tasks import make_task
 from configs import base, countdown, keydoor, whereabouts
 from experiments import checks, circle, tasks
 
 EVEN = ("countdown(weight=1)", "keydoor(weight=1)")
-PARTS = {"countdown": CountdownTask(), "keydoor": keydoor_task()}
+PARTS = {"countdown": make_task("countdown"), "keydoor": make_task("keydoor")}
 
 
 def test_rows_come_by_weight_and_each_task_has_its_own_order():
@@ -113,7 +111,7 @@ def test_a_task_with_names_of_its_own_is_no_mixture():
 
 
 def test_summaries_are_judged_by_the_task_of_their_row():
-    both = {"whereabouts": WhereaboutsTask(), "keydoor": keydoor_task()}
+    both = {"whereabouts": make_task("whereabouts"), "keydoor": make_task("keydoor")}
     task = MixtureTask(both, ("whereabouts(weight=1)", "keydoor(weight=1)"))
 
     async def judge(split):
@@ -145,7 +143,7 @@ def test_experts_that_cannot_sum_up_are_not_imitated_where_they_would_have_to():
 GUESS = """
 from pydantic.dataclasses import dataclass
 from agentr1_jax.envs.registry import register
-from agentr1_jax.tasks.keydoor import keydoor_task
+from agentr1_jax.tasks import make_task
 from agentr1_jax.validation import STRICT, Count
 
 @dataclass(frozen=True, config=STRICT)
@@ -154,7 +152,7 @@ class Mine:
 
 @register("mine", Mine)
 def mine(config, run):
-    return keydoor_task(rooms=config.rooms)
+    return make_task("keydoor", rooms=config.rooms)
 """
 
 

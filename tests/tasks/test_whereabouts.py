@@ -16,14 +16,15 @@ from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.envs.base import Action, Task
 from agentr1_jax.errors import UserError
-from agentr1_jax.tasks.whereabouts import PLACES, WhereaboutsTask, facts_text, last_places, report_text, score_summary
+from agentr1_jax.tasks import make_task
+from agentr1_jax.tasks.whereabouts import PLACES, facts_text, last_places, report_text, score_summary
 from agentr1_jax.text.chat import chat_format
 from agentr1_jax.trajectory import Budget, Outcome
 from configs import whereabouts
-from experiments.tasks import make_task
+from experiments import tasks
 
-TASK = WhereaboutsTask()
-PERFECT = WhereaboutsTask(forgets=0.0, mistakes=0.0)
+TASK = make_task("whereabouts")
+PERFECT = make_task("whereabouts", forgets=0.0, mistakes=0.0)
 LIMITS = {"response_tokens": 200, "observation_tokens": 400, "context_tokens": 9000, "trajectory_tokens": 90_000}
 REPORTS = [{"Ann": "mill", "Bob": "barn"}, {"Cid": "lake", "Ann": "pond"}]
 
@@ -135,9 +136,9 @@ def test_the_expert_forgets_and_guesses_at_its_rates():
     def mean(task, metric):
         return np.mean([played(task, task.row("train", i), "summary(3)").metrics[metric] for i in range(40)])
 
-    assert mean(WhereaboutsTask(forgets=1.0, mistakes=0.0), "summary_score") == 0
-    assert 0.4 < mean(WhereaboutsTask(forgets=0.5), "summary_score") < 0.6
-    assert mean(WhereaboutsTask(mistakes=1.0), "em") < 0.5
+    assert mean(make_task("whereabouts", forgets=1.0, mistakes=0.0), "summary_score") == 0
+    assert 0.4 < mean(make_task("whereabouts", forgets=0.5), "summary_score") < 0.6
+    assert mean(make_task("whereabouts", mistakes=1.0), "em") < 0.5
 
 
 def test_answers_may_end_with_a_stop_and_nothing_else_counts():
@@ -156,26 +157,10 @@ def test_answers_may_end_with_a_stop_and_nothing_else_counts():
     assert [asyncio.run(answered(text)) for text in wrong] == [0] * 6
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"people": 1}, "people is 1; it must be within 2 and 12"),
-        ({"places": 99}, "places is 99; it must be within 2 and 12"),
-        ({"reports": 0}, "reports is 0; it must be"),
-        ({"moves": 7}, "moves is 7; it must be within 1 and 6"),
-        ({"forgets": 2.0}, "forgets is 2.0"),
-        ({"reward_weights": {"goal": 1.0}}, "its reward parts are answer, summary"),
-    ],
-)
-def test_wrong_settings_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        WhereaboutsTask(**settings)
-
-
 def test_a_question_beyond_the_last_step_is_refused():
     config = changed(whereabouts, task__whereabouts__reports=8, budget__max_steps=8)
     with pytest.raises(UserError, match=r"its question comes at step 9 .* beyond budget\.max_steps \(8\); raise it"):
-        make_task(config)
+        tasks.make_task(config)
 
 
 def test_unknown_rows_are_refused():

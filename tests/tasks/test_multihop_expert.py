@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
+from plays import multihop_task
 
-from agentr1_jax.tasks.multihop import MultihopTask
 from agentr1_jax.tasks.multihop.expert import MOST_SEARCHES, expert, in_order, mention
 from agentr1_jax.text.tool_calls import extract_answer, parse_tool_calls
 from agentr1_jax.tools.search import Passage
@@ -95,7 +95,7 @@ def test_mentions(text: str, title: str, written: str | None) -> None:
 
 
 def test_on_real_questions_every_query_was_read_before(data_dir) -> None:
-    task = MultihopTask(data_dir, corpus="mini", top_k=2)
+    task = multihop_task(data_dir, corpus="mini", top_k=2)
     for index in range(task.size("train")):
         row = task.row("train", index)
         respond, read, observation, queries = task.expert(row, 0), row["question"], None, []

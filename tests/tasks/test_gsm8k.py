@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from plays import play_expert
 
 from agentr1_jax.envs.base import Action, Task
-from agentr1_jax.tasks.gsm8k import Gsm8kTask, number
+from agentr1_jax.envs.registry import TaskContext
+from agentr1_jax.tasks import make_task
+from agentr1_jax.tasks.gsm8k import number
 from agentr1_jax.text.tool_calls import render_answer, render_call
 from agentr1_jax.trajectory import Outcome
 
@@ -32,7 +34,7 @@ def write(folder, *lines):
 
 @pytest.fixture(scope="module")
 def task(data_dir):
-    return Gsm8kTask(data_dir)
+    return make_task("gsm8k", TaskContext(data_dir=str(data_dir)))
 
 
 def test_rows_are_the_published_problems(task):
@@ -80,7 +82,7 @@ def test_no_answer_raises_and_a_number_has_digits(text):
 
 
 def test_an_episode_with_the_calculator(tmp_path):
-    task = Gsm8kTask(write(tmp_path, LINE))
+    task = make_task("gsm8k", TaskContext(data_dir=str(write(tmp_path, LINE))))
     row = task.row("train", 0)
     assert row["answers"] == ["6"] and row["calculations"] == ["2*3"] and row["solution"] == "It is 2*3 = $6."
 
@@ -113,18 +115,18 @@ def test_an_episode_with_the_calculator(tmp_path):
 )
 def test_a_damaged_line_is_named(tmp_path, line, message):
     with pytest.raises(ValueError, match=message):
-        Gsm8kTask(write(tmp_path, LINE, line))
+        make_task("gsm8k", TaskContext(data_dir=str(write(tmp_path, LINE, line))))
 
 
 def test_a_damaged_file_is_named(tmp_path):
     path = write(tmp_path, *[LINE] * 99) / "gsm8k" / "train.jsonl.gz"
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(ValueError, match=r"train\.jsonl\.gz is damaged \(EOFError: .*\); restore it"):
-        Gsm8kTask(tmp_path)
+        make_task("gsm8k", TaskContext(data_dir=str(tmp_path)))
 
 
 def test_missing_files_and_unknown_rows(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"train\.jsonl\.gz: no such file; task\.data_dir"):
-        Gsm8kTask(tmp_path)
+        make_task("gsm8k", TaskContext(data_dir=str(tmp_path)))
     with pytest.raises(ValueError, match="gsm8k has no row 'test' 0; splits are"):
-        Gsm8kTask(write(tmp_path, LINE)).row("test", 0)
+        make_task("gsm8k", TaskContext(data_dir=str(write(tmp_path, LINE)))).row("test", 0)
