@@ -1,4 +1,4 @@
-"""Times the rollout engine against lockstep samplers on simulated tool episodes, all with the same compiled programs.
+"""Time the rollout engine against lockstep samplers on simulated tool episodes, all with the same compiled programs.
 
     python -m experiments.bench_rollout [--episodes=256 --slots=16 --json=FILE]
 

@@ -75,7 +75,7 @@ class Counters:
 
 
 class DeviceClock:
-    """Measures the time during which programs run: from a dispatch to an idle device to the last fetch."""
+    """Clock of the time during which programs run: from a dispatch to an idle device to the last fetch."""
 
     def __init__(self) -> None:
         self._since: float | None = None

@@ -69,7 +69,7 @@ class _Chunk:
 
 
 class Engine:
-    """Samples the responses of many trajectories on the devices of this process.
+    """Sampler of the responses of many trajectories on the devices of this process.
 
     Args:
       policy: the decoder.

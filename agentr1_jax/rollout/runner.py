@@ -146,7 +146,7 @@ class GroupBatch:
     """Groups of one batch, as far as they are sampled.
 
     Attributes:
-      size: number of groups to sample; with `dynamic_sampling`, of groups that have no zero variance.
+      size: number of groups to sample; with `dynamic_sampling`, zero-variance groups do not count.
       tasks: groups that may be sampled, in order, without those in `complete`; those that replace zero-variance groups
         come last.
       dynamic_sampling: whether zero-variance groups are replaced by further ones of `tasks`.
@@ -160,7 +160,7 @@ class GroupBatch:
     complete: list[Group] = dataclasses.field(default_factory=list)
 
     def accept(self, group: Group) -> bool:
-        """Whether a complete group counts towards the size."""
+        """Return whether a complete group counts towards the size."""
         return not self.dynamic_sampling or not is_zero_variance(group)
 
     def trajectories(self) -> tuple[list[Trajectory], list[Trajectory]]:
@@ -281,7 +281,7 @@ async def _attempt(
 
 
 def is_zero_variance(group: Sequence[Trajectory]) -> bool:
-    """Whether all trained trajectories of a group have equal returns, so that comparing them teaches nothing."""
+    """Return whether all trained trajectories of a group have equal returns, so that comparing them teaches nothing."""
     returns = {t.total_reward for t in group if POLICIES[t.outcome].training != "drop"}
     return len({r for r in returns if math.isfinite(r)}) <= 1
 

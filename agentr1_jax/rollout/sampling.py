@@ -58,7 +58,7 @@ def truncate_logits(
 
 
 def matches_stop(tail: Int[Array, "slots width"], stops: Int[Array, "slots stops width"]) -> Bool[Array, "slots"]:
-    """Whether the response so far ends with one of the stop sequences of its slot."""
+    """Return whether the response so far ends with one of the stop sequences of its slot."""
     used = stops != NO_TOKEN
     equal = (stops == tail[:, None, :]) | ~used
     return jnp.any(equal.all(-1) & used.any(-1), axis=-1)

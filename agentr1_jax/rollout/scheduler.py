@@ -109,7 +109,7 @@ class Scheduler:
             lease.kv_slot = None
 
     def is_decode_slot(self, kv_slot: int) -> bool:
-        """Whether responses can be decoded in a KV slot."""
+        """Return whether responses can be decoded in a KV slot."""
         return kv_slot % self.kv_slots_per_shard < self.decode_slots_per_shard
 
     def decode_slot(self, kv_slot: int) -> int:

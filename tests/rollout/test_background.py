@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import functools
 import threading
@@ -19,7 +20,8 @@ from schedules import MANY, POLICY, Planned, all_ids, assert_exact, engine_of, e
 from agentr1_jax.agents.session import Identity
 from agentr1_jax.rollout.background import BackgroundEngine, wait
 from agentr1_jax.rollout.config import SamplingConfig
-from agentr1_jax.rollout.runner import TaskGroup, sample_groups
+from agentr1_jax.rollout.runner import GroupBatch, TaskGroup, roll_out, sample_groups, start_batch
+from agentr1_jax.trajectory import Outcome
 
 
 def params_of(version: int):
@@ -166,3 +168,50 @@ def test_what_ends_between_two_polls_is_no_error():
     failed.set_exception(TimeoutError("of the work itself"))
     with pytest.raises(TimeoutError, match="itself"):
         wait(failed, bool)
+
+
+class Scored(Planned):
+    """Rewards differ within groups of odd number only; one group never ends."""
+
+    def __init__(self, endless=None):
+        self.endless = endless
+        self.sampled = []
+
+    async def run(self, session, row):
+        group, sample = session.identity.group, session.identity.sample
+        self.sampled.append((group, sample))
+        await session.generate(np.int32(row["opening"]), 4)
+        if group == self.endless:
+            await asyncio.sleep(60.0)
+        session.record(float(sample * (group % 2)))
+        session.finish(Outcome.ENV_DONE)
+
+
+def tasks_of(groups):
+    return [
+        TaskGroup(planned([1, 2 + g], {}), [Identity(f"b/{g}/{k}", g, k, "planned", 10 * g + k) for k in range(2)])
+        for g in groups
+    ]
+
+
+def test_a_batch_replaces_zero_variance_groups_and_keeps_complete_ones():
+    engine, params = engine_of(3)
+    first, agent = GroupBatch(1, tasks_of([1])), Scored()
+    with BackgroundEngine(engine, params, version=0) as background:
+        assert roll_out(background, agent, first, sampling=SamplingConfig())
+        batch = GroupBatch(3, tasks_of([0, 2, 3, 4, 5, 7, 9]), dynamic_sampling=True, complete=list(first.complete))
+        assert roll_out(background, agent, batch, sampling=SamplingConfig())
+    accepted, zero_variance = batch.trajectories()
+    assert len(accepted) == 6 and {t.group for t in accepted} <= {1, 3, 5, 7} and accepted[:2] == first.complete[0]
+    assert {t.group for t in zero_variance} >= {0, 2} and all(t.group % 2 == 0 for t in zero_variance)
+    assert accepted == sorted(accepted, key=lambda t: (t.group, t.sample))
+    assert sorted(agent.sampled) == sorted((t.group, t.sample) for t in accepted + zero_variance)
+
+
+def test_a_batch_that_is_stopped_keeps_its_complete_groups():
+    engine, params = engine_of(3)
+    batch = GroupBatch(3, tasks_of([1, 2, 3]))
+    with BackgroundEngine(engine, params, version=0) as background:
+        future = start_batch(background, Scored(endless=2), batch, sampling=SamplingConfig())
+        assert wait(future, lambda: len(batch.complete) == 2) is None and not future.done()
+    assert {group[0].group for group in batch.complete} == {1, 3}
