@@ -1,4 +1,4 @@
-"""Times one update on the same trajectories, laid out in rows in four ways, and checks that all have one gradient.
+"""Time one update on the same trajectories in all packing modes, and check that all have one gradient.
 
     python -m experiments.bench_learner [--steps=2,4,8,16,32 --json=FILE]
 
@@ -43,9 +43,11 @@ from agentr1_jax.runtime.processes import use_huge_pages
 from agentr1_jax.trajectory import Outcome, Step, Trajectory
 
 STEPS = flags.DEFINE_list("steps", ["2", "4", "8", "16", "32"], "steps of a trajectory, for each case")
-ROUNDS = flags.DEFINE_integer("rounds", 5, "times that each mode is run, one after the other in turn")
-UPDATES = flags.DEFINE_integer("updates", 50, "updates of varying batches, to look for recompiles and waiting; 0: none")
-CHECKED = flags.DEFINE_integer("checked_steps", 8, "gradients are compared up to so many steps")
+ROUNDS = flags.DEFINE_integer("rounds", 5, "times that each mode runs, the modes in turn")
+UPDATES = flags.DEFINE_integer(
+    "updates", 50, "updates of varying batches, to count recompiles and idle time; 0 for none"
+)
+CHECKED = flags.DEFINE_integer("checked_steps", 8, "gradients are compared up to this many steps")
 HIDDEN = flags.DEFINE_integer("hidden", 768, "inner size of the SwiGLU")
 BLOCK = flags.DEFINE_integer("round_to", 8, "rows are a multiple of this many tokens")
 JSON = flags.DEFINE_string("json", "", "file for the figures")
@@ -80,7 +82,7 @@ class Case:
 
 
 def make_group(steps: int, prompt: int, seed: int, group: int = 0) -> list[Trajectory]:
-    """A group of trajectories with random ids: `steps` steps that append to one shared prompt."""
+    """Return a group of trajectories with random ids: `steps` steps that append to one shared prompt."""
     rng = np.random.default_rng((seed, group))
 
     def ids(count: int) -> np.ndarray:
@@ -108,7 +110,7 @@ def make_group(steps: int, prompt: int, seed: int, group: int = 0) -> list[Traje
 
 
 def lay_out(trajectories: Sequence[Trajectory], mode: PackingMode, row_tokens: int, seed: int) -> tuple[Packing, Any]:
-    """The packing, and its loss tokens with seeded advantages and the weights of a mean over tokens."""
+    """Return the packing, and its loss tokens with seeded advantages and the weights of a mean over tokens."""
     layout = pack(trajectories, PackingConfig(mode, row_tokens, row_tokens, rows=1), final_values=False)
     count = len(layout.token_index)
     advantages = np.random.default_rng(seed).normal(size=count).astype(np.float32)
@@ -117,7 +119,7 @@ def lay_out(trajectories: Sequence[Trajectory], mode: PackingMode, row_tokens: i
 
 
 def row_length(trajectories: Sequence[Trajectory], mode: PackingMode) -> int:
-    """The longest sequence, or for `prefix_tree` as many of a group as a row of `TREE_ROW` tokens takes, rounded up."""
+    """Return the longest sequence, or for `prefix_tree` those of a group that `TREE_ROW` tokens take; rounded up."""
     longest = max(len(s.prompt_ids) + len(s.response_ids) for t in trajectories for s in t.steps)
     prompt = len(trajectories[0].steps[0].prompt_ids)
     if mode == "prefix_tree":
@@ -145,7 +147,7 @@ class Bench:
         self.rates = {"decoder": np.float32(1e-5)}
 
     def case(self, trajectories: Sequence[Trajectory], mode: PackingMode) -> Case:
-        """Lays a mode's rows out and compiles its update."""
+        """Lay a mode's rows out and compile its update."""
         row_tokens = row_length(trajectories, mode)
         layout, loss_tokens = lay_out(trajectories, mode, row_tokens, SEED.value)
         rows = min(2 ** int(math.log2(max(MICROBATCH / row_tokens, 1))), layout.rows)
@@ -160,7 +162,7 @@ class Bench:
 
 
 def time_updates(bench: Bench, cases: Mapping[PackingMode, Case]) -> dict[PackingMode, float]:
-    """Median seconds of an update in each mode, the modes in turn."""
+    """Return the median seconds of an update in each mode, the modes in turn."""
     seconds: dict[PackingMode, list[float]] = {mode: [] for mode in cases}
     states = {mode: bench.fresh() for mode in cases}
     for attempt in range(ROUNDS.value + 1):
@@ -178,7 +180,7 @@ def time_updates(bench: Bench, cases: Mapping[PackingMode, Case]) -> dict[Packin
 
 
 def gradient_error(bench: Bench, cases: Mapping[PackingMode, Case]) -> float:
-    """Largest difference of a gradient from that of `per_step_padded`, relative to the largest entry of its leaf."""
+    """Return the largest difference of a gradient from that of the first mode, relative to its leaf's largest entry."""
     params = bench.fresh().params
     grads = {mode: bench.gradient(params, {}, case.batch, case.count)[0] for mode, case in cases.items()}
     reference = grads.pop(next(iter(grads)))
@@ -228,7 +230,7 @@ def many_updates(bench: Bench, updates: int) -> dict[str, float]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """All cases, a table, and the figures as JSON."""
+    """Run all cases; print a table and write the figures as JSON."""
     del argv
     bench, console = Bench(), Console()
     modes: dict[str, dict[int, dict[str, float]]] = {mode: {} for mode in PACKING_MODES}
@@ -276,12 +278,12 @@ def main(argv: Sequence[str]) -> None:
 
 
 def ratios(modes: dict[str, Any], above: str, below: str, what: str) -> dict[int, float]:
-    """Quotient of two modes for each number of steps."""
+    """Return the quotient of two modes for each number of steps."""
     return {steps: modes[above][steps][what] / modes[below][steps][what] for steps in modes[below]}
 
 
 def growth(cases: dict[int, dict[str, float]]) -> float | None:
-    """Exponent of seconds over steps from 4 to the most; None without both."""
+    """Return the exponent of seconds over steps from 4 to the most; None without both."""
     sizes = [steps for steps in cases if steps >= 4]
     if len(sizes) < 2:
         return None
@@ -290,7 +292,7 @@ def growth(cases: dict[int, dict[str, float]]) -> float | None:
 
 
 def show(console: Console, figures: dict[str, Any]) -> None:
-    """The figures as tables."""
+    """Print the figures as tables."""
     modes = figures["modes"]
     table = Table(title="one update: seconds (tokens computed, peak MiB)")
     for column in ("steps", *PACKING_MODES):

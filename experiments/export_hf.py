@@ -1,4 +1,4 @@
-"""Writes a run's policy as a Hugging Face folder, which `transformers` and what is built on it load.
+"""Write a run's policy as a Hugging Face folder, which `transformers` loads.
 
     python -m experiments.export_hf RUN OUT [--dtype=bfloat16]
 
@@ -37,19 +37,19 @@ DTYPE = flags.DEFINE_enum(
 
 
 def main(argv: Sequence[str]) -> None:
-    """Exports RUN to OUT."""
+    """Export RUN to OUT."""
     _, run_dir, out = argv
     export(run_dir, out, DTYPE.value)
     Console().print(f"{out} holds the policy of {run_dir}; load it with transformers, or --config.policy.weights={out}")
 
 
 def export(run_dir: str, out: str, dtype: str | None = None) -> None:
-    """Writes the policy of a run's newest checkpoint.
+    """Write the policy of a run's newest checkpoint.
 
     Args:
-      run_dir: the run's folder; where it lies now, whatever its config says.
+      run_dir: the run's folder at its present path, which may differ from that of its config.
       out: a folder that does not exist, or is empty.
-      dtype: of the written tensors; None for that of the parameters.
+      dtype: dtype of the written tensors; None for that of the parameters.
 
     Raises:
       UserError: no such run, no checkpoint yet, an `out` that holds something, a shape that no family has.
@@ -71,7 +71,7 @@ def export(run_dir: str, out: str, dtype: str | None = None) -> None:
 
 
 def write_tokenizer(out: str, tokenizer: Tokenizer) -> None:
-    """The tokenizer's files, and the ids that end and pad a text."""
+    """Write the tokenizer's files, and the ids that end and pad a text."""
     os.makedirs(out, exist_ok=True)
     if isinstance(tokenizer, SentencePieceTokenizer):
         files.copy(tokenizer.name, os.path.join(out, "tokenizer.model"))
