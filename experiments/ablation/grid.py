@@ -19,7 +19,7 @@ from ml_collections import config_flags
 from agentr1_jax.agents.context import RULES
 from agentr1_jax.credit import SCHEMES, get_scheme
 from agentr1_jax.errors import UserError
-from agentr1_jax.registry import Registry
+from agentr1_jax.registry import Registry, Value, parse_call, split_list
 from agentr1_jax.runtime import config as configs
 from experiments import build, inherited
 
@@ -40,13 +40,13 @@ class Arm:
     Attributes:
       name: its text.
       scheme: name of the credit scheme.
-      settings: arguments of the scheme, as text.
+      settings: arguments of the scheme.
       changes: other key of the config -> value, as text.
     """
 
     name: str
     scheme: str
-    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    settings: Mapping[str, Value] = dataclasses.field(default_factory=dict)
     changes: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -90,7 +90,7 @@ def parse_arms(text: str) -> list[Arm]:
     Raises:
       UserError: the list is empty, an item is not an arm, or an arm comes twice.
     """
-    arms = [_parse_arm(item) for item in _split(text)]
+    arms = [_parse_arm(item) for item in split_list(text) if item.strip()]
     if not arms:
         raise UserError(f"--schemes is empty; {SYNTAX}")
     for one, other in itertools.combinations(arms, 2):
@@ -194,7 +194,7 @@ def configure(config: ml_collections.ConfigDict, arm: Arm) -> tuple[ml_collectio
 
 
 def apply_changes(
-    config: ml_collections.ConfigDict, changes: Mapping[str, str], where: str
+    config: ml_collections.ConfigDict, changes: Mapping[str, Value], where: str
 ) -> ml_collections.ConfigDict:
     """Return the config with changes, parsed as the command line parses them.
 
@@ -287,31 +287,14 @@ def _check_same_start(arm: Arm, own: ml_collections.ConfigDict, start: ml_collec
 
 def _parse_arm(item: str) -> Arm:
     scheme, *changes = re.split(r"\+(?=[A-Za-z_][\w.]*=)", item.strip())
-    match = re.fullmatch(r"(\w+)\s*(?:\((.*)\))?", scheme.strip())
-    if not match:
-        raise UserError(f"--schemes: {item.strip()!r} is not an arm; {SYNTAX}")
-    pairs = [_split(match[2] or ""), changes]
-    found: list[dict[str, str]] = []
-    for part in pairs:
-        split = [pair.partition("=") for pair in part]
-        keys = [key.strip() for key, _, _ in split]
-        if not all(equals and key and value.strip() for (_, equals, value), key in zip(split, keys, strict=True)):
-            raise UserError(f"--schemes: {item.strip()!r} has a setting without a value; {SYNTAX}")
-        if len(set(keys)) < len(keys):
-            raise UserError(f"--schemes: {item.strip()!r} sets something twice")
-        found.append({key: value.strip() for key, (_, _, value) in zip(keys, split, strict=True)})
-    return Arm(re.sub(r"\s+", "", item), match[1], *found)
-
-
-def _split(text: str) -> list[str]:
-    """Parts between the commas that are not in parentheses; parts of white space alone are left out."""
-    parts, depth = [""], 0
-    for character in text:
-        depth += (character == "(") - (character == ")")
-        if character == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    if depth:
-        raise UserError(f"--schemes: {text!r} has parentheses that do not match")
-    return [part for part in parts if part.strip()]
+    try:
+        call = parse_call(scheme, "--schemes")
+    except ValueError as error:
+        raise UserError(f"--schemes: {item.strip()!r} is not an arm; {SYNTAX}") from error
+    pairs = [change.partition("=") for change in changes]
+    named = {key: value.strip() for key, _, value in pairs}
+    if call.values or not all(named.values()):
+        raise UserError(f"--schemes: {item.strip()!r} has a setting without a value; {SYNTAX}")
+    if len(named) < len(pairs):
+        raise UserError(f"--schemes: {item.strip()!r} sets something twice")
+    return Arm(re.sub(r"\s+", "", item), call.name, call.named, named)

@@ -49,7 +49,7 @@ def cells_of(config, text, seeds=(0,), out="out"):
 def test_arms_are_schemes_with_settings_and_changes():
     arms = grid.parse_arms(" grpo, gigpo( norm = mean_std_norm , gamma=.9)+optimizer.lr=1e+3+loss.clip=dual,rloo,")
     assert [arm.scheme for arm in arms] == ["grpo", "gigpo", "rloo"]
-    assert arms[1].settings == {"norm": "mean_std_norm", "gamma": ".9"}
+    assert arms[1].settings == {"norm": "mean_std_norm", "gamma": 0.9}
     assert arms[1].changes == {"optimizer.lr": "1e+3", "loss.clip": "dual"}
     assert arms[1].name == "gigpo(norm=mean_std_norm,gamma=.9)+optimizer.lr=1e+3+loss.clip=dual"
     (arm,) = grid.parse_arms("grpo+rollout.prefill_rows=(4,8)")
@@ -63,10 +63,10 @@ def test_arms_are_schemes_with_settings_and_changes():
         (" , ", "--schemes is empty"),
         ("grpo()x", r"'grpo\(\)x' is not an arm; write SCHEME"),
         ("+loss.clip=dual", "is not an arm"),
-        ("gigpo(norm", "parentheses that do not match"),
+        ("gigpo(norm", "is not an arm"),
         ("gigpo(norm)", "has a setting without a value"),
-        ("gigpo(norm=)", "has a setting without a value"),
-        ("gigpo(gamma=1,gamma=.9)", "sets something twice"),
+        ("gigpo(norm=)", "is not an arm"),
+        ("gigpo(gamma=1,gamma=.9)", "is not an arm"),
         ("grpo+loss.clip=dual+loss.clip=ppo", "sets something twice"),
         ("grpo,rloo, grpo", "'grpo' and 'grpo' are one arm"),
         ("gigpo(gamma=1),gigpo( gamma=1 )", "are one arm"),
@@ -271,7 +271,7 @@ def run_all(cells, program, parallel=2, stop=None):
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(fleet, "SECONDS_BETWEEN_LOOKS", 0.02)
+    monkeypatch.setattr(jobs, "SECONDS_BETWEEN_LOOKS", 0.02)
 
 
 def test_a_grid_is_run_resumed_and_left_alone_when_finished(config, tmp_path, program, monkeypatch):
@@ -287,7 +287,7 @@ def test_a_grid_is_run_resumed_and_left_alone_when_finished(config, tmp_path, pr
     begun = [len(Path(cell.folder, "starts").read_text().splitlines()) for cell in (*starts, *cells)]
     assert begun == [1, 1, 1, 1, 1, 2]
     assert Path(jobs.log_path(cells[3])).read_text().count("hello from") == 2
-    monkeypatch.setattr(fleet, "start", None)
+    monkeypatch.setattr(jobs, "start", None)
     assert run_all([*starts, *cells], program) == ({}, "")
 
 
