@@ -3,7 +3,7 @@
     bash launch/quickstart.sh        (python -m experiments.train --config=configs/quickstart.py)
 
 Two CPU cores are enough. Expect an exact match on unseen worlds of about 0.4 after the warm start (sampled) and
-about 0.9 at the end (greedy); docs/quickstart.md has the figures of three seeds.
+about 0.9 at the end (greedy); docs/results/quickstart.md has the figures of three seeds.
 """
 
 from __future__ import annotations
