@@ -46,18 +46,18 @@ QUESTION_ROW = flags.DEFINE_string("question_row", None, "a row of the task to a
 
 
 def main(argv: Sequence[str]) -> None:
-    """Who is asked, what, how it goes, what comes of it."""
+    """Ask one question, show the episode step by step and its result."""
     source, question = argv[1], " ".join(argv[2:]).strip()
     if bool(question) == bool(QUESTION_ROW.value):
         raise UserError("give either a question that is not empty or --question_row=SPLIT/INDEX, e.g. eval/5")
     is_run = CONFIG.value is None
-    config = config_of_run(source) if is_run else sources.with_weights(CONFIG.value, source)
-    for_one_trajectory(config)
+    config = load_run_config(source) if is_run else sources.with_weights(CONFIG.value, source)
+    reduce_to_one_trajectory(config)
     build.keep_programs(config)
     dispatch = LateDispatch()
     task = tasks.make_task(config, dispatch=dispatch)
     row = task_row(task, QUESTION_ROW.value) if QUESTION_ROW.value else free_row(task, question, WORLD.value)
-    task.env()  # It makes what its tools need: a wrong index is told here, and not as a failure of the episode.
+    task.env()  # Builds what the tools need: a wrong index is reported here, not as a failure of the episode.
     tokenizer = build.tokenizer(config, task, resumes=True)
     agent = build.agent(config, task, tokenizer)
     policy = build.policy(config, tokenizer)
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> None:
     ((trajectory,),) = run_groups(
         engine,
         params,
-        ShownAgent(agent, console),
+        AgentDisplay(agent, console),
         [TaskGroup(row, [Identity("ask", 0, 0, task.name, SEED.value)])],
         sampling=SamplingConfig(TEMPERATURE.value),
         policy_version=0,
@@ -84,16 +84,16 @@ def main(argv: Sequence[str]) -> None:
         show(console, label, text)
 
 
-def config_of_run(source: str) -> ml_collections.ConfigDict:
-    """The config of a run. Raises UserError if `source` is none."""
+def load_run_config(source: str) -> ml_collections.ConfigDict:
+    """Return the config of a run. Raises UserError if `source` is no run."""
     try:
         return sources.stored_config(source)
     except UserError as error:
         raise UserError(f"{error}; to ask published weights, name their task with --config=FILE") from error
 
 
-def for_one_trajectory(config: ml_collections.ConfigDict) -> None:
-    """Changes, in place, what a config says of devices and slots to those that there are, and one trajectory.
+def reduce_to_one_trajectory(config: ml_collections.ConfigDict) -> None:
+    """Change the config in place: one decode slot, and the devices that this machine has.
 
     Raises:
       UserError: see `sources.fit_devices`.
@@ -104,7 +104,7 @@ def for_one_trajectory(config: ml_collections.ConfigDict) -> None:
 
 
 def task_row(task: Task, place: str) -> Row:
-    """The row at `split/index`. Raises UserError if there is none."""
+    """Return the row at `split/index`. Raises UserError if there is none."""
     split, index = split_and_number(place, "question_row")
     try:
         return task.row(split, index)
@@ -113,7 +113,7 @@ def task_row(task: Task, place: str) -> Row:
 
 
 def free_row(task: Task, question: str, world: str | None) -> Row:
-    """A row for a question of one's own, without answers; HopWorld's tools need a world to search."""
+    """Return a row for a free question, without answers; HopWorld's tools need a world to search."""
     row = {"id": "asked", "question": question, "answers": []}
     if task.name != "hopworld":
         if world is not None:
@@ -128,7 +128,7 @@ def free_row(task: Task, question: str, world: str | None) -> Row:
 
 
 def split_and_number(place: str, flag: str) -> tuple[str, int]:
-    """`eval/5` in two parts. Raises UserError if it has not two."""
+    """Return split and number of `eval/5`. Raises UserError for any other form."""
     split, _, number = place.rpartition("/")
     if not split or not number.isdecimal():
         raise UserError(f"--{flag}={place}: write SPLIT/NUMBER, e.g. eval/5")
@@ -136,19 +136,19 @@ def split_and_number(place: str, flag: str) -> tuple[str, int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class ShownAgent:
-    """An agent whose steps are shown."""
+class AgentDisplay:
+    """An agent that prints its steps."""
 
     agent: EnvLoop
     console: Console
 
     async def run(self, session: Session, row: Row) -> None:
-        """Runs one episode on `row`."""
-        await self.agent.run(ShownSession(session, self.agent.tokenizer, self.console), row)
+        """Run one episode on a task row."""
+        await self.agent.run(SessionDisplay(session, self.agent.tokenizer, self.console), row)
 
 
-class ShownSession:
-    """A session that shows each response and what comes back of it."""
+class SessionDisplay:
+    """A session that prints each response and its results."""
 
     def __init__(self, session: Session, tokenizer: Tokenizer, console: Console) -> None:
         self.seed = session.seed
@@ -185,7 +185,7 @@ class ShownSession:
 
 
 def decode_response(ids: np.ndarray, tokenizer: Tokenizer) -> str:
-    """Text of a response without its stop token."""
+    """Return the text of a response without its stop token."""
     ended = len(ids) > 0 and int(ids[-1]) in tokenizer.stop_ids
     return tokenizer.decode(ids[: len(ids) - ended])
 
@@ -201,14 +201,14 @@ def describe_results(observation: str, tool_calls: Sequence[Mapping[str, Any]]) 
 
 
 def conclusion(trajectory: Trajectory, row: Row, tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:
-    """How it ended, as label and text.
+    """Yield the result of the episode as label and text.
 
     Raises:
-      UserError: something other than the agent ended it.
+      UserError: something other than the agent ended the episode.
     """
     steps, outcome = trajectory.steps, trajectory.outcome
     if "error" in trajectory.info:
-        raise UserError(f"the episode broke off ({outcome}): {trajectory.info['error']}")
+        raise UserError(f"the episode failed ({outcome}): {trajectory.info['error']}")
     if outcome is Outcome.CONTEXT_OVERFLOW and not steps:
         raise UserError("the question leaves no room for a response in budget.context_tokens; ask a shorter one")
     answer = extract_answer(decode_response(steps[-1].response_ids, tokenizer)) if outcome is Outcome.ANSWERED else None
@@ -219,7 +219,7 @@ def conclusion(trajectory: Trajectory, row: Row, tokenizer: Tokenizer) -> Iterat
 
 
 def show(console: Console, label: str, text: str) -> None:
-    """One paragraph behind its label; what an agent or a tool says is never markup."""
+    """Print one paragraph behind its label; text of agents and tools is never markup."""
     console.print(Text.assemble((f"{label}: ", "bold"), text.strip()))
 
 

@@ -40,7 +40,7 @@ def agent(tmp_path_factory):
 def play(agent, row, expert, shown=None):
     """The trajectory of an expert, and what a console shows of it where there is one."""
     session = ScriptedSession(Identity("u", 0, 0, TASK.name, 0), expert, agent.tokenizer)
-    asyncio.run((agent if shown is None else ask.ShownAgent(agent, shown)).run(session, row))
+    asyncio.run((agent if shown is None else ask.AgentDisplay(agent, shown)).run(session, row))
     return session.trajectory()
 
 
@@ -95,7 +95,7 @@ def test_how_an_episode_ended_without_an_answer(agent):
     with pytest.raises(UserError, match=r"no room for a response in budget\.context_tokens; ask a shorter one"):
         list(ask.conclusion(play(agent, long, lambda observation: ""), long, agent.tokenizer))
     broken = Trajectory("u", 0, 0, "t", 0, (), Outcome.ENV_FAILURE, info={"error": "OSError: gone"})
-    with pytest.raises(UserError, match=r"the episode broke off \(env_failure\): OSError: gone"):
+    with pytest.raises(UserError, match=r"the episode failed \(env_failure\): OSError: gone"):
         list(ask.conclusion(broken, row, agent.tokenizer))
 
 
@@ -122,7 +122,7 @@ def test_weights_are_asked_in_their_own_shape():
     assert policy.pop("weights") == config.tokenizer.path == "owner/name"
     assert policy.pop("lora")["rank"] == 0 and policy.pop("dtype") == "bfloat16"
     assert {key for key, value in policy.items() if value} == {"param_dtype", "remat", "attention"}
-    ask.for_one_trajectory(config)
+    ask.reduce_to_one_trajectory(config)
     assert config.rollout.slots * config.rollout.tensor == 8 and config.rollout.swap_slots == 0
 
 
