@@ -340,7 +340,7 @@ def test_progress_comes_with_each_question_and_recompiling_is_told(run, tmp_path
         jax.jit(lambda x: x + len(shown))(np.ones(3, np.float32))
         answer(*arguments)
 
-    monkeypatch.setattr(evaluation_run, "progress", noted)
+    monkeypatch.setattr(evaluation_run, "progress_bar", noted)
     monkeypatch.setattr(evaluation_run, "answer", compiling)
     with caplog.at_level("WARNING", "absl"):
         _, recompiles = evaluated(run, out=str(tmp_path / "out"), modes=["agent"], questions=4, chunk=2)
