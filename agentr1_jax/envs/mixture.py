@@ -144,13 +144,13 @@ class MixtureTask:
         """Row `index` of a split. Raises ValueError where a task has no such row."""
         split, _, name = split.partition("/")
         if name in self._tasks:
-            return self._named(name, split, index)
+            return self._tag_row(name, split, index)
         if name:
             raise ValueError(f"mixture has no split {split}/{name}; its tasks are {', '.join(self._tasks)}")
         if index < 0:
             raise ValueError(f"mixture has no row {split!r} {index}; rows start at 0")
         which, number = draw(list(self._shares.values()), self._offsets, index)
-        return self._named(list(self._tasks)[which], split, number)
+        return self._tag_row(list(self._tasks)[which], split, number)
 
     def size(self, split: str) -> int | None:
         """Rows of all tasks together; None if one of them is procedural."""
@@ -172,7 +172,7 @@ class MixtureTask:
         mixed = itertools.chain.from_iterable(itertools.zip_longest(*each))
         return list(itertools.islice((text for text in mixed if text is not None), count))
 
-    def _named(self, name: str, split: str, index: int) -> Row:
+    def _tag_row(self, name: str, split: str, index: int) -> Row:
         return {**self._tasks[name].row(split, index), "task": name}
 
 
@@ -190,17 +190,17 @@ class MixtureEnv:
 
     async def step(self, action: Action) -> Transition:
         """Applies one response."""
-        return await self._own().step(action)
+        return await self._current().step(action)
 
     def judge_summary(self, text: str) -> Mapping[str, float]:
         """What a summary earns in the row's task."""
-        return summary_rewards(self._own(), text)
+        return summary_rewards(self._current(), text)
 
     def truncate(self) -> Mapping[str, float]:
         """Metrics of the episode so far."""
-        return self._own().truncate()
+        return self._current().truncate()
 
-    def _own(self) -> Env:
+    def _current(self) -> Env:
         if self._env is None:
             raise RuntimeError("an environment must be reset before it steps")
         return self._env

@@ -49,7 +49,7 @@ def load_functions(specs: Sequence[str], taken: Collection[str] = ()) -> tuple[d
             raise ValueError(
                 f"reward_functions: {spec!r}: there is a reward part {name!r} already; rename the function"
             )
-        parts[name] = _checked(_function(spec, module, name), f"{module}:{name}")
+        parts[name] = _check_values(_function(spec, module, name), f"{module}:{name}")
         weights[name] = weight
     return parts, weights
 
@@ -76,7 +76,7 @@ def _function(spec: str, module: str, name: str) -> Any:
     return function
 
 
-def _checked(function: Any, name: str) -> Part:
+def _check_values(function: Any, name: str) -> Part:
     def part(row: Row, turns: Sequence[Turn]) -> float | None:
         try:
             value = function(row, turns)

@@ -70,7 +70,7 @@ def action_values(game: Game, *, gamma: float = 1.0, steps: int | None = None) -
       gamma: discount of a step.
       steps: how many are left, this one included; None for no limit.
     """
-    return _evaluated(game, np.maximum.reduceat, gamma, steps)
+    return _evaluate(game, np.maximum.reduceat, gamma, steps)
 
 
 def policy_return(
@@ -85,11 +85,11 @@ def policy_return(
     """
     pairs = reachable(game)
     weights = np.array([policy(state).get(action, 0.0) for state, actions in pairs.items() for action in actions])
-    values = _evaluated(game, lambda q, first: np.add.reduceat(weights * q, first), gamma, steps)[game.start]
+    values = _evaluate(game, lambda q, first: np.add.reduceat(weights * q, first), gamma, steps)[game.start]
     return sum(policy(game.start).get(action, 0.0) * value for action, value in values.items())
 
 
-def _evaluated(
+def _evaluate(
     game: Game, to_states: Callable[[np.ndarray, np.ndarray], np.ndarray], gamma: float, steps: int | None
 ) -> dict[State, dict[str, float]]:
     """Q(s, a), where `to_states` makes V [S] of Q [pairs] and the place of each state's first pair [S]."""

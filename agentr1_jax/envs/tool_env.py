@@ -118,7 +118,7 @@ class ToolEnv:
         metrics = self._metrics(self._row, self._turns)
         if not self._lenient:
             return metrics
-        return {**metrics, "repaired_calls": float(sum(_repaired(turn) for turn in self._turns))}
+        return {**metrics, "repaired_calls": float(sum(_count_repairs(turn) for turn in self._turns))}
 
     async def _run_all(self, calls: Sequence[ToolCall | ParseError]) -> Sequence[ToolResult]:
         if self._in_order:
@@ -162,7 +162,7 @@ class ToolEnv:
     def _errors(self, turn: Turn) -> dict[str, int]:
         """How often each kind of error occurred in a turn, mended calls among them."""
         kinds = [result.error.kind for result in turn.results if result.error is not None]
-        kinds += ["no_action"] * self._no_action(turn) + ["repaired"] * _repaired(turn)
+        kinds += ["no_action"] * self._no_action(turn) + ["repaired"] * _count_repairs(turn)
         return dict(collections.Counter(kinds))
 
 
@@ -177,5 +177,5 @@ def _record(call: ToolCall | ParseError, result: ToolResult) -> dict[str, Any]:
     return {**record, "repaired": True} if isinstance(call, ToolCall) and call.repaired else record
 
 
-def _repaired(turn: Turn) -> int:
+def _count_repairs(turn: Turn) -> int:
     return sum(isinstance(call, ToolCall) and call.repaired for call in turn.calls)

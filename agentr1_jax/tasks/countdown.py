@@ -237,14 +237,14 @@ def _play(row: Row, rng: random.Random, hasty: float, stubborn: float) -> Genera
 def _expressions(numbers: Sequence[int], operators: str) -> Iterator[str]:
     for order in itertools.permutations(numbers):
         for chosen in itertools.product(operators, repeat=len(numbers) - 1):
-            yield _written(order, chosen)
+            yield _join(order, chosen)
 
 
 def _expression(numbers: Sequence[int], operators: str, rng: random.Random) -> str:
-    return _written(rng.sample(numbers, len(numbers)), [rng.choice(operators) for _ in numbers[1:]])
+    return _join(rng.sample(numbers, len(numbers)), [rng.choice(operators) for _ in numbers[1:]])
 
 
-def _written(numbers: Sequence[int], operators: Sequence[str]) -> str:
+def _join(numbers: Sequence[int], operators: Sequence[str]) -> str:
     first, *others = map(str, numbers)
     return " ".join([first, *(f"{sign} {number}" for sign, number in zip(operators, others, strict=True))])
 

@@ -47,7 +47,7 @@ def call_text(query: str) -> str:
     return render_call("search", {"query": query})
 
 
-def malformed(call: str) -> str:
+def drop_brace(call: str) -> str:
     """The same call without its last brace."""
     return call.replace("}</tool_call>", "</tool_call>")
 
@@ -69,7 +69,7 @@ def _play(row: Row, rng: random.Random, flaws: Flaws) -> Generator[str, str | No
         if skip_hop and after is not None and after["subject"] == hop["value"]:
             yield call_text(RELATIONS[after["relation"]].query.format(hop["subject"]))
         if malformed_call:
-            yield malformed(call_text(queries[0]))
+            yield drop_brace(call_text(queries[0]))
         for query in queries:
             observation = yield call_text(query)
             if passages[hop["gold_id"]].line in (observation or ""):

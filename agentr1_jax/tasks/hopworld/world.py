@@ -125,14 +125,14 @@ def _couples(rng: random.Random, people: Sequence[str]) -> list[tuple[str, str]]
     while True:
         waiting = rng.sample(people, len(people))
         couples = []
-        while clear := [other for other in waiting[1:] if known.isdisjoint(_crossed(waiting[0], other))]:
+        while clear := [other for other in waiting[1:] if known.isdisjoint(_swap_surnames(waiting[0], other))]:
             couples.append((waiting.pop(0), clear[0]))
             waiting.remove(clear[0])
         if not waiting:
             return couples
 
 
-def _crossed(one: str, other: str) -> tuple[str, str]:
+def _swap_surnames(one: str, other: str) -> tuple[str, str]:
     (first, last), (other_first, other_last) = one.split(), other.split()
     return f"{first} {other_last}", f"{other_first} {last}"
 

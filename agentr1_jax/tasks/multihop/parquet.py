@@ -72,14 +72,14 @@ def verl(record: Mapping[str, Any]) -> Question:
         dataset=dataset_name(source),
         kind=extra.get("type"),
         hops=extra.get("hops"),
-        question=extra.get("question") or record.get("question") or _asked(record["prompt"]),
-        answers=[*_answers(record["reward_model"]["ground_truth"]), *_listed(extra.get("answers"))],
-        gold_ids=_listed(extra.get("gold_ids")),
+        question=extra.get("question") or record.get("question") or _find_question(record["prompt"]),
+        answers=[*_answers(record["reward_model"]["ground_truth"]), *_as_list(extra.get("answers"))],
+        gold_ids=_as_list(extra.get("gold_ids")),
     )
     return Question(row, split=split, notes=[] if row["gold_ids"] else ["gold_unknown"])
 
 
-def _asked(prompt: Sequence[Mapping[str, str]]) -> str:
+def _find_question(prompt: Sequence[Mapping[str, str]]) -> str:
     said = [message["content"] for message in prompt if message["role"] == "user"]
     if not said:
         raise ValueError("its prompt has no message of a user")
@@ -89,10 +89,10 @@ def _asked(prompt: Sequence[Mapping[str, str]]) -> str:
 
 def _answers(truth: Any) -> list[str]:
     target = truth["target"] if isinstance(truth, Mapping) else truth
-    return _listed(target)
+    return _as_list(target)
 
 
-def _listed(value: Any) -> list[str]:
+def _as_list(value: Any) -> list[str]:
     if value is None:
         return []
     return [value] if isinstance(value, str) else list(value)

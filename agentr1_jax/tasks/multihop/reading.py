@@ -56,7 +56,7 @@ def load(folder: Callable[[], Path], named: Mapping[str, Sequence[str]], mini: b
     found = Found({}, {}, [], [])
     if ours:
         found = read_mini(folder(), ours) if mini else read_folder(folder(), ours)
-    return unified(add_files(found, files))
+    return unify_ids(add_files(found, files))
 
 
 def read_folder(folder: Path, named: Mapping[str, Sequence[str]]) -> Found:
@@ -96,7 +96,7 @@ def add_files(found: Found, files: Files) -> Found:
     """
     if files == Files():
         return found
-    corpus = merged(found.corpus, *(read_corpus(path) for path in files.corpus))
+    corpus = merge_corpora(found.corpus, *(read_corpus(path) for path in files.corpus))
     names = ids_by_content(corpus)
     questions, counts, documents = dict(found.questions), dict(found.counts), list(found.documents)
     for split, paths in (("train", files.train), ("eval", files.eval)):
@@ -105,15 +105,15 @@ def add_files(found: Found, files: Files) -> Found:
         sources = [read_source(path) for path in paths]
         contexts = {p.id: p for source in sources for q in source.questions for p in q.passages}
         ids = {p.id: names.setdefault(content(p), p.id) for p in contexts.values()}
-        corpus = merged(corpus, [p for p in contexts.values() if ids[p.id] == p.id])
-        questions[split] = [_renamed(q, ids) for source in sources for q in source.questions]
+        corpus = merge_corpora(corpus, [p for p in contexts.values() if ids[p.id] == p.id])
+        questions[split] = [_rename_gold(q, ids) for source in sources for q in source.questions]
         counts[split] = _total(sources)
         if split == "train":
             documents = list(contexts.values()) or corpus
     return Found(questions, counts, corpus, documents)
 
 
-def unified(found: Found) -> Found:
+def unify_ids(found: Found) -> Found:
     """The same with one id, the first, for passages of equal title and text: whichever is found counts as gold.
 
     Where there are no passages, a server has them under ids of its own. No gold passage could be told from others then,
@@ -130,7 +130,7 @@ def unified(found: Found) -> Found:
     twins = {p.id: name for p in found.corpus if (name := first.setdefault(content(p), p.id)) != p.id}
     return dataclasses.replace(
         found,
-        questions={split: [_renamed(q, twins) for q in of_split] for split, of_split in found.questions.items()},
+        questions={split: [_rename_gold(q, twins) for q in of_split] for split, of_split in found.questions.items()},
         corpus=[dataclasses.replace(p, id=twins[p.id]) if p.id in twins else p for p in found.corpus],
     )
 
@@ -141,7 +141,7 @@ def origin(split: str, named: Mapping[str, Sequence[str]], files: Files, corpus:
     return f"in {', '.join(map(str, paths))}" if paths else f"of {named[split]} in the {corpus} data"
 
 
-def merged(*corpora: Corpus) -> list[Passage]:
+def merge_corpora(*corpora: Corpus) -> list[Passage]:
     """The passages of all corpora, those of equal ids once.
 
     Raises:
@@ -158,7 +158,7 @@ def merged(*corpora: Corpus) -> list[Passage]:
     return list(found.values())
 
 
-def _renamed(question: Question, ids: Mapping[str, str]) -> Question:
+def _rename_gold(question: Question, ids: Mapping[str, str]) -> Question:
     gold = list(dict.fromkeys(ids.get(i, i) for i in question.row["gold_ids"]))
     return dataclasses.replace(question, row={**question.row, "gold_ids": gold}, passages=())
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from agentr1_jax.envs.base import Row
 from agentr1_jax.envs.rewards import normalise
-from agentr1_jax.tasks.multihop.rows import DATASETS, Question, known
+from agentr1_jax.tasks.multihop.rows import DATASETS, Question, check_known
 from agentr1_jax.tools.search import Corpus
 
-KEPT_OUT = "same_as_evaluation"
+SAME_AS_EVALUATION = "same_as_evaluation"
 
 
 def divide(
@@ -28,13 +28,13 @@ def divide(
     """
     if count < 0:
         raise ValueError(f"task.multihop.held_out is {count}; it must be 0 or more")
-    new = apart(questions["train"], questions["eval"])
+    new = drop_duplicates(questions["train"], questions["eval"])
     have = by_dataset(q.row for q in new)
     for dataset in datasets:
-        known(dataset, have, "data set of task.multihop.held_out_datasets")
-    held = held_out(new, datasets or list(have), count)
+        check_known(dataset, have, "data set of task.multihop.held_out_datasets")
+    held = choose_held_out(new, datasets or list(have), count)
     names = {q.row["id"] for q in held}
-    train = apart([q for q in new if q.row["id"] not in names], held)
+    train = drop_duplicates([q for q in new if q.row["id"] not in names], held)
     # By hash, so that the first n rows are a fair sample whatever the order of files is.
     of_eval = by_dataset(sorted((q.row for q in questions["eval"]), key=place))
     rows = {
@@ -47,7 +47,7 @@ def divide(
     return rows, len(questions["train"]) - len(held) - len(train)
 
 
-def held_out(questions: Sequence[Question], datasets: Sequence[str], count: int) -> list[Question]:
+def choose_held_out(questions: Sequence[Question], datasets: Sequence[str], count: int) -> list[Question]:
     """The `count` questions of each data set whose ids have the lowest hash: whatever the order of files is.
 
     Raises:
@@ -65,7 +65,7 @@ def held_out(questions: Sequence[Question], datasets: Sequence[str], count: int)
     return chosen
 
 
-def apart(questions: Sequence[Question], others: Iterable[Question]) -> list[Question]:
+def drop_duplicates(questions: Sequence[Question], others: Iterable[Question]) -> list[Question]:
     """The questions that no other one equals, in id or (after SQuAD's normalisation) in text."""
     ids, texts = set(), set()
     for other in others:

@@ -22,7 +22,7 @@ from agentr1_jax.tasks import qa
 from agentr1_jax.tasks.multihop import reading, splits
 from agentr1_jax.tasks.multihop.expert import expert
 from agentr1_jax.tasks.multihop.reading import Files
-from agentr1_jax.tasks.multihop.rows import DATASETS, known
+from agentr1_jax.tasks.multihop.rows import DATASETS, check_known
 from agentr1_jax.tools.base import Tool
 from agentr1_jax.tools.search import BM25, Passage, Retriever, SearchTool
 from agentr1_jax.tools.search.tool import check_shown
@@ -179,7 +179,7 @@ class MultihopTask:
         check_shown(config.top_k, config.passage_characters)  # Before much is read; the search tool is made later.
         named = {"train": config.datasets, "eval": config.eval_datasets or config.datasets}
         for dataset in itertools.chain(*named.values()):
-            known(dataset, DATASETS, "data set")
+            check_known(dataset, DATASETS, "data set")
         paid = dataclasses.asdict(config.rewards) if config.reward == "weighted" else {}
         self._reward = qa.make_reward(paid, config.reward, config.reward_functions)
         files = Files(*(tuple(_paths(paths, run.data_dir)) for paths in dataclasses.astuple(config.files)))
@@ -190,7 +190,7 @@ class MultihopTask:
             if not self._splits[split]:
                 raise ValueError(f"no {split} questions {reading.origin(split, named, files, config.corpus)}")
         self.corpus = found.corpus
-        self.counts = {**found.counts, "train": {**found.counts["train"], splits.KEPT_OUT: left_out}}
+        self.counts = {**found.counts, "train": {**found.counts["train"], splits.SAME_AS_EVALUATION: left_out}}
         self._documents = found.documents
         self._train = splits.by_dataset(self._splits["train"])
         weights = _weights(config.mixture, {name: len(rows) for name, rows in self._train.items()})
@@ -300,7 +300,7 @@ def _weights(mixture: Sequence[str], sizes: Mapping[str, int]) -> dict[str, floa
         return {name: float(size) for name, size in sizes.items()}
     given = parse_weights(mixture, MIXTURE)
     for name in given:
-        known(name, sizes, f"data set of {MIXTURE}")
+        check_known(name, sizes, f"data set of {MIXTURE}")
     for name in sizes:
         if name not in given:
             raise ValueError(f"{MIXTURE} has no weight of {name!r}; give one, 0 to leave the data set out")
