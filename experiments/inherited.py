@@ -15,6 +15,7 @@ from agentr1_jax.errors import UserError
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.checkpoint import find_newest_intact
+from agentr1_jax.runtime.run_folder import RunFolder
 
 SAME = ("policy.", "tokenizer.")
 KEY = "warm_start.run: "
@@ -36,7 +37,7 @@ def check(config: ml_collections.ConfigDict) -> None:
         raise UserError(f"warm_start.run is {source}, the run's own folder; name the run that RL starts from")
     files.check_reachable(source, "warm_start.run")
     try:
-        theirs = dict(configs.flatten(configs.read_config(source)))
+        theirs = dict(configs.flatten(RunFolder(source).read_config()))
     except UserError as error:
         raise UserError(f"{KEY}{error}") from error
     different = differing(dict(configs.flatten(configs.resolve(config))), theirs)

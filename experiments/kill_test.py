@@ -248,7 +248,7 @@ def newest_checkpoint(run: Path) -> int:
 
 def faults_of(run: Path, straight: Path, finished: Sequence[Trajectory]) -> list[str]:
     """Describe how a killed run differs from what it should be."""
-    config = configs.read_config(run)
+    config = RunFolder(str(run)).read_config()
     if config["rollout"]["staleness"]:
         return batch_faults(run, config, finished)
     resumed = {int(t.uid.split("/")[1]) // config["rollout"]["groups"] + 1 for t in finished}

@@ -16,7 +16,7 @@ from agentr1_jax.errors import UserError
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.policy.params import join, merge_adapters
-from agentr1_jax.runtime import config as configs
+from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.text.tokenizer import Tokenizer
 from configs import base
 from experiments import build, inherited
@@ -36,7 +36,7 @@ def stored_config(run_dir: str) -> ml_collections.ConfigDict:
       UserError: there is no run, or one of another version of the config.
     """
     files.check_reachable(run_dir, "RUN")
-    stored = configs.read_config(run_dir)
+    stored = RunFolder(run_dir).read_config()
     try:
         config = base.get_config(*base.task_names(stored["task"]))
         config.update(stored)

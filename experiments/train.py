@@ -139,7 +139,7 @@ def set_up(config: ml_collections.ConfigDict) -> Run:
     Raises:
       UserError: the config cannot work, or the run folder holds something else.
     """
-    resumes = configs.check_same_config(config.run_dir, config)
+    resumes = RunFolder(config.run_dir).check_same_config(configs.resolve(config))
     if config.warm_start.run and not resumes:
         inherited.check(config)
     tools, dispatch = ToolMetrics(), LateDispatch()
@@ -166,7 +166,7 @@ def set_up(config: ml_collections.ConfigDict) -> Run:
             build.discard_tokenizer(config)  # The corrected command must find the folder as this one did.
         raise
     if owner:
-        configs.write_config(config.run_dir, config)
+        RunFolder(config.run_dir).write_config(configs.resolve(config))
     return Run(config, task, tokenizer, agent, policy, frozen, engine, learner_mesh, view, tools)
 
 

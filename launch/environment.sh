@@ -44,6 +44,6 @@ else
   ((dry_run)) || environment_is_ready "$venv" || make_environment "$venv" "$python"
   VENV_PYTHON=$PWD/$venv/bin/python
 fi
-# Huge pages for large arrays (agentr1_jax/runtime/memory.py), unless the user has set this variable.
+# Huge pages for large arrays (agentr1_jax/runtime/processes.py), unless the user has set this variable.
 export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"
 export VENV_PYTHON

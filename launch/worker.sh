@@ -62,7 +62,7 @@ fi
 child=
 stopped=0
 trap 'stopped=1; interrupted=1; if [[ -n $child ]]; then kill -TERM "$child" 2>/dev/null || true; fi' TERM INT
-# Huge pages for large arrays (agentr1_jax/runtime/memory.py), unless the user has set this variable.
+# Huge pages for large arrays (agentr1_jax/runtime/processes.py), unless the user has set this variable.
 export PYTHONUNBUFFERED=1 GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"
 "$VENV_PYTHON" -m experiments.train "$@" </dev/null &
 child=$!

@@ -24,6 +24,7 @@ from agentr1_jax.report.inspector import script_json
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.checkpoint import Checkpoints
 from agentr1_jax.runtime.metrics import read_metrics
+from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.trajectory import Outcome, Trajectory
 from agentr1_jax.trajectory_io import read_jsonl
 from configs import quickstart
@@ -103,7 +104,7 @@ def small_config(run_dir: Path, **overrides: object):
 def source(tmp_path: Path) -> Path:
     """What a run leaves of which another one may start, with a checkpoint that holds nothing."""
     config = small_config(tmp_path / "source", critic="separate", seed=5)
-    configs.write_config(config.run_dir, config)
+    RunFolder(str(config.run_dir)).write_config(configs.resolve(config))
     (tmp_path / "source" / "tokenizer.model").write_bytes(b"pieces")
     (tmp_path / "source" / "summary.json").touch()
     (tmp_path / "source" / "checkpoints" / "3").mkdir(parents=True)
@@ -145,7 +146,7 @@ def test_the_decoder_of_another_run_comes_whatever_the_critics(tmp_path: Path, s
 def test_adapters_of_another_run_come_with_the_weights_under_them(tmp_path: Path) -> None:
     lora = {"policy__lora__rank": 2, "critic": "none"}
     config = small_config(tmp_path / "source", seed=5, **lora)
-    configs.write_config(config.run_dir, config)
+    RunFolder(str(config.run_dir)).write_config(configs.resolve(config))
     (tmp_path / "source" / "tokenizer.model").write_bytes(b"pieces")
     (tmp_path / "source" / "summary.json").touch()
     theirs = save_start(config)

@@ -1,4 +1,4 @@
-"""Configs: `get_config()` files, overrides on the command line, the resolved config of a run folder.
+"""Configs: `get_config()` files and overrides on the command line.
 
 A config file starts from `configs/base.py`, whose `get_config()` returns a locked `ConfigDict`: a key that does not
 exist there is an error wherever it is written. This module does not import JAX, so that mistakes are reported at once.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib.util
-import json
 import logging as python_logging
 import math
 import os
@@ -24,47 +23,13 @@ import numpy as np
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from agentr1_jax import files
 from agentr1_jax.errors import DISK_FULL, UserError
-from agentr1_jax.runtime import lock
 
-FORMAT = 3
-"""Format of run folders, stored in config.json; it grows when an earlier version could not read a folder."""
-EARLIER = "agentr1_jax 0.1.0 (commit 41ce720)"
-"""Version that wrote run folders without a format."""
 HELP = (
     "Set keys by --config=FILE --config.a.b=value, e.g. --config=configs/quickstart.py --config.updates=20; "
     "configs/base.py and docs/config.md list every key.\n\n"
 )
 """First line of `--help`."""
-RESUMABLE = (
-    "run_dir",
-    "mesh",
-    "processes",
-    "checkpoint_every",
-    "checkpoints_kept",
-    "compilation_cache",
-    "profile_updates",
-    "sinks",
-    "policy.attention",
-    "policy.remat",
-    "rollout.tensor",
-    "rollout.slots",
-    "rollout.swap_slots",
-    "rollout.attention_group",
-    "learner.rows",
-    "pretrain.rows",
-)
-"""Keys and sections that a later start of the same run may change: where it runs and how it is laid out there, which
-changes results by rounding alone."""
-
-PROBE = ".shared"
-"""File by which `check_shared` of `runtime/run_folder.py` finds out whether all processes see one folder."""
-
-BEFORE_CONFIG = {lock.NAME, PROBE, "tokenizer.model"} | {
-    f"{name}.partial" for name in (PROBE, "tokenizer.model", "config.json")
-}
-"""Files that a start may leave in the folder if it is killed before it has written config.json."""
 
 
 def define_config_flag(default: str | None = None) -> flags.FlagHolder[ml_collections.ConfigDict]:
@@ -201,77 +166,6 @@ def resolve(config: ml_collections.ConfigDict) -> dict[str, Any]:
       UserError: a value is not JSON; the message names its key.
     """
     return {key: _plain(value, key) for key, value in config.to_dict().items()}
-
-
-def write_config(run_dir: str | os.PathLike[str], config: ml_collections.ConfigDict) -> None:
-    """Write the resolved config and the format of the run folder to `run_dir/config.json`; makes the folder."""
-    with files.atomic_write(os.path.join(run_dir, "config.json")) as out:
-        json.dump({"format": FORMAT, **resolve(config)}, out, indent=2, sort_keys=True, ensure_ascii=False)
-        out.write("\n")
-
-
-def read_config(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the resolved config of the run in a folder.
-
-    Raises:
-      UserError: the folder holds no run, config.json is damaged, or another version of the code wrote the folder.
-    """
-    path = os.path.join(run_dir, "config.json")
-    try:
-        stored = json.loads(files.read_bytes(path))
-        found = stored.pop("format", None)
-    except FileNotFoundError:
-        raise UserError(f"{os.fspath(run_dir)}: no run (it has no config.json)") from None
-    except (ValueError, AttributeError, TypeError) as error:
-        raise UserError(f"{path}: not a config ({error}); restore it or choose another --config.run_dir") from error
-    if found is None:
-        raise UserError(
-            f"{os.fspath(run_dir)}: {EARLIER} wrote this run folder, and this version cannot read it; check out and "
-            "install that commit to resume, evaluate or export the run, or choose another --config.run_dir"
-        )
-    if found != FORMAT:
-        raise UserError(
-            f"{os.fspath(run_dir)}: the run folder has format {found!r}, this version reads {FORMAT}; go on with the "
-            "version that wrote it, or choose another --config.run_dir"
-        )
-    return stored
-
-
-def check_same_config(
-    run_dir: str | os.PathLike[str], config: ml_collections.ConfigDict, may_differ: Sequence[str] = RESUMABLE
-) -> bool:
-    """Return True if the folder holds a run of this config, which can be resumed, and False if it is empty.
-
-    With several processes, let all of them check before one of them writes.
-
-    Args:
-      run_dir: run folder.
-      config: config of this start.
-      may_differ: dotted keys and sections that a later start of the same run may change.
-
-    Raises:
-      UserError: the folder holds other files, or a run of another config (the differing keys are listed) or of another
-        version of the code.
-    """
-    if not files.exists(os.path.join(run_dir, "config.json")):
-        if set(files.list_names(run_dir)) - BEFORE_CONFIG:
-            raise UserError(f"{run_dir}: not empty and without config.json; choose another --config.run_dir")
-        return False
-    stored, current = dict(flatten(read_config(run_dir))), dict(flatten(resolve(config)))
-    missing = "(no such key)"
-    differing = [
-        f"  {key}: {stored.get(key, missing)!r} there, {current.get(key, missing)!r} here"
-        for key in sorted(stored.keys() | current.keys())
-        if stored.get(key, missing) != current.get(key, missing)
-        and not any(key == free or key.startswith(f"{free}.") for free in may_differ)
-    ]
-    if differing:
-        listed = "\n".join(differing)
-        raise UserError(
-            f"{run_dir} holds a run of another config:\n{listed}\n"
-            "choose another --config.run_dir, or start with the old values to resume it"
-        )
-    return True
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,6 +1,6 @@
-"""Run folder: the paths of a run's files, and the trajectories it keeps.
+"""Run folder: the files of a run, its config and its trajectories.
 
-    config.json                          resolved config (`runtime/config.py`)
+    config.json                          resolved config and format of the folder
     metrics.jsonl                        one record per update and evaluation (`runtime/metrics.py`)
     checkpoints/NUMBER/                  state of the learner and progress of the run (`runtime/checkpoint.py`)
     trajectories/NAME.jsonl.gz           trajectories of a run of one process
@@ -14,22 +14,57 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import json
 import os
 import re
 import secrets
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from absl import logging
 
 from agentr1_jax import files
 from agentr1_jax.errors import UserError
 from agentr1_jax.runtime import processes
-from agentr1_jax.runtime.config import PROBE
+from agentr1_jax.runtime.config import flatten
+from agentr1_jax.runtime.lock import NAME as LOCK_NAME
 from agentr1_jax.trajectory import Trajectory
 from agentr1_jax.trajectory_io import read_jsonl, write_jsonl
 
+FORMAT = 3
+"""Format of run folders, stored in config.json; it grows when an earlier version could not read a folder."""
+EARLIER = "agentr1_jax 0.1.0 (commit 41ce720)"
+"""Version that wrote run folders without a format."""
+RESUMABLE = (
+    "run_dir",
+    "mesh",
+    "processes",
+    "checkpoint_every",
+    "checkpoints_kept",
+    "compilation_cache",
+    "profile_updates",
+    "sinks",
+    "policy.attention",
+    "policy.remat",
+    "rollout.tensor",
+    "rollout.slots",
+    "rollout.swap_slots",
+    "rollout.attention_group",
+    "learner.rows",
+    "pretrain.rows",
+)
+"""Keys and sections that a later start of the same run may change: where it runs and how it is laid out there, which
+changes results by rounding alone."""
+
+PROBE = ".shared"
+"""File by which `check_shared` finds out whether all processes see one folder."""
+
+BEFORE_CONFIG = {LOCK_NAME, PROBE, "tokenizer.model"} | {
+    f"{name}.partial" for name in (PROBE, "tokenizer.model", "config.json")
+}
+"""Files that a start may leave in the folder if it is killed before it has written config.json."""
 SHARED_SECONDS = 5.0
 """How long a process looks for a file that another one wrote: network file systems may be late to show it."""
 
@@ -55,6 +90,71 @@ class RunFolder:
     def file(self, *names: str) -> str:
         """Return the path of a file in the folder, e.g. `file("metrics.jsonl")`."""
         return os.path.join(self.path, *names)
+
+    def write_config(self, values: Mapping[str, Any]) -> None:
+        """Write the resolved config of the run and the format of the folder to config.json; makes the folder."""
+        with files.atomic_write(self.file("config.json")) as out:
+            json.dump({"format": FORMAT, **values}, out, indent=2, sort_keys=True, ensure_ascii=False)
+            out.write("\n")
+
+    def read_config(self) -> dict[str, Any]:
+        """Read the resolved config of the run.
+
+        Raises:
+          UserError: the folder holds no run, config.json is damaged, or another version of the code wrote the folder.
+        """
+        path = self.file("config.json")
+        try:
+            values = json.loads(files.read_bytes(path))
+            found = values.pop("format", None)
+        except FileNotFoundError:
+            raise UserError(f"{self.path}: no run (it has no config.json)") from None
+        except (ValueError, AttributeError, TypeError) as error:
+            raise UserError(f"{path}: not a config ({error}); restore it or choose another --config.run_dir") from error
+        if found is None:
+            raise UserError(
+                f"{self.path}: {EARLIER} wrote this run folder, and this version cannot read it; check out and install "
+                "that commit to resume, evaluate or export the run, or choose another --config.run_dir"
+            )
+        if found != FORMAT:
+            raise UserError(
+                f"{self.path}: the run folder has format {found!r}, this version reads {FORMAT}; go on with the "
+                "version that wrote it, or choose another --config.run_dir"
+            )
+        return values
+
+    def check_same_config(self, values: Mapping[str, Any], may_differ: Sequence[str] = RESUMABLE) -> bool:
+        """Return True if the folder holds a run of this config, which can be resumed, and False if it is empty.
+
+        With several processes, let all of them check before one of them writes.
+
+        Args:
+          values: resolved config of this start.
+          may_differ: dotted keys and sections that a later start of the same run may change.
+
+        Raises:
+          UserError: the folder holds other files, or a run of another config (the differing keys are listed) or of
+            another version of the code.
+        """
+        if not files.exists(self.file("config.json")):
+            if set(files.list_names(self.path)) - BEFORE_CONFIG:
+                raise UserError(f"{self.path}: not empty and without config.json; choose another --config.run_dir")
+            return False
+        stored, current = dict(flatten(self.read_config())), dict(flatten(values))
+        missing = "(no such key)"
+        differing = [
+            f"  {key}: {stored.get(key, missing)!r} there, {current.get(key, missing)!r} here"
+            for key in sorted(stored.keys() | current.keys())
+            if stored.get(key, missing) != current.get(key, missing)
+            and not any(key == free or key.startswith(f"{free}.") for free in may_differ)
+        ]
+        if differing:
+            listed = "\n".join(differing)
+            raise UserError(
+                f"{self.path} holds a run of another config:\n{listed}\n"
+                "choose another --config.run_dir, or start with the old values to resume it"
+            )
+        return True
 
     def write_trajectories(self, name: str, trajectories: Iterable[Trajectory]) -> None:
         """Write this process's trajectories of one name.

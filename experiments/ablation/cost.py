@@ -15,6 +15,7 @@ from rich.table import Table
 from agentr1_jax.agents.context import context_rule
 from agentr1_jax.errors import UserError
 from agentr1_jax.runtime import config as configs
+from agentr1_jax.runtime.run_folder import RunFolder
 from experiments import checks, tasks
 from experiments.ablation.grid import Cell, summary
 
@@ -49,7 +50,7 @@ def check_folders(cells: Sequence[Cell]) -> None:
         if os.path.exists(os.path.join(cell.folder, "config.json")):
             may_differ = ("run_dir", "warm_start.run") if cell.finished else ("run_dir",)
             try:
-                configs.check_same_config(cell.folder, cell.config, may_differ)
+                RunFolder(cell.folder).check_same_config(configs.resolve(cell.config), may_differ)
             except UserError as error:
                 raise UserError(str(error).replace("--config.run_dir", "--out")) from error
 

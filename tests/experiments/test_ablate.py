@@ -25,6 +25,7 @@ from agentr1_jax.report.ablation import ArmResult, RunResult
 from agentr1_jax.report.statistics import area_under, mean_interval, paired_difference, two_stage_interval
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.processes import StopRequest
+from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.trajectory import Outcome, Step, Trajectory
 from agentr1_jax.trajectory_io import write_jsonl
 from configs import quickstart, resolved
@@ -195,7 +196,7 @@ def test_a_cell_that_cannot_work_is_refused_with_its_folder(config):
 
 def test_a_run_of_another_config_is_refused_though_it_is_finished(config, tmp_path):
     _, (cell,) = cells_of(config, "grpo", out=str(tmp_path))
-    configs.write_config(cell.folder, cell.config)
+    RunFolder(str(cell.folder)).write_config(configs.resolve(cell.config))
     Path(cell.folder, "summary.json").write_text("{}")
     cost.check_folders([cell])
     config.optimizer.lr = 0.5

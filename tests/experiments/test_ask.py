@@ -18,7 +18,8 @@ from test_train import ROOT, train
 
 from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.errors import UserError
-from agentr1_jax.runtime.config import write_config
+from agentr1_jax.runtime import config as configs
+from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.tasks import make_task
 from agentr1_jax.tasks.hopworld.expert import NO_FLAWS
 from agentr1_jax.trajectory import Outcome, Trajectory
@@ -134,7 +135,7 @@ def test_a_wrong_index_is_told_before_anything_is_loaded(tmp_path, monkeypatch):
 
     config = quickstart.get_config()
     config.run_dir = str(tmp_path)
-    write_config(config.run_dir, config)
+    RunFolder(str(config.run_dir)).write_config(configs.resolve(config))
     task = types.SimpleNamespace(name="multihop", env=broken)
     monkeypatch.setattr(ask.tasks, "make_task", lambda *_, **__: task)
     for flag in ("CONFIG", "QUESTION_ROW", "WORLD"):

@@ -34,7 +34,8 @@ from agentr1_jax.report import credit as plots
 from agentr1_jax.report import credit_stats as stats
 from agentr1_jax.report.credit import StepView
 from agentr1_jax.report.page import write_page
-from agentr1_jax.runtime.config import write_config
+from agentr1_jax.runtime import config as configs
+from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.trajectory_io import write_jsonl
 from configs import quickstart
 from experiments import build, learning
@@ -213,7 +214,7 @@ def test_a_user_adds_a_scheme_by_a_file(config, tmp_path, registry):
 def leave_run(folder, config, batches, suffix=""):
     """The config and recorded batches of a run."""
     config.run_dir = str(folder)
-    write_config(folder, config)
+    RunFolder(str(folder)).write_config(configs.resolve(config))
     (folder / "tokenizer.model").write_bytes(b"model")
     for update, batch in batches.items():
         batch = [learners.with_step(t, i, policy_version=update) for t in batch for i in [0]]

@@ -15,6 +15,7 @@ from agentr1_jax.policy.params import join, merge_adapters
 from agentr1_jax.policy.sharding import shardings
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.checkpoint import Checkpoints
+from agentr1_jax.runtime.run_folder import FORMAT, RunFolder
 from agentr1_jax.text.tokenizer import load_tokenizer
 from configs import quickstart
 from experiments import build, sources, tasks
@@ -33,7 +34,7 @@ def run_folder(folder, **changes):
     state = build.learner_state(config, policy, mesh)[0]()
     # Fresh adapters change nothing.
     state = dataclasses.replace(state, params=jax.tree.map(lambda x: x + 0.125, state.params))
-    configs.write_config(folder, config)
+    RunFolder(str(folder)).write_config(configs.resolve(config))
     checkpoints = Checkpoints(folder, 1)
     checkpoints.save(3, state, {})
     checkpoints.close()
@@ -76,7 +77,7 @@ def test_the_optimizer_s_state_may_have_another_structure(tmp_path):
     assert config.optimizer.name != "sgd"
     with config.unlocked():
         config.optimizer.name, config.run_dir = "sgd", str(tmp_path / "run")
-    configs.write_config(tmp_path / "run", config)
+    RunFolder(str(tmp_path / "run")).write_config(configs.resolve(config))
     export_hf.export(str(tmp_path / "run"), str(tmp_path / "out"))
     jax.tree.map(np.testing.assert_array_equal, loaded(tmp_path / "out")[1], decoder)
     policy = build.policy(config, sources.run_tokenizer(config))
@@ -97,8 +98,8 @@ def test_mistakes_are_told(tmp_path):
     (tmp_path / "run" / "checkpoints").rename(tmp_path / "run" / "elsewhere")
     with pytest.raises(UserError, match=r"run: has no checkpoint yet"):
         export_hf.export(str(tmp_path / "run"), str(tmp_path / "out"))
-    (tmp_path / "run" / "config.json").write_text('{"algo": 1}')
-    with pytest.raises(UserError, match=r"agentr1_jax 0.1.0 .* wrote this run folder"):
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"format": FORMAT, "algo": 1}))
+    with pytest.raises(UserError, match=r"config.json: not a config of this version"):
         export_hf.export(str(tmp_path / "run"), str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 

@@ -190,7 +190,7 @@ def test_a_second_run_of_two_processes_finds_what_was_kept(tmp_path: pathlib.Pat
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
         starts.append(programs(done.stdout))
         files.append({path.name for path in (tmp_path / ".programs").glob("*-program")})
-    assert files[0] == files[1] and {name.partition("-")[0] for name in files[0]} >= {"update", "score", "decode"}
+    assert files[0] == files[1] and {name.partition("-")[0] for name in files[0]} >= {"update", "prefill", "decode"}
     assert starts[1][0][1] == 0 and starts[1][1][0] == len(files[0])
     with open(tmp_path / "two" / "summary.json", encoding="utf-8") as summary:
         assert json.load(summary)["recompiles_after_warmup"] == 0

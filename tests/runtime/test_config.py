@@ -221,68 +221,6 @@ def test_resolve_names_a_key_that_is_not_json(value: object) -> None:
         config_lib.resolve(ml_collections.ConfigDict({"algo": {"x": value}}))
 
 
-def test_a_run_folder_keeps_to_its_config(tmp_path: pathlib.Path) -> None:
-    def config(**changes: object) -> ml_collections.ConfigDict:
-        fields = {"run_dir": "a", "seed": 0, "sizes": (1, 2), "eval": {"every": 5, "rows": 8}}
-        return ml_collections.ConfigDict(fields | changes)
-
-    run_dir = tmp_path / "run"
-    assert not config_lib.check_same_config(run_dir, config())
-    config_lib.write_config(run_dir, config())
-    assert config_lib.check_same_config(run_dir, config(run_dir="b"))
-    assert config_lib.check_same_config(run_dir, config(eval={"every": 6, "rows": 8}), may_differ=("run_dir", "eval"))
-    before = (run_dir / "config.json").read_bytes()
-    with pytest.raises(UserError) as caught:
-        config_lib.check_same_config(run_dir, config(seed=1, sizes=(1, 3), new=2))
-    assert "seed: 0 there, 1 here" in str(caught.value)
-    assert "sizes: [1, 2] there, [1, 3] here" in str(caught.value)
-    assert "new: '(no such key)' there, 2 here" in str(caught.value)
-    assert "eval" not in str(caught.value)
-    assert (run_dir / "config.json").read_bytes() == before
-    assert sorted(path.name for path in run_dir.iterdir()) == ["config.json"]
-
-
-@pytest.mark.parametrize(
-    ("format", "message"),
-    [
-        ({}, r"run: agentr1_jax 0\.1\.0 \(commit 41ce720\) wrote this run folder.*install that commit"),
-        ({"format": 99}, "run: the run folder has format 99, this version reads"),
-    ],
-)
-def test_folders_of_other_versions_are_refused(tmp_path: pathlib.Path, format: dict[str, int], message: str) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json").write_text(json.dumps({"seed": 0, **format}))
-    with pytest.raises(UserError, match=message):
-        config_lib.check_same_config(tmp_path / "run", ml_collections.ConfigDict({"seed": 0}))
-
-
-def test_other_folders_are_refused(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "thesis.tex").touch()
-    with pytest.raises(UserError, match="not empty"):
-        config_lib.check_same_config(tmp_path, ml_collections.ConfigDict({"seed": 0}))
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match=r"config\.json: not a config"):
-        config_lib.check_same_config(tmp_path, ml_collections.ConfigDict({"seed": 0}))
-
-
-@pytest.mark.parametrize("left", sorted(config_lib.BEFORE_CONFIG))
-def test_a_start_that_was_killed_before_it_wrote_its_config_does_not_block_the_next(
-    tmp_path: pathlib.Path, left: str
-) -> None:
-    (tmp_path / left).touch()
-    assert not config_lib.check_same_config(tmp_path, ml_collections.ConfigDict({"seed": 0}))
-
-
-def test_where_a_run_is_may_change_and_its_lock_is_nobodys_file(tmp_path: pathlib.Path) -> None:
-    def config(data: int) -> ml_collections.ConfigDict:
-        return ml_collections.ConfigDict({"seed": 0, "mesh": {"data": data}, "checkpoint_every": data})
-
-    (tmp_path / ".lock").touch()
-    assert not config_lib.check_same_config(tmp_path, config(1))
-    config_lib.write_config(tmp_path, config(1))
-    assert config_lib.check_same_config(tmp_path, config(2))
-
-
 @pytest.mark.parametrize(("code", "said"), [("ENOSPC", "No space left on device"), ("EDQUOT", "quota")])
 def test_a_full_disk_is_one_message(monkeypatch, capsys, code: str, said: str) -> None:
     number = getattr(errno, code)

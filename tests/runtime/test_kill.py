@@ -18,8 +18,8 @@ from programs import program
 
 from agentr1_jax.errors import UserError
 from agentr1_jax.runtime.checkpoint import Checkpoints
-from agentr1_jax.runtime.config import FORMAT
 from agentr1_jax.runtime.metrics import MetricsWriter, read_metrics
+from agentr1_jax.runtime.run_folder import FORMAT
 from agentr1_jax.trajectory import Outcome, Step, Trajectory
 from agentr1_jax.trajectory_io import write_jsonl
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pathlib
 
 import builders
 import numpy as np
@@ -10,8 +12,10 @@ import pytest
 from pair import run_two
 
 from agentr1_jax.errors import UserError
+from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import processes
-from agentr1_jax.runtime.run_folder import RunFolder, batch_name, read_trajectories
+from agentr1_jax.runtime.run_folder import BEFORE_CONFIG, RESUMABLE, RunFolder, batch_name, read_trajectories
+from configs import base
 
 
 @pytest.fixture
@@ -88,6 +92,76 @@ def test_a_damaged_trajectory_file_is_named(folder, batch):
         file.truncate(50)
     with pytest.raises(UserError, match=r"eval_before\.jsonl\.gz, line 1: not a trajectory"):
         read_trajectories([path])
+
+
+def test_a_run_folder_keeps_to_its_config(tmp_path: pathlib.Path) -> None:
+    def config(**changes: object) -> dict[str, object]:
+        fields = {"run_dir": "a", "seed": 0, "sizes": [1, 2], "eval": {"every": 5, "rows": 8}}
+        return fields | changes
+
+    run_dir = tmp_path / "run"
+    assert not RunFolder(str(run_dir)).check_same_config(config())
+    RunFolder(str(run_dir)).write_config(config())
+    assert RunFolder(str(run_dir)).check_same_config(config(run_dir="b"))
+    assert RunFolder(str(run_dir)).check_same_config(
+        config(eval={"every": 6, "rows": 8}), may_differ=("run_dir", "eval")
+    )
+    before = (run_dir / "config.json").read_bytes()
+    with pytest.raises(UserError) as caught:
+        RunFolder(str(run_dir)).check_same_config(config(seed=1, sizes=[1, 3], new=2))
+    assert "seed: 0 there, 1 here" in str(caught.value)
+    assert "sizes: [1, 2] there, [1, 3] here" in str(caught.value)
+    assert "new: '(no such key)' there, 2 here" in str(caught.value)
+    assert "eval" not in str(caught.value)
+    assert (run_dir / "config.json").read_bytes() == before
+    assert sorted(path.name for path in run_dir.iterdir()) == ["config.json"]
+
+
+@pytest.mark.parametrize(
+    ("format", "message"),
+    [
+        ({}, r"run: agentr1_jax 0\.1\.0 \(commit 41ce720\) wrote this run folder.*install that commit"),
+        ({"format": 99}, "run: the run folder has format 99, this version reads"),
+    ],
+)
+def test_folders_of_other_versions_are_refused(tmp_path: pathlib.Path, format: dict[str, int], message: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"seed": 0, **format}))
+    with pytest.raises(UserError, match=message):
+        RunFolder(str(tmp_path / "run")).check_same_config({"seed": 0})
+
+
+def test_other_folders_are_refused(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(UserError, match="not empty"):
+        RunFolder(str(tmp_path)).check_same_config({"seed": 0})
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config\.json: not a config"):
+        RunFolder(str(tmp_path)).check_same_config({"seed": 0})
+
+
+@pytest.mark.parametrize("left", sorted(BEFORE_CONFIG))
+def test_a_start_that_was_killed_before_it_wrote_its_config_does_not_block_the_next(
+    tmp_path: pathlib.Path, left: str
+) -> None:
+    (tmp_path / left).touch()
+    assert not RunFolder(str(tmp_path)).check_same_config({"seed": 0})
+
+
+def test_where_a_run_is_may_change_and_its_lock_is_nobodys_file(tmp_path: pathlib.Path) -> None:
+    def config(data: int) -> dict[str, object]:
+        return {"seed": 0, "mesh": {"data": data}, "checkpoint_every": data}
+
+    (tmp_path / ".lock").touch()
+    assert not RunFolder(str(tmp_path)).check_same_config(config(1))
+    RunFolder(str(tmp_path)).write_config(config(1))
+    assert RunFolder(str(tmp_path)).check_same_config(config(2))
+
+
+@pytest.mark.parametrize("key", RESUMABLE)
+def test_keys_that_may_change_are_in_the_base_config(key: str) -> None:
+    resolved = configs.resolve(base.get_config())
+    assert key in resolved or key in dict(configs.flatten(resolved))
 
 
 CHILD = """
