@@ -24,7 +24,7 @@ TASK_MODULES = {**tasks.TASK_MODULES, **contrib.TASK_MODULES}
 
 
 def get_config(*names: str) -> ml_collections.ConfigDict:
-    """The base config with the keys of the tasks of these names; runnable as it is where there is one.
+    """Return the base config with the keys of the tasks of these names, and of no others.
 
     Args:
       names: the task, or the tasks of a mixture; none for a task of `task.file`.
