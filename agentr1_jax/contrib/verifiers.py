@@ -299,7 +299,7 @@ def _check_supported(env: Any, where: str) -> None:
     unsupported = {
         "a group of environments": hasattr(env, "env_map") or hasattr(env, "envs"),
         "a sandbox": hasattr(env, "sandbox_client"),
-        "tools of MCP servers (see docs/tools.md)": hasattr(env, "mcp_servers"),
+        "tools of MCP servers (see docs/contrib/mcp.md)": hasattr(env, "mcp_servers"),
         "completions without chat": getattr(env, "message_type", "chat") == "completion",
     }
     for what, is_so in unsupported.items():

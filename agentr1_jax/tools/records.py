@@ -1,4 +1,4 @@
-"""Files of JSON records, one a line or all in one array, plain or gzipped: the one reader of corpora and questions."""
+"""Reader of files of JSON records, one a line or all in one array, plain or gzipped."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _HALF_OF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_records(path: str | os.PathLike[str], what: str) -> Iterator[tuple[str, Any]]:
-    """The JSON values of a file, each behind its place: `file, line 1`, or `file, record 1` of an array.
+    """Yield the JSON values of a file, each behind its place: `file, line 1`, or `file, record 1` of an array.
 
     Empty lines count as lines and are left out.
 
     Args:
       path: of the file.
-      what: a record should be, for messages: `not a question`.
+      what: complaint about a bad record, e.g. `not a question`.
 
     Raises:
       ValueError: the file cannot be read on; the message names the place.
@@ -52,19 +52,19 @@ def read_records(path: str | os.PathLike[str], what: str) -> Iterator[tuple[str,
 
 
 def damage_error(where: str, what: str, error: BaseException) -> ValueError:
-    """The error that says where a file is not `what` it should be, why, and what to do."""
+    """Return the error that says where a file is not `what` it should be, why, and what to do."""
     return ValueError(f"{where}: {what} ({type(error).__name__}: {error}); repair or download the file again")
 
 
 def _lines(stream: BinaryIO) -> Iterator[tuple[Any] | None]:
-    """Each line's JSON; None for an empty line."""
+    """Yield each line's JSON; None for an empty line."""
     for line in stream:
         text = line.decode("utf-8-sig")
         yield (_whole(json.loads(text), text),) if text.strip() else None
 
 
 def _elements(stream: BinaryIO) -> Iterator[tuple[Any]]:
-    """The elements of one JSON array, one at a time: HotpotQA's training file has 570 MB."""
+    """Yield the elements of one JSON array, one at a time: HotpotQA's training file has 570 MB."""
     with io.TextIOWrapper(stream, "utf-8-sig", newline="") as file:
         yield from _elements_of(file)
 
@@ -74,7 +74,7 @@ def _elements_of(file: io.TextIOBase) -> Iterator[tuple[Any]]:
     text, at = "", 0
 
     def mark() -> str:
-        """The next character that is no white space, "" at the end."""
+        """Return the next character that is no white space, "" at the end."""
         nonlocal text, at
         while (at := cast(re.Match[str], _SPACE.match(text, at)).end()) == len(text):
             text, at = file.read(_CHUNK), 0
@@ -113,7 +113,7 @@ def _elements_of(file: io.TextIOBase) -> Iterator[tuple[Any]]:
 
 
 def _whole(record: Any, text: str) -> Any:
-    """The record that JSON text stands for. Raises ValueError where it has half a surrogate pair: no text ends so."""
+    """Return the record of a JSON text. Raises ValueError where it has half a surrogate pair: no text ends so."""
     if _HALF_OF_A_PAIR.search(text):
         json.dumps(record, ensure_ascii=False).encode()
     return record

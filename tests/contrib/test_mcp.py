@@ -116,7 +116,7 @@ def test_a_task_of_ones_own_has_the_tools_of_a_server(tmp_path, monkeypatch):
         monkeypatch.setattr(TASKS, attribute, dict(getattr(TASKS, attribute)))
     if importlib.util.find_spec("mcp_server_time") is None:
         pytest.skip("mcp-server-time is not installed")
-    page = (FOLDER.parent / "docs/tools.md").read_text(encoding="utf-8")
+    page = (FOLDER.parent / "docs/contrib/mcp.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (tmp_path / "my_tasks.py").write_text(code, encoding="utf-8")
     config = base_config.get_config()

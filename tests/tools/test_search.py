@@ -31,7 +31,7 @@ from agentr1_jax.tools.search import (
     read_corpus,
 )
 from agentr1_jax.tools.search.bm25 import _top, words
-from agentr1_jax.tools.search.tool import CUT, shortened
+from agentr1_jax.tools.search.tool import MARKER, truncate_text
 
 
 def corpus(*texts: str) -> list[Passage]:
@@ -114,21 +114,21 @@ def test_bad_settings_are_refused():
     retriever = BM25(corpus("x"))
     with pytest.raises(ValueError, match="top_k is 0"):
         SearchTool(retriever, top_k=0)
-    for characters in (-1, len(CUT)):
+    for characters in (-1, len(MARKER)):
         with pytest.raises(ValueError, match=f"passage_characters is {characters}"):
             SearchTool(retriever, 1, characters)
 
 
-@given(st.text("ab \n", max_size=30), st.integers(len(CUT) + 1, 32))
+@given(st.text("ab \n", max_size=30), st.integers(len(MARKER) + 1, 32))
 def test_a_text_is_cut_between_words_and_says_so(text, characters):
-    cut = shortened(text, characters)
+    cut = truncate_text(text, characters)
     assert len(cut) <= characters
     if len(text) <= characters:
         assert cut == text
         return
-    kept = cut.removesuffix(CUT)
-    assert cut == kept + CUT and text.startswith(kept)
-    longest = text[: characters - len(CUT)]
+    kept = cut.removesuffix(MARKER)
+    assert cut == kept + MARKER and text.startswith(kept)
+    longest = text[: characters - len(MARKER)]
     if kept != longest:  # Cut shorter than need be: at the end of the last word that is there whole.
         assert text[len(kept)].isspace() and kept[-1:].strip() and len(longest[len(kept) :].split()) <= 1
 

@@ -1,4 +1,4 @@
-"""Where an MCP server is, and one connection to it."""
+"""Address of an MCP server, and one connection to it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 _CONNECT_SECONDS = 30.0
-_MOST_SAID = 2000  # characters of what a server said beside the protocol, the last ones
+_MAX_OUTPUT = 2000  # characters of a server's output beside the protocol, the last ones
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class ServerAddress:
     """A server: a command to start it and talk over its stdin and stdout, or the URL of a running one.
 
     Attributes:
@@ -55,18 +55,18 @@ class Connection:
 
     Attributes:
       client: of the library.
-      words: what the server wrote beside the protocol: its stderr, and lines of its stdout that were no message.
+      output: output of the server beside the protocol: its stderr, and lines of its stdout that were no message.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, address: ServerAddress) -> None:
         self.client: Any = None
-        self.words = ""
-        self._place = place
+        self.output = ""
+        self._address = address
         self._ending = asyncio.Event()
         self._life: asyncio.Task[None] | None = None
 
     async def open(self, seconds: float) -> None:
-        """Starts or reaches the server and greets it.
+        """Start or reach the server and initialise the protocol.
 
         Raises:
           Exception: whatever went wrong; TimeoutError after `seconds`.
@@ -82,22 +82,22 @@ class Connection:
 
     @property
     def alive(self) -> bool:
-        """Whether it has not come to its end by itself."""
+        """True until the connection ends."""
         return self._life is not None and not self._life.done()
 
     def drop(self) -> None:
-        """Lets the connection end; a server that it started ends, too."""
+        """End the connection; a server that it started ends, too."""
         self._ending.set()
 
-    async def closed(self) -> None:
-        """Waits until nothing of it is left."""
+    async def wait_closed(self) -> None:
+        """Wait until the connection has ended."""
         if self._life is not None:
             await asyncio.wait([self._life])
 
     async def _live(self, ready: asyncio.Future[Any]) -> None:
-        """The connection's life, in one task since the library's scopes may not be left by another."""
+        """Open, hold and close the connection in one task: the library's scopes may not be left by another."""
         try:
-            async with _client(self._place, self._heard) as client:
+            async with _client(self._address, self._add_output) as client:
                 if not ready.done():
                     ready.set_result(client)
                 await self._ending.wait()
@@ -105,13 +105,13 @@ class Connection:
             if not ready.done():
                 ready.set_exception(_innermost(error))
 
-    def _heard(self, text: str) -> None:
-        self.words = (self.words + text)[-_MOST_SAID:]
+    def _add_output(self, text: str) -> None:
+        self.output = (self.output + text)[-_MAX_OUTPUT:]
 
 
 @contextlib.asynccontextmanager
-async def _client(place: Place, heard: Callable[[str], None]) -> AsyncIterator[Any]:
-    """A client of the library, connected."""
+async def _client(address: ServerAddress, on_output: Callable[[str], None]) -> AsyncIterator[Any]:
+    """Yield a connected client of the library."""
     import httpx2
     import mcp  # An extra.
     import pydantic
@@ -123,25 +123,25 @@ async def _client(place: Place, heard: Callable[[str], None]) -> AsyncIterator[A
 
     async def on_message(message: Any) -> None:
         if isinstance(message, pydantic.ValidationError):
-            heard(f"{message.errors()[0]['input']}\n")
+            on_output(f"{message.errors()[0]['input']}\n")
 
     async with contextlib.AsyncExitStack() as stack:
-        if place.url:
+        if address.url:
             timeout = httpx2.Timeout(_CONNECT_SECONDS, read=None)  # Calls have a limit of their own.
-            http = await stack.enter_async_context(httpx2.AsyncClient(headers=dict(place.headers), timeout=timeout))
-            transport = streamable_http_client(place.url, http_client=http)
+            http = await stack.enter_async_context(httpx2.AsyncClient(headers=dict(address.headers), timeout=timeout))
+            transport = streamable_http_client(address.url, http_client=http)
         else:
-            program, *arguments = place.command
+            program, *arguments = address.command
             server = mcp.StdioServerParameters(
-                command=program, args=arguments, env=dict(place.environment), cwd=place.folder
+                command=program, args=arguments, env=dict(address.environment), cwd=address.folder
             )
-            transport = stdio_client(server, stack.enter_context(_listened(heard)))
+            transport = stdio_client(server, stack.enter_context(_output_pipe(on_output)))
         yield await stack.enter_async_context(mcp.Client(transport, message_handler=on_message))
 
 
 @contextlib.contextmanager
-def _listened(heard: Callable[[str], None]) -> Any:
-    """A file that passes on what is written to it: a server's stderr would else be that of the run."""
+def _output_pipe(on_output: Callable[[str], None]) -> Any:
+    """Yield a file whose content goes to `on_output`: a server's stderr would else be that of the run."""
     reads, writes = os.pipe()
     os.set_blocking(reads, False)
     loop = asyncio.get_running_loop()
@@ -149,7 +149,7 @@ def _listened(heard: Callable[[str], None]) -> Any:
     def read() -> None:
         with contextlib.suppress(BlockingIOError):
             data = os.read(reads, 1 << 16)
-            heard(data.decode("utf-8", "replace"))
+            on_output(data.decode("utf-8", "replace"))
             if not data:
                 loop.remove_reader(reads)
 
@@ -164,7 +164,7 @@ def _listened(heard: Callable[[str], None]) -> Any:
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """The first cause within groups of exceptions."""
+    """Return the first cause within groups of exceptions."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

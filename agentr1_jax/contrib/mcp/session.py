@@ -10,7 +10,7 @@ import time
 from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
-from agentr1_jax.contrib.mcp.server import Connection, Place
+from agentr1_jax.contrib.mcp.server import Connection, ServerAddress
 from agentr1_jax.tools.base import Fault
 
 T = TypeVar("T")
@@ -18,9 +18,9 @@ T = TypeVar("T")
 CLOSING_SECONDS = 15.0
 SILENT_SECONDS = 5.0
 """How long nothing may come back to anybody before a call that is given up takes the connection with it."""
-MOST_PAGES = 100
+MAX_PAGES = 100
 """Of a list of tools."""
-_SHOWN = 500  # characters of an error that a message quotes
+_QUOTED = 500  # characters of an error that a message quotes
 
 
 class CallError(Exception):
@@ -38,7 +38,7 @@ class Session:
     Each rollout has its own event loop, while a connection belongs to one: it lives here, in a thread that all share.
 
     Args:
-      place: of the server.
+      address: of the server.
       start_seconds: for starting or reaching the server, greeting it, and its list of tools.
       seconds: for a call.
 
@@ -49,12 +49,12 @@ class Session:
       ValueError: the library is missing, or no server answers properly; the message names it and says why.
     """
 
-    def __init__(self, place: Place, start_seconds: float, seconds: float) -> None:
+    def __init__(self, address: ServerAddress, start_seconds: float, seconds: float) -> None:
         try:
             import mcp  # noqa: F401
         except ImportError as error:
             raise ValueError("MCP servers need the library mcp: pip install 'agentr1_jax[mcp]'") from error
-        self._place, self._start_seconds, self._seconds = place, start_seconds, seconds
+        self._address, self._start_seconds, self._seconds = address, start_seconds, seconds
         self._connection: Connection | None = None
         self._attempt: asyncio.Task[Connection] | None = None
         self._dropped: set[asyncio.Task[None]] = set()
@@ -66,10 +66,10 @@ class Session:
         self._thread.start()
         atexit.register(self.close)
         try:
-            self.tools = self._submit(self._listed()).result()
+            self.tools = self._submit(self._list_tools()).result()
         except CallError as error:
             self.close()
-            raise ValueError(f"MCP server {place}: {error}") from error
+            raise ValueError(f"MCP server {address}: {error}") from error
         except BaseException:
             self.close()
             raise
@@ -80,7 +80,7 @@ class Session:
         Raises:
           CallError: it does not.
         """
-        return await asyncio.wrap_future(self._submit(self._called(tool, arguments)))
+        return await asyncio.wrap_future(self._submit(self._call_tool(tool, arguments)))
 
     def close(self) -> None:
         """Ends the connection, and a server that it started. What is still asked fails; may be called twice."""
@@ -89,7 +89,7 @@ class Session:
                 return
             self._closed = True
         atexit.unregister(self.close)
-        ending = asyncio.run_coroutine_threadsafe(self._ended(), self._loop)
+        ending = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
         try:
             ending.result(CLOSING_SECONDS)
         except concurrent.futures.TimeoutError:
@@ -106,13 +106,13 @@ class Session:
         work.close()
         raise CallError("closed", "the session was closed")
 
-    async def _listed(self) -> list[Any]:
-        connection = await self._connected()
+    async def _list_tools(self) -> list[Any]:
+        connection = await self._get_connection()
         tools: list[Any] = []
         cursor = None
         try:
             async with asyncio.timeout(self._start_seconds):
-                for _ in range(MOST_PAGES):
+                for _ in range(MAX_PAGES):
                     page = await connection.client.list_tools(cursor=cursor)
                     tools += page.tools
                     cursor = page.next_cursor
@@ -122,8 +122,8 @@ class Session:
             raise self._failure(connection, error, "listing its tools") from error
         return tools
 
-    async def _called(self, tool: str, arguments: Mapping[str, Any]) -> Any:
-        connection = await self._connected()
+    async def _call_tool(self, tool: str, arguments: Mapping[str, Any]) -> Any:
+        connection = await self._get_connection()
         start = time.monotonic()
         try:
             # The library's own limit is for each round of a call.
@@ -143,7 +143,7 @@ class Session:
         self._last_answer = time.monotonic()
         return result
 
-    async def _connected(self) -> Connection:
+    async def _get_connection(self) -> Connection:
         """The open connection; calls that find none wait for one and the same attempt to open it."""
         if self._connection is not None and not self._connection.alive:
             self._drop(self._connection)
@@ -155,7 +155,7 @@ class Session:
         return await asyncio.shield(self._attempt)
 
     async def _connect(self) -> Connection:
-        connection = Connection(self._place)
+        connection = Connection(self._address)
         try:
             await connection.open(self._start_seconds)
         except Exception as error:
@@ -170,11 +170,11 @@ class Session:
         if self._connection is connection:
             self._connection = None
         connection.drop()
-        closing = asyncio.create_task(connection.closed())
+        closing = asyncio.create_task(connection.wait_closed())
         self._dropped.add(closing)
         closing.add_done_callback(self._dropped.discard)
 
-    async def _ended(self) -> None:
+    async def _end(self) -> None:
         if self._attempt is not None:
             self._attempt.cancel()
             await asyncio.wait([self._attempt])
@@ -193,20 +193,20 @@ class Session:
         import pydantic
         from mcp import MCPError
 
-        words = f"; it wrote: {connection.words.strip()[-_SHOWN:]!r}" if connection.words.strip() else ""
-        said = f"{type(error).__name__}: {error}"[:_SHOWN]
+        output = f"; it wrote: {connection.output.strip()[-_QUOTED:]!r}" if connection.output.strip() else ""
+        said = f"{type(error).__name__}: {error}"[:_QUOTED]
         if isinstance(error, TimeoutError):
             seconds = self._seconds if doing == "a call" else self._start_seconds
-            return CallError("timeout", f"{doing} took more than {seconds:g} s{words}")
-        if isinstance(error, FileNotFoundError) and not self._place.url:
+            return CallError("timeout", f"{doing} took more than {seconds:g} s{output}")
+        if isinstance(error, FileNotFoundError) and not self._address.url:
             return CallError("connection_lost", f"no such program or folder ({error}); install it, or name its path")
         if isinstance(error, pydantic.ValidationError | RuntimeError):
-            return CallError("bad_answer", f"{doing}: it answers what no MCP server does ({said}){words}")
+            return CallError("bad_answer", f"{doing}: it answers what no MCP server does ({said}){output}")
         if isinstance(error, MCPError):
             if error.code in (mcp_types.INVALID_PARAMS, mcp_types.METHOD_NOT_FOUND):
-                return CallError("bad_arguments", error.message[:_SHOWN], "model")
+                return CallError("bad_arguments", error.message[:_QUOTED], "model")
             if error.code == mcp_types.INTERNAL_ERROR:
-                return CallError("server_error", f"{doing} failed: {error.message[:_SHOWN]}{words}")
+                return CallError("server_error", f"{doing} failed: {error.message[:_QUOTED]}{output}")
             if error.code == mcp_types.PARSE_ERROR:
-                return CallError("bad_answer", f"{doing}: {error.message[:_SHOWN]}{words}")
-        return CallError("connection_lost", f"the connection ended in {doing} ({said}){words}")
+                return CallError("bad_answer", f"{doing}: {error.message[:_QUOTED]}{output}")
+        return CallError("connection_lost", f"the connection ended in {doing} ({said}){output}")

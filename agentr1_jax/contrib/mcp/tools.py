@@ -11,7 +11,7 @@ from typing import Any
 
 import jsonschema
 
-from agentr1_jax.contrib.mcp.server import Place
+from agentr1_jax.contrib.mcp.server import ServerAddress
 from agentr1_jax.contrib.mcp.session import CallError, Session
 from agentr1_jax.tools.base import ToolResult, failure
 
@@ -57,7 +57,7 @@ class McpTools(Sequence[McpTool]):
 
     Args:
       command: program and arguments of a server that speaks over its stdin and stdout.
-      url: of a server that speaks streamable HTTP, in place of `command`.
+      url: of a server that speaks streamable HTTP, in address of `command`.
       environment: of the program, beside PATH, HOME and the like; all else of this process's is kept from it.
       folder: in which the program runs.
       headers: of the requests, such as an authorisation.
@@ -84,13 +84,13 @@ class McpTools(Sequence[McpTool]):
         start_seconds: float = 30.0,
         seconds: float = 60.0,
     ) -> None:
-        place = Place(command, url, environment or {}, folder, headers or {})
+        address = ServerAddress(command, url, environment or {}, folder, headers or {})
         for name, value in {"start_seconds": start_seconds, "seconds": seconds}.items():
             if not 0 < value < math.inf:
                 raise ValueError(f"{name} is {value}; it must be finite and above 0")
-        self._session = Session(place, start_seconds, seconds)
+        self._session = Session(address, start_seconds, seconds)
         try:
-            offered = _offered(place, self._session.tools, only)
+            offered = _offered(address, self._session.tools, only)
         except BaseException:
             self.close()
             raise
@@ -121,23 +121,23 @@ class McpTools(Sequence[McpTool]):
         return iter(self._tools)
 
 
-def _offered(place: Place, tools: Sequence[Any], only: Sequence[str]) -> list[Any]:
+def _offered(address: ServerAddress, tools: Sequence[Any], only: Sequence[str]) -> list[Any]:
     """The tools that are wanted. Raises ValueError where one is missing, or unusable."""
     names = collections.Counter(tool.name for tool in tools)
     missing = [name for name in only if name not in names]
     if missing or not tools:
-        raise ValueError(f"MCP server {place} has no tool {', '.join(missing)}; it has {', '.join(names) or 'none'}")
+        raise ValueError(f"MCP server {address} has no tool {', '.join(missing)}; it has {', '.join(names) or 'none'}")
     offered = [tool for tool in tools if not only or tool.name in only]
     for tool in offered:
         if names[tool.name] > 1:
             raise ValueError(
-                f"MCP server {place} has {names[tool.name]} tools named {tool.name!r}; leave it out by `only`"
+                f"MCP server {address} has {names[tool.name]} tools named {tool.name!r}; leave it out by `only`"
             )
         try:
             jsonschema.Draft202012Validator.check_schema(tool.input_schema)
         except jsonschema.SchemaError as error:
             why = f"the schema of tool {tool.name!r} is none ({error.message}); leave it out by `only`"
-            raise ValueError(f"MCP server {place}: {why}") from error
+            raise ValueError(f"MCP server {address}: {why}") from error
     return offered
 
 

@@ -14,7 +14,7 @@ from agentr1_jax.tasks.multihop.originals import GOLD_UNKNOWN
 from agentr1_jax.tasks.multihop.rows import Question
 from agentr1_jax.tasks.multihop.sources import Source, read_source
 from agentr1_jax.tools.search import Corpus, Passage, read_corpus
-from agentr1_jax.tools.search.corpus import content, ids_by_content
+from agentr1_jax.tools.search.corpus import content_hash, ids_by_content
 from agentr1_jax.validation import STRICT
 
 MINI_EVAL_EVERY = 5
@@ -104,7 +104,7 @@ def add_files(found: Found, files: Files) -> Found:
             continue
         sources = [read_source(path) for path in paths]
         contexts = {p.id: p for source in sources for q in source.questions for p in q.passages}
-        ids = {p.id: names.setdefault(content(p), p.id) for p in contexts.values()}
+        ids = {p.id: names.setdefault(content_hash(p), p.id) for p in contexts.values()}
         corpus = merge_corpora(corpus, [p for p in contexts.values() if ids[p.id] == p.id])
         questions[split] = [_rename_gold(q, ids) for source in sources for q in source.questions]
         counts[split] = _total(sources)
@@ -127,7 +127,7 @@ def unify_ids(found: Found) -> Found:
             counts[split] = dict(found.counts[split], **{GOLD_UNKNOWN: found.counts[split].get(GOLD_UNKNOWN, 0) + lost})
         return dataclasses.replace(found, questions=questions, counts=counts)
     first: dict[bytes, str] = {}
-    twins = {p.id: name for p in found.corpus if (name := first.setdefault(content(p), p.id)) != p.id}
+    twins = {p.id: name for p in found.corpus if (name := first.setdefault(content_hash(p), p.id)) != p.id}
     return dataclasses.replace(
         found,
         questions={split: [_rename_gold(q, twins) for q in of_split] for split, of_split in found.questions.items()},

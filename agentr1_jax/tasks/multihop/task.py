@@ -25,7 +25,7 @@ from agentr1_jax.tasks.multihop.reading import Files
 from agentr1_jax.tasks.multihop.rows import DATASETS, check_known
 from agentr1_jax.tools.base import Tool
 from agentr1_jax.tools.search import BM25, Passage, Retriever, SearchTool
-from agentr1_jax.tools.search.tool import check_shown
+from agentr1_jax.tools.search.tool import check_display
 from agentr1_jax.validation import STRICT, Count, Positive, Whole
 
 INSTRUCTION = (
@@ -176,7 +176,7 @@ class MultihopTask:
     name = "multihop"
 
     def __init__(self, config: MultihopConfig, run: TaskContext) -> None:
-        check_shown(config.top_k, config.passage_characters)  # Before much is read; the search tool is made later.
+        check_display(config.top_k, config.passage_characters)  # Before much is read; the search tool is made later.
         named = {"train": config.datasets, "eval": config.eval_datasets or config.datasets}
         for dataset in itertools.chain(*named.values()):
             check_known(dataset, DATASETS, "data set")

@@ -1,4 +1,4 @@
-"""Passages: what searches search."""
+"""Passages, and the files that hold them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Passage:
 
     @property
     def line(self) -> str:
-        """The passage as a search result shows it: on one line, whatever its text holds."""
+        """The passage in a search result, on one line."""
         shown = f"- {self.title}: {self.text}" if self.title else f"- {self.text}"
         return " ".join(shown.splitlines())
 
@@ -32,7 +32,7 @@ Corpus = Sequence[Passage]
 
 
 def read_corpus(path: str | os.PathLike[str]) -> list[Passage]:
-    """Reads passages from a file of JSON records `{"id", "title", "text"}`; see `records.read_records`.
+    """Read passages from a file of JSON records `{"id", "title", "text"}`; see `records.read_records`.
 
     Raises:
       FileNotFoundError: there is no such file.
@@ -54,18 +54,18 @@ def read_corpus(path: str | os.PathLike[str]) -> list[Passage]:
 
 
 def ids_by_content(corpus: Corpus) -> dict[bytes, str]:
-    """The id of a passage, the first in the corpus, by `content` of it."""
-    return {content(passage): passage.id for passage in reversed(corpus)}
+    """Return content hash -> id; of equal passages that of the first in the corpus."""
+    return {content_hash(passage): passage.id for passage in reversed(corpus)}
 
 
-def content(passage: Passage) -> bytes:
-    """A hash of title and text, whatever white space they have: equal for what two corpora hold under two ids."""
-    said = f"{passage.title.strip()}\n{' '.join(passage.text.split())}"
-    return hashlib.blake2b(said.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+def content_hash(passage: Passage) -> bytes:
+    """Return a hash of title and text up to white space: equal for passages that two corpora hold under two ids."""
+    text = f"{passage.title.strip()}\n{' '.join(passage.text.split())}"
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def fingerprint(corpus: Corpus) -> str:
-    """A hash of ids, titles and texts in their order; equal in every process and on every machine."""
+    """Return a hash of ids, titles and texts in their order; equal in every process and on every machine."""
     digest = hashlib.blake2b(digest_size=16)
     for passage in corpus:
         for field in (passage.id, passage.title, passage.text):

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentr1_jax.http import TRANSIENT_KINDS, HttpError, is_http_url, quote, request, retry_pause
-from agentr1_jax.tools.search.corpus import Corpus, Passage, content, ids_by_content
+from agentr1_jax.tools.search.corpus import Corpus, Passage, content_hash, ids_by_content
 from agentr1_jax.tools.search.retriever import Hit, RetrieverError
 
 
@@ -89,7 +89,7 @@ class RemoteRetriever:
         return [known[query] for query in queries]
 
     def _with_corpus_id(self, hit: Hit) -> Hit:
-        name = self._ids.get(content(hit.passage), hit.passage.id)
+        name = self._ids.get(content_hash(hit.passage), hit.passage.id)
         return dataclasses.replace(hit, passage=dataclasses.replace(hit.passage, id=name))
 
     def _from_cache(self, queries: Sequence[str], top_k: int) -> dict[str, list[Hit]]:

@@ -1,4 +1,4 @@
-"""The Retriever contract: what finds passages for queries."""
+"""The Retriever contract."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agentr1_jax.tools.search.corpus import Passage
 
 @dataclasses.dataclass(frozen=True)
 class Hit:
-    """A passage found and how well it fits; scores of two retrievers do not compare."""
+    """A passage and its score; scores of two retrievers do not compare."""
 
     passage: Passage
     score: float
@@ -21,23 +21,23 @@ Hits = Sequence[Hit]
 
 
 class Retriever(Protocol):
-    """Finds passages, by words, by meaning or by asking somebody else."""
+    """Finds passages for queries."""
 
     @property
     def blocking(self) -> bool:
-        """Whether `search` takes so long (0.5 ms and more) that it is worth a thread; False where it is async."""
+        """True where `search` takes so long (0.5 ms and more) that it is worth a thread; False where it is async."""
         ...
 
     @property
     def batches(self) -> bool:
-        """Whether many queries at once cost less than one by one."""
+        """True where many queries at once cost less than one by one."""
         ...
 
     def search(self, queries: Sequence[str], top_k: int) -> Sequence[Hits] | Awaitable[Sequence[Hits]]:
-        """At most `top_k` hits for each query, best first; sync or async.
+        """Return at most `top_k` hits for each query, best first; sync or async.
 
         Raises:
-          RetrieverError: nothing can be said about any of the queries, through no fault of theirs.
+          RetrieverError: the infrastructure failed all of the queries.
         """
         ...
 

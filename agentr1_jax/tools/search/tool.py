@@ -1,4 +1,4 @@
-"""The search tool: from a retriever to a Tool."""
+"""The search tool: a Tool around a retriever."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from agentr1_jax.tools.search.corpus import Passage
 from agentr1_jax.tools.search.retriever import Hits, Retriever, RetrieverError
 
 EMPTY_RESULT = "No results."
-CUT = " ..."
+MARKER = " ..."
 _WHOLE_WORDS = re.compile(r"(?s)(.*\S)\s")
 
 Results = list[ToolResult]
 
 
 class SearchTool:
-    """Tool `search(query)`: the `top_k` passages that the retriever finds, one line each.
+    """Tool `search(query)`: the best `top_k` passages of a retriever, one line each.
 
     `data` of a result: `ids`, `titles` and `scores` of these passages. A RetrieverError becomes a failed call of its
     kind, a fault of the infrastructure. Where the retriever gains from batches, the tool has `execute_batch`.
 
     Attributes:
-      retriever: what finds the passages.
+      retriever: finds the passages.
       top_k: passages of a result.
-      passage_characters: longest text of a passage; what exceeds it is cut between words and ends in ` ...`, which
-        counts. 0 for no limit.
+      passage_characters: length of a passage's text, the ` ...` of a truncated one included; 0 for no limit.
       blocking: see `Tool`; the retriever's.
 
     Raises:
@@ -46,7 +45,7 @@ class SearchTool:
     }
 
     def __init__(self, retriever: Retriever, top_k: int, passage_characters: int = 0) -> None:
-        check_shown(top_k, passage_characters)
+        check_display(top_k, passage_characters)
         self.retriever = retriever
         self.top_k = top_k
         self.passage_characters = passage_characters
@@ -55,12 +54,12 @@ class SearchTool:
             self.execute_batch = self._execute_batch
 
     def execute(self, arguments: Mapping[str, Any]) -> ToolResult | Awaitable[ToolResult]:
-        """Runs one search; see the class."""
+        """Run one search; see the class."""
         results = self._search([arguments["query"]])
         return results[0] if isinstance(results, list) else _first(results)
 
     def result(self, hits: Hits) -> ToolResult:
-        """What a search that finds these hits shows."""
+        """Return the result that shows these hits."""
         data = {
             "ids": [hit.passage.id for hit in hits],
             "titles": [hit.passage.title for hit in hits],
@@ -77,10 +76,10 @@ class SearchTool:
         except RetrieverError as error:
             return [_failure(error)] * len(queries)
         if inspect.isawaitable(found):
-            return self._awaited(found, len(queries))
+            return self._await_results(found, len(queries))
         return self._results(found, len(queries))
 
-    async def _awaited(self, found: Awaitable[Sequence[Hits]], count: int) -> Results:
+    async def _await_results(self, found: Awaitable[Sequence[Hits]], count: int) -> Results:
         try:
             return self._results(await found, count)
         except RetrieverError as error:
@@ -95,24 +94,24 @@ class SearchTool:
     def _line(self, passage: Passage) -> str:
         if not self.passage_characters:
             return passage.line
-        return dataclasses.replace(passage, text=shortened(passage.text, self.passage_characters)).line
+        return dataclasses.replace(passage, text=truncate_text(passage.text, self.passage_characters)).line
 
 
-def check_shown(top_k: int, passage_characters: int) -> None:
-    """Refuses what no result of a SearchTool can show. Raises ValueError."""
+def check_display(top_k: int, passage_characters: int) -> None:
+    """Refuse settings with which a SearchTool can show nothing. Raises ValueError."""
     if top_k < 1:
         raise ValueError(f"top_k is {top_k}; it must be at least 1")
-    if passage_characters and passage_characters <= len(CUT):
-        raise ValueError(f"passage_characters is {passage_characters}; it must be 0 (no limit) or over {len(CUT)}")
+    if passage_characters and passage_characters <= len(MARKER):
+        raise ValueError(f"passage_characters is {passage_characters}; it must be 0 (no limit) or over {len(MARKER)}")
 
 
-def shortened(text: str, characters: int) -> str:
-    """The text, cut to `characters` with the marker ` ...`; between words, unless its first word is too long."""
+def truncate_text(text: str, characters: int) -> str:
+    """Truncate a text to `characters`, the marker ` ...` included; between words, unless its first word is too long."""
     if len(text) <= characters:
         return text
-    room = characters - len(CUT)
+    room = characters - len(MARKER)
     whole = _WHOLE_WORDS.match(text[: room + 1])
-    return (whole[1] if whole else text[:room]) + CUT
+    return (whole[1] if whole else text[:room]) + MARKER
 
 
 async def _first(results: Awaitable[Results]) -> ToolResult:
