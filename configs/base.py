@@ -1,4 +1,8 @@
-"""Every key of a run with its default and what it means. Experiment configs change lines of this one."""
+"""Every key of a run, its default and its meaning. Experiment configs change lines of this one.
+
+`(a | b)` lists what a key may be. A key that is `placeholder(...)` is unset; `--config.key=none` unsets it again.
+Types and ranges are in the dataclass of each section, e.g. `LossConfig`; docs/config.md has all of it in one table.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,6 @@ def get_config(*names: str) -> ml_collections.ConfigDict:
     c = ConfigDict()
     for section in (
         _run,
-        _sinks,
         _task,
         _agent,
         _policy,
@@ -43,8 +46,9 @@ def get_config(*names: str) -> ml_collections.ConfigDict:
         _credit,
         _loss,
         _learner,
-        _phases,
-        _places,
+        _imitation,
+        _evaluation,
+        _devices,
     ):
         section(c)
     set_task(c, *names)
@@ -83,252 +87,251 @@ def find_task(name: str) -> TaskEntry:
 
 
 def _run(c: ConfigDict) -> None:
-    """The run itself."""
-    c.seed = 0  # keys every random choice
-    c.run_dir = "runs/base"  # the run's folder, also gs://BUCKET/FOLDER; starting again resumes it
-    c.updates = 100  # RL batches; 0 for a warm start alone
-    c.warm_start_updates = 0  # supervised updates on demonstrations before RL
-    c.control = False  # no RL: supervised updates on the same demonstrations for control_seconds, for comparison
-    c.control_seconds = 480.0  # training time of a control run, in seconds
-    c.checkpoint_every = 10  # RL batches between checkpoints (100 updates in the warm start)
-    c.checkpoints_kept = 2  # newest checkpoints kept
-    c.profile_updates = ""  # "a:b" writes a jax.profiler trace of RL batches a to b-1 to the run's folder
-    c.compilation_cache = "{runs}/.programs"  # keeps compiled programs; {runs}: folder run_dir lies in; "" for none
+    """The run, its folder, and what it writes there."""
+    c.seed = 0  # Keys every random choice.
+    c.run_dir = "runs/base"  # Folder of the run, on a disk or gs://BUCKET/FOLDER. The same command resumes it.
+    c.updates = 100  # Batches of reinforcement learning. 0 ends after the warm start.
+    c.critic = "none"  # (none | shared_trunk | separate) A value head on the policy's trunk, or a decoder of its own.
+    c.profile_updates = ""  # "a:b" writes a jax.profiler trace of RL batches a to b-1 to the run folder.
+    c.compilation_cache = "{runs}/.programs"  # Folder of compiled programs. {runs} is the folder of run_dir. "": none.
 
+    c.checkpoint = ConfigDict()
+    c.checkpoint.every = 10  # RL batches between checkpoints; 100 times as many updates before RL.
+    c.checkpoint.keep = 2  # Newest checkpoints that are not removed.
 
-def _sinks(c: ConfigDict) -> None:
-    """Where metrics go beside metrics.jsonl; see docs/metrics.md."""
-    c.sinks = ConfigDict()
-    c.sinks.tensorboard = False  # event files in run_dir/tensorboard; needs the extra tensorboard
-    c.sinks.wandb_project = ""  # of Weights & Biases; "" for none; needs the extra wandb
-    c.sinks.wandb_mode = "online"  # online | offline: to be sent by `wandb sync`
+    c.sinks = ConfigDict()  # Where metrics go beside metrics.jsonl; see docs/metrics.md.
+    c.sinks.tensorboard = False  # Write event files to run_dir/tensorboard. Needs the extra tensorboard.
+    c.sinks.wandb_project = ""  # Project of Weights & Biases; "" for none. Needs the extra wandb.
+    c.sinks.wandb_mode = "online"  # (online | offline) Offline files are sent later by `wandb sync`.
 
 
 def _task(c: ConfigDict) -> None:
-    """What is practised; `set_task` adds the sections of the tasks that run."""
+    """The task. `set_task` adds the sections of the tasks that run."""
     c.task = ConfigDict()
-    c.task.name = ""  # a section below, mixture, or a task of task.file
-    c.task.file = ""  # a Python file of one's own that registers tasks; "" for none
-    c.task.args = ConfigDict()  # keys of a task of task.file
-    c.task.data_dir = ""  # folder of real data; "" reads AGENTR1_DATA, then ../shared/data
-    c.task.mixture = ()  # mixture: its tasks and their weights, e.g. ("gsm8k(weight=2)", "countdown(weight=1)")
-    c.task.curriculum = ()  # steps allowed, e.g. ("max_steps(3)", "max_steps(6, update=40)"); () for budget.max_steps
+    c.task.name = ""  # A task of agentr1_jax/tasks, agentr1_jax/contrib or task.file; or mixture.
+    c.task.file = ""  # Python file of your own that registers tasks; "" for none.
+    c.task.args = ConfigDict()  # Keys of a task of task.file.
+    c.task.data_dir = ""  # Folder of real data. "" reads the variable AGENTR1_DATA, then ../shared/data.
+    c.task.mixture = ()  # Tasks of a mixture and their weights, e.g. ("gsm8k(weight=2)", "countdown(weight=1)").
+    c.task.curriculum = ()  # Steps of training episodes, e.g. ("max_steps(3)", "max_steps(6, update=40)").
 
 
 def _agent(c: ConfigDict) -> None:
-    """Tools, and how the policy speaks to them."""
-    c.tools = ConfigDict()  # limits of every tool call; 0 for none
-    c.tools.timeout_seconds = 30.0  # time limit of one attempt at a call
-    c.tools.max_attempts = 3  # attempts at a call that fails for no fault of the policy; at least 1
-    c.tools.backoff_seconds = 0.5  # pause before the second attempt; doubles for each further one
-    c.tools.max_concurrent = 64  # calls of one tool that run at once, in each process
-    c.tools.max_batch = 32  # calls in one batch, for a tool that takes batches
-    c.tools.batch_milliseconds = 2.0  # time for which calls are collected for a batch
-    c.tools.max_characters = 20_000  # length of a result; the rest is truncated
-    c.tools.lenient = False  # mends calls whose JSON is broken, and counts them; see docs/formats.md
+    """Tools, tool calls, lengths and context."""
+    c.tools = ConfigDict()  # Limits of every tool call; 0 for none.
+    c.tools.timeout_seconds = 30.0  # Time limit of one attempt at a call.
+    c.tools.max_attempts = 3  # Attempts at a call that fails by a fault of the infrastructure.
+    c.tools.backoff_seconds = 0.5  # Pause before the second attempt; it doubles for each further one.
+    c.tools.max_concurrent = 64  # Calls of one tool that run at once, in each process.
+    c.tools.max_batch = 32  # Calls in one batch, for a tool that takes batches.
+    c.tools.batch_milliseconds = 2.0  # Time for which calls are collected for a batch.
+    c.tools.max_characters = 20_000  # Length of a result; the rest is truncated.
+    c.tools.lenient = False  # Repair calls whose JSON is broken, and count them; see docs/formats.md.
 
     c.agent = ConfigDict()
-    c.agent.call_format = (
-        "auto"  # format of tool calls: hermes | llama3 | code | react; auto: that of the chat template
-    )
-    c.agent.tell_tools = True  # describes the tools in the first prompt; a policy taught by demonstrations knows them
+    c.agent.call_format = "auto"  # (auto | hermes | llama3 | code | react) auto: as the chat template writes calls.
+    c.agent.tell_tools = True  # Describe the tools in the first prompt. Demonstrations can teach them instead.
 
-    c.budget = ConfigDict()  # see Budget in agentr1_jax/trajectory.py
-    c.budget.max_steps = 5
-    c.budget.response_tokens = 64
-    c.budget.observation_tokens = 128
-    c.budget.context_tokens = 512
-    c.budget.trajectory_tokens = 4096
-    c.budget.on_truncated_response = "end"  # end | continue
-    c.budget.final_answer_step = False
-    c.budget.step_seconds = placeholder(float)  # none unless set
-    c.budget.trajectory_seconds = placeholder(float)
+    c.budget = ConfigDict()  # Every length limit of a trajectory, and what happens there; see `Budget`.
+    c.budget.max_steps = 5  # Steps (responses) of a trajectory.
+    c.budget.response_tokens = 64  # Tokens sampled in one step, stop token included.
+    c.budget.observation_tokens = 128  # Tokens of one tool result; the rest is truncated.
+    c.budget.context_tokens = 512  # Prompt + response of any one step.
+    c.budget.trajectory_tokens = 4096  # Tokens sampled or observed over a whole trajectory.
+    c.budget.on_truncated_response = "end"  # (end | continue) End the trajectory, or give the text to the environment.
+    c.budget.final_answer_step = False  # Add one step that asks for the answer where the steps run out without one.
+    c.budget.step_seconds = placeholder(float)  # Time limit of one step, waiting for a slot included.
+    c.budget.trajectory_seconds = placeholder(float)  # Time limit of a trajectory.
 
-    c.context = ConfigDict()  # how the next prompt is built; see docs/context.md
-    c.context.rule = "append"  # append | window(k) | token_budget(n) | evidence | strip_thinking | summary(turns)
-    c.context.file = ""  # a Python file of one's own that registers rules; "" for none
-    c.context.summary_tokens = 64  # summary: most tokens of one
-    c.context.train_summary = True  # False leaves summaries out of the loss (to compare)
+    c.context = ConfigDict()  # How the next prompt is built; see docs/context.md.
+    c.context.rule = "append"  # append, window(k), token_budget(n), evidence, strip_thinking, summary(turns), or yours.
+    c.context.file = ""  # Python file of your own that registers rules; "" for none.
+    c.context.summary_tokens = 64  # Most tokens of a summary.
+    c.context.train_summary = True  # False leaves summaries out of the loss (an ablation).
 
 
 def _policy(c: ConfigDict) -> None:
-    """Tokenizer and model."""
+    """Tokenizer and decoder."""
     c.tokenizer = ConfigDict()
-    c.tokenizer.path = ""  # Hugging Face folder or hub id, or SentencePiece *.model; "" trains one; {data}: data folder
-    c.tokenizer.vocab_size = 1024  # of the trained one
-    c.tokenizer.texts = 4000  # sample texts it is trained on
+    c.tokenizer.path = ""  # Hugging Face folder or hub id, or SentencePiece *.model. "" trains one on the task's texts.
+    c.tokenizer.vocab_size = 1024  # Pieces of a trained tokenizer.
+    c.tokenizer.texts = 4000  # Sample texts that a tokenizer is trained on.
 
-    c.policy = ConfigDict()  # see agentr1_jax/policy/config.py
-    c.policy.weights = ""  # Hugging Face folder or hub id of the weights that it starts from; "" for random ones
-    c.policy.preset = ""  # shape of random weights, a name in agentr1_jax/policy/presets.py
+    c.policy = ConfigDict()
+    c.policy.weights = ""  # Hugging Face folder or hub id of published weights; "" for random parameters of a preset.
+    c.policy.preset = ""  # Shape of random parameters: a name of agentr1_jax/policy/presets.py.
     for key in ("width", "layers", "heads", "kv_heads", "head_dim", "hidden"):
-        c.policy[key] = placeholder(int)  # changes the preset
-    c.policy.rope_theta = placeholder(float)
-    c.policy.norm_eps = placeholder(float)
+        c.policy[key] = placeholder(int)  # Changes the preset's shape.
+    c.policy.rope_theta = placeholder(float)  # Base of the rotary frequencies.
+    c.policy.norm_eps = placeholder(float)  # Epsilon of RMSNorm.
     for key in ("tied", "qkv_bias", "qk_norm"):
-        c.policy[key] = placeholder(bool)
-    c.policy.dtype = "float32"  # of activations; bfloat16 on accelerators
-    c.policy.param_dtype = "float32"  # of parameters
-    c.policy.remat = "none"  # none | dots | full: what the backward pass computes again
-    c.policy.attention = "xla"  # xla | dense | splash (TPU) | splash_tree (TPU, for learner.packing=prefix_tree)
-    c.policy.lora = ConfigDict()  # low-rank adapters: they are then all that is trained of the decoder
-    c.policy.lora.rank = 0  # 0 for none
-    c.policy.lora.alpha = 16.0
-    c.policy.lora.targets = ("query", "key", "value", "out", "gate", "up", "down")
-    c.critic = "none"  # none | shared_trunk: a value head on the policy's trunk | separate: on a decoder of its own
+        c.policy[key] = placeholder(bool)  # Tied embedding, bias of query/key/value (Qwen2), normalised heads (Qwen3).
+    c.policy.dtype = "float32"  # (float32 | bfloat16) Of activations and matmuls; bfloat16 on accelerators.
+    c.policy.param_dtype = "float32"  # (float32 | bfloat16) Of parameters.
+    c.policy.remat = "none"  # (none | dots | full) What the backward pass computes again.
+    c.policy.attention = "xla"  # (xla | dense | splash | splash_tree) The last two need a TPU; see docs/learner.md.
+    c.policy.lora = ConfigDict()  # Low-rank adapters; they are then all that is trained of the decoder.
+    c.policy.lora.rank = 0  # Rank of the adapters; 0 for none.
+    c.policy.lora.alpha = 16.0  # The adapters' output is scaled by alpha / rank.
+    c.policy.lora.targets = ("query", "key", "value", "out", "gate", "up", "down")  # Projections with an adapter.
 
 
 def _rollout(c: ConfigDict) -> None:
-    """Sampling."""
+    """Groups of a batch, sampling, and the engine; see docs/rollout.md."""
     c.rollout = ConfigDict()
-    c.rollout.groups = 16  # task rows per batch, over all processes
-    c.rollout.samples = 8  # trajectories per group, that is, per task row
-    c.rollout.temperature = 1.0  # divides the logits in sampling and in the log-probs of the learner
-    c.rollout.top_k = 0  # sample among the k most likely ids; 0 for all
-    c.rollout.top_p = 1.0  # sample among the most likely ids whose probabilities sum to p; 1 for all
-    c.rollout.tensor = 1  # devices that share the heads of a KV slot; slots are sharded over the other devices
-    c.rollout.slots = 64  # decode slots: responses that the engine of each process decodes together
-    c.rollout.swap_slots = 16  # further KV slots, for trajectories that are swapped out while their tool runs
-    c.rollout.slot_tokens = 512  # tokens that a KV slot can hold; at least budget.context_tokens
-    c.rollout.decode_chunk = 8  # most tokens sampled per slot in one decode call
-    c.rollout.early_exit_after = 1  # a decode call ends early once this many responses have ended; 0: never
-    c.rollout.fetch_lag = 0  # 0: fetch a chunk before the next one is dispatched; 1: dispatch the next one first
-    c.rollout.prefill_width = 16  # tokens per row of a prefill call
-    c.rollout.prefill_rows = (8, 32)  # buckets of rows per prefill call and device, ascending
-    c.rollout.attention_block = 64  # positions per attention block in decoding; small on a CPU, 512 or more elsewhere
-    c.rollout.attention_group = 8  # decode slots per attention group: 8 on a CPU, all slots of a device elsewhere
-    c.rollout.prefix_reuse = "all"  # cached prefixes that are not computed again: all | own | none (for comparison)
-    c.rollout.deterministic = False  # wait for all running tools before each chunk: a resumed run is then bit-equal
-    c.rollout.attempts = 2  # attempts at a trajectory that a tool or environment failed; then it is dropped and counted
-    c.rollout.staleness = 0  # batches by which rollouts may run ahead of the learner; see docs/rollout.md
-    c.rollout.dynamic_sampling_groups = 0  # most groups sampled per batch in place of zero-variance groups (DAPO)
+    c.rollout.groups = 16  # Task rows per batch, over all processes.
+    c.rollout.samples = 8  # Trajectories per row.
+    c.rollout.temperature = 1.0  # Of sampling, and of the learner's log-probs.
+    c.rollout.top_k = 0  # Sample among the k most likely ids only; 0 for all.
+    c.rollout.top_p = 1.0  # Sample among the most likely ids of this probability mass only.
+    c.rollout.attempts = 2  # Attempts at a trajectory that fails by a fault of the infrastructure; then it is dropped.
+    c.rollout.staleness = 0  # RL batches by which rollouts may run ahead of the learner.
+    c.rollout.dynamic_sampling_groups = 0  # Most further groups per batch, in place of zero-variance groups (DAPO).
+    c.rollout.deterministic = False  # Wait for all tools before each cycle: a resumed run is then equal bit for bit.
+    c.rollout.tensor = 1  # Devices that share the heads of a KV slot; slots are sharded over the others of a process.
+    c.rollout.slots = 64  # Responses that the engine of each process decodes together.
+    c.rollout.swap_slots = 16  # Further KV slots, for trajectories that are swapped out while their tool runs.
+    c.rollout.slot_tokens = 512  # Tokens that a KV slot holds; at least budget.context_tokens.
+    c.rollout.decode_chunk = 8  # Most tokens sampled per slot in one decode call.
+    c.rollout.early_exit_after = 1  # End a decode call once this many responses have ended in it; 0 for never.
+    c.rollout.fetch_lag = 0  # (0 | 1) 1 dispatches the next decode call before the results of the last are fetched.
+    c.rollout.prefill_width = 16  # Tokens in one row of a prefill call.
+    c.rollout.prefill_rows = (8, 32)  # Sizes that a prefill call can have, in rows per device.
+    c.rollout.attention_block = 64  # Positions read at once in decoding: 64 on a CPU, 512 and more on accelerators.
+    c.rollout.attention_group = 8  # Decode slots per attention group: 8 on a CPU, all on accelerators.
+    c.rollout.prefix_reuse = "all"  # (all | own | none) KV slots whose prefixes are reused; the last two to compare.
 
 
 def _credit(c: ConfigDict) -> None:
-    """From rewards to advantages."""
+    """From rewards to advantages; see docs/credit.md."""
     c.credit = ConfigDict()
-    c.credit.name = "grpo"  # a scheme of agentr1_jax/credit, or of credit.file
-    c.credit.file = ""  # a Python file of one's own whose functions carry @register; "" for none
-    c.credit.args = ConfigDict()  # arguments of the scheme where they differ from its defaults
-    c.credit.args.gamma = placeholder(float)  # discount
-    c.credit.args.lam = placeholder(float)  # lambda of GAE
-    c.credit.args.gamma_high = placeholder(float)  # bilevel_gae: discount per step
-    c.credit.args.whiten = placeholder(str)  # none | token | step | trajectory: what mean and std count once
-    c.credit.args.unit = placeholder(str)  # token | step | trajectory: likewise, of statistics of a group
-    c.credit.args.norm = placeholder(str)  # mean_norm | mean_std_norm (gigpo, turn_grpo)
-    c.credit.args.step_weight = placeholder(float)  # gigpo: of the part that compares equal states
-    c.credit.args.outcome_weight = placeholder(float)  # turn_grpo: of the outcome
-    c.credit.args.signal = placeholder(str)  # turn_grpo: reward | return
-    c.credit.args.history = placeholder(int)  # hgpo: states before the present one
-    c.credit.args.alpha = placeholder(float)  # hgpo: the longer shared history counts (k + 1)^alpha times
+    c.credit.name = "grpo"  # A scheme of agentr1_jax/credit, or of credit.file.
+    c.credit.file = ""  # Python file of your own that registers schemes; "" for none.
+    c.credit.args = ConfigDict()  # Arguments of the scheme; one that is unset has the scheme's own default.
+    c.credit.args.gamma = placeholder(float)  # Discount.
+    c.credit.args.lam = placeholder(float)  # Lambda of GAE.
+    c.credit.args.gamma_high = placeholder(float)  # Discount per step of bilevel_gae.
+    c.credit.args.whiten = placeholder(str)  # (none | token | step | trajectory) Unit of mean and std.
+    c.credit.args.unit = placeholder(str)  # (token | step | trajectory) Unit of the statistics of a group.
+    c.credit.args.norm = placeholder(str)  # (mean_norm | mean_std_norm) Normalisation of gigpo and turn_grpo.
+    c.credit.args.step_weight = placeholder(float)  # Weight of the comparison of equal states in gigpo.
+    c.credit.args.outcome_weight = placeholder(float)  # Weight of the outcome in turn_grpo.
+    c.credit.args.signal = placeholder(str)  # (reward | return) What turn_grpo compares per turn.
+    c.credit.args.history = placeholder(int)  # States before the present one that hgpo compares.
+    c.credit.args.alpha = placeholder(float)  # Weight (k + 1)^alpha of a shared history of k states in hgpo.
 
-    c.shaping = ConfigDict()  # reward shaping; see agentr1_jax/credit/config.py
-    c.shaping.truncation_is_terminal = False  # True: nothing follows a truncated trajectory; else a critic values it
-    c.shaping.terminal_only = False  # the sum of a trajectory's rewards is given on its last step
-    c.shaping.process_parts = ()  # reward parts that are process rewards
-    c.shaping.process_norm = "none"  # none | group | batch: over whose steps they are normalised
-    c.shaping.potential = 0.0  # weight of gamma * potential(next state) - potential(state), where the task has one
-    c.shaping.overlong_buffer = 0  # tokens before the limit at which a penalty for length begins; 0 for none
-    c.shaping.overlong_limit = 0  # tokens at which it is full
-    c.shaping.overlong_factor = 1.0  # the full penalty
-    c.shaping.overlong_unit = "step"  # step | trajectory: whose tokens
-    c.shaping.scale_returns = False  # divides rewards by the running std of returns
+    c.shaping = ConfigDict()  # What is done to rewards before credit is assigned.
+    c.shaping.truncation_is_terminal = False  # Treat truncation as an end; else a critic values what would follow.
+    c.shaping.terminal_only = False  # Give the sum of a trajectory's rewards on its last step.
+    c.shaping.process_parts = ()  # Reward parts that are process rewards.
+    c.shaping.process_norm = "none"  # (none | group | batch) Normalise process rewards over these steps.
+    c.shaping.potential = 0.0  # Weight of gamma * potential(next state) - potential(state); 0 for none.
+    c.shaping.overlong_buffer = 0  # Tokens before the limit at which the penalty for length begins; 0 for none.
+    c.shaping.overlong_limit = 0  # Tokens at which the penalty is full.
+    c.shaping.overlong_factor = 1.0  # The full penalty.
+    c.shaping.overlong_unit = "step"  # (step | trajectory) Whose length counts.
+    c.shaping.scale_returns = False  # Divide rewards by the running standard deviation of returns.
 
 
 def _loss(c: ConfigDict) -> None:
-    """From advantages to gradients."""
+    """From advantages to gradients; see docs/learner.md."""
     c.loss = ConfigDict()
-    c.loss.ratio = "token"  # token | step | trajectory | capo (the last two take one more forward pass per update)
-    c.loss.clip = "ppo"  # ppo | asymmetric | dual | cispo | sapo | none
-    c.loss.clip_low = 0.2
-    c.loss.clip_high = 0.2
-    c.loss.dual_c = 3.0  # bound of `dual` for negative advantages
-    c.loss.sapo_positive = 1.0  # temperature of `sapo` where the advantage is positive
-    c.loss.sapo_negative = 1.05  # and where it is not
-    c.loss.aggregate = "token"  # token | step | trajectory | group | fixed
-    c.loss.fixed_denominator = 1.0  # of `fixed`
-    c.loss.value_coef = 0.5
-    c.loss.value_clip = 0.5
-    c.loss.entropy_coef = 0.0
-    c.loss.chunk = 1024  # loss tokens per chunk of logits
+    c.loss.ratio = "token"  # (token | step | trajectory | capo) The last two take one more forward pass per update.
+    c.loss.clip = "ppo"  # (ppo | asymmetric | dual | cispo | sapo | none) none: plain policy gradient, no ratio.
+    c.loss.clip_low = 0.2  # The ratio is clipped at 1 - clip_low ...
+    c.loss.clip_high = 0.2  # ... and at 1 + clip_high.
+    c.loss.dual_c = 3.0  # Bound of `dual` for negative advantages.
+    c.loss.sapo_positive = 1.0  # Temperature of `sapo` for positive advantages.
+    c.loss.sapo_negative = 1.05  # Temperature of `sapo` for other advantages.
+    c.loss.aggregate = "token"  # (token | step | trajectory | group | fixed) What the mean of the token losses counts.
+    c.loss.fixed_denominator = 1.0  # Divisor of aggregate `fixed`.
+    c.loss.value_coef = 0.5  # Weight of the value loss.
+    c.loss.value_clip = 0.5  # Largest change of a value for which the value loss falls.
+    c.loss.entropy_coef = 0.0  # Weight of the entropy bonus.
+    c.loss.chunk = 1024  # Loss tokens per chunk of logits; fewer take less memory.
 
-    c.kl = ConfigDict()  # to the policy that RL starts from
-    c.kl.kind = "none"  # none | k1 | k2 | k3; k1 has no gradient in the loss, and the right one in the reward
-    c.kl.where = "loss"  # loss | reward
-    c.kl.coef = 0.001
-    c.kl.target = placeholder(float)  # in the reward: adapts the coefficient to this KL per token; fixed unless set
-    c.kl.horizon = 10_000.0  # trajectories in which the coefficient changes by at most 20 %
+    c.kl = ConfigDict()  # KL to the policy that RL starts from.
+    c.kl.kind = "none"  # (none | k1 | k2 | k3) Estimate. k1 has no gradient in the loss.
+    c.kl.where = "loss"  # (loss | reward)
+    c.kl.coef = 0.001  # Weight of the KL.
+    c.kl.target = placeholder(float)  # KL per token at which an adaptive coefficient aims, in the reward.
+    c.kl.horizon = 10_000.0  # Trajectories in which an adaptive coefficient changes by at most 20 %.
 
-    c.correction = ConfigDict()  # of the gap between sampler and learner; needs learner.old_logprobs=learner
-    c.correction.kind = "none"  # none | tis_token | tis_sequence | icepop | mask_sequence
-    c.correction.unit = "trajectory"  # what a sequence is: trajectory | step
-    c.correction.cap = 2.0  # most weight of tis_*
-    c.correction.low = 0.5  # bounds of icepop and mask_sequence
-    c.correction.high = 2.0
+    c.correction = ConfigDict()  # Of the gap between sampler and learner; needs learner.old_logprobs=learner.
+    c.correction.kind = "none"  # (none | tis_token | tis_sequence | icepop | mask_sequence)
+    c.correction.unit = "trajectory"  # (trajectory | step) The sequence of tis_sequence and mask_sequence.
+    c.correction.cap = 2.0  # Largest weight of tis_token and tis_sequence.
+    c.correction.low = 0.5  # Lower bound of icepop and mask_sequence.
+    c.correction.high = 2.0  # Upper bound of icepop and mask_sequence.
 
 
 def _learner(c: ConfigDict) -> None:
-    """Rows, and the optimizer."""
+    """Packed rows, passes over a batch, and the optimizer."""
     c.learner = ConfigDict()
-    c.learner.packing = "trajectory"  # trajectory | prefix_tree | per_step | per_step_padded; see docs/learner.md
-    c.learner.row_tokens = 512  # length of a packed row
-    c.learner.row_loss_tokens = 192  # most loss tokens of a row
-    c.learner.rows = 8  # rows of a microbatch, over all processes
-    c.learner.old_logprobs = "sampler"  # sampler | learner (recomputed): the old policy of ratio and clip
-    c.learner.loss_mask = True  # False trains on what came from tools as if the policy had said it (to compare)
-    c.learner.advantage_mask = True  # False lets credit count those tokens as actions (to compare)
-    c.learner.minibatches = 1  # updates per pass over a batch
-    c.learner.epochs = 1  # passes over a batch
+    c.learner.packing = "trajectory"  # (trajectory | prefix_tree | per_step | per_step_padded) See docs/learner.md.
+    c.learner.row_tokens = 512  # Length of a packed row.
+    c.learner.row_loss_tokens = 192  # Most loss tokens of a row.
+    c.learner.rows = 8  # Rows of a microbatch, over all processes.
+    c.learner.old_logprobs = "sampler"  # (sampler | learner) Old log-probs of the ratio: as sampled, or recomputed.
+    c.learner.loss_mask = True  # False trains observation tokens like actions (an ablation).
+    c.learner.advantage_mask = True  # False lets credit count observation tokens as actions (an ablation).
+    c.learner.minibatches = 1  # Updates per pass over a batch.
+    c.learner.epochs = 1  # Passes over a batch.
 
     c.optimizer = ConfigDict()
-    c.optimizer.name = "adamw"  # adamw | muon (for the kernels of the layers; AdamW for the rest) | an optax alias
-    c.optimizer.args = ConfigDict()  # hyper-parameters of the alias where they differ from its defaults
-    c.optimizer.lr = 1e-4  # of the policy in RL
-    c.optimizer.value_lr = 1e-3  # of the value head, and of a critic of its own
-    c.optimizer.critic_warmup = 0  # updates at the start of RL in which the critic alone learns
-    c.optimizer.warmup = 5  # updates after them over which the rate of the policy rises
-    c.optimizer.schedule = "constant"  # constant | linear | cosine, after the rise
-    c.optimizer.final_share = 0.1  # share of the rate at the last update
-    c.optimizer.b1 = 0.9
-    c.optimizer.b2 = 0.95
-    c.optimizer.eps = 1e-8
-    c.optimizer.weight_decay = 0.0
-    c.optimizer.max_grad_norm = 1.0  # 0 for no clipping
+    c.optimizer.name = "adamw"  # adamw, muon (for kernels; AdamW for the rest), or another optimizer of optax.
+    c.optimizer.args = ConfigDict()  # Other arguments of the optimizer, by optax's names.
+    c.optimizer.lr = 1e-4  # Learning rate of the policy in RL.
+    c.optimizer.value_lr = 1e-3  # Learning rate of the value head, and of a separate critic.
+    c.optimizer.critic_warmup = 0  # Updates at the start of RL in which the critic alone learns.
+    c.optimizer.warmup = 5  # Updates after them over which the policy's learning rate rises.
+    c.optimizer.schedule = "constant"  # (constant | linear | cosine) Decay of the policy's learning rate.
+    c.optimizer.final_share = 0.1  # Share of the learning rate that is left at the last update.
+    c.optimizer.b1 = 0.9  # Decay of Adam's mean.
+    c.optimizer.b2 = 0.95  # Decay of Adam's variance.
+    c.optimizer.eps = 1e-8  # Epsilon of Adam.
+    c.optimizer.weight_decay = 0.0  # Decoupled weight decay of kernels, embeddings and heads.
+    c.optimizer.max_grad_norm = 1.0  # Global norm to which gradients are clipped; 0 for no clipping.
 
 
-def _phases(c: ConfigDict) -> None:
-    """What comes before RL, and beside it."""
-    c.pretrain = ConfigDict()  # on texts of the task, before the warm start
-    c.pretrain.updates = 0  # 0 for none
-    c.pretrain.texts = 100_000  # most texts of the task
-    c.pretrain.tokens = 256  # longer texts are split
-    c.pretrain.batch = 64  # pieces of text per update, over all processes
-    c.pretrain.lr = 3e-3  # peak, as in the warm start
-    c.pretrain.rows = 8  # of a microbatch, over all processes
-    c.pretrain.row_tokens = 512  # length of a packed row
+def _imitation(c: ConfigDict) -> None:
+    """What comes before RL: language modelling on the task's texts, imitation of its expert, or another run."""
+    c.pretrain = ConfigDict()
+    c.pretrain.updates = 0  # Updates of language modelling; 0 for none.
+    c.pretrain.texts = 100_000  # Most texts taken from the task.
+    c.pretrain.tokens = 256  # Length at which longer texts are split.
+    c.pretrain.batch = 64  # Pieces of text per update, over all processes.
+    c.pretrain.lr = 3e-3  # Peak learning rate; it rises over 5 % of the updates and falls to a tenth by a cosine.
+    c.pretrain.rows = 8  # Rows of a microbatch, over all processes.
+    c.pretrain.row_tokens = 512  # Length of a packed row.
 
     c.warm_start = ConfigDict()
-    c.warm_start.run = ""  # a run's folder, whose tokenizer and newest decoder RL starts from, in place of the below
-    c.warm_start.lr = 3e-3  # peak; rises over 5 % and falls to a tenth by a cosine
-    c.warm_start.demonstrations = 4096  # expert trajectories, made once
-    c.warm_start.practice = 0.25  # share of them on the task's practice split
-    c.warm_start.batch = 64  # trajectories per update, over all processes
+    c.warm_start.init_from = ""  # Folder of a finished run whose tokenizer and decoder RL starts from; "" for none.
+    c.warm_start.updates = 0  # Updates of imitation; 0 for none.
+    c.warm_start.control_seconds = 0.0  # If positive: no RL, but imitation for that long, as a control.
+    c.warm_start.lr = 3e-3  # Peak learning rate, scheduled as in pretraining.
+    c.warm_start.demonstrations = 4096  # Expert trajectories, made once.
+    c.warm_start.practice = 0.25  # Share of the demonstrations on the task's practice split.
+    c.warm_start.batch = 64  # Trajectories per update, over all processes.
 
+
+def _evaluation(c: ConfigDict) -> None:
+    """Evaluations before, during and after RL."""
     c.eval = ConfigDict()
-    c.eval.split = "eval"  # what is evaluated on; hopworld has dev too: choose a config there, report on eval
-    c.eval.questions = 256  # of the split
-    c.eval.every = 10  # RL batches between evaluations
-    c.eval.quick_questions = 64  # questions of those evaluations
+    c.eval.split = "eval"  # Split of the task. Choose a config on another one (hopworld: dev), and report on eval.
+    c.eval.questions = 256  # Rows of the evaluations before and after RL.
+    c.eval.every = 10  # RL batches between the evaluations during RL; 0 for none.
+    c.eval.quick_questions = 64  # Rows of the evaluations during RL.
 
 
-def _places(c: ConfigDict) -> None:
-    """Processes and devices."""
-    c.processes = ConfigDict()  # where there are several; see docs/launching.md
-    c.processes.start_seconds = 300  # in which all of them must have started
-    c.processes.heartbeat_seconds = 30  # one that was silent for so long counts as lost, and the others end
+def _devices(c: ConfigDict) -> None:
+    """Processes and devices; see docs/launching.md."""
+    c.processes = ConfigDict()
+    c.processes.start_seconds = 300  # Time in which all processes must have started.
+    c.processes.heartbeat_seconds = 30  # A process that is silent for so long counts as lost, and the others end.
 
-    c.mesh = ConfigDict()  # of the learner; -1 takes what the other axes leave
-    c.mesh.data = -1
-    c.mesh.fsdp = 1
-    c.mesh.tensor = 1
-    c.mesh.rollout_devices = 0  # of each process, for rollouts alone; 0: learner and engine share all
+    c.mesh = ConfigDict()  # The learner's mesh, over all devices of all processes.
+    c.mesh.data = -1  # Axis over which batches are sharded; -1 takes the devices that the others leave.
+    c.mesh.fsdp = 1  # Axis over which batches and parameters are sharded.
+    c.mesh.tensor = 1  # Axis over which heads and hidden units are sharded.
+    c.mesh.rollout_devices = 0  # Devices of each process for rollouts alone; 0: learner and engine share all devices.

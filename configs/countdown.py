@@ -15,7 +15,7 @@ def get_config() -> ml_collections.ConfigDict:
     c = base.get_config("countdown")
     c.run_dir = "runs/countdown"
     c.updates = 180
-    c.warm_start_updates = 500
+    c.warm_start.updates = 500
     c.tokenizer.vocab_size = 512  # every number is one piece
     c.policy.preset = "tiny"
     c.policy.width = 96

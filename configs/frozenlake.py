@@ -19,7 +19,7 @@ def get_config() -> ml_collections.ConfigDict:
     c = base.get_config("frozenlake")
     c.run_dir = "runs/frozenlake"
     c.updates = 80
-    c.warm_start_updates = 200
+    c.warm_start.updates = 200
     c.task.frozenlake.mistakes = 0.65
     c.tokenizer.vocab_size = 464  # every word is one piece
     c.policy.preset = "tiny"

@@ -19,7 +19,7 @@ def get_config() -> ml_collections.ConfigDict:
     c = base.get_config("keydoor")
     c.run_dir = "runs/keydoor"
     c.updates = 80
-    c.warm_start_updates = 200
+    c.warm_start.updates = 200
     c.task.keydoor.mistakes = 0.75
     c.task.keydoor.noise = 0.5
     c.tokenizer.vocab_size = 448  # every word is one piece

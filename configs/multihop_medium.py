@@ -15,7 +15,7 @@ def get_config() -> ml_collections.ConfigDict:
     c = multihop_small.get_config()
     c.run_dir = "runs/multihop_medium"
     c.updates = 100
-    c.warm_start_updates = 2000
+    c.warm_start.updates = 2000
     c.task.multihop.top_k = 3
     c.task.multihop.passage_characters = 384
     c.policy.width = 512

@@ -2,7 +2,7 @@
 
     bash launch/multihop_small.sh        (warm start, five algorithms from it, evaluations, table: two hours)
     python -m experiments.train --config=configs/multihop_small.py --config.run_dir=... --config.updates=0
-    python -m experiments.train --config=configs/presets/grpo.py:multihop_small --config.warm_start.run=...
+    python -m experiments.train --config=configs/presets/grpo.py:multihop_small --config.warm_start.init_from=...
 
 It is pretrained on the passages of HotpotQA and 2WikiMultihopQA, imitates an expert that searches for what it has read
 of, and is then paid for each gold passage that it finds. MuSiQue is evaluated only. 400 training questions of 2Wiki are
@@ -22,7 +22,7 @@ def get_config() -> ml_collections.ConfigDict:
     c = base.get_config("multihop")
     c.run_dir = "runs/multihop_small"
     c.updates = 40
-    c.warm_start_updates = 1200
+    c.warm_start.updates = 1200
     c.task.multihop.eval_datasets = ("hotpotqa", "2wikimultihopqa", "musique")
     c.task.multihop.held_out = 400
     c.task.multihop.held_out_datasets = ("2wikimultihopqa",)

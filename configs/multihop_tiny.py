@@ -19,7 +19,7 @@ def get_config() -> ml_collections.ConfigDict:
     c = base.get_config("multihop")
     c.run_dir = "runs/multihop_tiny"
     c.updates = 2
-    c.warm_start_updates = 4
+    c.warm_start.updates = 4
     c.task.multihop.top_k = 3
     c.tokenizer.path = "{data}/tokenizers/qwen2.5"
     c.policy.preset = "tiny"

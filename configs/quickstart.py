@@ -18,8 +18,7 @@ def get_config() -> ml_collections.ConfigDict:
     c = base.get_config("hopworld")
     c.run_dir = "runs/quickstart"
     c.updates = 40
-    c.warm_start_updates = 900
-    c.control_seconds = 450.0
+    c.warm_start.updates = 900
     c.task.hopworld.top_k = 2
     c.policy.preset = "tiny"
     c.tokenizer.vocab_size = 1536  # every word of HopWorld is one piece

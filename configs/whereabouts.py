@@ -19,7 +19,7 @@ def get_config(pretrained: str = "") -> ml_collections.ConfigDict:
     c = base.get_config("whereabouts")
     c.run_dir = "runs/whereabouts"
     c.updates = 50
-    c.warm_start_updates = 120
+    c.warm_start.updates = 120
     if pretrained:
         c.policy.weights = c.tokenizer.path = pretrained
     else:

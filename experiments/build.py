@@ -90,8 +90,8 @@ def tokenizer(config: ml_collections.ConfigDict, task: Task, *, resumes: bool) -
     if not path:
         path = os.path.join(config.run_dir, "tokenizer.model")
         if processes.process_index() == 0 and not resumes:
-            if config.warm_start.run:
-                files.copy(os.path.join(config.warm_start.run, "tokenizer.model"), path)
+            if config.warm_start.init_from:
+                files.copy(os.path.join(config.warm_start.init_from, "tokenizer.model"), path)
             else:
                 train_sentencepiece(task.texts(config.tokenizer.texts), path, config.tokenizer.vocab_size)
         processes.barrier()
@@ -362,7 +362,7 @@ def learner_state(config: ml_collections.ConfigDict, policy: DecoderConfig, mesh
 
     Returns:
       fresh: () -> LearnerState with the parameters that training starts from, made in place on the mesh; those of
-        the decoder come from `warm_start.run` where that is set.
+        the decoder come from `warm_start.init_from` where that is set.
       restart: params -> LearnerState that keeps the parameters and starts the optimizer anew.
       the optimizer, the state's shape structs with shardings, and its shardings.
     """
@@ -379,9 +379,9 @@ def learner_state(config: ml_collections.ConfigDict, policy: DecoderConfig, mesh
         return init_state(with_critic(policy, begun, config.critic), optimizer)
 
     def fresh() -> LearnerState:
-        if config.warm_start.run:
+        if config.warm_start.init_from:
             like = checkpoint.sharded_shapes(shapes.params["decoder"], layout.params["decoder"])
-            return start(inherited.decoder(config.warm_start.run, like, inherited.KEY))
+            return start(inherited.decoder(config.warm_start.init_from, like, inherited.KEY))
         if policy.lora.rank:
             return start(_made(lambda key: adapters(init_decoder(policy, key)), config, mesh))
         return start(decoder(config, policy, mesh))

@@ -32,7 +32,7 @@ from agentr1_jax.validation import from_section
 from experiments import build
 
 OPENINGS_CHECKED = 8
-IN_BUCKETS = ("run_dir", "warm_start.run", "tokenizer.path", "compilation_cache")
+IN_BUCKETS = ("run_dir", "warm_start.init_from", "tokenizer.path", "compilation_cache")
 """Keys whose paths may be `gs://`."""
 
 POSITIVE = (
@@ -55,7 +55,7 @@ def check(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | Non
     from_section(SinksConfig, "sinks", config.sinks.to_dict()).check(config.run_dir)
     from_section(ProcessesConfig, "processes", config.processes.to_dict())
     from_section(MeshConfig, "mesh", config.mesh.to_dict())
-    checkpoint_keys = ("checkpoint_every", "checkpoints_kept")
+    checkpoint_keys = ("checkpoint.every", "checkpoint.keep")
     from_section(CheckpointConfig, "", {key: config[key] for key in checkpoint_keys})
     try:
         build.budget(config)
@@ -265,7 +265,7 @@ def _check_placement(config: ml_collections.ConfigDict, devices: Sequence[jax.De
             f"rollout.groups ({config.rollout.groups}) must be a multiple of processes x learner.minibatches "
             f"({processes} x {minibatches})"
         )
-    for section, updates in (("pretrain", config.pretrain.updates), ("warm_start", config.warm_start_updates)):
+    for section, updates in (("pretrain", config.pretrain.updates), ("warm_start", config.warm_start.updates)):
         batch = config[section].batch
         if updates and (batch < 1 or batch % processes):
             raise UserError(f"{section}.batch ({batch}) must be a positive multiple of the {processes} processes")
@@ -301,11 +301,11 @@ def check_task(config: ml_collections.ConfigDict, task: Task) -> None:
                 f"{', '.join(task.reward_parts)}"
             )
     rule = context_rule(config.context.rule)
-    imitates = bool(config.warm_start_updates or config.control) and not config.warm_start.run
+    imitates = bool(config.warm_start.updates or config.control) and not config.warm_start.init_from
     if rule.makes_summaries and imitates and not writes_summaries(task):
         raise UserError(
             f"context.rule {rule.name!r} asks for summaries, and the expert of task {task.name!r} writes none to "
-            "imitate; choose another context.rule, set warm_start_updates=0, or name a run in warm_start.run"
+            "imitate; choose another context.rule, set warm_start.updates=0, or name a run in warm_start.init_from"
         )
     for row, observation in _openings(config, task, rows=1):
         _check_observation(config, row.get("task", task.name), observation)

@@ -1,4 +1,4 @@
-"""What a run takes from another one in place of a warm start of its own (`warm_start.run`): tokenizer and decoder."""
+"""What a run takes from another one in place of a warm start of its own (`warm_start.init_from`): tokenizer and decoder."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from agentr1_jax.runtime.checkpoint import find_newest_intact
 from agentr1_jax.runtime.run_folder import RunFolder
 
 SAME = ("policy.", "tokenizer.")
-KEY = "warm_start.run: "
+KEY = "warm_start.init_from: "
 MAY_DIFFER = ("policy.attention", "policy.remat")
 """How the policy is computed, not what it is."""
 
 
 def check(config: ml_collections.ConfigDict) -> None:
-    """Refuses a `warm_start.run` that this run cannot start from; reads its config, and no more.
+    """Refuses a `warm_start.init_from` that this run cannot start from; reads its config, and no more.
 
     Raises:
       UserError: no such run, one that is not finished or lacks its tokenizer, another policy (the differing keys are
         listed), or a run that would do nothing but a warm start itself.
     """
-    source = config.warm_start.run
+    source = config.warm_start.init_from
     if config.control:
-        raise UserError("control learns from demonstrations alone; set warm_start.run='' or control=False")
+        raise UserError("control learns from demonstrations alone; set warm_start.init_from='' or control=False")
     if files.same_path(source, config.run_dir):
-        raise UserError(f"warm_start.run is {source}, the run's own folder; name the run that RL starts from")
-    files.check_reachable(source, "warm_start.run")
+        raise UserError(f"warm_start.init_from is {source}, the run's own folder; name the run that RL starts from")
+    files.check_reachable(source, "warm_start.init_from")
     try:
         theirs = dict(configs.flatten(RunFolder(source).read_config()))
     except UserError as error:

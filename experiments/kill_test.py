@@ -52,7 +52,7 @@ SMALL = {
     "policy.hidden": 64,
     "policy.head_dim": 8,
     "tokenizer.texts": 400,
-    "warm_start_updates": 4,
+    "warm_start.updates": 4,
     "warm_start.demonstrations": 64,
     "warm_start.batch": 16,
     "updates": 8,
@@ -63,7 +63,7 @@ SMALL = {
     "eval.questions": 8,
     "eval.every": 3,
     "eval.quick_questions": 4,
-    "checkpoint_every": 1,
+    "checkpoint.every": 1,
 }
 """Keys of the small config that differ from configs/quickstart.py."""
 WORK = ("rollout/copied_tokens", "rollout/occupancy", "rollout/prefill_", "tools/")

@@ -206,11 +206,11 @@ def programs(plan: Plan) -> Iterator[Program]:
 def _supervised_programs(plan: Plan) -> Iterator[Program]:
     """Yield the programs of pretraining and warm start."""
     config, p = plan.config, plan.config.pretrain
-    if config.pretrain.updates and not config.warm_start.run:
+    if config.pretrain.updates and not config.warm_start.init_from:
         shape = f"{-(-p.batch // p.rows)} x {p.rows} rows x {p.row_tokens} tokens, all of them trained"
         yield Program("update (pretraining)", shape)
         yield Program("learner state, restarted", "a new optimizer for the warm start")
-    if (config.warm_start_updates and not config.warm_start.run) or config.control:
+    if (config.warm_start.updates and not config.warm_start.init_from) or config.control:
         yield Program("update (warm start)", _batch(plan, config.warm_start.batch, ())[1])
         yield Program("learner state, restarted", "a new optimizer for RL")
 

@@ -104,17 +104,17 @@ def _make_tool(name: str) -> Tool:
 def _check_expert(config: ml_collections.ConfigDict, task: Task) -> None:
     """Refuse a warm start of a task without experts, without texts, or without the split `practice` that it needs."""
     c = config.warm_start
-    if not c.run and not has_expert(task) and (config.warm_start_updates or config.control):
+    if not c.run and not has_expert(task) and (config.warm_start.updates or config.control):
         raise UserError(
-            f"task {task.name!r} has no expert to imitate, and warm_start_updates is {config.warm_start_updates} "
-            f"(control: {config.control}); set warm_start_updates=0 control=False, or name a run in warm_start.run"
+            f"task {task.name!r} has no expert to imitate, and warm_start.updates is {config.warm_start.updates} "
+            f"(control: {config.control}); set warm_start.updates=0 control=False, or name a run in warm_start.init_from"
         )
     if not c.run and not has_texts(task) and (not config.tokenizer.path or config.pretrain.updates):
         raise UserError(
             f"task {task.name!r} has no texts to train a tokenizer or to pretrain on; set tokenizer.path and "
-            "pretrain.updates=0, or name a run in warm_start.run"
+            "pretrain.updates=0, or name a run in warm_start.init_from"
         )
-    if not config.warm_start_updates or c.run or not c.practice:
+    if not config.warm_start.updates or c.run or not c.practice:
         return
     try:
         task.row("practice", 0)

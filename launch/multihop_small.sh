@@ -38,7 +38,7 @@ for name in grpo:GRPO ppo_token:PPO ppo_step:StepPO reinforce_pp:REINFORCE++ gig
   run=$out/${name%%:*}
   flags=("${rl[@]}")
   if [[ $name == ppo_* ]]; then flags+=(--config.optimizer.critic_warmup=4); fi # Its value head begins with nothing.
-  train "$run" --config="configs/presets/${name%%:*}.py:$config" --config.warm_start.run="$out/warm_start" "${flags[@]}"
+  train "$run" --config="configs/presets/${name%%:*}.py:$config" --config.warm_start.init_from="$out/warm_start" "${flags[@]}"
   evaluate "$run" --modes=agent
   rows+=("${name#*:}=$run/evaluation:agent")
 done

@@ -124,7 +124,7 @@ def test_a_run_goes_on_within_pretraining_and_at_its_end(tmp_path, monkeypatch, 
     """Stopped, or broken off where the warm start begins, it comes to the same parameters bit for bit."""
 
     def config(name):
-        parts = {"pretrain__updates": 3, "pretrain__texts": 40, "pretrain__batch": 8, "warm_start_updates": 2}
+        parts = {"pretrain__updates": 3, "pretrain__texts": 40, "pretrain__batch": 8, "warm_start.updates": 2}
         return small_config(tmp_path / name, updates=0, **parts)
 
     records, straight, phase = supervised(monkeypatch, config("straight"))

@@ -88,7 +88,7 @@ def test_environment(own: Callable[[str], str]) -> None:
     wrong, right = episode(task.env(), task.row("eval", 3), ["5", "7"])
     assert wrong.observation.text == "Not that." and wrong.reward == -0.1
     assert right.outcome is Outcome.ANSWERED and right.reward == 1.0
-    with pytest.raises(ValueError, match="guess has no expert to learn from; set warm_start_updates=0"):
+    with pytest.raises(ValueError, match="guess has no expert to learn from; set warm_start.updates=0"):
         task.expert(task.row("train", 0), 0)
 
 

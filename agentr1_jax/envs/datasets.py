@@ -126,7 +126,7 @@ class RowsTask:
     def expert(self, row: Row, seed: int) -> Expert:
         """An expert for one episode. Raises ValueError where the task has none."""
         if self._expert is None:
-            raise ValueError(f"{self.name} has no expert to learn from; set warm_start_updates=0, or give it one")
+            raise ValueError(f"{self.name} has no expert to learn from; set warm_start.updates=0, or give it one")
         return self._expert(row, seed)
 
     def texts(self, count: int) -> Sequence[str]:

@@ -209,6 +209,11 @@ class Objective:
         """Estimate of the KL term of the loss."""
         return self.kl.kind if self.kl.where == "loss" else "none"
 
+    @property
+    def kl_in_reward(self) -> Literal["none", KLEstimate]:
+        """Estimate of the KL in the reward of each token."""
+        return self.kl.kind if self.kl.where == "reward" else "none"
+
     def imitation(self) -> Objective:
         """The same update as maximum likelihood: no ratio, no KL."""
         return Objective(dataclasses.replace(self.loss, clip="none"), KLConfig(), self.temperature)

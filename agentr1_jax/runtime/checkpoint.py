@@ -32,15 +32,15 @@ COMMITTED = "commit_success.txt"
 
 @dataclass(frozen=True, config=STRICT)
 class CheckpointConfig:
-    """When checkpoints are written: keys at the top of a config.
+    """When checkpoints are written: section `checkpoint` of a config.
 
     Attributes:
-      checkpoint_every: RL batches between checkpoints; in the warm start it is 100 times as many updates.
-      checkpoints_kept: number of newest checkpoints that are not removed.
+      every: RL batches between checkpoints; 100 times as many updates in pretraining and warm start.
+      keep: number of newest checkpoints that are not removed.
     """
 
-    checkpoint_every: Count = 10
-    checkpoints_kept: Count = 2
+    every: Count = 10
+    keep: Count = 2
 
 
 class Checkpoints:
@@ -214,7 +214,7 @@ def _room_on_disk(folder: str) -> Iterator[None]:
             raise
         raise UserError(
             f"{folder}: the disk is full, and the checkpoint under way is lost; the last one is intact. Free some "
-            "space, or lower checkpoints_kept; the same command goes on from there"
+            "space, or lower checkpoint.keep; the same command goes on from there"
         ) from error
 
 

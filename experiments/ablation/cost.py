@@ -48,7 +48,7 @@ def check_folders(cells: Sequence[Cell]) -> None:
     """Refuse folders with runs of another config; finished runs may have been moved since."""
     for cell in cells:
         if os.path.exists(os.path.join(cell.folder, "config.json")):
-            may_differ = ("run_dir", "warm_start.run") if cell.finished else ("run_dir",)
+            may_differ = ("run_dir", "warm_start.init_from") if cell.finished else ("run_dir",)
             try:
                 RunFolder(cell.folder).check_same_config(configs.resolve(cell.config), may_differ)
             except UserError as error:
@@ -85,7 +85,7 @@ def cost_table(warm_starts: Sequence[Cell], cells: Sequence[Cell], parallel: int
 
 def cost(config: ml_collections.ConfigDict) -> tuple[int, int, int]:
     """Return (updates, trajectories, most tokens decoded) of a run from its start, evaluations included."""
-    supervised = 0 if config.warm_start.run else config.pretrain.updates + config.warm_start_updates
+    supervised = 0 if config.warm_start.init_from else config.pretrain.updates + config.warm_start.updates
     r, b, evaluation = config.rollout, config.budget, config.eval
     final = 4 if config.updates else 2  # Greedy and sampled, before and after RL.
     quick = (config.updates - 1) // evaluation.every if evaluation.every and config.updates else 0

@@ -26,7 +26,7 @@ from experiments import build, inherited
 WARM_START = "warm_start"
 SAME_FOR_ALL = ("seed", "run_dir", "compilation_cache", "control", "control_seconds", "eval", "task")
 """Keys that an arm cannot change, except for reward weights: its runs would not compare with those of other arms."""
-OF_WARM_START = ("pretrain", "warm_start", "warm_start_updates")
+OF_WARM_START = ("pretrain", "warm_start", "warm_start.updates")
 OF_PROMPTS = ("context.rule", "context.file", "context.summary_tokens", "agent.call_format", "agent.tell_tools")
 """Keys of how prompts look. A policy must imitate demonstrations like the prompts that it meets in RL, so an arm that
 changes one of these has a warm start of its own."""
@@ -145,7 +145,7 @@ def make_grid(
         raise UserError("control is set: control runs have no credit assignment to compare")
     if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
         raise UserError(f"--seeds={','.join(map(str, seeds))}: name different seeds, e.g. --seeds=0,1,2")
-    shared = bool(config.warm_start_updates) and not config.warm_start.run
+    shared = bool(config.warm_start.updates) and not config.warm_start.init_from
     _load(SCHEMES, config.credit.file)
     warm_starts, cells = dict[str, Cell](), list[Cell]()
     for seed, arm in itertools.product(seeds, arms):
@@ -156,8 +156,8 @@ def make_grid(
             start = _warm_start(config, arm, seed, out)
             _check_same_start(arm, own, start.config)
             warm_starts.setdefault(start.folder, start)
-            own.warm_start.run = start.folder
-        cells.append(Cell(arm.name, seed, own, own.warm_start.run if shared else "", note))
+            own.warm_start.init_from = start.folder
+        cells.append(Cell(arm.name, seed, own, own.warm_start.init_from if shared else "", note))
     return list(warm_starts.values()), cells
 
 

@@ -163,7 +163,7 @@ def status(cell: Cell) -> str:
             phase, update = record["phase"], record["update"]
     if cell.finished:
         phase = "finished"
-    total = {"warm_start": cell.config.warm_start_updates, "rl": cell.config.updates}.get(phase)
+    total = {"warm_start": cell.config.warm_start.updates, "rl": cell.config.updates}.get(phase)
     where = phase.replace("_", " ") + (f" {update}/{total}" if total else "")
     return where if em is None else f"{where}  em {float(em):.3f}"
 

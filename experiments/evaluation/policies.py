@@ -61,8 +61,8 @@ def evaluated_config(given: ml_collections.ConfigDict | None, source: str) -> ml
     if source:
         return sources.with_weights(given, source)
     config = given.copy_and_resolve_references()
-    if config.warm_start.run and not config.tokenizer.path:
-        config.tokenizer.path = os.path.join(config.warm_start.run, "tokenizer.model")
+    if config.warm_start.init_from and not config.tokenizer.path:
+        config.tokenizer.path = os.path.join(config.warm_start.init_from, "tokenizer.model")
     return config
 
 
@@ -86,7 +86,7 @@ def checkpoint(config: ml_collections.ConfigDict, source: str) -> Source:
 def start(config: ml_collections.ConfigDict, other: str = "", *, source: str = "") -> Source:
     """The policy as training began.
 
-    It is what `other` names; else the checkpoint of `warm_start.run`, published weights, or the initial parameters of a
+    It is what `other` names; else the checkpoint of `warm_start.init_from`, published weights, or the initial parameters of a
     run without a warm start. Where the warm start was the run's own, or that of a run that is gone, it is the reference
     of the KL that the run has kept.
 
@@ -100,15 +100,15 @@ def start(config: ml_collections.ConfigDict, other: str = "", *, source: str = "
     """
     if other:
         return checkpoint(config, other)
-    if is_run(config.warm_start.run):
-        return checkpoint(config, config.warm_start.run)
+    if is_run(config.warm_start.init_from):
+        return checkpoint(config, config.warm_start.init_from)
     run = source if is_run(source) else ""
-    own = not config.policy.weights and bool(config.warm_start_updates or config.pretrain.updates)
-    if run and (own or config.warm_start.run) and sources.has_reference(run):
+    own = not config.policy.weights and bool(config.warm_start.updates or config.pretrain.updates)
+    if run and (own or config.warm_start.init_from) and sources.has_reference(run):
         return Source(f"{run}, reference of its KL", functools.partial(_of_reference, config))
-    if config.warm_start.run:
+    if config.warm_start.init_from:
         raise UserError(
-            f"warm_start.run is {config.warm_start.run}, which holds no run any more: name the policy that "
+            f"warm_start.init_from is {config.warm_start.init_from}, which holds no run any more: name the policy that "
             "training began with by --base=RUN (or WEIGHTS), or leave out the modes that need it"
         )
     if source and not run and not config.policy.weights:
@@ -119,7 +119,7 @@ def start(config: ml_collections.ConfigDict, other: str = "", *, source: str = "
     if own:
         began = f"{run} began with a warm start" if run else "training by this config begins with a warm start"
         raise UserError(
-            f"{began} of its own (warm_start_updates, pretrain.updates), and what came of it was not kept. Name a "
+            f"{began} of its own (warm_start.updates, pretrain.updates), and what came of it was not kept. Name a "
             "policy to compare with by --base=RUN, such as a run of the warm start alone (--config.updates=0), or "
             "choose --baselines=checkpoint, or --modes=agent"
         )

@@ -367,7 +367,7 @@ def test_letting_an_environment_go_starts_no_thread(monkeypatch):
 def test_a_config_that_cannot_work_is_refused(changes, told):
     config = frozenlake.get_config()
     base.set_task(config, "http")
-    defaults = {"warm_start_updates": 0, "tokenizer.path": "t"}
+    defaults = {"warm_start.updates": 0, "tokenizer.path": "t"}
     config.update_from_flattened_dict(defaults | {"task.http.backoff": 0.001} | changes)
     with pytest.raises(UserError, match=told):
         tasks.make_task(config)
@@ -377,12 +377,12 @@ def test_a_config_makes_it():
     config = frozenlake.get_config()
     with serve(LAKE) as url:
         base.set_task(config, "http")
-        changes = {"warm_start_updates": 0, "tokenizer.path": "t"}
+        changes = {"warm_start.updates": 0, "tokenizer.path": "t"}
         config.update_from_flattened_dict(changes | {"task.http.url": url})
         assert tasks.make_task(config).row("train", 3) == LAKE.row("train", 3)
         config.tokenizer.path = ""
         with pytest.raises(UserError, match="task 'frozenlake' has no texts"):
             tasks.make_task(config)
-        config.warm_start_updates = 3
-        with pytest.raises(UserError, match="task 'frozenlake' has no expert to imitate, and warm_start_updates is 3"):
+        config.warm_start.updates = 3
+        with pytest.raises(UserError, match="task 'frozenlake' has no expert to imitate, and warm_start.updates is 3"):
             tasks.make_task(config)

@@ -292,9 +292,9 @@ def test_a_config_makes_it(file):
     config = frozenlake.get_config()
     base.set_task(config, "verifiers")
     config.task.verifiers.source = file(SINGLE)
-    with pytest.raises(UserError, match="task 'mine' has no expert to imitate, and warm_start_updates is 200"):
+    with pytest.raises(UserError, match="task 'mine' has no expert to imitate, and warm_start.updates is 200"):
         tasks.make_task(config)
-    config.warm_start_updates = 0
+    config.warm_start.updates = 0
     assert tasks.make_task(config).name == "mine"
     config.task.verifiers.source = ""
     with pytest.raises(UserError, match=r"task\.verifiers\.source is ''; it must have"):

@@ -134,7 +134,7 @@ def test_experts_that_cannot_sum_up_are_not_imitated_where_they_would_have_to():
         config = changed(countdown, **{"context__rule": "summary(turns=2)", **changes})
         with pytest.raises(UserError, match=r"the expert of task '\w+' writes none to imitate; choose another context"):
             checks.check_task(config, tasks.make_task(config))
-    config.warm_start_updates = 0
+    config.warm_start.updates = 0
     checks.check_task(config, tasks.make_task(config))
     config = whereabouts.get_config()
     checks.check_task(config, tasks.make_task(config))
@@ -166,7 +166,7 @@ def own(monkeypatch, tmp_path):
         (tmp_path / "mine.py").write_text(text)
         config = changed(base.get_config(), task__file=str(tmp_path / "mine.py"), task__name="mine")
         with config.unlocked():
-            config.warm_start_updates = 0
+            config.warm_start.updates = 0
             config.task.args.update(args)
         return config
 

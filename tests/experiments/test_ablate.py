@@ -109,13 +109,13 @@ def test_every_run_starts_from_the_warm_start_of_its_seed(config):
     for start in starts:
         c = start.config
         assert (c.updates, c.seed, c.critic, c.credit.name) == (0, start.seed, "none", "reinforce")
-        assert c.warm_start_updates == 900 and not c.warm_start.run
+        assert c.warm_start.updates == 900 and not c.warm_start.init_from
         checks.check(c, [FakeDevice()])
     for cell in cells:
         checks.check(cell.config, [FakeDevice()])
         (start,) = [start for start in starts if start.seed == cell.seed]
         assert cell.config.seed == cell.seed
-        assert cell.after == cell.config.warm_start.run == start.folder == f"out/warm_start/seed{cell.seed}"
+        assert cell.after == cell.config.warm_start.init_from == start.folder == f"out/warm_start/seed{cell.seed}"
         assert cell.folder == f"out/{cell.arm}/seed{cell.seed}"
     # A setting stays where the arm's scheme knows it; a critic comes where it is needed, and is told.
     grpo, token, step = (cell.config for cell in cells[:3])
@@ -162,12 +162,12 @@ class FakeDevice:
 
 
 def test_a_config_without_warm_start_has_none_to_share(config):
-    config.warm_start_updates = 0
+    config.warm_start.updates = 0
     starts, cells = cells_of(config, "grpo+policy.width=16")
-    assert not starts and cells[0].after == "" == cells[0].config.warm_start.run
-    config.warm_start_updates, config.warm_start.run = 9, "elsewhere"
+    assert not starts and cells[0].after == "" == cells[0].config.warm_start.init_from
+    config.warm_start.updates, config.warm_start.init_from = 9, "elsewhere"
     starts, cells = cells_of(config, "grpo")
-    assert not starts and cells[0].after == "" and cells[0].config.warm_start.run == "elsewhere"
+    assert not starts and cells[0].after == "" and cells[0].config.warm_start.init_from == "elsewhere"
 
 
 def test_masks_multiply_the_grid():
@@ -294,7 +294,7 @@ def test_a_grid_is_run_resumed_and_left_alone_when_finished(config, tmp_path, pr
 
 def test_on_a_terminal_each_run_has_a_line_of_its_own(config, tmp_path, program, monkeypatch):
     monkeypatch.setenv("FAKE_SECONDS", "0.5")
-    config.warm_start_updates = 0
+    config.warm_start.updates = 0
     _, cells = cells_of(config, "grpo,rloo", out=str(tmp_path / "out"))
     console = Console(file=io.StringIO(), width=100, force_terminal=True)
     failed = jobs.run_all(cells, parallel=2, stop=StopRequest(), console=console, program=program)
@@ -310,7 +310,7 @@ def test_what_needs_a_failed_warm_start_is_not_started(config, tmp_path, program
 
 
 def test_a_false_start_is_cleared_away(config, tmp_path, program):
-    config.warm_start_updates = 0
+    config.warm_start.updates = 0
     _, (cell,) = cells_of(config, "grpo", out=str(tmp_path / "out"))
     os.makedirs(cell.folder)
     left = Path(cell.folder, "tokenizer.model")
@@ -319,7 +319,7 @@ def test_a_false_start_is_cleared_away(config, tmp_path, program):
 
 
 def test_a_stop_is_passed_on_and_nothing_more_starts(config, tmp_path, program, monkeypatch):
-    config.warm_start_updates = 0
+    config.warm_start.updates = 0
     _, cells = cells_of(config, "grpo,rloo", (0, 1), str(tmp_path / "out"))
     monkeypatch.setenv("FAKE_SECONDS", "60")
     stop, began = StopRequest(), time.monotonic()
@@ -353,7 +353,7 @@ def test_cores_are_shared_out(monkeypatch):
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system binds no processes to cores")
 def test_runs_keep_to_their_cores_and_this_process_to_its_own(config, tmp_path, program):
-    config.warm_start_updates = 0
+    config.warm_start.updates = 0
     _, cells = cells_of(config, "grpo,rloo", out=str(tmp_path / "out"))
     before = os.sched_getaffinity(0)
     assert run_all(cells, program)[0] == {} and os.sched_getaffinity(0) == before
@@ -523,7 +523,7 @@ def test_scores_come_from_the_final_evaluations_of_all_processes(tmp_path):
 
 
 def command(out: Path, *arguments: str) -> list[str]:
-    keys = {**SMALL, "critic": "none", "checkpoint_every": 1, "updates": 3}
+    keys = {**SMALL, "critic": "none", "checkpoint.every": 1, "updates": 3}
     return [
         *(sys.executable, "-m", "experiments.ablate", "--config=configs/quickstart.py", f"--out={out}"),
         *(f"--config.{key}={value}" for key, value in keys.items()),

@@ -38,7 +38,7 @@ export_hf = program("export_hf")
 MODES = ["agent", "base", "rag"]
 FIGURES = ("evaluation.json", "evaluation.md", "scores.jsonl.gz")
 SMALL = {
-    "warm_start_updates": 0,
+    "warm_start.updates": 0,
     "policy.layers": 1,
     "rollout.slots": 8,
     "rollout.prefill_rows": (8,),
@@ -236,12 +236,12 @@ def test_whose_parameters_are_meant(run, tmp_path):
     with pytest.raises(UserError, match="nothing says what the training of some/weights began with; .* by --base=RUN"):
         policies.start(config, source="some/weights")
     assert policies.start(config, run).name == f"{run}, checkpoint 3"
-    config.warm_start.run = run
+    config.warm_start.init_from = run
     assert policies.start(config).name == f"{run}, checkpoint 3"
-    config.warm_start.run = str(tmp_path / "gone")
+    config.warm_start.init_from = str(tmp_path / "gone")
     with pytest.raises(UserError, match="which holds no run any more: name the policy"):
         policies.start(config)
-    config.warm_start.run, config.policy.weights = "", "some/weights"
+    config.warm_start.init_from, config.policy.weights = "", "some/weights"
     assert policies.start(config).name == "some/weights"
     given = quickstart.get_config()
     given.budget.max_steps, given.policy.preset = 2, "small"
@@ -270,7 +270,7 @@ def test_baselines_that_cannot_be_answered_are_left_out_unless_they_were_asked_f
 def own_start(tmp_path_factory):
     """A run with a warm start of its own, and without a KL term."""
     folder = tmp_path_factory.mktemp("own_start") / "run"
-    run_folder(folder, **{**SMALL, "warm_start_updates": 4})
+    run_folder(folder, **{**SMALL, "warm_start.updates": 4})
     return str(folder)
 
 
@@ -278,7 +278,7 @@ def own_start(tmp_path_factory):
 def test_the_reference_of_a_kl_is_what_training_began_with(tmp_path, rank):
     folder = str(tmp_path / "run")
     kept = {"kl.kind": "k3", "policy.lora.rank": rank, "critic": "none", "credit.name": "grpo", "pretrain.updates": 2}
-    run_folder(folder, **{**SMALL, "warm_start_updates": 4, "optimizer.name": "adamw", **kept})
+    run_folder(folder, **{**SMALL, "warm_start.updates": 4, "optimizer.name": "adamw", **kept})
     config, mesh = sources.stored_config(folder), tiny.mesh()
     with pytest.raises(UserError, match=f"{folder} began with a warm start of its own"):
         policies.start(config, source=folder)
@@ -291,7 +291,7 @@ def test_the_reference_of_a_kl_is_what_training_began_with(tmp_path, rank):
         policy, join({"decoder": params["decoder"]}, build.frozen(config, policy, mesh))["decoder"]
     )
     for gone in ("", str(tmp_path / "gone")):
-        config.warm_start.run = gone
+        config.warm_start.init_from = gone
         source = policies.start(config, source=folder)
         assert source.name == f"{folder}, reference of its KL"
         jax.tree.map(np.testing.assert_array_equal, source.load(tokenizer, mesh), expected)
@@ -299,7 +299,7 @@ def test_the_reference_of_a_kl_is_what_training_began_with(tmp_path, rank):
 
 def test_rl_from_another_run_began_with_what_that_run_had_learned(run, whole, tmp_path):
     folder, out = str(tmp_path / "rl"), str(tmp_path / "out")
-    run_folder(folder, **{**SMALL, "warm_start.run": run})
+    run_folder(folder, **{**SMALL, "warm_start.init_from": run})
     evaluated(folder, out=out, modes=["base"], questions=2)
     request, theirs = (json.loads(text(f"{place}/evaluation.json"))["request"] for place in (out, whole[0]))
     assert request["sources"]["base"] == f"{run}, checkpoint 3"

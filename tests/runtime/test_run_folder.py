@@ -150,7 +150,7 @@ def test_a_start_that_was_killed_before_it_wrote_its_config_does_not_block_the_n
 
 def test_where_a_run_is_may_change_and_its_lock_is_nobodys_file(tmp_path: pathlib.Path) -> None:
     def config(data: int) -> dict[str, object]:
-        return {"seed": 0, "mesh": {"data": data}, "checkpoint_every": data}
+        return {"seed": 0, "mesh": {"data": data}, "checkpoint.every": data}
 
     (tmp_path / ".lock").touch()
     assert not RunFolder(str(tmp_path)).check_same_config(config(1))

@@ -149,7 +149,7 @@ class HttpTask:
 
     def expert(self, row: Row, seed: int) -> Expert:
         """Raise ValueError: the protocol has none."""
-        raise ValueError("task http has no expert; set warm_start_updates=0, or warm_start.run")
+        raise ValueError("task http has no expert; set warm_start.updates=0, or warm_start.init_from")
 
     def texts(self, count: int) -> Sequence[str]:
         """Raise ValueError: the protocol has none."""

@@ -1,0 +1,318 @@
+"""From settings to the parts of a run: tokenizer, agent, policy, meshes, engine, the learner's state."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from agentr1_jax import files
+from agentr1_jax.agents.loop import EnvLoop
+from agentr1_jax.envs.base import Task
+from agentr1_jax.envs.datasets import data_folder
+from agentr1_jax.errors import UserError
+from agentr1_jax.learner.optimizer import make_optimizer
+from agentr1_jax.learner.update import LearnerState, init_state
+from agentr1_jax.policy import weights
+from agentr1_jax.policy.config import DecoderConfig, LoraConfig
+from agentr1_jax.policy.decoder import Params
+from agentr1_jax.policy.params import (
+    adapters,
+    cast_for_compute,
+    init_decoder,
+    init_params,
+    join,
+    merge_adapters,
+    split,
+    with_critic,
+)
+from agentr1_jax.policy.presets import decoder_config
+from agentr1_jax.policy.sharding import shardings
+from agentr1_jax.rollout.engine import Engine
+from agentr1_jax.runtime import checkpoint, processes
+from agentr1_jax.runtime import mesh as meshes
+from agentr1_jax.runtime.compile_cache import cached_jit
+from agentr1_jax.runtime.seeds import seed_of
+from agentr1_jax.text.call_formats import make_call_format
+from agentr1_jax.text.chat import chat_format
+from agentr1_jax.text.sentencepiece import train_sentencepiece
+from agentr1_jax.text.tokenizer import Tokenizer, load_tokenizer
+from agentr1_jax.train.init_from import restore_decoder
+from agentr1_jax.train.settings import Settings
+
+
+def make_learner_mesh(settings: Settings, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Make the learner's mesh over all devices of all processes but those for rollouts alone.
+
+    Args:
+      settings: of the run.
+      devices: stand for all devices; None for those there are.
+    """
+    c = settings.mesh
+    learner_devices, _ = meshes.split_devices(jax.devices() if devices is None else devices, c.rollout_devices)
+    return meshes.learner_mesh(c.data, c.fsdp, c.tensor, learner_devices)
+
+
+def make_rollout_mesh(settings: Settings) -> Mesh:
+    """Make the mesh of this process's engine."""
+    _, rollout_devices = meshes.split_devices(jax.devices(), settings.mesh.rollout_devices)
+    return meshes.rollout_mesh(rollout_devices, settings.rollout.tensor)
+
+
+def make_tokenizer(settings: Settings, task: Task | None, *, resumes: bool) -> Tokenizer:
+    """Load the tokenizer at `tokenizer.path`, or train one on the task's texts and keep it in the run folder.
+
+    Args:
+      settings: of the run.
+      task: source of texts; None where a tokenizer exists already.
+      resumes: True if the run folder has its tokenizer already.
+
+    Raises:
+      UserError: it cannot be read.
+    """
+    path = os.path.expanduser(settings.tokenizer.path)
+    if "{data}" in path:
+        path = path.replace("{data}", str(find_data_folder(settings)))
+    if not path:
+        path = os.path.join(settings.run.run_dir, "tokenizer.model")
+        if processes.process_index() == 0 and not resumes:
+            if settings.warm_start.init_from:
+                files.copy(os.path.join(settings.warm_start.init_from, "tokenizer.model"), path)
+            elif task is not None:
+                train_sentencepiece(task.texts(settings.tokenizer.texts), path, settings.tokenizer.vocab_size)
+        processes.barrier()
+    try:
+        return load_tokenizer(path)
+    except (ValueError, FileNotFoundError) as error:
+        raise UserError(f"tokenizer.path: {error}") from error
+
+
+def find_data_folder(settings: Settings) -> str:
+    """Return the folder of real data. Raises UserError where there is none."""
+    try:
+        return str(data_folder(settings.task.data_dir))
+    except FileNotFoundError as error:
+        raise UserError(str(error)) from error
+
+
+def remove_tokenizer(run_dir: str) -> None:
+    """Remove a trained tokenizer from the folder of a run that cannot start."""
+    with contextlib.suppress(OSError):
+        files.remove(os.path.join(run_dir, "tokenizer.model"))
+        files.remove_if_empty(run_dir)
+
+
+def make_agent(settings: Settings, task: Task, tokenizer: Tokenizer) -> EnvLoop:
+    """Make the default agent on a task's environments."""
+    try:
+        call_format = make_call_format(settings.agent.call_format, tokenizer)
+        chat = chat_format(tokenizer, call_format)
+    except ValueError as error:
+        raise UserError(f"tokenizer.path: {error}") from error
+    if len(tokenizer.stop_ids) > settings.engine.stop_sequences:
+        raise UserError(
+            f"tokenizer.path: {tokenizer.name} has {len(tokenizer.stop_ids)} stop ids, the engine knows at most "
+            f"{settings.engine.stop_sequences}; shorten eos_token_id in its generation_config.json"
+        )
+    return EnvLoop(
+        task.env,
+        tokenizer,
+        chat,
+        settings.context_rule,
+        settings.budget,
+        call_format,
+        lenient=settings.tools.lenient,
+        tell_tools=settings.agent.tell_tools,
+        summary_tokens=settings.context.summary_tokens,
+        train_summaries=settings.context.train_summary,
+    )
+
+
+def make_policy(settings: Settings, tokenizer: Tokenizer | None) -> DecoderConfig:
+    """Return the decoder's shape: that of its weights or of a preset, with the changes that the settings name.
+
+    A preset without a vocabulary gets the tokenizer's, padded to a multiple of 128, which every mesh divides.
+
+    Args:
+      settings: of the run.
+      tokenizer: of the policy; None (in a dry run) leaves the vocabulary unchecked.
+
+    Raises:
+      UserError: no shape is named, or it does not fit tokenizer, budget or mesh.
+    """
+    c = settings.policy
+    source = c.weights or c.preset
+    shape = decoder_config(c, -(-tokenizer.vocab_size // 128) * 128 if tokenizer else 0)
+    if tokenizer and tokenizer.vocab_size > shape.vocab_size:
+        raise UserError(
+            f"tokenizer {tokenizer.name} has ids up to {tokenizer.vocab_size - 1}, but the policy's embedding has "
+            f"{shape.vocab_size} rows ({source}): they do not belong together; set tokenizer.path to the tokenizer of "
+            "the weights"
+        )
+    if 0 < shape.max_positions < settings.budget.context_tokens:
+        raise UserError(
+            f"budget.context_tokens ({settings.budget.context_tokens}) exceeds the {shape.max_positions} positions "
+            f"that {source} was made for"
+        )
+    for key, tensor in (("mesh.tensor", settings.mesh.tensor), ("rollout.tensor", settings.rollout.tensor)):
+        if shape.heads % tensor:
+            divisors = [n for n in range(1, shape.heads + 1) if shape.heads % n == 0]
+            raise UserError(
+                f"{key} is {tensor}, which does not divide {shape.heads} query heads; choose among {divisors}"
+            )
+    return shape
+
+
+def make_engine(settings: Settings, policy: DecoderConfig, mesh: Mesh) -> Engine:
+    """Make the rollout engine of this process. Raises UserError if its shapes do not fit the mesh."""
+    try:
+        return Engine(policy, settings.engine, mesh)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def rollout_params(policy: DecoderConfig, trained: Params, frozen: Params) -> Params:
+    """Return the decoder's parameters as the engine wants them: whole, in compute dtype."""
+    return cast_for_compute(policy, join({"decoder": trained["decoder"]}, frozen)["decoder"])
+
+
+def make_rollout_params(
+    policy: DecoderConfig, learner: Mesh, rollout: Mesh, *, copy: bool = False
+) -> Callable[[Params, Params], Params]:
+    """Return a function (trained, frozen parameters) -> the decoder's on the rollout mesh, in compute dtype.
+
+    Where dtype and layout allow they are the learner's own arrays; with `copy` they outlive an update.
+    """
+
+    def prepare(trained: Params, frozen: Params) -> Params:
+        params = rollout_params(policy, trained, frozen)
+        return jax.tree.map(jnp.copy, params) if copy else params
+
+    return meshes.make_rollout_view(learner, rollout, shardings, prepare)
+
+
+def make_frozen(settings: Settings, policy: DecoderConfig, mesh: Mesh) -> Params:
+    """Make the parameters that LoRA leaves as they are, on the learner's mesh; empty without LoRA."""
+    if not policy.lora.rank:
+        return {}
+    return {"decoder": make_decoder(settings, dataclasses.replace(policy, lora=LoraConfig()), mesh)}
+
+
+def make_decoder(settings: Settings, policy: DecoderConfig, mesh: Mesh) -> Params:
+    """Make the decoder that training starts from in place on the mesh: published weights, or random ones.
+
+    Raises:
+      UserError: the weights cannot be read, or are not of this shape.
+    """
+    if settings.policy.weights:
+        return load_decoder(settings.policy.weights, policy, mesh, "policy.weights: ")
+    return _init(lambda key: init_decoder(policy, key), settings.run.seed, mesh)
+
+
+def load_decoder(source: str, policy: DecoderConfig, mesh: Mesh, prefix: str = "") -> Params:
+    """Load published weights. Raises UserError, its message after `prefix`, if they are not of this shape."""
+    try:
+        return weights.load(source, policy, functools.partial(shardings, mesh=mesh))
+    except (ValueError, FileNotFoundError) as error:
+        raise UserError(f"{prefix}{error}") from error
+
+
+def _init(init: Callable[[jax.Array], Params], seed: int, mesh: Mesh) -> Params:
+    layout = shardings(jax.eval_shape(init, jax.random.key(0)), mesh)
+    seed_of_parameters = np.uint32(seed_of(seed, "parameters") % 2**32)
+    return cached_jit(lambda seed: init(jax.random.key(seed)), mesh, out_shardings=layout)(seed_of_parameters)
+
+
+@dataclasses.dataclass(frozen=True)
+class StateBuilder:
+    """How the learner's state is made on its mesh.
+
+    Attributes:
+      init: () -> the state that training starts from.
+      restart: parameters -> state with these parameters and a new optimizer state.
+      optimizer: optax transformation without its learning rate.
+      shapes: shape structs of the state, with shardings.
+      layout: shardings of the state.
+    """
+
+    init: Callable[[], LearnerState]
+    restart: Callable[[Params], LearnerState]
+    optimizer: Any
+    shapes: Any
+    layout: Any
+
+
+def make_state_builder(settings: Settings, policy: DecoderConfig, mesh: Mesh) -> StateBuilder:
+    """Return how the learner's state is made; the decoder of `warm_start.init_from` is its start where that is set."""
+    optimizer, critic = make_optimizer(settings.optimizer), settings.run.critic
+
+    def init_trained(key: jax.Array) -> Params:
+        return split(policy, init_params(policy, key, critic))[0]
+
+    shapes = jax.eval_shape(lambda key: init_state(init_trained(key), optimizer), jax.random.key(0))
+    layout = shardings(shapes, mesh)
+
+    @functools.partial(cached_jit, mesh=mesh, out_shardings=layout)
+    def start(decoder: Params) -> LearnerState:
+        return init_state(with_critic(policy, decoder, critic), optimizer)
+
+    def init() -> LearnerState:
+        if settings.warm_start.init_from:
+            like = checkpoint.sharded_shapes(shapes.params["decoder"], layout.params["decoder"])
+            return start(restore_decoder(settings.warm_start.init_from, like, "warm_start.init_from: "))
+        if policy.lora.rank:
+            return start(_init(lambda key: adapters(init_decoder(policy, key)), settings.run.seed, mesh))
+        return start(make_decoder(settings, policy, mesh))
+
+    restart = cached_jit(lambda params: init_state(params, optimizer), mesh, out_shardings=layout)
+    return StateBuilder(init, restart, optimizer, checkpoint.sharded_shapes(shapes, layout), layout)
+
+
+def make_reference(
+    settings: Settings, policy: DecoderConfig, mesh: Mesh, params: Params, *, first: bool
+) -> Params | None:
+    """Return the reference policy of the KL: the decoder's trained parameters as RL starts, in compute dtype.
+
+    They are stored in the run folder, beside the checkpoints.
+
+    Args:
+      settings: of the run.
+      policy: shape of the decoder.
+      mesh: of the learner.
+      params: of the learner.
+      first: True if RL starts now; else the stored ones are read.
+
+    Returns:
+      the parameters; None without a KL term.
+
+    Raises:
+      UserError: a resumed run has lost them.
+    """
+    if settings.kl.kind == "none":
+        return None
+    cast = functools.partial(cast_for_compute, policy)
+    layout = shardings(jax.eval_shape(cast, params["decoder"]), mesh)
+    run_dir = settings.run.run_dir
+    with contextlib.closing(checkpoint.Checkpoints(run_dir, keep=1, name="reference")) as stored:
+        restored = stored.restore(checkpoint.sharded_shapes(jax.eval_shape(cast, params["decoder"]), layout))
+        if restored is not None:
+            return restored[0]
+        if not first:
+            raise UserError(f"{run_dir}/reference is gone, to which the KL of this run is measured; restore it")
+        copy = cached_jit(lambda decoder: jax.tree.map(jnp.copy, cast(decoder)), mesh, out_shardings=layout)
+        reference = copy(params["decoder"])
+        stored.save(0, reference, {})
+    return reference
+
+
+def merge_decoder(settings: Settings, policy: DecoderConfig, mesh: Mesh, trained: Params) -> Params:
+    """Return the whole decoder of a run from what is trained of it, adapters merged."""
+    return merge_adapters(policy, join({"decoder": trained}, make_frozen(settings, policy, mesh))["decoder"])

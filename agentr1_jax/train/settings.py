@@ -1,0 +1,272 @@
+"""All settings of a run, each section checked by itself, and checked against each other here."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+
+from agentr1_jax.agents.context import ContextConfig, ContextRule
+from agentr1_jax.agents.loop import AgentConfig
+from agentr1_jax.credit.config import CreditConfig, ShapingConfig
+from agentr1_jax.credit.scheme import Scheme
+from agentr1_jax.envs.curriculum import Stage, parse_curriculum
+from agentr1_jax.errors import UserError
+from agentr1_jax.learner.config import (
+    CorrectionConfig,
+    KLConfig,
+    LearnerConfig,
+    LossConfig,
+    Objective,
+    OptimizerConfig,
+    PackingConfig,
+)
+from agentr1_jax.learner.kl import next_kl_coef
+from agentr1_jax.learner.schedules import learning_rates
+from agentr1_jax.policy.config import PolicyConfig
+from agentr1_jax.rollout.config import AttemptLimits, EngineConfig, RolloutConfig, SamplingConfig
+from agentr1_jax.runtime.checkpoint import CheckpointConfig
+from agentr1_jax.runtime.mesh import MeshConfig
+from agentr1_jax.runtime.processes import ProcessesConfig
+from agentr1_jax.runtime.sinks import SinksConfig
+from agentr1_jax.tools.config import ToolsConfig
+from agentr1_jax.train.config import EvalConfig, PretrainConfig, RunConfig, TaskConfig, TokenizerConfig, WarmStartConfig
+from agentr1_jax.trajectory import Budget
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Settings of a run, one field for each section of its config.
+
+    Attributes:
+      run: keys at the top of the config.
+      scheme: the credit scheme that `credit` names, with its arguments.
+      others: sections of the same names; `engine` and `sampling` are parts of section `rollout`.
+    """
+
+    run: RunConfig
+    checkpoint: CheckpointConfig
+    sinks: SinksConfig
+    task: TaskConfig
+    tools: ToolsConfig
+    agent: AgentConfig
+    budget: Budget
+    context: ContextConfig
+    tokenizer: TokenizerConfig
+    policy: PolicyConfig
+    rollout: RolloutConfig
+    engine: EngineConfig
+    sampling: SamplingConfig
+    credit: CreditConfig
+    shaping: ShapingConfig
+    loss: LossConfig
+    kl: KLConfig
+    correction: CorrectionConfig
+    learner: LearnerConfig
+    optimizer: OptimizerConfig
+    pretrain: PretrainConfig
+    warm_start: WarmStartConfig
+    eval: EvalConfig
+    processes: ProcessesConfig
+    mesh: MeshConfig
+    scheme: Scheme
+
+    def __post_init__(self) -> None:
+        _ = self.stages
+        _check_context(self)
+        _check_credit(self)
+        _check_critic_warmup(self)
+        _check_kl(self)
+        _check_sampling(self)
+        _check_lengths(self)
+
+    @property
+    def context_rule(self) -> ContextRule:
+        """The context rule with its arguments."""
+        return self.context.bound_rule
+
+    @functools.cached_property
+    def stages(self) -> Sequence[Stage]:
+        """Stages of the curriculum. Raises UserError if one cannot be read."""
+        try:
+            return parse_curriculum(self.task.curriculum, self.budget.max_steps)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+
+    @property
+    def batch_trajectories(self) -> int:
+        """Trajectories of an RL batch, over all processes."""
+        return self.rollout.groups * self.rollout.samples
+
+    @property
+    def learns_values(self) -> bool:
+        """True if RL trains a critic: the config has one, and the credit scheme uses it."""
+        return self.scheme.uses_critic and self.run.critic != "none"
+
+    @property
+    def most_steps(self) -> int:
+        """Most steps of a trajectory. A rule with summaries adds one between two steps."""
+        return self.context_rule.most_steps(self.budget.max_steps + self.budget.final_answer_step)
+
+    @property
+    def most_response_tokens(self) -> int:
+        """Most tokens that one step samples."""
+        summary = self.context.summary_tokens if self.context_rule.makes_summaries else 0
+        return max(self.budget.response_tokens, summary)
+
+    @property
+    def batch_capacity(self) -> dict[str, int]:
+        """Most trajectories, steps and tokens of a batch: the fixed shapes of a `TokenBatch`."""
+        steps = self.batch_trajectories * self.most_steps
+        step_tokens = self.budget.context_tokens if self.learner.observations else self.most_response_tokens
+        return {"trajectories": self.batch_trajectories, "steps": steps, "tokens": steps * step_tokens}
+
+    @property
+    def objective(self) -> Objective:
+        """What an update of RL minimises."""
+        return Objective(self.loss, self.kl, self.sampling.temperature)
+
+    @property
+    def attempt_limits(self) -> AttemptLimits:
+        """When the runner gives up on a trajectory: well after an agent that keeps to its budget has done so itself."""
+        seconds = self.budget.trajectory_seconds
+        return AttemptLimits(self.rollout.attempts, None if seconds is None else 2 * seconds)
+
+    @property
+    def pretrain_packing(self) -> PackingConfig:
+        """Rows of pretraining, where every token is a loss token."""
+        c = self.pretrain
+        return PackingConfig(self.learner.packing, c.row_tokens, c.row_tokens, c.rows)
+
+    def microbatches(self, trajectories: int) -> int:
+        """Return the number of microbatches that the worst packing of so many trajectories fills.
+
+        An update loops over those that hold data.
+        """
+        branches = self.context_rule.name != "append" or self.learner.packing in ("per_step", "per_step_padded")
+        # A chain is also cut where its loss tokens exceed a row.
+        cut = self.most_steps * self.most_response_tokens >= self.learner.row_loss_tokens
+        segments = self.most_steps + 1 if branches or cut else 1
+        return -(-trajectories * segments // self.learner.rows)
+
+    def learning_rates(self, update: int, parts: Iterable[str]) -> dict[str, float]:
+        """Return the learning rate of each part of the parameters in an update of RL, counted from 0."""
+        return learning_rates(self.optimizer, update, self.run.updates, parts)
+
+
+def _check_context(s: Settings) -> None:
+    """Refuse summaries longer than the context."""
+    if s.context_rule.makes_summaries and not s.context.summary_tokens < s.budget.context_tokens:
+        raise UserError(
+            f"context.summary_tokens ({s.context.summary_tokens}) must be less than budget.context_tokens "
+            f"({s.budget.context_tokens})"
+        )
+
+
+def _check_credit(s: Settings) -> None:
+    """Refuse a credit scheme that would not get what it needs; the task is asked later."""
+    scheme = s.scheme
+    if scheme.needs_critic and s.run.critic == "none":
+        raise UserError(f"credit scheme {scheme.name!r} needs a critic; set config.critic=shared_trunk")
+    if scheme.needs_samples and s.rollout.samples < 2:
+        raise UserError(
+            f"credit scheme {scheme.name!r} compares the samples of a task row, and rollout.samples is "
+            f"{s.rollout.samples}: no token would ever get an advantage; set rollout.samples to 2 or more"
+        )
+    token_gamma = {**scheme.defaults, **scheme.arguments}.get("gamma", 1.0) if scheme.discount_unit == "token" else 1.0
+    if s.shaping.potential and token_gamma < 1:
+        raise UserError(
+            f"shaping.potential discounts by step, and credit scheme {scheme.name!r} by token (credit.args.gamma "
+            f"{token_gamma}): what is best would change; set credit.args.gamma=1 or choose a scheme whose time is the "
+            "step"
+        )
+    shaping = {
+        "potential": s.shaping.potential,
+        "overlong_buffer": s.shaping.overlong_buffer,
+        "process_norm": s.shaping.process_norm != "none",
+    }
+    for key in (key for key, active in shaping.items() if active and scheme.needs_greedy):
+        raise UserError(
+            f"credit scheme {scheme.name!r} compares with greedy rollouts, whose rewards are not shaped; leave "
+            f"shaping.{key} at its default"
+        )
+    if s.learner.observations and s.learner.row_loss_tokens < s.budget.context_tokens:
+        raise UserError(
+            f"learner.loss_mask or learner.advantage_mask is False: a step then has up to budget.context_tokens "
+            f"({s.budget.context_tokens}) loss tokens, and learner.row_loss_tokens is {s.learner.row_loss_tokens}; "
+            "raise it"
+        )
+
+
+def _check_critic_warmup(s: Settings) -> None:
+    """Refuse a warm-up of a critic that does not exist, or one that leaves no update to the policy."""
+    updates = s.optimizer.critic_warmup
+    if updates and not s.learns_values:
+        why = "critic is none" if s.scheme.uses_critic else f"credit scheme {s.scheme.name!r} uses none"
+        raise UserError(
+            f"optimizer.critic_warmup is {updates}, and there is no critic to learn ({why}): nothing would be trained; "
+            "set optimizer.critic_warmup=0"
+        )
+    if 0 < s.run.updates <= updates:
+        raise UserError(
+            f"optimizer.critic_warmup ({updates}) leaves none of the updates ({s.run.updates}): the policy would never "
+            "learn; lower it"
+        )
+
+
+def _check_kl(s: Settings) -> None:
+    """Refuse an adaptive KL coefficient that has nothing to act on."""
+    c = s.kl
+    if c.target is None:
+        return
+    if c.kind == "none" or c.where != "reward":
+        raise UserError("kl.target adapts the coefficient of a KL in the reward; set kl.kind and kl.where=reward")
+    try:
+        next_kl_coef(c.coef, c.target, s.batch_trajectories, target=c.target, horizon=c.horizon)
+    except ValueError as error:
+        raise UserError(f"kl.target, kl.horizon: {error}") from error
+
+
+def _check_sampling(s: Settings) -> None:
+    """Refuse sampling whose log-probs the learner cannot compute, and rollouts that cannot run ahead of the learner."""
+    sampling, correction, staleness = s.sampling, s.correction, s.rollout.staleness
+    if sampling.temperature == 0:
+        raise UserError("rollout.temperature is 0: greedy samples of a group are all the same, and nothing is learned")
+    if correction.kind != "none" and s.learner.old_logprobs != "learner":
+        raise UserError(
+            f"correction.kind is {correction.kind}, but learner.old_logprobs is {s.learner.old_logprobs}: without the "
+            "learner's own log-probs there is no gap to correct; set learner.old_logprobs=learner"
+        )
+    if (sampling.top_k or sampling.top_p < 1) and correction.kind == "none":
+        raise UserError(
+            f"rollout.top_k is {sampling.top_k} and rollout.top_p is {sampling.top_p}: the learner cannot compute "
+            "log-probs of a distribution without its tail; train with 0 and 1, or correct for the gap "
+            "(correction.kind=tis_token learner.old_logprobs=learner)"
+        )
+    if staleness and s.engine.deterministic:
+        raise UserError(
+            f"rollout.staleness is {staleness} and rollout.deterministic is set: when a rollout meets the next policy "
+            "depends on how long things take; set one of them only"
+        )
+    if staleness and s.scheme.needs_greedy:
+        raise UserError(
+            f"credit.name={s.scheme.name} samples a greedy rollout of each row with the policy that is trained; set "
+            "rollout.staleness=0"
+        )
+
+
+def _check_lengths(s: Settings) -> None:
+    """Refuse rows and cache slots that a trajectory within the budget would not fit."""
+    for key, tokens in (("learner.row_tokens", s.learner.row_tokens), ("rollout.slot_tokens", s.engine.slot_tokens)):
+        if tokens < s.budget.context_tokens:
+            raise UserError(
+                f"{key} ({tokens}) is less than budget.context_tokens ({s.budget.context_tokens}): a step would not fit"
+            )
+    if s.learner.row_loss_tokens <= s.most_response_tokens:
+        key = "budget.response_tokens"
+        if s.most_response_tokens > s.budget.response_tokens:
+            key = "context.summary_tokens"
+        raise UserError(
+            f"learner.row_loss_tokens is {s.learner.row_loss_tokens}; a step can have {s.most_response_tokens} "
+            f"({key}), and one more for the critic"
+        )

@@ -1,0 +1,449 @@
+"""One train step: pack the trajectories of a batch, compute their token outputs, assign credit, update the parameters.
+
+    groups of trajectories ──> pack ──> token_outputs ──> assign_credit ──> update ──> parameters, metrics
+
+Every function takes plain data; arrays over tokens are in (trajectory, step, token) order. Statistics and denominators
+are global over processes: `assign_credit` concatenates what all processes know, and each takes its own part back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from absl import logging
+
+from agentr1_jax.credit.flatten import FlatTrajectories, concatenate, flatten, to_token_batch
+from agentr1_jax.credit.shaping import RunningMeanStd, shape_rewards
+from agentr1_jax.learner import correction, kl
+from agentr1_jax.learner.batch import Batch, LossTokens, PackedTokens, to_microbatches, with_process_indices
+from agentr1_jax.learner.config import Aggregate
+from agentr1_jax.learner.loss_weights import TokenUnits, loss_weights
+from agentr1_jax.learner.packing import Packing, gather, gather_final, packing_fault, scatter_fields
+from agentr1_jax.learner.packing import pack as pack_rows
+from agentr1_jax.learner.update import LearnerState
+from agentr1_jax.policy.decoder import Params
+from agentr1_jax.runtime import mesh as meshes
+from agentr1_jax.runtime import processes
+from agentr1_jax.train.parts import Phase, Setup
+from agentr1_jax.train.progress import Progress
+from agentr1_jax.trajectory import POLICIES, Trajectory
+
+LARGEST = float(np.finfo(np.float32).max)
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedBatch:
+    """This process's share of a batch.
+
+    Attributes:
+      trajectories: those that are trained or count in statistics, minibatch by minibatch.
+      dropped: those that do neither.
+      malformed: number of `dropped` trajectories that should have been usable.
+      packings: packed rows of each minibatch.
+    """
+
+    trajectories: Sequence[Trajectory]
+    dropped: Sequence[Trajectory]
+    malformed: int
+    packings: Sequence[Packing]
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenOutputs:
+    """What one forward pass says of this process's tokens; None where nothing of the run needs it.
+
+    Attributes:
+      logprobs, ref_logprobs: float32 [K] log-probs under the learner's parameters and under the reference.
+      values: float32 [K] of the critic.
+      final_values: float32 [N] of the critic at `final_prompt_ids`.
+    """
+
+    logprobs: np.ndarray | None = None
+    ref_logprobs: np.ndarray | None = None
+    values: np.ndarray | None = None
+    final_values: np.ndarray | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchCredit:
+    """Advantages and value targets of a batch of all processes.
+
+    Attributes:
+      flat: trajectories of all processes, rewards shaped.
+      own: trajectories of this process.
+      part: this process's tokens among those of `flat`.
+      advantages, value_targets: float32 [K] over all processes.
+      value_mask: bool [K], where a value target exists.
+      return_statistics: of step returns, this batch included.
+    """
+
+    flat: FlatTrajectories
+    own: FlatTrajectories
+    part: slice
+    advantages: np.ndarray
+    value_targets: np.ndarray
+    value_mask: np.ndarray
+    return_statistics: RunningMeanStd
+
+
+@dataclasses.dataclass(frozen=True)
+class StepMetrics:
+    """Metrics of a train step, of which some may still be under way on the device.
+
+    Attributes:
+      host: metrics that the host knows.
+      updates: metrics of each update of the batch, as device arrays.
+    """
+
+    host: Mapping[str, float]
+    updates: Sequence[Mapping[str, jax.Array]]
+
+    def fetch(self) -> dict[str, float]:
+        """Wait for the device: means over the updates, the largest of `max_*`, the last of `skipped*`.
+
+        The gap between sampler and learner is that of the first update, whose parameters sampled the batch.
+        """
+        metrics: dict[str, float] = {}
+        updates = jax.device_get(self.updates)
+        for key in updates[0] if updates else ():
+            values = [float(update[key]) for update in updates]
+            if key.endswith("logprob_gap"):
+                metrics[f"learner/{key}"] = values[0]
+            elif key.startswith("skipped"):
+                metrics[f"learner/{key}"] = values[-1]
+            else:
+                metrics[f"learner/{key}"] = max(values) if key.startswith("max_") else sum(values) / len(values)
+        return metrics | dict(self.host)
+
+
+def pack(setup: Setup, phase: Phase, trajectories: Sequence[Trajectory]) -> PackedBatch:
+    """Lay this process's trajectories out in rows, one packing for each minibatch of whole groups.
+
+    A trajectory is dropped where its outcome says so, and with a warning where its numbers would spoil the batch; see
+    `training_fault`.
+
+    Raises:
+      ValueError: a trajectory was truncated and lacks the final prompt that the critic bootstraps from.
+    """
+    usable, dropped, malformed = [], [], 0
+    for t in trajectories:
+        fault = training_fault(setup, phase, t)
+        if POLICIES[t.outcome].training == "drop":
+            dropped.append(t)
+        elif fault:
+            logging.warning("trajectory %s is dropped: %s", t.uid, fault)
+            dropped.append(t)
+            malformed += 1
+        else:
+            usable.append(t)
+    for t in usable if phase.critic else ():
+        if POLICIES[t.outcome].bootstrap and t.final_prompt_ids is None:
+            raise ValueError(
+                f"trajectory {t.uid} was truncated ({t.outcome}) without final_prompt_ids, where the critic values its "
+                "future; the agent must give them to session.finish()"
+            )
+    groups = np.array_split(np.unique([t.group for t in usable]), setup.settings.learner.minibatches)
+    minibatches = [[t for t in usable if t.group in set(part.tolist())] for part in groups]
+    return PackedBatch(
+        trajectories=[t for minibatch in minibatches for t in minibatch],
+        dropped=dropped,
+        malformed=malformed,
+        packings=[
+            pack_rows(minibatch, phase.packing, final_values=phase.critic, observations=phase.observations)
+            for minibatch in minibatches
+        ],
+    )
+
+
+def training_fault(setup: Setup, phase: Phase, t: Trajectory) -> str | None:
+    """Return why a trajectory would spoil a batch, or None.
+
+    It has no step or token, is longer than a row, has a reward or id out of bounds, or lacks the greedy rollout of its
+    row that the credit scheme compares with.
+    """
+    fault = packing_fault(t, phase.packing, final_values=phase.critic, observations=phase.observations)
+    if fault:
+        return fault
+    rewards = [s.reward for s in t.steps if s.reward is not None] if POLICIES[t.outcome].reward == "use" else []
+    for reward in [t.total_reward, *rewards] if rewards else []:
+        if not abs(reward) <= LARGEST:  # Statistics are float32; NaN compares as False.
+            return f"its reward is {reward}"
+    if phase.scheme and phase.scheme.needs_greedy and (t.greedy_return is None or not math.isfinite(t.greedy_return)):
+        return "the greedy rollout of its row failed"
+    largest = max(max(s.prompt_ids.max(), s.response_ids.max()) for s in t.steps)
+    if largest >= setup.policy.vocab_size:
+        return f"it has id {largest}, beyond the vocabulary of {setup.policy.vocab_size}"
+    return None
+
+
+def token_outputs(setup: Setup, phase: Phase, params: Params, batch: PackedBatch) -> TokenOutputs:
+    """Run one forward pass over the batch: log-probs, reference log-probs, values. Nothing where nothing needs it."""
+    if phase.token_outputs is None:
+        return TokenOutputs()
+    parts: dict[str, list[np.ndarray]] = {field.name: [] for field in dataclasses.fields(TokenOutputs)}
+    for packing in batch.packings:
+        device_batch, used = _to_device(setup, phase, packing.packed_tokens, packing.loss_tokens)
+        outputs = setup.dispatch(phase.token_outputs, params, setup.frozen, phase.reference, device_batch, used)
+
+        def own_rows(x: jax.Array, packing: Packing = packing) -> np.ndarray:
+            rows = meshes.local_rows(x, setup.learner_mesh)
+            return rows.reshape(-1, rows.shape[-1])[: packing.rows]
+
+        parts["logprobs"].append(gather(packing, own_rows(outputs.logprob)))
+        if outputs.ref_logprob is not None:
+            parts["ref_logprobs"].append(gather(packing, own_rows(outputs.ref_logprob)))
+        if outputs.value is not None:
+            value = own_rows(outputs.value)
+            parts["values"].append(gather(packing, value))
+            parts["final_values"].append(gather_final(packing, value))
+    return TokenOutputs(**{name: np.concatenate(x) if x else None for name, x in parts.items()})
+
+
+def assign_credit(
+    setup: Setup,
+    phase: Phase,
+    batch: PackedBatch,
+    outputs: TokenOutputs,
+    progress: Progress,
+) -> BatchCredit:
+    """Turn rewards into advantages and value targets, over the trajectories of all processes. Collective.
+
+    Args:
+      setup: parts of the run.
+      phase: its credit scheme; without one every advantage is 1.
+      batch: this process's share.
+      outputs: of the same tokens.
+      progress: with the coefficient of an adaptive KL, and the statistics of the step returns of earlier batches.
+    """
+    settings, return_statistics = setup.settings, RunningMeanStd(*progress.return_statistics)
+    own = flatten(
+        batch.trajectories,
+        outputs.values,
+        outputs.final_values,
+        process_parts=settings.shaping.process_parts if phase.scheme else (),
+        observations=phase.observations,
+    )
+    estimate = settings.objective.kl_in_reward
+    if estimate != "none" and outputs.logprobs is not None and outputs.ref_logprobs is not None:
+        coef = progress.kl_coef_or(settings.kl.coef)
+        rewards = kl.kl_rewards(estimate, outputs.logprobs, outputs.ref_logprobs, coef)
+        own = dataclasses.replace(own, token_rewards=np.where(own.is_action, rewards, 0).astype(np.float32))
+    gathered = [FlatTrajectories(**g) for g in processes.all_gather_arrays(dataclasses.asdict(own))]
+    first = sum(len(g.logprobs) for g in gathered[: processes.process_index()])
+    flat, part = concatenate(gathered), slice(first, first + len(own.logprobs))
+    tokens = len(flat.logprobs)
+    if phase.scheme is None or not tokens:
+        ones, zeros = np.ones(tokens, np.float32), np.zeros(tokens, np.float32)
+        return BatchCredit(flat, own, part, ones, zeros, np.zeros(tokens, bool), return_statistics)
+
+    baseline = return_statistics.mean
+    flat, return_statistics = shape_rewards(
+        flat, settings.shaping, gamma=phase.scheme.gamma, statistics=return_statistics, bootstraps=phase.critic
+    )
+    if settings.shaping.scale_returns:
+        baseline /= return_statistics.std
+    token_batch = to_token_batch(
+        flat,
+        **settings.batch_capacity,
+        critic=phase.critic,
+        baseline=baseline,
+        advantage_mask=settings.learner.advantage_mask,
+    )
+    credit = jax.device_get(setup.dispatch(phase.assign, token_batch))
+    advantages = credit.advantages[:tokens]
+    if settings.learner.advantage_mask and not settings.learner.loss_mask:
+        # An observation that is trained has the advantage of the response that it answers.
+        last_action = np.maximum.accumulate(np.where(flat.is_action, np.arange(tokens), 0))
+        advantages = advantages[last_action]
+    if credit.value_targets is None:
+        targets, has_target = np.zeros(tokens, np.float32), np.zeros(tokens, bool)
+    else:
+        targets, has_target = credit.value_targets[:tokens], credit.value_mask[:tokens]
+    return BatchCredit(flat, own, part, advantages, targets, has_target, return_statistics)
+
+
+def update(
+    setup: Setup,
+    phase: Phase,
+    state: LearnerState,
+    batch: PackedBatch,
+    outputs: TokenOutputs,
+    credit: BatchCredit,
+    learning_rates: Mapping[str, float],
+) -> tuple[LearnerState, StepMetrics]:
+    """Take all updates on a batch: `learner.epochs` passes over `learner.minibatches`.
+
+    Returns as soon as the updates are enqueued on the device.
+
+    Args:
+      setup: parts of the run.
+      phase: its compiled programs.
+      state: donated.
+      batch, outputs, credit: of this step.
+      learning_rates: of each part of the parameters.
+
+    Returns:
+      the new state, and metrics.
+    """
+    metrics = {"batch/dropped": float(len(batch.dropped)), "batch/malformed": float(batch.malformed)}
+    if not len(credit.advantages):
+        logging.warning("no usable trajectory in this batch; it is skipped")
+        return state, StepMetrics(metrics, [])
+    minibatches, trained = _minibatches(setup, phase, batch, outputs, credit)
+    state, updates = _run_updates(setup, phase, state, minibatches * setup.settings.learner.epochs, learning_rates)
+    metrics |= _batch_metrics(setup, phase, batch, credit, trained) | _gap_metrics(outputs, credit.own)
+    return state, StepMetrics(metrics, updates)
+
+
+def with_advantages(batch: PackedBatch, credit: BatchCredit) -> list[Trajectory]:
+    """Return all trajectories of a batch, those that were packed with the advantages of their response tokens."""
+    advantages = credit.advantages[credit.part][credit.own.is_action]
+    trajectories, at = [], 0
+    for t in batch.trajectories:
+        steps = []
+        for step in t.steps:
+            own = np.round(advantages[at : at + len(step.response_ids)], 4)
+            steps.append(dataclasses.replace(step, advantages=own))
+            at += len(step.response_ids)
+        trajectories.append(dataclasses.replace(t, steps=tuple(steps)))
+    return [*trajectories, *batch.dropped]
+
+
+def _minibatches(
+    setup: Setup, phase: Phase, batch: PackedBatch, outputs: TokenOutputs, credit: BatchCredit
+) -> tuple[list[tuple[Batch, np.int32]], np.ndarray]:
+    """Make the device batch of each minibatch that trains something; also return the mask of trained tokens, [K]."""
+    learner, loss = setup.settings.learner, setup.settings.loss
+    flat, part = credit.flat, credit.part
+    counts = [len(p.token_index) for p in batch.packings]
+    number = np.repeat(np.arange(len(counts)), counts)
+    number = np.concatenate([g["minibatch"] for g in processes.all_gather_arrays({"minibatch": number})])
+    units = TokenUnits(
+        flat.token_step, flat.token_trajectory, np.unique(flat.group, return_inverse=True)[1][flat.token_trajectory]
+    )
+
+    def weights(aggregate: Aggregate, mask: np.ndarray) -> np.ndarray:
+        return loss_weights(aggregate, units, mask, fixed_denominator=loss.fixed_denominator, minibatch=number)
+
+    trainable = flat.trainable[flat.token_step]
+    trained = trainable & (flat.is_action | (not learner.loss_mask))
+    per_token = {
+        "advantage": credit.advantages[part],
+        "weight": weights(loss.aggregate, trained)[part],
+        **_corrections(setup, phase, outputs, credit.own),
+    }
+    if phase.critic:
+        per_token |= {
+            "old_value": credit.own.values,
+            "value_target": credit.value_targets[part],
+            "value_weight": weights("token", trainable & credit.value_mask)[part],
+        }
+    ends = np.cumsum(counts)
+    batches = []
+    for i, (packing, end) in enumerate(zip(batch.packings, ends, strict=True)):
+        # A minibatch that trains nothing is no update: an optimizer would move by its momentum.
+        if not (trained & (number == i)).any():
+            continue
+        fields = {name: x[end - len(packing.token_index) : end] for name, x in per_token.items()}
+        batches.append(_to_device(setup, phase, packing.packed_tokens, scatter_fields(packing, fields)))
+    return batches, trained
+
+
+def _corrections(setup: Setup, phase: Phase, outputs: TokenOutputs, own: FlatTrajectories) -> dict[str, np.ndarray]:
+    """Fields of loss tokens that only some runs have: reference and recomputed log-probs, correction weights."""
+    settings, fields = setup.settings, {}
+    if outputs.ref_logprobs is not None and settings.kl.where == "loss":
+        fields["ref_logprob"] = outputs.ref_logprobs
+    if phase.scheme is None or outputs.logprobs is None:
+        return fields
+    recomputed = settings.learner.old_logprobs == "learner"
+    if recomputed:
+        fields["old_logprob"] = outputs.logprobs
+    elif phase.observations:  # Observation tokens have no behaviour log-prob.
+        fields["old_logprob"] = np.where(own.is_action, own.logprobs, outputs.logprobs)
+    if recomputed and settings.correction.kind != "none":
+        action = own.is_action
+        sequence = own.token_step if settings.correction.unit == "step" else own.token_trajectory
+        weights = np.ones(len(action), np.float32)
+        weights[action] = correction.correction_weights(
+            settings.correction, outputs.logprobs[action], own.logprobs[action], sequence[action]
+        )
+        fields["correction_weight"] = weights
+    return fields
+
+
+def _run_updates(
+    setup: Setup,
+    phase: Phase,
+    state: LearnerState,
+    batches: Sequence[tuple[Batch, np.int32]],
+    learning_rates: Mapping[str, float],
+) -> tuple[LearnerState, list[dict[str, jax.Array]]]:
+    """Enqueue one update for each minibatch."""
+    rates = {part: np.float32(rate) for part, rate in learning_rates.items()}
+    metrics = []
+    for batch, used in batches:
+        if phase.log_ratio is not None:
+            log_ratio = setup.dispatch(phase.log_ratio, state.params, setup.frozen, batch, used)
+            batch = dataclasses.replace(batch, loss_tokens=dataclasses.replace(batch.loss_tokens, log_ratio=log_ratio))
+        state, update_metrics = setup.dispatch(phase.update, state, setup.frozen, batch, used, rates)
+        metrics.append(update_metrics)
+    return state, metrics
+
+
+def _to_device(
+    setup: Setup, phase: Phase, packed_tokens: PackedTokens, loss_tokens: LossTokens
+) -> tuple[Batch, np.int32]:
+    """Put rows on the learner's mesh; also return how many microbatches hold data in any process."""
+    rows = phase.packing.rows // processes.process_count()
+    loss_tokens = with_process_indices(loss_tokens, processes.process_index(), processes.process_count())
+    batch = to_microbatches(packed_tokens, loss_tokens, microbatches=phase.microbatches, rows=rows)
+    used = max(processes.all_gather_json(-(-packed_tokens.tokens.shape[0] // rows)))
+    return meshes.global_batch(batch, setup.learner_mesh), np.int32(used)
+
+
+def _batch_metrics(
+    setup: Setup, phase: Phase, batch: PackedBatch, credit: BatchCredit, trained: np.ndarray
+) -> dict[str, float]:
+    """Sizes of the batch; in RL also the groups from which schemes that compare samples learn nothing."""
+    flat = credit.flat
+    computed = sum(p.tokens_computed for p in batch.packings)
+    metrics = {
+        "batch/trajectories": float(len(flat.returns)),
+        "batch/steps": float(len(flat.rewards)),
+        "batch/tokens": float(flat.is_action.sum()),
+        "batch/sharing": sum(p.tokens_stored for p in batch.packings) / max(computed, 1),
+        "batch/row_occupancy": computed / max(sum(p.packed_tokens.tokens.size for p in batch.packings), 1),
+        "batch/advantage_std": float(credit.advantages[trained].std()) if trained.any() else 0.0,
+        "time/learner_tokens": float(computed * setup.settings.learner.epochs),
+    }
+    if phase.scheme:
+        group = np.unique(flat.group, return_inverse=True)[1]
+        highest, lowest = np.full(group.max() + 1, -np.inf), np.full(group.max() + 1, np.inf)
+        np.maximum.at(highest, group, flat.returns)
+        np.minimum.at(lowest, group, flat.returns)
+        metrics |= {
+            "batch/zero_variance_groups": float((highest == lowest).sum()),
+            "batch/lone_members": float((np.bincount(group) == 1).sum()),
+            "batch/steps_without_key": float((flat.state_key < 0).sum()),
+        }
+    return metrics
+
+
+def _gap_metrics(outputs: TokenOutputs, own: FlatTrajectories) -> dict[str, float]:
+    """Gap between sampler and learner of this process's tokens, and the KL to the reference over all processes."""
+    if outputs.logprobs is None:
+        return {}
+    action = own.is_action
+    gap = correction.gap_metrics(outputs.logprobs[action], own.logprobs[action], own.token_trajectory[action])
+    metrics = {f"gap/{name}": x for name, x in gap.items()}
+    metrics |= {"learner/logprob_gap": gap.get("mean", math.nan), "learner/max_logprob_gap": gap.get("max", math.nan)}
+    if outputs.ref_logprobs is not None:
+        estimate = kl.kl_estimate("k3", outputs.logprobs[action], outputs.ref_logprobs[action])
+        parts = processes.all_gather_json([float(estimate.sum()), len(estimate)])
+        metrics["learner/ref_kl"] = sum(total for total, _ in parts) / max(sum(count for _, count in parts), 1)
+    return metrics
