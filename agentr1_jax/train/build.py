@@ -30,7 +30,6 @@ from agentr1_jax.policy.params import (
     init_decoder,
     init_params,
     join,
-    merge_adapters,
     split,
     with_critic,
 )
@@ -45,7 +44,7 @@ from agentr1_jax.text.call_formats import make_call_format
 from agentr1_jax.text.chat import chat_format
 from agentr1_jax.text.sentencepiece import train_sentencepiece
 from agentr1_jax.text.tokenizer import Tokenizer, load_tokenizer
-from agentr1_jax.train.init_from import restore_decoder
+from agentr1_jax.train.init_from import REFERENCE, restore_decoder
 from agentr1_jax.train.settings import Settings
 
 
@@ -301,18 +300,13 @@ def make_reference(
     cast = functools.partial(cast_for_compute, policy)
     layout = shardings(jax.eval_shape(cast, params["decoder"]), mesh)
     run_dir = settings.run.run_dir
-    with contextlib.closing(checkpoint.Checkpoints(run_dir, keep=1, name="reference")) as stored:
+    with contextlib.closing(checkpoint.Checkpoints(run_dir, keep=1, name=REFERENCE)) as stored:
         restored = stored.restore(checkpoint.sharded_shapes(jax.eval_shape(cast, params["decoder"]), layout))
         if restored is not None:
             return restored[0]
         if not first:
-            raise UserError(f"{run_dir}/reference is gone, to which the KL of this run is measured; restore it")
+            raise UserError(f"{run_dir}/{REFERENCE} is gone, to which the KL of this run is measured; restore it")
         copy = cached_jit(lambda decoder: jax.tree.map(jnp.copy, cast(decoder)), mesh, out_shardings=layout)
         reference = copy(params["decoder"])
         stored.save(0, reference, {})
     return reference
-
-
-def merge_decoder(settings: Settings, policy: DecoderConfig, mesh: Mesh, trained: Params) -> Params:
-    """Return the whole decoder of a run from what is trained of it, adapters merged."""
-    return merge_adapters(policy, join({"decoder": trained}, make_frozen(settings, policy, mesh))["decoder"])
