@@ -14,7 +14,7 @@ Without it, it is the run in the config's `run_dir`, where there is one.
     react   ReAct prompting with the same tools
 
 rag and react use the policy as training began, or with --baselines=checkpoint the trained one. Training began with the
-checkpoint of `warm_start.init_from`, with published weights, or with random parameters. A run with a warm start of its own
+checkpoint of `warm_start.init_from`, with published weights, or with random parameters. A run with its own warm start
 has kept what came of it where it has a KL term (RUN/reference); for others --base=RUN (or WEIGHTS) has to name a
 policy. Without --modes, baselines that cannot be answered are left out, and the log says which and why.
 

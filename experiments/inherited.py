@@ -1,4 +1,4 @@
-"""What a run takes from another one in place of a warm start of its own (`warm_start.init_from`): tokenizer and decoder."""
+"""What a run takes from another one in place of its own warm start (`warm_start.init_from`): tokenizer and decoder."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def _check_expert(config: ml_collections.ConfigDict, task: Task) -> None:
     if not c.run and not has_expert(task) and (config.warm_start.updates or config.control):
         raise UserError(
             f"task {task.name!r} has no expert to imitate, and warm_start.updates is {config.warm_start.updates} "
-            f"(control: {config.control}); set warm_start.updates=0 control=False, or name a run in warm_start.init_from"
+            f"(control: {config.control}); set warm_start.updates=0, or name a run in warm_start.init_from"
         )
     if not c.run and not has_texts(task) and (not config.tokenizer.path or config.pretrain.updates):
         raise UserError(

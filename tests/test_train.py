@@ -313,7 +313,7 @@ def test_a_run_with_every_part_of_the_learner_goes_on_where_it_was(tmp_path: Pat
 def test_a_run_of_failures_alone_goes_on(tmp_path: Path) -> None:
     """No trajectory begins in time: all are dropped, and no batch holds anything."""
     run = tmp_path / "run"
-    done = train("quickstart", run, warm_start.updates=0, budget__trajectory_seconds=1e-9)
+    done = train("quickstart", run, warm_start__updates=0, budget__trajectory_seconds=1e-9)
     assert done.returncode == 0, done.stderr[-3000:]
     records = [r for r in read_metrics(run / "metrics.jsonl") if r["phase"] == "rl"]
     assert [r["batch/dropped"] for r in records] == [8, 8] and "learner/loss" not in records[0]
@@ -323,7 +323,7 @@ def test_a_run_of_failures_alone_goes_on(tmp_path: Path) -> None:
 def test_a_control_run_learns_from_demonstrations_until_its_time_is_up(tmp_path: Path) -> None:
     run = tmp_path / "run"
     for _ in range(2):  # A finished run that is started again only writes its report anew.
-        done = train("quickstart", run, control=True, control_seconds=20.0, checkpoint.every=1)
+        done = train("quickstart", run, control=True, control_seconds=20.0, checkpoint__every=1)
         assert done.returncode == 0, done.stderr[-3000:]
         summary = json.loads((run / "summary.json").read_text())
         assert summary["updates"] == 0 and 20 <= summary["warm_start_seconds"] < summary["seconds"]

@@ -86,9 +86,9 @@ def checkpoint(config: ml_collections.ConfigDict, source: str) -> Source:
 def start(config: ml_collections.ConfigDict, other: str = "", *, source: str = "") -> Source:
     """The policy as training began.
 
-    It is what `other` names; else the checkpoint of `warm_start.init_from`, published weights, or the initial parameters of a
-    run without a warm start. Where the warm start was the run's own, or that of a run that is gone, it is the reference
-    of the KL that the run has kept.
+    It is what `other` names; else the checkpoint of `warm_start.init_from`, published weights, or the initial
+    parameters of a run without a warm start. Where the warm start was the run's own, or that of a run that is gone, it
+    is the reference of the KL that the run has kept.
 
     Args:
       config: of the training: the run's stored one where there is a run.

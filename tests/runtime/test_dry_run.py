@@ -68,7 +68,7 @@ def test_it_names_every_program_of_the_engine_and_of_each_phase(tmp_path):
     assert sum(name.startswith(("prefill", "decode", "copy")) for name in names) == len(c.prefill_rows) + 2
     last = ["update (warm start)", "learner state, restarted", "token outputs", "credit", "update (RL)"]
     assert names[-5:] == last
-    without = make_plan(small(tmp_path, warm_start.updates=0, credit__name="grpo", credit__args__lam=None))
+    without = make_plan(small(tmp_path, warm_start__updates=0, credit__name="grpo", credit__args__lam=None))
     assert [p.name for p in programs(without)][-2:] == ["credit", "update (RL)"]
     assert not {"token outputs", "update (warm start)"} & {p.name for p in programs(without)}
     for program in programs(plan):

@@ -75,7 +75,12 @@ def stopped_and_resumed(go, phase, stop_after):
 @pytest.mark.parametrize("stop_after", range(1, SUPERVISED + 1))
 def test_fault_13_supervised_updates_go_on_with_the_next_examples_also_between_epochs(learned, stop_after):
     rows = types.SimpleNamespace(batch=SIZE, lr=0.1)
-    config = types.SimpleNamespace(control=False, seed=3, checkpoint.every=1, warm_start.updates=SUPERVISED)
+    config = types.SimpleNamespace(
+        control=False,
+        seed=3,
+        checkpoint=types.SimpleNamespace(every=1),
+        warm_start=types.SimpleNamespace(updates=SUPERVISED),
+    )
     run, examples = types.SimpleNamespace(config=config), [trajectory(i, str(i)) for i in range(EXAMPLES)]
     state = types.SimpleNamespace(params={})
 
@@ -119,7 +124,7 @@ def test_fault_13_rl_goes_on_with_the_next_rows_and_seeds(learned, monkeypatch, 
         rollout=rollout,
         updates=RL,
         profile_updates="",
-        checkpoint.every=1,
+        checkpoint=types.SimpleNamespace(every=1),
         kl=types.SimpleNamespace(coef=0.0, target=None),
         eval=types.SimpleNamespace(every=0),
         task=types.SimpleNamespace(curriculum=()),
