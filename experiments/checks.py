@@ -25,9 +25,10 @@ from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime.checkpoint import CheckpointConfig
 from agentr1_jax.runtime.mesh import MeshConfig
+from agentr1_jax.runtime.metrics import SinksConfig
 from agentr1_jax.runtime.monitoring import parse_profile_updates
 from agentr1_jax.runtime.processes import ProcessesConfig
-from agentr1_jax.runtime.sinks import SinksConfig
+from agentr1_jax.runtime.sinks import check_sinks
 from agentr1_jax.validation import from_section
 from experiments import build
 
@@ -52,7 +53,7 @@ def check(config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | Non
       UserError: with the keys at fault and what to do.
     """
     _check_places(config)
-    from_section(SinksConfig, "sinks", config.sinks.to_dict()).check(config.run_dir)
+    check_sinks(from_section(SinksConfig, "sinks", config.sinks.to_dict()), config.run_dir)
     from_section(ProcessesConfig, "processes", config.processes.to_dict())
     from_section(MeshConfig, "mesh", config.mesh.to_dict())
     checkpoint_keys = ("checkpoint.every", "checkpoint.keep")

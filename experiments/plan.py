@@ -26,7 +26,7 @@ from agentr1_jax.policy.sharding import shardings
 from agentr1_jax.rollout.cache import cache_sharding, empty_cache
 from agentr1_jax.rollout.device import COPIES_PER_CALL
 from agentr1_jax.rollout.engine import Engine
-from agentr1_jax.rollout.slot_state import encode_updates, idle_slot_state
+from agentr1_jax.rollout.programs import encode_updates, idle_slot_state
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime.checkpoint import sharded_shapes
 from experiments import build, checks, tasks, topology

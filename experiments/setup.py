@@ -38,9 +38,9 @@ from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime.checkpoint import CheckpointConfig
 from agentr1_jax.runtime.mesh import MeshConfig
+from agentr1_jax.runtime.metrics import SinksConfig
 from agentr1_jax.runtime.processes import ProcessesConfig
 from agentr1_jax.runtime.run_folder import RunFolder
-from agentr1_jax.runtime.sinks import SinksConfig
 from agentr1_jax.tasks.multihop.task import RetrieverConfig
 from agentr1_jax.tools.base import Tool
 from agentr1_jax.tools.config import ToolsConfig, wrap_tool
@@ -49,7 +49,7 @@ from agentr1_jax.tools.search import BM25, Corpus, RemoteRetriever, Retriever
 from agentr1_jax.train import build
 from agentr1_jax.train.config import EvalConfig, PretrainConfig, RunConfig, TaskConfig, TokenizerConfig, WarmStartConfig
 from agentr1_jax.train.init_from import newest_checkpoint
-from agentr1_jax.train.parts import Setup, call
+from agentr1_jax.train.parts import Setup
 from agentr1_jax.train.settings import Settings
 from agentr1_jax.trajectory import Budget
 from agentr1_jax.validation import from_section, to_section
@@ -107,7 +107,10 @@ def read_settings(config: ml_collections.ConfigDict) -> Settings:
         **_split_section("rollout", values["rollout"], ROLLOUT),
         **{name: from_section(cls, name, values[name]) for name, cls in SECTIONS.items()},
     )
-    settings.sinks.check(settings.run.run_dir)
+    if settings.sinks.enabled:
+        from agentr1_jax.runtime.sinks import check_sinks
+
+        check_sinks(settings.sinks, settings.run.run_dir)
     return settings
 
 
@@ -147,6 +150,8 @@ def make_setup(settings: Settings, *, resumes: bool) -> tuple[Setup, build.State
     dispatch.to = engine.dispatch
     ahead = settings.rollout.staleness > 0
     shared = ahead and not settings.mesh.rollout_devices
+    dispatch_learner = engine.dispatch_from_thread if shared else processes.call
+    processes.use_for_exchange(list(learner_mesh.devices.flat), dispatch_learner)
     setup = Setup(
         settings=settings,
         task=task,
@@ -158,7 +163,7 @@ def make_setup(settings: Settings, *, resumes: bool) -> tuple[Setup, build.State
         engine=engine,
         rollout_params=build.make_rollout_params(policy, learner_mesh, rollout_mesh, copy=ahead),
         tool_metrics=tool_metrics,
-        dispatch=engine.dispatch_from_thread if shared else call,
+        dispatch=dispatch_learner,
     )
     return setup, build.make_state_builder(settings, policy, learner_mesh)
 

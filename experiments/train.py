@@ -27,10 +27,9 @@ from agentr1_jax.runtime import processes
 from agentr1_jax.runtime.checkpoint import Checkpoints
 from agentr1_jax.runtime.compile_cache import CompileCounter
 from agentr1_jax.runtime.lock import lock_folder
-from agentr1_jax.runtime.metrics import MetricsWriter
+from agentr1_jax.runtime.metrics import MetricsWriter, Sink
 from agentr1_jax.runtime.monitoring import parse_profile_updates, progress_bar, trace_updates
 from agentr1_jax.runtime.run_folder import RunFolder, batch_name, check_shared
-from agentr1_jax.runtime.sinks import make_sinks
 from agentr1_jax.train import build, phases, train_step
 from agentr1_jax.train.collect import (
     Batches,
@@ -108,7 +107,7 @@ def open_run(
             state, progress = builder.init(), Progress()
         else:
             state, progress = restored[0], read_progress(restored[1], run_dir)
-        sinks, first = make_sinks(settings.sinks, run_dir, resolved), processes.process_index() == 0
+        sinks, first = open_sinks(settings, resolved), processes.process_index() == 0
         with MetricsWriter(run_dir, progress.metrics_index, first, sinks) as metrics, processes.StopRequest() as stop:
             folder = RunFolder(run_dir)
             yield (
@@ -117,6 +116,15 @@ def open_run(
                 progress,
             )
     logging.info("programs of this start: %s", compiles)
+
+
+def open_sinks(settings: Settings, resolved: Mapping[str, Any]) -> list[Sink]:
+    """Return the receivers of metrics beside metrics.jsonl; their libraries are extras."""
+    if not settings.sinks.enabled:
+        return []
+    from agentr1_jax.runtime.sinks import make_sinks
+
+    return make_sinks(settings.sinks, settings.run.run_dir, resolved)
 
 
 def train(

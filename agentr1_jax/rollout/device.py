@@ -22,10 +22,8 @@ from agentr1_jax.policy.decoder import Params
 from agentr1_jax.rollout.cache import KVCache, cache_sharding, empty_cache
 from agentr1_jax.rollout.config import EngineConfig, SamplingConfig
 from agentr1_jax.rollout.counters import Counters, DeviceClock
-from agentr1_jax.rollout.programs import Sampled, build_programs
-from agentr1_jax.rollout.sampling import NO_TOKEN
+from agentr1_jax.rollout.programs import NO_TOKEN, Sampled, SlotState, build_programs, encode_updates, idle_slot_state
 from agentr1_jax.rollout.scheduler import CacheCopy, Prefill
-from agentr1_jax.rollout.slot_state import SlotState, encode_updates, idle_slot_state
 from agentr1_jax.runtime.compile_cache import cached_jit
 
 COPIES_PER_CALL = 16

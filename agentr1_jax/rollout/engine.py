@@ -286,9 +286,9 @@ class Engine:
                 f"got {list(map(list, r.stop))}"
             )
 
-    def dispatch_from_thread(self, function: Callable[[], T]) -> T:
+    def dispatch_from_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         """Run a function as `dispatch` does, called from a thread other than that of the loop."""
-        return self._dispatcher.submit(function).result()
+        return self._dispatcher.submit(function, *arguments).result()
 
     async def dispatch(self, function: Callable[[], T]) -> T:
         """Run a function between two cycles, on the thread that dispatches all device programs; wait for its result.

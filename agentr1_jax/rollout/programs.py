@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, UInt32
@@ -22,9 +24,87 @@ from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Decoder, Params, output_logits
 from agentr1_jax.rollout.cache import CacheView, KVCache, cache_sharding, copy_slots
 from agentr1_jax.rollout.config import EngineConfig
-from agentr1_jax.rollout.sampling import NO_TOKEN, matches_stop, sample
-from agentr1_jax.rollout.slot_state import SlotState, apply_updates
 from agentr1_jax.runtime.compile_cache import cached_jit
+
+NO_TOKEN = -1
+"""Padding of ids and stop sequences."""
+
+
+@flax.struct.dataclass
+class SlotState:
+    """State of each decode slot. It stays on the device; the host sends only the rows that it changes.
+
+    Attributes:
+      token: id to feed next: the last of the prompt, or the last one sampled.
+      position: position of that token in the KV slot.
+      sampled: number of tokens of the response so far; also the index that keys their random numbers.
+      budget: number of tokens that may still be sampled.
+      temperature, top_k, top_p: see `SamplingConfig`.
+      key: raw threefry key of the response.
+      active: whether the slot is decoding a response.
+      tail: last ids of the response, right-aligned, `NO_TOKEN` before its start.
+      stops: stop sequences, right-aligned, padded on the left with `NO_TOKEN`.
+    """
+
+    token: Int[Any, "slots"]
+    position: Int[Any, "slots"]
+    sampled: Int[Any, "slots"]
+    budget: Int[Any, "slots"]
+    temperature: Float[Any, "slots"]
+    top_k: Int[Any, "slots"]
+    top_p: Float[Any, "slots"]
+    key: UInt32[Any, "slots 2"]
+    active: Bool[Any, "slots"]
+    tail: Int[Any, "slots width"]
+    stops: Int[Any, "slots stops width"]
+
+
+def idle_slot_state(config: EngineConfig) -> SlotState:
+    """State of slots that decode nothing, as numpy arrays."""
+    n, c = config.slots, config
+    return SlotState(
+        token=np.zeros(n, np.int32),
+        position=np.zeros(n, np.int32),
+        sampled=np.zeros(n, np.int32),
+        budget=np.zeros(n, np.int32),
+        temperature=np.ones(n, np.float32),
+        top_k=np.zeros(n, np.int32),
+        top_p=np.ones(n, np.float32),
+        key=np.zeros((n, 2), np.uint32),
+        active=np.zeros(n, bool),
+        tail=np.full((n, c.stop_width), NO_TOKEN, np.int32),
+        stops=np.full((n, c.stop_sequences, c.stop_width), NO_TOKEN, np.int32),
+    )
+
+
+def encode_updates(state: SlotState, changed: np.ndarray) -> np.ndarray:
+    """Lay all fields side by side as 32-bit words, followed by one word that says whether the slot changes.
+
+    One array, because each array that is sent to the device has a fixed cost.
+
+    Args:
+      state: new state, as numpy arrays.
+      changed: bool [slots], the slots that take the new state.
+
+    Returns:
+      uint32 [slots, words].
+    """
+    fields = [*jax.tree.leaves(state), changed]
+    words = [x.astype(np.uint32) if x.dtype == bool else x.view(np.uint32) for x in fields]
+    return np.concatenate([x.reshape(len(changed), -1) for x in words], axis=1)
+
+
+def apply_updates(updates: UInt32[Array, "slots words"], state: SlotState) -> SlotState:
+    """Return the state with the rows that `encode_updates` marks as changed replaced by those it encodes."""
+    fields, structure = jax.tree.flatten(state)
+    changed, at, out = updates[:, -1] != 0, 0, []
+    for old in fields:
+        size = math.prod(old.shape[1:])
+        new = updates[:, at : at + size].reshape(old.shape)
+        new = new != 0 if old.dtype == bool else jax.lax.bitcast_convert_type(new, old.dtype)
+        out.append(jnp.where(changed.reshape(-1, *[1] * (old.ndim - 1)), new, old))
+        at += size
+    return jax.tree.unflatten(structure, out)
 
 
 @flax.struct.dataclass
@@ -56,7 +136,7 @@ class Programs:
       prefill: (params, cache, tokens[rows, width], slot[rows], start[rows]) -> cache. There are `prefill_rows` rows per
         shard; row i holds the tokens from position start[i] on of its slot.
       decode: (params, cache, state, updates[slots, words], early_exit_after[shards]) -> (cache, state, sampled); see
-        `slot_state.encode_updates` for the updates.
+        `encode_updates` for the updates.
       copy: (cache, source[copies], target[copies], count[shards]) -> cache.
     """
 
@@ -150,6 +230,61 @@ def decode(
         return cache, state, out
 
     return jax.lax.while_loop(keep_going, body, (cache, state, empty))
+
+
+def sample(
+    logits: Float[Array, "slots vocab"],
+    temperature: Float[Array, "slots"],
+    top_k: Int[Array, "slots"],
+    top_p: Float[Array, "slots"],
+    key: UInt32[Array, "slots 2"],
+    index: Int[Array, "slots"],
+) -> tuple[Int[Array, "slots"], Float[Array, "slots"]]:
+    """Sample one id per slot by Gumbel-max from softmax(logits / temperature), keyed by (key, index).
+
+    Args:
+      logits: of the next token.
+      temperature, top_k, top_p: see `SamplingConfig`.
+      key: raw threefry key of each response.
+      index: index of the token in its response.
+
+    Returns:
+      ids, and their log-probabilities under the distribution sampled from (0 where greedy: a point mass).
+    """
+    greedy = temperature == 0
+    scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
+    some = ((top_k > 0) | (top_p < 1)) & ~greedy
+    # The sort is a branch of its own, which costs nothing where no slot needs it.
+    scaled = jax.lax.cond(some.any(), truncate_logits, lambda scaled, k, p: scaled, scaled, top_k, top_p)
+    logprobs = jax.nn.log_softmax(scaled)
+    noise = jax.vmap(lambda k, i: jax.random.gumbel(jax.random.fold_in(k, i), logits.shape[1:], logits.dtype))(
+        jax.random.wrap_key_data(key, impl="threefry2x32"), index
+    )
+    ids = jnp.argmax(logprobs + jnp.where(greedy[:, None], 0.0, noise), axis=-1).astype(jnp.int32)
+    chosen = jnp.take_along_axis(logprobs, ids[:, None], axis=-1)[:, 0]
+    return ids, jnp.where(greedy, 0.0, chosen)
+
+
+def truncate_logits(
+    logits: Float[Array, "slots vocab"], top_k: Int[Array, "slots"], top_p: Float[Array, "slots"]
+) -> Float[Array, "slots vocab"]:
+    """Return the logits with −inf outside the k most likely ids, and outside the nucleus of mass p among those."""
+    vocab = logits.shape[1]
+    ranked = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
+    kept = jnp.arange(vocab) < jnp.where(top_k > 0, top_k, vocab)[:, None]
+    probabilities = jax.nn.softmax(jnp.where(kept, ranked, -jnp.inf), axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    kept &= (before < top_p[:, None]) | (top_p >= 1)[:, None]
+    # The most likely id stays, also where p rounds to 0 in float32.
+    last = jnp.take_along_axis(ranked, jnp.maximum(kept.sum(-1, keepdims=True), 1) - 1, axis=-1)
+    return jnp.where(logits >= last, logits, -jnp.inf)
+
+
+def matches_stop(tail: Int[Array, "slots width"], stops: Int[Array, "slots stops width"]) -> Bool[Array, "slots"]:
+    """Return whether the response so far ends with one of the stop sequences of its slot."""
+    used = stops != NO_TOKEN
+    equal = (stops == tail[:, None, :]) | ~used
+    return jnp.any(equal.all(-1) & used.any(-1), axis=-1)
 
 
 def build_programs(policy: DecoderConfig, config: EngineConfig, mesh: Mesh) -> Programs:

@@ -6,7 +6,6 @@ exist there is an error wherever it is written. This module does not import JAX,
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib.util
 import logging as python_logging
@@ -23,7 +22,8 @@ import numpy as np
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from agentr1_jax.errors import DISK_FULL, UserError
+from agentr1_jax.errors import UserError
+from agentr1_jax.runtime import config_messages as messages
 
 HELP = (
     "Set keys by --config=FILE --config.a.b=value, e.g. --config=configs/quickstart.py --config.updates=20; "
@@ -56,7 +56,7 @@ def run_main(main: Callable[[Sequence[str]], Any], arguments: Sequence[str] = ()
         _print_error(str(error))
         status = error.status
     except (Exception, KeyboardInterrupt) as error:
-        message = _file_system_message(error)
+        message = messages.file_system_message(error)
         if message:
             _print_error(message)
         elif not one_of_many:
@@ -82,18 +82,6 @@ def _print_error(message: str) -> None:
     sys.stderr.write(f"error: {message}\n")
 
 
-def _file_system_message(error: BaseException) -> str | None:
-    """Return a message for an error of the file system that the user can act on; None for any other error."""
-    if isinstance(error, FileNotFoundError):
-        return f"{error.filename or error}: no such file or folder"
-    if isinstance(error, OSError) and error.errno in DISK_FULL:
-        return (
-            f"{error.filename or 'the disk'}: {error.strerror}; what was saved before is intact. Free some space: the "
-            "same command goes on from the last checkpoint"
-        )
-    return None
-
-
 def parse_flags(argv: Sequence[str], arguments: Sequence[str] = ()) -> list[str]:
     """Parse all flags; the `flags_parser` of `absl.app.run`.
 
@@ -103,12 +91,12 @@ def parse_flags(argv: Sequence[str], arguments: Sequence[str] = ()) -> list[str]
       UserError: an unknown flag or key, a value of the wrong type, a config file that is missing or does not load, a
         positional argument too many or too few.
     """
-    argv = list(argv)
+    argv, path, config = list(argv), "", ml_collections.ConfigDict()
     unset: list[str] = []
     if "config" in flags.FLAGS and _asks_for_help(argv):
         sys.stdout.write(HELP)
     elif "config" in flags.FLAGS:
-        path = _config_argument(argv) or flags.FLAGS["config"].default
+        path = _config_argument(argv) or flags.FLAGS["config"].default or ""
         if path:
             config = load_config(path)
             for key in _overridden_keys(argv):
@@ -119,9 +107,9 @@ def parse_flags(argv: Sequence[str], arguments: Sequence[str] = ()) -> list[str]
     try:
         rest = flags.FLAGS(argv)
     except flags.IllegalFlagValueError as error:
-        raise UserError(_describe_illegal_value(error, argv)) from error
+        raise UserError(messages.describe_illegal_value(error, path, config)) from error
     except flags.Error as error:
-        raise UserError(_first_line(error).partition(". ")[0]) from error
+        raise UserError(messages.first_line(error).partition(". ")[0]) from error
     for key in unset:
         section, name = _section_of(flags.FLAGS["config"].value, key)
         section[name] = None
@@ -142,7 +130,7 @@ def load_config(path: str) -> ml_collections.ConfigDict:
     """
     file, *argument = path.split(":", 1)
     if not os.path.isfile(file):
-        raise UserError(f"{file}: no such config file{_list_config_files(file)}")
+        raise UserError(f"{file}: no such config file{messages.list_config_files(file)}")
     spec = importlib.util.spec_from_file_location("config_file", file)
     if spec is None or spec.loader is None:
         raise UserError(f"{file}: not a Python file; a config file is named *.py")
@@ -153,7 +141,7 @@ def load_config(path: str) -> ml_collections.ConfigDict:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(_describe_config_error(file, error)) from error
+        raise UserError(messages.describe_config_error(file, error)) from error
     if not isinstance(config, ml_collections.ConfigDict):
         raise UserError(f"{file}: get_config() returned a {type(config).__name__}; return an ml_collections.ConfigDict")
     return config.lock()
@@ -189,11 +177,6 @@ def _plain(value: Any, key: str) -> Any:
     raise UserError(
         f"config key {key!r} is {value!r}; use None, strings, finite numbers, booleans, or lists and dicts of them"
     )
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error.args[0]) if error.args else str(error)
-    return (text.strip().splitlines() or [type(error).__name__])[0]
 
 
 def _asks_for_help(argv: Sequence[str]) -> bool:
@@ -259,78 +242,7 @@ def _check_key(path: str, key: str, config: ml_collections.ConfigDict) -> None:
     below = [name for name in known if name.startswith(f"{bare}.")]
     if below:
         raise UserError(f"{path}: {bare!r} is a section; set its keys one by one: {', '.join(below)}")
-    raise UserError(_unknown_key(path, key, known))
-
-
-def _unknown_key(where: str, key: str, known: Sequence[str]) -> str:
-    """Return the message for an unknown key; it names the nearest dotted key, or one with the same last part."""
-    near = difflib.get_close_matches(key, known, 1, 0.75)
-    near = near or [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
-    near = near or difflib.get_close_matches(key, known, 1, 0.5)
-    hint = f"did you mean {near[0]!r}?" if near else "configs/base.py lists the keys"
-    return f"{where}: unknown key {key!r}; {hint}"
-
-
-def _describe_illegal_value(error: flags.IllegalFlagValueError, argv: Sequence[str]) -> str:
-    match = re.match(r"flag --config\.([^=]+)=(.*?): ", str(error), re.DOTALL)
-    if not match:
-        return _first_line(error)
-    path = str(_config_argument(argv) or flags.FLAGS["config"].default)
-    section, name = _section_of(load_config(path), match[1])
-    return f"{path}: key {match[1]!r} takes {_type_name(section, name)}, not {match[2]!r}"
-
-
-def _describe_config_error(file: str, error: Exception) -> str:
-    """Return one line for an exception raised while `file` was executed, with the innermost line of the user's code.
-
-    ConfigDict's errors name only the last part of a key. Its section, and the config around that, are local variables
-    in the frames of the traceback.
-    """
-    library = os.path.dirname(ml_collections.__file__)
-    where, configs, section = file, [], None
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        name = frame.f_code.co_filename
-        configs += [value for value in frame.f_locals.values() if isinstance(value, ml_collections.ConfigDict)]
-        if name.startswith(library):
-            section = frame.f_locals.get("self")
-        elif name != __file__ and not name.startswith("<"):
-            where = f"{os.path.relpath(name)}, line {line}"
-    message = str(error.args[0]) if error.args else ""
-    unknown = isinstance(error, KeyError | AttributeError) and re.match(r"\W*(?:Key \W)?(\w+)", message)
-    mistyped = isinstance(error, TypeError) and re.match(r"Could not override field '(\w+)'", message)
-    if isinstance(section, ml_collections.ConfigDict) and (unknown or mistyped):
-        root = max(configs, key=lambda config: len(list(flatten(config.to_dict()))))
-        prefix = _dotted_name(root, section)
-        if unknown:
-            return _unknown_key(where, f"{prefix}{unknown[1]}", [name for name, _ in flatten(root.to_dict())])
-        if mistyped:
-            return f"{where}: key '{prefix}{mistyped[1]}' takes {_type_name(section, mistyped[1])}, not another type"
-    return f"{where}: {type(error).__name__}: {_first_line(error)}"
-
-
-def _type_name(section: ml_collections.ConfigDict, name: str) -> str:
-    kind = section.get_type(name).__name__
-    return f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
-
-
-def _dotted_name(root: ml_collections.ConfigDict, section: ml_collections.ConfigDict, prefix: str = "") -> str:
-    """Return the dotted name of a section of `root` with a trailing dot; empty if it is the root or not in it."""
-    for name, value in root.items():
-        if isinstance(value, ml_collections.ConfigDict):
-            if value is section:
-                return f"{prefix}{name}."
-            if below := _dotted_name(value, section, f"{prefix}{name}."):
-                return below
-    return ""
-
-
-def _list_config_files(file: str) -> str:
-    """Return a phrase that lists the config files in the folder of a missing one."""
-    folder = os.path.dirname(file) or "."
-    if not os.path.isdir(folder):
-        return f"; there is no folder {folder!r} here"
-    names = sorted(name for name in os.listdir(folder) if name.endswith(".py") and name != "__init__.py")
-    return f"; {folder} has {', '.join(names)}" if names else f"; {folder} has no config files"
+    raise UserError(messages.unknown_key(path, key, known))
 
 
 def _show_info_logs() -> None:

@@ -14,16 +14,62 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import IO, Any
+from typing import IO, Any, Literal, Protocol
 
 import numpy as np
+from pydantic.dataclasses import dataclass
 
 from agentr1_jax import files
 from agentr1_jax.errors import UserError
-from agentr1_jax.runtime.sinks import FailsafeSink, Sink
+from agentr1_jax.validation import STRICT
 
 REWRITE_SECONDS = 30.0
 """Least time between two writes of an object in a bucket, in seconds."""
+Record = Mapping[str, Any]
+"""One line of metrics.jsonl."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class SinksConfig:
+    """Receivers of metrics beside metrics.jsonl: section `sinks` of a config.
+
+    Attributes:
+      tensorboard: write event files to `tensorboard/` in the run folder; needs the extra `tensorboard`.
+      wandb_project: project of Weights & Biases; empty for none; needs the extra `wandb`.
+      wandb_mode: send records at once (`online`), or write files that `wandb sync` sends later (`offline`).
+    """
+
+    tensorboard: bool = False
+    wandb_project: str = ""
+    wandb_mode: Literal["online", "offline"] = "online"
+
+    @property
+    def enabled(self) -> bool:
+        """Whether metrics go anywhere else; `runtime/sinks.py` is needed only then."""
+        return self.tensorboard or bool(self.wandb_project)
+
+
+class Sink(Protocol):
+    """Receiver of records; `runtime/sinks.py` has some."""
+
+    name: str
+
+    def open(self, records: Sequence[Record], next_index: int) -> None:
+        """Begin a start of the run.
+
+        Args:
+          records: records before the checkpoint that the run resumes from; later ones of earlier starts are dropped.
+          next_index: one more than the largest index that any earlier start has written; 0 if there is none.
+        """
+        ...
+
+    def write(self, record: Record) -> None:
+        """Receive the next record."""
+        ...
+
+    def close(self) -> None:
+        """End the sink; there are no more records."""
+        ...
 
 
 class MetricsWriter:
@@ -45,14 +91,14 @@ class MetricsWriter:
           run_dir: run folder, made if need be.
           next_index: index that the checkpoint stored; records from this index on are dropped.
           enabled: True in exactly one process, which writes.
-          sinks: further receivers of every record; one that fails is not used any more.
+          sinks: further receivers of every record.
 
         Raises:
           UserError: a line of an existing file is not a record.
         """
         self.next_index = next_index
         self._out: IO[str] | _BucketFile | None = None
-        self._sinks: list[FailsafeSink] = []
+        self._sinks: Sequence[Sink] = sinks if enabled else ()
         if enabled:
             path = os.path.join(run_dir, "metrics.jsonl")
             records, next_written = drop_records_from(path, next_index)
@@ -61,11 +107,10 @@ class MetricsWriter:
             else:
                 os.makedirs(run_dir, exist_ok=True)
                 self._out = open(path, "a", encoding="utf-8")
-            self._sinks = [FailsafeSink(sink) for sink in sinks]
             for sink in self._sinks:
                 sink.open(records, next_written)
 
-    def write(self, record: Mapping[str, Any]) -> None:
+    def write(self, record: Record) -> None:
         """Append a record of scalars, strings, and nested dicts or lists of them.
 
         Non-finite numbers become the strings `nan`, `inf` and `-inf`, which `float` reads back.

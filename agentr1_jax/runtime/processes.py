@@ -10,6 +10,7 @@ engine uses in another thread, and its program is compiled again at every start 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import io
 import json
@@ -20,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -31,8 +32,9 @@ from pydantic.dataclasses import dataclass
 
 from agentr1_jax.errors import RetryableError, UserError
 from agentr1_jax.runtime.compile_cache import cached_jit
-from agentr1_jax.runtime.dispatch import enqueue
 from agentr1_jax.validation import STRICT, Count
+
+T = TypeVar("T")
 
 LOST_PROCESS_SECONDS = 120
 """Longest wait for the name of a lost process; longer than a sensible `heartbeat_seconds`."""
@@ -156,34 +158,47 @@ def process_count() -> int:
     return jax.process_count()
 
 
-def use_devices(devices: Sequence[jax.Device]) -> None:
-    """Exchange data over these devices from now on, instead of all devices.
+def call(program: Callable[..., T], *arguments: Any) -> T:
+    """Call a compiled program from this thread."""
+    return program(*arguments)
 
-    Where some devices serve rollouts alone, these are the others, so that no rollout waits for another process.
+
+@dataclasses.dataclass
+class _Exchange:
+    """How data is exchanged: over which devices (all if empty), and how the program is called."""
+
+    devices: Sequence[jax.Device] = ()
+    dispatch: Callable[..., Any] = call
+
+
+_exchange = _Exchange()
+
+
+def use_for_exchange(devices: Sequence[jax.Device], dispatch: Callable[..., Any] = call) -> None:
+    """Exchange data in another way from now on.
 
     Args:
-      devices: at least one device of each process.
+      devices: at least one device of each process. Devices that serve rollouts alone do not belong to them, so that no
+        rollout waits for another process.
+      dispatch: calls the program that exchanges, (program, *arguments) -> its result; see `Setup.dispatch`.
     """
-    _exchange.cache_clear()
-    _devices[:] = devices
-
-
-_devices: list[jax.Device] = []
+    _exchange.devices, _exchange.dispatch = list(devices), dispatch
+    _exchange_program.cache_clear()
 
 
 @functools.cache
-def _exchange() -> tuple[Mesh, Callable[[jax.Array], jax.Array]]:
+def _exchange_program() -> tuple[Mesh, Callable[[jax.Array], jax.Array]]:
     """Return a mesh [process, device] and a program that copies an array sharded over it to every device."""
-    devices = sorted(_devices or jax.devices(), key=lambda device: (device.process_index, device.id))
+    devices = sorted(_exchange.devices or jax.devices(), key=lambda device: (device.process_index, device.id))
     mesh = Mesh(np.array(devices).reshape(jax.process_count(), -1), ("process", "device"))
     return mesh, cached_jit(lambda x: x, mesh, out_shardings=NamedSharding(mesh, P()))
 
 
 def _gather(x: np.ndarray) -> np.ndarray:
     """Gather one array of each process into [processes, ...]; shapes and dtypes must agree."""
-    mesh, replicate = _exchange()
+    mesh, replicate = _exchange_program()
     rows = jax.make_array_from_process_local_data(NamedSharding(mesh, P("process")), x[None])
-    return np.asarray(enqueue(replicate, rows).addressable_data(0))
+    return np.asarray(_exchange.dispatch(replicate, rows).addressable_data(0))
 
 
 def barrier() -> None:

@@ -13,87 +13,48 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any
 
 from absl import logging
-from pydantic.dataclasses import dataclass
 
 from agentr1_jax import files
 from agentr1_jax.errors import UserError
-from agentr1_jax.validation import STRICT
+from agentr1_jax.runtime.metrics import Record, Sink, SinksConfig
 
-Record = Mapping[str, Any]
-"""One line of metrics.jsonl."""
 FLUSH_SECONDS = 5
 """Time after which TensorBoard's files have what was written, in seconds."""
 
 
-@dataclass(frozen=True, config=STRICT)
-class SinksConfig:
-    """Where metrics go beside metrics.jsonl: section `sinks` of a config.
+def check_sinks(settings: SinksConfig, run_dir: str) -> None:
+    """Refuse sinks that cannot work for this run folder.
 
-    Attributes:
-      tensorboard: write event files to `tensorboard/` in the run folder; needs the extra `tensorboard`.
-      wandb_project: project of Weights & Biases; empty for none; needs the extra `wandb`.
-      wandb_mode: send records at once (`online`), or write files that `wandb sync` sends later (`offline`).
+    Raises:
+      UserError: an extra is not installed, or a bucket cannot hold the files.
     """
-
-    tensorboard: bool = False
-    wandb_project: str = ""
-    wandb_mode: Literal["online", "offline"] = "online"
-
-    def check(self, run_dir: str) -> None:
-        """Refuse sinks that cannot work for this run folder.
-
-        Raises:
-          UserError: an extra is not installed, or a bucket cannot hold the files.
-        """
-        for key, value, extra, package in (
-            ("tensorboard", self.tensorboard, "tensorboard", "tensorboardX"),
-            ("wandb_project", self.wandb_project, "wandb", "wandb"),
-        ):
-            if value and importlib.util.find_spec(package) is None:
-                raise UserError(
-                    f"sinks.{key} is {value!r}, and {package} is not installed: pip install 'agentr1_jax[{extra}]'"
-                )
-        if self.tensorboard and files.is_remote(run_dir):
+    for key, value, extra, package in (
+        ("tensorboard", settings.tensorboard, "tensorboard", "tensorboardX"),
+        ("wandb_project", settings.wandb_project, "wandb", "wandb"),
+    ):
+        if value and importlib.util.find_spec(package) is None:
             raise UserError(
-                f"sinks.tensorboard appends to files, which the bucket of run_dir ({run_dir}) cannot; set it to False"
+                f"sinks.{key} is {value!r}, and {package} is not installed: pip install 'agentr1_jax[{extra}]'"
             )
-        if self.wandb_project and self.wandb_mode == "offline" and files.is_remote(run_dir):
-            raise UserError(
-                f"sinks.wandb_mode=offline leaves files to send later in run_dir, and {run_dir} is in a bucket; set it "
-                "to online"
-            )
-
-
-class Sink(Protocol):
-    """Receiver of records. An exception of any method ends the sink with one warning, and not the run."""
-
-    name: str
-
-    def open(self, records: Sequence[Record], next_index: int) -> None:
-        """Begin a start of the run.
-
-        Args:
-          records: records before the checkpoint that the run resumes from; later ones of earlier starts are dropped.
-          next_index: one more than the largest index that any earlier start has written; 0 if there is none.
-        """
-        ...
-
-    def write(self, record: Record) -> None:
-        """Receive the next record."""
-        ...
-
-    def close(self) -> None:
-        """End the sink; there are no more records."""
-        ...
+    if settings.tensorboard and files.is_remote(run_dir):
+        raise UserError(
+            f"sinks.tensorboard appends to files, which the bucket of run_dir ({run_dir}) cannot; set it to False"
+        )
+    if settings.wandb_project and settings.wandb_mode == "offline" and files.is_remote(run_dir):
+        raise UserError(
+            f"sinks.wandb_mode=offline leaves files to send later in run_dir, and {run_dir} is in a bucket; set it "
+            "to online"
+        )
 
 
 class FailsafeSink:
     """Wrapper of a sink that stops using it once it has failed."""
 
     def __init__(self, sink: Sink) -> None:
+        self.name = sink.name
         self._sink: Sink | None = sink
 
     def open(self, records: Sequence[Record], next_index: int) -> None:
@@ -228,10 +189,10 @@ def curves(record: Record) -> dict[str, float]:
 
 
 def make_sinks(settings: SinksConfig, run_dir: str, config: Mapping[str, Any]) -> list[Sink]:
-    """Make the sinks that the settings ask for.
+    """Make the sinks that the settings ask for; one that fails is not used any more.
 
     Args:
-      settings: settings that passed `check`.
+      settings: settings that passed `check_sinks`.
       run_dir: run folder.
       config: resolved config of the run, which W&B shows.
     """
@@ -240,7 +201,7 @@ def make_sinks(settings: SinksConfig, run_dir: str, config: Mapping[str, Any]) -
         sinks.append(TensorBoard(os.path.join(run_dir, "tensorboard")))
     if settings.wandb_project:
         sinks.append(WandB(run_dir, settings.wandb_project, settings.wandb_mode, config))
-    return sinks
+    return [FailsafeSink(sink) for sink in sinks]
 
 
 def _phase(record: Record) -> str:

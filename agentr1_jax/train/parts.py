@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import jax
 from jax.sharding import Mesh
@@ -18,17 +18,12 @@ from agentr1_jax.learner.update import LearnerState, TokenOutputs
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.rollout.engine import Engine
+from agentr1_jax.runtime.processes import call
 from agentr1_jax.text.tokenizer import Tokenizer
 from agentr1_jax.tools.metrics import ToolMetrics
 from agentr1_jax.train.settings import Settings
 
 PhaseName = Literal["pretraining", "warm_start", "rl"]
-T = TypeVar("T")
-
-
-def call(program: Callable[..., T], *arguments: Any) -> T:
-    """Call a compiled program from this thread."""
-    return program(*arguments)
 
 
 @dataclasses.dataclass(frozen=True)

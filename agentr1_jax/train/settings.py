@@ -27,8 +27,8 @@ from agentr1_jax.policy.config import PolicyConfig
 from agentr1_jax.rollout.config import AttemptLimits, EngineConfig, RolloutConfig, SamplingConfig
 from agentr1_jax.runtime.checkpoint import CheckpointConfig
 from agentr1_jax.runtime.mesh import MeshConfig
+from agentr1_jax.runtime.metrics import SinksConfig
 from agentr1_jax.runtime.processes import ProcessesConfig
-from agentr1_jax.runtime.sinks import SinksConfig
 from agentr1_jax.tools.config import ToolsConfig
 from agentr1_jax.train.config import EvalConfig, PretrainConfig, RunConfig, TaskConfig, TokenizerConfig, WarmStartConfig
 from agentr1_jax.trajectory import Budget

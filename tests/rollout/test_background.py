@@ -52,6 +52,13 @@ def test_it_samples_what_a_stream_in_the_foreground_samples():
     assert not [thread for thread in threading.enumerate() if thread.name == "rollouts"]
 
 
+def test_the_learner_calls_its_programs_on_the_engines_dispatch_thread():
+    engine, params = engine_of(3)
+    with BackgroundEngine(engine, params, version=0):
+        total, thread = engine.dispatch_from_thread(lambda a, b: (a + b, threading.current_thread().name), 1, 2)
+    assert total == 3 and thread.startswith("dispatch")
+
+
 class Adopting(Planned):
     """Has the engine adopt the next policy in the middle of an episode whose row says so."""
 

@@ -16,9 +16,8 @@ from schedules import CONFIG, MANY, POLICY, PROGRAMS, all_ids, assert_exact, eng
 
 from agentr1_jax.rollout.config import SamplingConfig
 from agentr1_jax.rollout.engine import Engine
-from agentr1_jax.rollout.sampling import sample
+from agentr1_jax.rollout.programs import encode_updates, idle_slot_state, sample
 from agentr1_jax.rollout.scheduler import common_prefix
-from agentr1_jax.rollout.slot_state import encode_updates, idle_slot_state
 from agentr1_jax.runtime.compile_cache import CompileCounter
 from agentr1_jax.trajectory import Outcome
 

@@ -15,8 +15,8 @@ from schedules import LENGTH, MANY, POLICY, Planned, all_ids, engine_of
 
 from agentr1_jax.agents.session import Identity
 from agentr1_jax.rollout.config import SamplingConfig
+from agentr1_jax.rollout.programs import sample, truncate_logits
 from agentr1_jax.rollout.runner import TaskGroup, run_groups
-from agentr1_jax.rollout.sampling import sample, truncate_logits
 
 VOCAB = 12
 SLOTS = 3

@@ -13,8 +13,8 @@ import pytest
 from absl import logging
 
 from agentr1_jax.errors import UserError
-from agentr1_jax.runtime.metrics import MetricsWriter, read_metrics
-from agentr1_jax.runtime.sinks import SinksConfig, TensorBoard, WandB, curves, make_sinks
+from agentr1_jax.runtime.metrics import MetricsWriter, SinksConfig, read_metrics
+from agentr1_jax.runtime.sinks import FailsafeSink, TensorBoard, WandB, curves, make_sinks
 from configs import frozenlake
 from experiments import checks
 
@@ -156,7 +156,7 @@ def test_a_sink_that_fails_is_told_once_and_the_run_goes_on(tmp_path, monkeypatc
     said = []
     monkeypatch.setattr(logging, "warning", lambda text, *args: said.append(text % args))
     broken, whole = Broken(method), Broken(None)
-    with MetricsWriter(tmp_path, 0, sinks=[broken, whole]) as writer:
+    with MetricsWriter(tmp_path, 0, sinks=[FailsafeSink(broken), FailsafeSink(whole)]) as writer:
         writer.write(rl(1))
         writer.write(rl(2))
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
