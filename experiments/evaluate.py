@@ -1,4 +1,4 @@
-"""Evaluates an agent and its baselines on whole sets of questions.
+"""Evaluate an agent and its baselines on whole sets of questions.
 
     python -m experiments.evaluate [--checkpoint=]RUN [--config=configs/...py] [--modes=agent,base,rag,react]
     python -m experiments.evaluate --config=configs/...py --checkpoint=WEIGHTS
@@ -14,8 +14,8 @@ Without it, it is the run in the config's `run_dir`, where there is one.
     react   ReAct prompting with the same tools
 
 rag and react use the policy as training began, or with --baselines=checkpoint the trained one. Training began with the
-checkpoint of `warm_start.init_from`, with published weights, or with random parameters. A run with its own warm start
-has kept what came of it where it has a KL term (RUN/reference); for others --base=RUN (or WEIGHTS) has to name a
+checkpoint of `warm_start.init_from`, with published weights, or with random parameters. A run with a warm start of its
+own has stored what came of it where it has a KL term (RUN/reference); for others --base=RUN (or WEIGHTS) has to name a
 policy. Without --modes, baselines that cannot be answered are left out, and the log says which and why.
 
 OUT (RUN/evaluation unless given) gets evaluation.json (every figure with its n and 95 % interval), evaluation.md,
@@ -34,8 +34,7 @@ from rich.console import Console
 from agentr1_jax.errors import UserError
 from agentr1_jax.runtime import config as configs
 from experiments.evaluation import modes
-from experiments.evaluation.run import evaluate
-from experiments.evaluation.setting import Request
+from experiments.evaluation.run import Request, evaluate
 
 CONFIG = configs.define_config_flag()
 CHECKPOINT = flags.DEFINE_string("checkpoint", "", "a run's folder, or weights: a Hugging Face folder or hub id")

@@ -9,6 +9,7 @@ The only reader of the ConfigDict, shared by train, evaluate, ask, ablate and dr
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import functools
 import importlib
@@ -191,6 +192,22 @@ def is_run(source: str) -> bool:
     files.check_reachable(source, "RUN")
     parts = (os.path.join(source, "config.json"), os.path.join(source, "checkpoints"))
     return bool(source) and files.is_file(parts[0]) and files.is_folder(parts[1])
+
+
+def change_config(config: ml_collections.ConfigDict, changes: Mapping[str, Any]) -> ml_collections.ConfigDict:
+    """Return a copy of a config with other values of some keys, which are dotted names."""
+    config = copy.deepcopy(config)
+    config.update_from_flattened_dict(dict(changes))
+    return config
+
+
+def with_policy_of(config: ml_collections.ConfigDict, run: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
+    """Return a copy of a config with the policy, tokenizer and folder of a run; how it is computed stays as it is."""
+    config = config.copy_and_resolve_references()
+    computed = {key: config.policy[key] for key in ("attention", "remat", "dtype")}
+    config.policy, config.tokenizer, config.run_dir = run.policy, run.tokenizer, run.run_dir
+    config.policy.update(computed)
+    return config
 
 
 def with_weights(config: ml_collections.ConfigDict, source: str) -> ml_collections.ConfigDict:

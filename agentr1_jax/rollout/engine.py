@@ -15,7 +15,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -135,7 +135,9 @@ class Engine:
         (results,) = self.stream(params, gather)
         return results
 
-    def stream(self, params: Params, main: Callable[[], AsyncIterator[T]], version: int = 0) -> Iterator[T]:
+    def stream(
+        self, params: Params, main: Callable[[], AsyncIterator[T]], version: int = 0
+    ) -> Generator[T, None, None]:
         """Run the engine beneath an async generator, and yield its items.
 
         The KV cache is allocated here and freed at the end, so that the learner has the memory to itself. Between two

@@ -8,7 +8,7 @@ import concurrent.futures
 import dataclasses
 import itertools
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,7 +65,7 @@ class EngineSession(RecordedSession):
 
 def run_groups(
     engine: Engine, params: Params, agent: Agent, tasks: Iterable[TaskGroup], *, policy_version: int, **options: Any
-) -> Iterator[Group]:
+) -> Generator[Group, None, None]:
     """Open the engine, sample groups, and yield each when it is complete.
 
     Args:

@@ -1,7 +1,7 @@
-"""Chunks of questions of an evaluation: each is a file of trajectories, and a chunk with a file is done.
+"""The folder of an evaluation: its request, and its chunks of questions, a file of trajectories each.
 
-A chunk depends on nothing but the policy, the rows and their seeds, so that an interrupted evaluation goes on with the
-missing chunks. Memory holds one chunk at a time.
+A chunk whose file exists is done. It depends on the policy, the rows and their seeds alone, so that an interrupted
+evaluation goes on with the missing chunks. Memory holds one chunk at a time.
 """
 
 from __future__ import annotations
@@ -9,20 +9,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from agentr1_jax import files
-from agentr1_jax.agents.base import Agent
 from agentr1_jax.agents.session import Identity
-from agentr1_jax.envs.base import Row, Task
+from agentr1_jax.envs.base import Row
 from agentr1_jax.errors import UserError
-from agentr1_jax.policy.decoder import Params
-from agentr1_jax.rollout.config import AttemptLimits, SamplingConfig
-from agentr1_jax.rollout.engine import Engine
-from agentr1_jax.rollout.runner import TaskGroup, run_groups
 from agentr1_jax.runtime import config as configs
-from agentr1_jax.runtime.processes import StopRequest
 from agentr1_jax.runtime.seeds import seed_of
 from agentr1_jax.trajectory import Trajectory
 from agentr1_jax.trajectory_io import read_jsonl
@@ -33,17 +27,20 @@ FACTS = ("id", "kind", "hops", "question", "answers", "gold_ids")
 SECTIONS = ("seed", "task", "tools", "tokenizer", "policy", "agent", "budget", "context")
 """Sections of a config that an evaluation depends on."""
 
-ADDED = ("policies", "sources", "splits")
-"""Parts of a request that grow where modes or splits are added."""
-
-
-class Stopped(Exception):
-    """The evaluation was asked to stop; complete chunks stay."""
+GROWING = ("policies", "sources", "splits")
+"""Parts of a request to which modes or splits may be added."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """Consecutive rows of a split, answered in one mode; `path` is the file of their trajectories."""
+    """Consecutive rows of a split, answered in one mode.
+
+    Attributes:
+      mode: way of answering.
+      split: split of the task.
+      rows: indices of the rows.
+      path: file of the trajectories.
+    """
 
     mode: str
     split: str
@@ -95,19 +92,19 @@ def claim(out: str, request: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError(f"{path}: not what an evaluation writes ({error}); choose another --out") from error
     elif files.list_names(out):
         raise UserError(f"{out}: not empty, and no evaluation (it has no request.json); choose another --out")
-    joined = {**request, **{key: dict(sorted({**stored.get(key, {}), **request[key]}.items())) for key in ADDED}}
-    write_json(path, joined)
-    return joined
+    merged = {**request, **{key: dict(sorted({**stored.get(key, {}), **request[key]}.items())) for key in GROWING}}
+    write_json(path, merged)
+    return merged
 
 
-def _check_same(out: str, stored: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def _check_same(out: str, stored: Mapping[str, Any], request: Mapping[str, Any]) -> None:
     missing = "(no such key)"
     differing = [
-        f"  {key}: {stored.get(key, missing)!r} there, {given.get(key, missing)!r} here"
-        for key in sorted(stored.keys() | given.keys())
-        if stored.get(key, missing) != given.get(key, missing)
+        f"  {key}: {stored.get(key, missing)!r} there, {request.get(key, missing)!r} here"
+        for key in sorted(stored.keys() | request.keys())
+        if stored.get(key, missing) != request.get(key, missing)
         and not key.startswith("sources.")
-        and (key in stored.keys() & given.keys() or not key.startswith(tuple(f"{part}." for part in ADDED)))
+        and (key in stored.keys() & request.keys() or not key.startswith(tuple(f"{part}." for part in GROWING)))
     ]
     if differing:
         listed = "\n".join(differing)
@@ -119,42 +116,6 @@ def write_json(path: str, value: Any) -> None:
     with files.atomic_write(path) as out:
         json.dump(value, out, indent=2, allow_nan=False)
         out.write("\n")
-
-
-def roll_out(
-    chunk: Chunk,
-    engine: Engine,
-    params: Params,
-    agent: Agent,
-    task: Task,
-    *,
-    samples: int,
-    sampling: SamplingConfig,
-    limits: AttemptLimits,
-    seed: int,
-    stop: StopRequest,
-    advance: Callable[[], None],
-) -> list[Trajectory]:
-    """Roll out a chunk; return its trajectories in order of row and sample, with the facts of their row in `info`.
-
-    Calls `advance` with every question that is answered.
-
-    Raises:
-      Stopped: on request, between two questions.
-    """
-    rows = {index: task.row(chunk.split, index) for index in chunk.rows}
-    groups = [TaskGroup(row, identities(chunk, index, task.name, seed, samples)) for index, row in rows.items()]
-    out: list[Trajectory] = []
-    running = run_groups(engine, params, agent, groups, sampling=sampling, policy_version=0, limits=limits)
-    try:
-        for group in running:
-            if stop.requested:
-                raise Stopped
-            out += [with_facts(t, chunk, rows[t.group], task.name) for t in group]
-            advance()
-    finally:
-        running.close()  # type: ignore[attr-defined]  # It is a generator: what it left running ends here.
-    return sorted(out, key=lambda t: (t.group, t.sample))
 
 
 def identities(chunk: Chunk, index: int, task: str, seed: int, samples: int) -> list[Identity]:

@@ -1,4 +1,4 @@
-"""The ways of answering that are compared: which agent, and whose parameters."""
+"""Modes of an evaluation, i.e. ways of answering that are compared: the agent of each, and whose parameters it uses."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 
-import ml_collections
-
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.envs.base import Action, Env, Observation, Row, Task, Transition, summary_rewards
 from agentr1_jax.errors import UserError
@@ -16,10 +14,11 @@ from agentr1_jax.tasks.rag import RagEnv, searches
 from agentr1_jax.text.call_formats import hermes
 from agentr1_jax.text.chat import chat_format
 from agentr1_jax.text.tokenizer import Tokenizer
-from experiments import build
+from agentr1_jax.train import build
+from agentr1_jax.train.settings import Settings
 
 TRAINED, START = "checkpoint", "start"
-"""Whose parameters: the trained ones, or those that training began with."""
+"""Whose parameters a mode uses: the trained ones, or those that training began with."""
 
 MODES = ("agent", "base", "rag", "react")
 REACT_INSTRUCTION = (
@@ -29,7 +28,7 @@ REACT_INSTRUCTION = (
 
 
 def parse_modes(names: Sequence[str]) -> list[str]:
-    """The modes named, each once. Raise UserError on an unknown one, or none."""
+    """Return the modes, each once. Raise UserError on an unknown one, or none."""
     for name in names:
         if name not in MODES:
             raise UserError(f"--modes: unknown mode {name!r}; choose among {', '.join(MODES)}")
@@ -38,44 +37,47 @@ def parse_modes(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def parameters_of(mode: str, baselines: str) -> str:
-    """Whose parameters a mode uses: `agent` the trained ones, `base` those of the start, the others `baselines`."""
+def role_of(mode: str, baselines: str) -> str:
+    """Return whose parameters a mode uses.
+
+    Args:
+      mode: `agent` uses the trained ones, `base` those of the start.
+      baselines: whose parameters the other modes use, `TRAINED` or `START`.
+    """
     return {"agent": TRAINED, "base": START}.get(mode, baselines)
 
 
-def make_agent(mode: str, config: ml_collections.ConfigDict, task: Task, tokenizer: Tokenizer) -> EnvLoop:
-    """The agent of a mode. Raise UserError if the tokenizer or the config does not allow it."""
+def make_agent(mode: str, settings: Settings, task: Task, tokenizer: Tokenizer) -> EnvLoop:
+    """Make the agent of a mode. Raise ValueError or UserError if the tokenizer or the settings do not allow it."""
     if mode == "react":
-        return _react(config, task, tokenizer)
-    agent = build.agent(config, task, tokenizer)
+        return _make_react(settings, task, tokenizer)
+    agent = build.make_agent(settings, task, tokenizer)
     if mode != "rag":
         return agent
     # Answers are in the common format, whatever call format the config has: there are no calls.
     call_format = hermes.call_format()
     chat = chat_format(tokenizer, call_format)
-    told = functools.partial(chat.data, max_tokens=config.budget.observation_tokens)
+    as_data = functools.partial(chat.data, max_tokens=settings.budget.observation_tokens)
     budget = dataclasses.replace(agent.budget, max_steps=1, final_answer_step=False)
     return dataclasses.replace(
-        agent, make_env=lambda: RagEnv(task.env(), told), chat=chat, budget=budget, call_format=call_format
+        agent, make_env=lambda: RagEnv(task.env(), as_data), chat=chat, budget=budget, call_format=call_format
     )
 
 
-def check_task(task: Task, row: Row, modes: Sequence[str]) -> None:
+def check_mode(mode: str, task: Task, row: Row) -> None:
     """Refuse a task without answers to compare with, and `rag` and `react` where there is no search tool.
 
     Raises:
-      UserError: says which tasks do.
+      UserError: says which tasks can be evaluated.
     """
     if "answers" not in row:
         raise UserError(f"task {task.name!r} asks no questions, so there is no EM; evaluate hopworld or multihop")
-    if {"rag", "react"} & set(modes):
-        opening = asyncio.run(task.env().reset(row, 0))
-        if not searches(opening):
-            raise UserError(f"task {task.name!r} has no tool search(query); leave out the modes rag and react")
+    if mode in ("rag", "react") and not searches(asyncio.run(task.env().reset(row, 0))):
+        raise UserError(f"task {task.name!r} has no tool search(query); leave out the modes rag and react")
 
 
 class InstructedEnv:
-    """An Env of questions that opens with another instruction than its own, which names tags that ReAct has not."""
+    """An Env of questions that opens with another instruction: its own names tags that ReAct lacks."""
 
     def __init__(self, env: Env, instruction: str) -> None:
         self._env = env
@@ -96,13 +98,12 @@ class InstructedEnv:
         return summary_rewards(self._env, text)
 
     def truncate(self) -> Mapping[str, float]:
-        """Metrics of the episode so far."""
+        """Return the metrics of the episode so far."""
         return self._env.truncate()
 
 
-def _react(config: ml_collections.ConfigDict, task: Task, tokenizer: Tokenizer) -> EnvLoop:
-    """The same tools, called in the text form of ReAct (Yao et al. 2023), as the prompt says."""
-    config = config.copy_and_resolve_references()
-    config.agent.call_format, config.agent.tell_tools = "react", True
-    agent = build.agent(config, task, tokenizer)
+def _make_react(settings: Settings, task: Task, tokenizer: Tokenizer) -> EnvLoop:
+    """Make an agent that calls the same tools in the text form of ReAct (Yao et al. 2023), as its prompt says."""
+    style = dataclasses.replace(settings.agent, call_format="react", tell_tools=True)
+    agent = build.make_agent(dataclasses.replace(settings, agent=style), task, tokenizer)
     return dataclasses.replace(agent, make_env=lambda: InstructedEnv(task.env(), REACT_INSTRUCTION))

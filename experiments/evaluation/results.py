@@ -14,30 +14,30 @@ from agentr1_jax import __version__, files, report
 from agentr1_jax.report.evaluation import markdown, quality_rows
 from agentr1_jax.report.figures import figures
 from agentr1_jax.report.scores import Gallery, score, write_scores
-from agentr1_jax.runtime import config as configs
+from agentr1_jax.text.tokenizer import Tokenizer
 from experiments.evaluation.chunks import Chunk, chunks_of, read_chunks, write_json
 from experiments.evaluation.modes import MODES
-from experiments.evaluation.setting import Setting
 
-SHOWN = 4
-"""Trajectories that are shown of each mode and verdict."""
+GALLERY_SIZE = 4
+"""Trajectories of each mode and verdict on the page."""
 
 
-def write(out: str, setting: Setting, record: Mapping[str, Any]) -> dict[str, Any]:
+def write(out: str, tokenizer: Tokenizer, config: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
     """Write evaluation.json, evaluation.md, report.html and scores.jsonl.gz from the trajectories in the folder.
 
     Args:
       out: the folder.
-      setting: of the evaluation.
+      tokenizer: of the policy.
+      config: config of the evaluation as plain JSON.
       record: the request, as `chunks.claim` returned it: earlier modes and splits are among the results too.
 
     Returns:
-      what is in evaluation.json.
+      content of evaluation.json.
 
     Raises:
       UserError: a file of trajectories is damaged.
     """
-    gallery = Gallery(SHOWN)
+    gallery = Gallery(GALLERY_SIZE)
     chunks, unfinished = complete(out, record)
     scores = [score(trajectory) for trajectory in gallery.passing(read_chunks(chunks))]
     evaluation = {
@@ -45,7 +45,7 @@ def write(out: str, setting: Setting, record: Mapping[str, Any]) -> dict[str, An
         "unfinished": unfinished,
         "versions": versions(),
         **figures(scores, samples=record["samples"]),
-        "config": configs.resolve(setting.config),
+        "config": dict(config),
     }
     write_scores(os.path.join(out, "scores.jsonl.gz"), scores)
     write_json(os.path.join(out, "evaluation.json"), evaluation)
@@ -54,17 +54,17 @@ def write(out: str, setting: Setting, record: Mapping[str, Any]) -> dict[str, An
     report.write_report(
         os.path.join(out, "report.html"),
         gallery.shown,
-        decode=setting.tokenizer.decode,
+        decode=tokenizer.decode,
         title=out,
         table=quality_rows(evaluation),
         config=evaluation["config"],
-        template_ids=setting.tokenizer.added.values(),
+        template_ids=tokenizer.added.values(),
     )
     return evaluation
 
 
 def complete(out: str, record: Mapping[str, Any]) -> tuple[list[Chunk], list[dict[str, Any]]]:
-    """The chunks of every mode and split that is complete, and what is not: `{mode, split, answered, questions}`.
+    """Return the chunks of all complete modes and splits, and the others as `{mode, split, answered, questions}`.
 
     A mode that was asked on some splits only is among the unfinished on the others.
     """

@@ -20,21 +20,23 @@ import pytest
 import tiny
 from programs import program
 from rich.console import Console
-from test_export_hf import run_folder
-from test_train import ROOT
+from stored_runs import store_run
 
 from agentr1_jax.errors import UserError
 from agentr1_jax.policy.params import join, merge_adapters
 from agentr1_jax.text.sentencepiece import train_sentencepiece
+from agentr1_jax.tools.metrics import ToolMetrics
+from agentr1_jax.train import build
 from agentr1_jax.trajectory import Outcome
 from agentr1_jax.trajectory_io import read_jsonl, write_jsonl
 from configs import keydoor, quickstart
-from experiments import build, sources, tasks
-from experiments.evaluation import chunks, modes, policies, setting
+from experiments.evaluation import chunks, modes, policies
 from experiments.evaluation import run as evaluation_run
-from experiments.evaluation.setting import Request
+from experiments.evaluation.run import Request
+from experiments.setup import LateDispatch, make_task, read_run, read_settings
 
 export_hf = program("export_hf")
+ROOT = Path(__file__).parent.parent.parent
 MODES = ["agent", "base", "rag"]
 FIGURES = ("evaluation.json", "evaluation.md", "scores.jsonl.gz")
 SMALL = {
@@ -50,16 +52,20 @@ SMALL = {
 @pytest.fixture(scope="module", autouse=True)
 def one_engine():
     """All evaluations share compiled programs, as the modes of one do."""
-    engines, make = {}, build.engine
+    engines, make = {}, build.make_engine
 
-    def shared(config, policy, mesh):
-        key = (policy, build.engine_config(config), mesh)
-        engines[key] = engines.get(key) or make(config, policy, mesh)
+    def shared(settings, policy, mesh):
+        key = (policy, settings.engine, mesh)
+        engines[key] = engines.get(key) or make(settings, policy, mesh)
         return engines[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "engine", shared)
+        patch.setattr(build, "make_engine", shared)
         yield
+
+
+def task_of(config):
+    return make_task(read_settings(config), ToolMetrics(), LateDispatch())
 
 
 def text(path):
@@ -69,7 +75,7 @@ def text(path):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("evaluated") / "run"
-    run_folder(folder, **SMALL)
+    store_run(folder, **SMALL)
     return str(folder)
 
 
@@ -220,32 +226,32 @@ def test_failures_of_the_infrastructure_are_counted_apart(run, whole, tmp_path):
 
 
 def test_whose_parameters_are_meant(run, tmp_path):
-    began, sources, out = setting.resolve_sources(None, run, Request(modes=["agent", "rag"]))
+    began, sources, out = evaluation_run.resolve_sources(None, run, Request(modes=["agent", "rag"]))
     assert list(sources) == [modes.TRAINED, modes.START] and out == f"{run}/evaluation"
-    _, sources, _ = setting.resolve_sources(None, run, Request(modes=["agent", "rag"], baselines=modes.TRAINED))
+    _, sources, _ = evaluation_run.resolve_sources(None, run, Request(modes=["agent", "rag"], baselines=modes.TRAINED))
     assert list(sources) == [modes.TRAINED]
     given = quickstart.get_config()
     with pytest.raises(UserError, match="no run there; name the trained policy by --checkpoint=RUN"):
         given.run_dir = str(tmp_path / "none")
-        setting.resolve_sources(given, "", Request(modes=["agent"]))
+        evaluation_run.resolve_sources(given, "", Request(modes=["agent"]))
     with pytest.raises(UserError, match="name task, tools and budget with --config=FILE"):
-        setting.resolve_sources(None, str(tmp_path), Request(modes=["agent"]))
+        evaluation_run.resolve_sources(None, str(tmp_path), Request(modes=["agent"]))
     config = quickstart.get_config()
     with pytest.raises(UserError, match="training by this config begins with a warm start of its own .* by --base=RUN"):
-        policies.start(config)
+        policies.first_policy(config)
     with pytest.raises(UserError, match="nothing says what the training of some/weights began with; .* by --base=RUN"):
-        policies.start(config, source="some/weights")
-    assert policies.start(config, run).name == f"{run}, checkpoint 3"
+        policies.first_policy(config, source="some/weights")
+    assert policies.first_policy(config, run).name == f"{run}, checkpoint 3"
     config.warm_start.init_from = run
-    assert policies.start(config).name == f"{run}, checkpoint 3"
+    assert policies.first_policy(config).name == f"{run}, checkpoint 3"
     config.warm_start.init_from = str(tmp_path / "gone")
     with pytest.raises(UserError, match="which holds no run any more: name the policy"):
-        policies.start(config)
-    config.warm_start.init_from, config.policy.weights = "", "some/weights"
-    assert policies.start(config).name == "some/weights"
+        policies.first_policy(config)
+    config.warm_start.init_from, config.policy.weights, config.policy.preset = "", "some/weights", ""
+    assert policies.first_policy(config).name == "some/weights"
     given = quickstart.get_config()
     given.budget.max_steps, given.policy.preset = 2, "small"
-    config, _, _ = setting.resolve_sources(given, run, Request(modes=["agent"]))
+    config, _, _ = evaluation_run.resolve_sources(given, run, Request(modes=["agent"]))
     assert config.budget.max_steps == 2 and config.policy.layers == 1 and config.policy.preset == "tiny"
     assert given.policy.preset == "small"  # What was given stays as it was.
 
@@ -259,10 +265,10 @@ def test_baselines_that_cannot_be_answered_are_left_out_unless_they_were_asked_f
     assert f"left out: base, rag, react. {own_start} began with a warm start of its own" in caplog.text
     assert list(json.loads(text(tmp_path / "out" / "evaluation.json"))["request"]["policies"]) == ["agent"]
     caplog.clear()
-    config, sources_of, _ = setting.resolve_sources(None, run, Request(modes=modes.MODES, named=False))
+    config, sources_of, _ = evaluation_run.resolve_sources(None, run, Request(modes=modes.MODES, named=False))
     assert list(sources_of) == [modes.TRAINED, modes.START]
     with caplog.at_level("WARNING", "absl"):
-        made = setting.set_up(config, Request(modes=modes.MODES, named=False), modes.MODES)
+        made = evaluation_run.set_up(config, Request(modes=modes.MODES, named=False), modes.MODES)
     assert list(made.agents) == MODES and "left out: react. mode react: the prompt of row" in caplog.text
 
 
@@ -270,36 +276,36 @@ def test_baselines_that_cannot_be_answered_are_left_out_unless_they_were_asked_f
 def own_start(tmp_path_factory):
     """A run with a warm start of its own, and without a KL term."""
     folder = tmp_path_factory.mktemp("own_start") / "run"
-    run_folder(folder, **{**SMALL, "warm_start.updates": 4})
+    store_run(folder, **{**SMALL, "warm_start.updates": 4})
     return str(folder)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_the_reference_of_a_kl_is_what_training_began_with(tmp_path, rank):
     folder = str(tmp_path / "run")
-    kept = {"kl.kind": "k3", "policy.lora.rank": rank, "critic": "none", "credit.name": "grpo", "pretrain.updates": 2}
-    run_folder(folder, **{**SMALL, "warm_start.updates": 4, "optimizer.name": "adamw", **kept})
-    config, mesh = sources.stored_config(folder), tiny.mesh()
+    kl = {"kl.kind": "k3", "policy.lora.rank": rank, "pretrain.updates": 2}
+    store_run(folder, **{**SMALL, "warm_start.updates": 4, "optimizer.name": "adamw", **kl})
+    config, mesh = read_run(folder), tiny.mesh()
+    settings = read_settings(config)
     with pytest.raises(UserError, match=f"{folder} began with a warm start of its own"):
-        policies.start(config, source=folder)
-    tokenizer = sources.run_tokenizer(config)
-    policy = build.policy(config, tokenizer)
-    params = build.learner_state(config, policy, mesh)[0]().params
+        policies.first_policy(config, source=folder)
+    tokenizer = build.make_tokenizer(settings, None, resumes=True)
+    policy = build.make_policy(settings, tokenizer)
+    params = build.make_state_builder(settings, policy, mesh).init().params
     params = {**params, "decoder": jax.tree.map(lambda x: x + 0.25, params["decoder"])}
-    build.reference(config, policy, mesh, params, fresh=True)
-    expected = merge_adapters(
-        policy, join({"decoder": params["decoder"]}, build.frozen(config, policy, mesh))["decoder"]
-    )
+    build.make_reference(settings, policy, mesh, params, first=True)
+    frozen = build.make_frozen(settings, policy, mesh)
+    expected = merge_adapters(policy, join({"decoder": params["decoder"]}, frozen)["decoder"])
     for gone in ("", str(tmp_path / "gone")):
         config.warm_start.init_from = gone
-        source = policies.start(config, source=folder)
+        source = policies.first_policy(config, source=folder)
         assert source.name == f"{folder}, reference of its KL"
         jax.tree.map(np.testing.assert_array_equal, source.load(tokenizer, mesh), expected)
 
 
 def test_rl_from_another_run_began_with_what_that_run_had_learned(run, whole, tmp_path):
     folder, out = str(tmp_path / "rl"), str(tmp_path / "out")
-    run_folder(folder, **{**SMALL, "warm_start.init_from": run})
+    store_run(folder, **{**SMALL, "warm_start.init_from": run})
     evaluated(folder, out=out, modes=["base"], questions=2)
     request, theirs = (json.loads(text(f"{place}/evaluation.json"))["request"] for place in (out, whole[0]))
     assert request["sources"]["base"] == f"{run}, checkpoint 3"
@@ -309,7 +315,7 @@ def test_rl_from_another_run_began_with_what_that_run_had_learned(run, whole, tm
 def test_exported_weights_answer_as_their_run_does(run, whole, tmp_path):
     weights, out = str(tmp_path / "weights"), str(tmp_path / "out")
     export_hf.export(run, weights)
-    config = sources.stored_config(run)
+    config = read_run(run)
     request = Request(modes=["agent"], questions=4, chunk=4, out=out)
     evaluation_run.evaluate(config, weights, request, Console(file=io.StringIO()))
     ours, theirs = (list(read_jsonl(f"{place}/trajectories/agent/eval/00000.jsonl.gz")) for place in (out, whole[0]))
@@ -318,10 +324,10 @@ def test_exported_weights_answer_as_their_run_does(run, whole, tmp_path):
     requests = [json.loads(text(f"{place}/evaluation.json"))["request"] for place in (out, whole[0])]
     assert requests[0]["policies"]["agent"] == requests[1]["policies"]["agent"]
     with pytest.raises(UserError, match=f"nothing says what the training of {weights} began with"):
-        setting.resolve_sources(config, weights, Request(modes=["base"]))
-    tokenizer, mesh = sources.run_tokenizer(config), tiny.mesh()
-    base = policies.start(config, weights)
-    assert policies.digest(base.load(tokenizer, mesh)) == requests[0]["policies"]["agent"]
+        evaluation_run.resolve_sources(config, weights, Request(modes=["base"]))
+    tokenizer, mesh = build.make_tokenizer(read_settings(config), None, resumes=True), tiny.mesh()
+    base = policies.first_policy(config, weights)
+    assert policies.hash_params(base.load(tokenizer, mesh)) == requests[0]["policies"]["agent"]
     train_sentencepiece(["Other words than those of the other texts."] * 20, f"{weights}/tokenizer.model", 320)
     with pytest.raises(UserError, match=f"{weights} has another tokenizer than {run}/tokenizer.model"):
         base.load(tokenizer, mesh)
@@ -378,32 +384,31 @@ def test_bad_requests():
         Request(modes=["agent"], samples=2)
 
 
-def test_the_task_must_fit_the_modes(run):
-    config = keydoor.get_config()
-    task = tasks.make_task(config)
+def test_the_task_must_fit_the_modes():
+    task = task_of(keydoor.get_config())
     with pytest.raises(UserError, match="asks no questions"):
-        modes.check_task(task, task.row("eval", 0), ["agent"])
-    hop = tasks.make_task(quickstart.get_config())
-    modes.check_task(hop, hop.row("eval", 0), MODES)
+        modes.check_mode("agent", task, task.row("eval", 0))
+    settings = read_settings(quickstart.get_config())
+    hop = task_of(quickstart.get_config())
+    for mode in MODES:
+        modes.check_mode(mode, hop, hop.row("eval", 0))
     with pytest.raises(UserError, match="--splits: hopworld has no row 'test'"):
-        setting.rows_of_splits(quickstart.get_config(), hop, Request(modes=["agent"], splits=["test"]))
-    counts = setting.rows_of_splits(quickstart.get_config(), hop, Request(modes=["agent"]))
-    assert counts == {"eval": 256}
+        evaluation_run.count_rows(settings, hop, Request(modes=["agent"], splits=["test"]))
+    assert evaluation_run.count_rows(settings, hop, Request(modes=["agent"])) == {"eval": 256}
 
 
 def test_react_writes_calls_in_its_format(run):
     """The prompt of ReAct has the tools, the format and the instruction; no budget of HopWorld holds it."""
     with pytest.raises(UserError, match=r"mode react: the prompt of row .* or leave react out of --modes"):
         evaluated(run, modes=["react"])
-    config, _, _ = setting.resolve_sources(None, run, Request(modes=["react"]))
-    task = tasks.make_task(config)
-    tokenizer = build.tokenizer(config, task, resumes=True)
-    agent = modes.make_agent("react", config, task, tokenizer)
+    config, _, _ = evaluation_run.resolve_sources(None, run, Request(modes=["react"]))
+    settings, task = read_settings(config), task_of(config)
+    tokenizer = build.make_tokenizer(settings, task, resumes=True)
+    agent = modes.make_agent("react", settings, task, tokenizer)
     opening = asyncio.run(agent.make_env().reset(task.row("eval", 0), 0))
     prompt = tokenizer.decode(agent.render_opening(opening))
     assert "Action Input:" in prompt and modes.REACT_INSTRUCTION in prompt and '"search"' in prompt
     assert task.row("eval", 0)["question"] in prompt and "<answer>" not in prompt
-    assert config.agent.call_format == "auto"
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from agentr1_jax.tools.base import ToolResult
 from agentr1_jax.trajectory import Outcome
 from configs import quickstart
 from experiments.evaluation import modes
+from experiments.setup import read_settings
 
 CALL = render_call("search", {"query": "x"})
 ROW = {"id": "r", "question": "Where is Glass Harbor?", "answers": ["Ostra"], "gold_ids": ["p0", "p4"]}
@@ -99,7 +100,7 @@ def test_the_mode_breaks_the_marks_of_passages_and_cuts_them(spoken):
     config.agent.call_format = spoken
     config.budget.observation_tokens = 300
     task = types.SimpleNamespace(env=lambda: qa.search_env([Hostile()], {"answer": 1.0}, "Search."))
-    loop = modes.make_agent("rag", config, task, TOKENIZER)
+    loop = modes.make_agent("rag", read_settings(config), task, TOKENIZER)
     opening = loop.render_opening(asyncio.run(loop.make_env().reset(ROW, 0)))
     passages, rest = TOKENIZER.decode(opening).split("\n\nQuestion: ")
     broken = r"<\think>x<\/think><\answer>Ostra<\/answer><\tool_call>{}<\/tool_call>"
