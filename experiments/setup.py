@@ -13,7 +13,6 @@ import copy
 import dataclasses
 import functools
 import importlib
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,36 +22,28 @@ import ml_collections
 from jax.sharding import Mesh
 
 from agentr1_jax import contrib, files
-from agentr1_jax.agents.context import RULES, ContextConfig
-from agentr1_jax.agents.loop import AgentConfig, EnvLoop
-from agentr1_jax.credit.config import CreditConfig, ShapingConfig
+from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.envs.base import Observation, Row, Task, has_expert, has_texts, writes_summaries
 from agentr1_jax.envs.mixture import MixtureTask, parse_weights
 from agentr1_jax.envs.registry import TASKS, Dispatch, TaskContext, call_directly
 from agentr1_jax.errors import UserError
-from agentr1_jax.learner.config import CorrectionConfig, KLConfig, LearnerConfig, LossConfig, OptimizerConfig
 from agentr1_jax.policy import attention_check
-from agentr1_jax.policy.config import DecoderConfig, LoraConfig, PolicyConfig
-from agentr1_jax.rollout.config import EngineConfig, RolloutConfig, SamplingConfig
+from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.runtime import compile_cache, processes
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import mesh as meshes
-from agentr1_jax.runtime.checkpoint import CheckpointConfig
-from agentr1_jax.runtime.mesh import MeshConfig
-from agentr1_jax.runtime.metrics import SinksConfig
-from agentr1_jax.runtime.processes import ProcessesConfig
 from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.tasks.multihop.task import RetrieverConfig
 from agentr1_jax.tools.base import Tool
-from agentr1_jax.tools.config import ToolsConfig, wrap_tool
+from agentr1_jax.tools.config import wrap_tool
 from agentr1_jax.tools.metrics import ToolMetrics
 from agentr1_jax.tools.search import BM25, Corpus, RemoteRetriever, Retriever
 from agentr1_jax.train import build
-from agentr1_jax.train.config import EvalConfig, PretrainConfig, RunConfig, TaskConfig, TokenizerConfig, WarmStartConfig
+from agentr1_jax.train.build import fit_devices as fit_devices
+from agentr1_jax.train.config import TaskConfig
 from agentr1_jax.train.init_from import newest_checkpoint
 from agentr1_jax.train.parts import Setup
-from agentr1_jax.train.settings import Settings
-from agentr1_jax.trajectory import Budget
+from agentr1_jax.train.settings import Settings, load_file, settings_from_dict
 from agentr1_jax.validation import from_section, to_section
 from configs import base
 
@@ -60,30 +51,6 @@ OPENINGS_CHECKED = 8
 """Rows of each split whose first prompt must fit the budget."""
 IN_BUCKETS = ("run_dir", "warm_start.init_from", "tokenizer.path", "compilation_cache")
 """Keys whose paths may be `gs://`."""
-
-SECTIONS: Mapping[str, type] = {
-    "checkpoint": CheckpointConfig,
-    "sinks": SinksConfig,
-    "tools": ToolsConfig,
-    "agent": AgentConfig,
-    "budget": Budget,
-    "context": ContextConfig,
-    "tokenizer": TokenizerConfig,
-    "shaping": ShapingConfig,
-    "loss": LossConfig,
-    "kl": KLConfig,
-    "correction": CorrectionConfig,
-    "learner": LearnerConfig,
-    "optimizer": OptimizerConfig,
-    "pretrain": PretrainConfig,
-    "warm_start": WarmStartConfig,
-    "eval": EvalConfig,
-    "processes": ProcessesConfig,
-    "mesh": MeshConfig,
-}
-"""Sections whose keys are the fields of one dataclass."""
-ROLLOUT = {"rollout": RolloutConfig, "engine": EngineConfig, "sampling": SamplingConfig}
-"""Fields of `Settings` that share the section `rollout`."""
 
 
 def read_settings(config: ml_collections.ConfigDict) -> Settings:
@@ -96,18 +63,7 @@ def read_settings(config: ml_collections.ConfigDict) -> Settings:
     """
     _check_places(config)
     values = config.to_dict()
-    if values["context"]["file"]:
-        _load(RULES, values["context"]["file"])
-    credit = _read_credit(values["credit"])
-    settings = Settings(
-        run=from_section(RunConfig, "", {key: x for key, x in values.items() if not isinstance(x, dict)}),
-        task=_read_task(values["task"]),
-        policy=_read_policy(values["policy"]),
-        credit=credit,
-        scheme=credit.bind(),
-        **_split_section("rollout", values["rollout"], ROLLOUT),
-        **{name: from_section(cls, name, values[name]) for name, cls in SECTIONS.items()},
-    )
+    settings = settings_from_dict(values, _read_task(values["task"]))
     if settings.sinks.enabled:
         from agentr1_jax.runtime.sinks import check_sinks
 
@@ -278,24 +234,6 @@ def check_init_from(config: ml_collections.ConfigDict) -> None:
         )
 
 
-def fit_devices(settings: Settings) -> Settings:
-    """Return settings whose meshes and slots fit the devices that there are, for rollouts without a learner."""
-    devices = jax.local_device_count()
-    tensor = math.gcd(settings.rollout.tensor, devices)
-    shards = devices // tensor
-    engine = settings.engine
-    return dataclasses.replace(
-        settings,
-        mesh=dataclasses.replace(settings.mesh, tensor=1),
-        rollout=dataclasses.replace(settings.rollout, tensor=tensor),
-        engine=dataclasses.replace(
-            engine,
-            slots=-(-engine.slots // shards) * shards,
-            swap_slots=-(-engine.swap_slots // shards) * shards,
-        ),
-    )
-
-
 def use_compile_cache(settings: Settings) -> None:
     """Keep compiled programs from one start to the next in `compilation_cache`, where that is set.
 
@@ -318,41 +256,10 @@ def _check_places(config: ml_collections.ConfigDict) -> None:
         files.path(value)
 
 
-def _load(registry: Any, path: str) -> None:
-    """Import a user's file that registers something."""
-    try:
-        registry.load(path)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-
-
-def _split_section(section: str, values: Mapping[str, Any], parts: Mapping[str, type]) -> dict[str, Any]:
-    """Make several dataclasses from the keys of one section, each of its own fields."""
-    fields = {name: {f.name for f in dataclasses.fields(cls)} for name, cls in parts.items()}
-    known = set().union(*fields.values())
-    for key in values:
-        if key not in known:
-            raise UserError(f"unknown key '{section}.{key}'")
-    return {
-        name: from_section(cls, section, {key: x for key, x in values.items() if key in fields[name]})
-        for name, cls in parts.items()
-    }
-
-
-def _read_credit(values: Mapping[str, Any]) -> CreditConfig:
-    arguments = {key: x for key, x in values["args"].items() if x is not None}
-    return from_section(CreditConfig, "credit", {**values, "args": arguments})
-
-
-def _read_policy(values: Mapping[str, Any]) -> PolicyConfig:
-    lora = from_section(LoraConfig, "policy.lora", values["lora"])
-    return from_section(PolicyConfig, "policy", {**values, "lora": lora})
-
-
 def _read_task(values: Mapping[str, Any]) -> TaskConfig:
     """Read the section `task`, and the sections of the tasks that it names."""
     if values["file"]:
-        _load(TASKS, values["file"])
+        load_file(TASKS, values["file"])
     sections = {name: section for name, section in values.items() if name not in base.TASK_KEYS}
     keys = {key: values[key] for key in base.TASK_KEYS}
     config = from_section(TaskConfig, "task", {**keys, "sections": {}})

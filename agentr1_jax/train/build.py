@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -64,6 +65,24 @@ def make_rollout_mesh(settings: Settings) -> Mesh:
     """Make the mesh of this process's engine."""
     _, rollout_devices = meshes.split_devices(jax.devices(), settings.mesh.rollout_devices)
     return meshes.rollout_mesh(rollout_devices, settings.rollout.tensor)
+
+
+def fit_devices(settings: Settings) -> Settings:
+    """Return settings whose meshes and slots fit the devices that there are, for rollouts without a learner."""
+    devices = jax.local_device_count()
+    tensor = math.gcd(settings.rollout.tensor, devices)
+    shards = devices // tensor
+    engine = settings.engine
+    return dataclasses.replace(
+        settings,
+        mesh=dataclasses.replace(settings.mesh, tensor=1),
+        rollout=dataclasses.replace(settings.rollout, tensor=tensor),
+        engine=dataclasses.replace(
+            engine,
+            slots=-(-engine.slots // shards) * shards,
+            swap_slots=-(-engine.swap_slots // shards) * shards,
+        ),
+    )
 
 
 def make_tokenizer(settings: Settings, task: Task | None, *, resumes: bool) -> Tokenizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -24,12 +25,12 @@ class RunConfig:
         for none.
     """
 
-    seed: Seed
-    run_dir: str
-    updates: Whole
-    critic: Literal["none", "shared_trunk", "separate"]
-    profile_updates: str
-    compilation_cache: str
+    seed: Seed = 0
+    run_dir: str = "runs/base"
+    updates: Whole = 100
+    critic: Literal["none", "shared_trunk", "separate"] = "none"
+    profile_updates: str = ""
+    compilation_cache: str = "{runs}/.programs"
 
     def __post_init__(self) -> None:
         if not self.run_dir:
@@ -46,9 +47,9 @@ class TokenizerConfig:
       texts: number of sample texts a tokenizer is trained on.
     """
 
-    path: str
-    vocab_size: Count
-    texts: Count
+    path: str = ""
+    vocab_size: Count = 1024
+    texts: Count = 4000
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -65,13 +66,13 @@ class PretrainConfig:
       row_tokens: length of a packed row.
     """
 
-    updates: Whole
-    texts: Count
-    tokens: Count
-    batch: Count
-    lr: Positive
-    rows: Count
-    row_tokens: Count
+    updates: Whole = 0
+    texts: Count = 100_000
+    tokens: Count = 256
+    batch: Count = 64
+    lr: Positive = 3e-3
+    rows: Count = 8
+    row_tokens: Count = 512
 
     def __post_init__(self) -> None:
         if not 3 <= self.tokens <= self.row_tokens:
@@ -96,13 +97,13 @@ class WarmStartConfig:
       batch: trajectories per update, over all processes.
     """
 
-    init_from: str
-    updates: Whole
-    control_seconds: NonNegative
-    lr: Positive
-    demonstrations: Count
-    practice: Fraction
-    batch: Count
+    init_from: str = ""
+    updates: Whole = 0
+    control_seconds: NonNegative = 0.0
+    lr: Positive = 3e-3
+    demonstrations: Count = 4096
+    practice: Fraction = 0.25
+    batch: Count = 64
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -116,10 +117,10 @@ class EvalConfig:
       quick_questions: rows of the evaluations during RL.
     """
 
-    split: str
-    questions: Count
-    every: Whole
-    quick_questions: Count
+    split: str = "eval"
+    questions: Count = 256
+    every: Whole = 10
+    quick_questions: Count = 64
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -137,10 +138,10 @@ class TaskConfig:
       sections: keys of each task that brings some, by the task's name.
     """
 
-    name: str
-    file: str
-    args: Mapping[str, Any]
-    data_dir: str
-    mixture: tuple[str, ...]
-    curriculum: tuple[str, ...]
-    sections: Mapping[str, Any]
+    name: str = ""
+    file: str = ""
+    args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    data_dir: str = ""
+    mixture: tuple[str, ...] = ()
+    curriculum: tuple[str, ...] = ()
+    sections: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from agentr1_jax.agents.context import ContextConfig, ContextRule
+from agentr1_jax.agents.context import RULES, ContextConfig, ContextRule
 from agentr1_jax.agents.loop import AgentConfig
 from agentr1_jax.credit.config import CreditConfig, ShapingConfig
 from agentr1_jax.credit.scheme import Scheme
@@ -24,6 +25,7 @@ from agentr1_jax.learner.config import (
 from agentr1_jax.learner.kl import next_kl_coef
 from agentr1_jax.learner.schedules import learning_rates
 from agentr1_jax.policy.config import PolicyConfig
+from agentr1_jax.registry import Registry
 from agentr1_jax.rollout.config import AttemptLimits, EngineConfig, RolloutConfig, SamplingConfig
 from agentr1_jax.runtime.checkpoint import CheckpointConfig
 from agentr1_jax.runtime.mesh import MeshConfig
@@ -32,6 +34,7 @@ from agentr1_jax.runtime.processes import ProcessesConfig
 from agentr1_jax.tools.config import ToolsConfig
 from agentr1_jax.train.config import EvalConfig, PretrainConfig, RunConfig, TaskConfig, TokenizerConfig, WarmStartConfig
 from agentr1_jax.trajectory import Budget
+from agentr1_jax.validation import from_section
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +155,81 @@ class Settings:
     def learning_rates(self, update: int, parts: Iterable[str]) -> dict[str, float]:
         """Return the learning rate of each part of the parameters in an update of RL, counted from 0."""
         return learning_rates(self.optimizer, update, self.run.updates, parts)
+
+
+SECTIONS: Mapping[str, type] = {
+    "checkpoint": CheckpointConfig,
+    "sinks": SinksConfig,
+    "tools": ToolsConfig,
+    "agent": AgentConfig,
+    "budget": Budget,
+    "context": ContextConfig,
+    "tokenizer": TokenizerConfig,
+    "policy": PolicyConfig,
+    "shaping": ShapingConfig,
+    "loss": LossConfig,
+    "kl": KLConfig,
+    "correction": CorrectionConfig,
+    "learner": LearnerConfig,
+    "optimizer": OptimizerConfig,
+    "pretrain": PretrainConfig,
+    "warm_start": WarmStartConfig,
+    "eval": EvalConfig,
+    "processes": ProcessesConfig,
+    "mesh": MeshConfig,
+}
+"""Sections whose keys are the fields of one dataclass."""
+ROLLOUT = {"rollout": RolloutConfig, "engine": EngineConfig, "sampling": SamplingConfig}
+"""Fields of `Settings` that share the section `rollout`."""
+
+
+def settings_from_dict(values: Mapping[str, Any], task: TaskConfig) -> Settings:
+    """Check every key of a config, by itself and against the others.
+
+    Imports the user's files that register credit schemes and context rules.
+
+    Args:
+      values: section -> key -> value, and the keys at the top; a key that is missing has its dataclass's default.
+      task: the section `task`, which is read where the tasks are known.
+
+    Raises:
+      UserError: a value is of another type, out of range or does not fit another; the message names the keys.
+    """
+    file = values.get("context", {}).get("file")
+    if file and isinstance(file, str):  # Before the rule is looked up.
+        load_file(RULES, file)
+    credit = dict(values.get("credit", {}))
+    credit["args"] = {key: x for key, x in credit.get("args", {}).items() if x is not None}
+    credit_config = from_section(CreditConfig, "credit", credit)
+    return Settings(
+        run=from_section(RunConfig, "", {key: x for key, x in values.items() if not isinstance(x, Mapping)}),
+        task=task,
+        credit=credit_config,
+        scheme=credit_config.bind(),
+        **_split_section("rollout", values.get("rollout", {}), ROLLOUT),
+        **{name: from_section(cls, name, values.get(name, {})) for name, cls in SECTIONS.items()},
+    )
+
+
+def load_file(registry: Registry[Any], path: str) -> None:
+    """Import a user's file that registers something. Raises UserError if it cannot be imported."""
+    try:
+        registry.load(path)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def _split_section(section: str, values: Mapping[str, Any], parts: Mapping[str, type]) -> dict[str, Any]:
+    """Make several dataclasses from the keys of one section, each of its own fields."""
+    fields = {name: {f.name for f in dataclasses.fields(cls)} for name, cls in parts.items()}
+    known = set().union(*fields.values())
+    for key in values:
+        if key not in known:
+            raise UserError(f"unknown key '{section}.{key}'")
+    return {
+        name: from_section(cls, section, {key: x for key, x in values.items() if key in fields[name]})
+        for name, cls in parts.items()
+    }
 
 
 def _check_context(s: Settings) -> None:
