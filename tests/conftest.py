@@ -9,7 +9,7 @@ import pathlib
 import signal
 import typing
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"

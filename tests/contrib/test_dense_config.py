@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from encoders import checkpoint
 
+from agentr1_jax.envs.registry import call_directly
 from agentr1_jax.errors import UserError
 from agentr1_jax.runtime.compile_cache import CompileCounter
 from agentr1_jax.tasks.multihop.task import RetrieverConfig
 from agentr1_jax.tools.search import Passage
 from agentr1_jax.validation import from_section
-from experiments.retrieval import LateDispatch, make_retriever
+from experiments.setup import _make_retriever as make_retriever
 
 CORPUS = [Passage(f"p{i}", f"Title {i}", f"text {word} number {i}") for i, word in enumerate("red green blue".split())]
 WORDS = [*"title text number red green blue query".split(), ":", "0", "1", "2"]
@@ -36,8 +37,8 @@ def encoder(tmp_path_factory):
 
 def test_dense_keeps_its_vectors_and_compiles_before_the_first_search(encoder, tmp_path):
     config = config_of(kind="dense", encoder=encoder, index=str(tmp_path), query_prefix="query: ", tokens=16)
-    late = LateDispatch()
-    first = make_retriever(config, CORPUS, 2, late)
+    dispatches = [call_directly]
+    first = make_retriever(config, CORPUS, 2, lambda function: dispatches[-1](function))
     compiles = CompileCounter()
     found = ids(first, "title 1 text green number 1", "red")
     assert compiles.count == 0 and all(len(hits) == 2 for hits in found)
@@ -53,7 +54,7 @@ def test_dense_keeps_its_vectors_and_compiles_before_the_first_search(encoder, t
         asked.append(function)
         return function()
 
-    late.to = engines
+    dispatches.append(engines)
     assert ids(first, "title 1 text green number 1", "red") == found and len(asked) == 1
 
     for changes, corpus in (({"passage_prefix": "text "}, CORPUS), ({"pooling": "cls"}, CORPUS), ({}, CORPUS[:2])):

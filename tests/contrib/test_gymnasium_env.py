@@ -10,6 +10,7 @@ import warnings
 import letters
 import numpy as np
 import pytest
+from configured import configured_task
 
 from agentr1_jax.contrib.gymnasium.spaces import action_format, check_observation_space, observation_text
 from agentr1_jax.contrib.gymnasium.task import GymnasiumConfig, GymnasiumTask
@@ -18,7 +19,6 @@ from agentr1_jax.envs.tabular_task import NO_ACTION, GameRewards
 from agentr1_jax.errors import UserError
 from agentr1_jax.trajectory import Outcome
 from configs import base, frozenlake
-from experiments import tasks
 
 gymnasium = pytest.importorskip("gymnasium")
 spaces = gymnasium.spaces
@@ -306,7 +306,7 @@ def test_a_config_makes_it():
     config = frozenlake.get_config()
     base.set_task(config, "gymnasium")
     config.task.gymnasium.id, config.task.gymnasium.actions = "FrozenLake-v1", LAKE
-    assert tasks.make_task(config).config.actions == LAKE
+    assert configured_task(config).config.actions == LAKE
     config.task.gymnasium.id = ""
     with pytest.raises(UserError, match=r"task\.gymnasium\.id is ''; it must have"):
-        tasks.make_task(config)
+        configured_task(config)

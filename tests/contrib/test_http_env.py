@@ -14,16 +14,19 @@ import types
 import letters
 import numpy as np
 import pytest
+from configured import configured_task
 
 from agentr1_jax.contrib.http_env.client import HttpConfig, HttpEnvError, HttpTask
 from agentr1_jax.contrib.http_env.server import Refusal, Service, make_server
 from agentr1_jax.envs.base import Action, Observation, Task, Transition
 from agentr1_jax.errors import RetryableError, UserError
 from agentr1_jax.http import HttpError, request
+from agentr1_jax.rollout.config import SamplingConfig
 from agentr1_jax.tasks import make_task
+from agentr1_jax.train import collect
 from agentr1_jax.trajectory import Outcome
 from configs import base, frozenlake
-from experiments import circle, tasks
+from experiments import setup
 
 LAKE = make_task("frozenlake", slip=0.2)
 
@@ -320,10 +323,11 @@ def test_what_the_server_cannot_read_is_answered_so(path, body):
 
 def test_rows_are_asked_for_before_the_engine_waits(monkeypatch):
     """A slow server would stall everything in flight."""
-    run = types.SimpleNamespace(task=LAKE, config=frozenlake.get_config())
+    parts = types.SimpleNamespace(task=LAKE, settings=setup.read_settings(frozenlake.get_config()))
     asked = []
-    monkeypatch.setattr(circle, "row_of", lambda run, split, visit: asked.append(visit) or {"id": str(visit)})
-    groups = circle.groups_of(run, "rl", "train", [0, 2], [8, 10], 2)
+    monkeypatch.setattr(collect, "task_row", lambda setup, split, prompt: asked.append(prompt) or {"id": str(prompt)})
+    request = collect.Request("rl", "train", [8, 9, 10], 2, SamplingConfig(), version=0)
+    groups = collect.task_groups(parts, request, [0, 2])
     assert asked == [8, 10] and [group.row["id"] for group in groups] == ["8", "10"]
     assert [[name.uid for name in group.identities] for group in groups][1] == ["rl/000010/0", "rl/000010/1"]
 
@@ -370,7 +374,7 @@ def test_a_config_that_cannot_work_is_refused(changes, told):
     defaults = {"warm_start.updates": 0, "tokenizer.path": "t"}
     config.update_from_flattened_dict(defaults | {"task.http.backoff": 0.001} | changes)
     with pytest.raises(UserError, match=told):
-        tasks.make_task(config)
+        configured_task(config)
 
 
 def test_a_config_makes_it():
@@ -379,10 +383,10 @@ def test_a_config_makes_it():
         base.set_task(config, "http")
         changes = {"warm_start.updates": 0, "tokenizer.path": "t"}
         config.update_from_flattened_dict(changes | {"task.http.url": url})
-        assert tasks.make_task(config).row("train", 3) == LAKE.row("train", 3)
+        assert configured_task(config).row("train", 3) == LAKE.row("train", 3)
         config.tokenizer.path = ""
         with pytest.raises(UserError, match="task 'frozenlake' has no texts"):
-            tasks.make_task(config)
+            configured_task(config)
         config.warm_start.updates = 3
         with pytest.raises(UserError, match="task 'frozenlake' has no expert to imitate, and warm_start.updates is 3"):
-            tasks.make_task(config)
+            configured_task(config)

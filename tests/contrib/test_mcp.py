@@ -18,6 +18,7 @@ import time
 
 import pytest
 from byte_tokens import TOKENIZER
+from configured import configured_task
 from plays import play
 from tool_doubles import run
 
@@ -36,7 +37,6 @@ from agentr1_jax.tools.config import ToolsConfig, wrap_tool
 from agentr1_jax.tools.metrics import ToolMetrics
 from agentr1_jax.trajectory import Budget, Outcome
 from configs import base as base_config
-from experiments.tasks import make_task
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("mcp") is None, reason="the extra mcp is not installed")
 
@@ -123,9 +123,10 @@ def test_a_task_of_ones_own_has_the_tools_of_a_server(tmp_path, monkeypatch):
     config.task.name, config.task.file = "clock", str(tmp_path / "my_tasks.py")
     with config.unlocked():
         config.task.args.python = sys.executable
+        config.policy.preset, config.tokenizer.path, config.warm_start.updates = "tiny", "t", 0
     opened = []
     monkeypatch.setattr(mcp, "McpTools", lambda command: opened.append(McpTools(command)) or opened[0])
-    task = make_task(config)
+    task = configured_task(config)
     row = task.row("eval", 0)
     assert row["answers"] == ["20:00"]
     arguments = {"source_timezone": "UTC", "time": "11:00", "target_timezone": "Asia/Tokyo"}

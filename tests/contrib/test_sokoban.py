@@ -8,6 +8,7 @@ import json
 
 import numpy as np
 import pytest
+from configured import configured_task
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plays import play
@@ -28,7 +29,6 @@ from agentr1_jax.envs.tabular import reachable
 from agentr1_jax.errors import UserError
 from agentr1_jax.trajectory import Outcome
 from configs import sokoban
-from experiments import tasks
 
 
 def sokoban_task(**settings):
@@ -224,9 +224,9 @@ def test_wrong_settings_are_told(wrong, told):
 
 def test_the_config_is_a_task_whose_levels_can_be_solved_within_the_budget():
     config = sokoban.get_config()
-    assert tasks.make_task(config).name == "sokoban"
+    assert configured_task(config).name == "sokoban"
     config.task.sokoban.most_moves = 13
     with pytest.raises(
         UserError, match=r"up to task\.sokoban\.most_moves \(13\) moves, beyond budget\.max_steps \(12\)"
     ):
-        tasks.make_task(config)
+        configured_task(config)

@@ -7,6 +7,7 @@ import textwrap
 
 import letters
 import pytest
+from configured import configured_task
 from plays import play
 
 from agentr1_jax.contrib.verifiers import Message, tool_schemas, verifiers_task
@@ -15,7 +16,6 @@ from agentr1_jax.errors import UserError
 from agentr1_jax.text.tool_calls import render_call
 from agentr1_jax.trajectory import Outcome
 from configs import base, frozenlake
-from experiments import tasks
 
 STAND_IN = """
 class Rubric:
@@ -293,12 +293,12 @@ def test_a_config_makes_it(file):
     base.set_task(config, "verifiers")
     config.task.verifiers.source = file(SINGLE)
     with pytest.raises(UserError, match="task 'mine' has no expert to imitate, and warm_start.updates is 200"):
-        tasks.make_task(config)
+        configured_task(config)
     config.warm_start.updates = 0
-    assert tasks.make_task(config).name == "mine"
+    assert configured_task(config).name == "mine"
     config.task.verifiers.source = ""
     with pytest.raises(UserError, match=r"task\.verifiers\.source is ''; it must have"):
-        tasks.make_task(config)
+        configured_task(config)
 
 
 REAL = '''

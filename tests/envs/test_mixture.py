@@ -9,17 +9,20 @@ import types
 import numpy as np
 import pytest
 from changes import changed
+from configured import configured_task
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agentr1_jax.envs import curriculum
 from agentr1_jax.envs.base import Action, summary_rewards
 from agentr1_jax.envs.mixture import MixtureTask
-from agentr1_jax.envs.registry import TASKS
+from agentr1_jax.envs.registry import TASKS, call_directly
 from agentr1_jax.errors import UserError
 from agentr1_jax.tasks import make_task
+from agentr1_jax.tools.metrics import ToolMetrics
+from agentr1_jax.train import collect
 from configs import base, countdown, keydoor, whereabouts
-from experiments import checks, circle, tasks
+from experiments import setup
 
 EVEN = ("countdown(weight=1)", "keydoor(weight=1)")
 PARTS = {"countdown": make_task("countdown"), "keydoor": make_task("keydoor")}
@@ -72,7 +75,7 @@ def test_an_environment_is_of_the_task_of_its_row():
 def test_wrong_mixtures_are_refused(changes, message):
     config = {"task__name": "mixture", "task__mixture": EVEN, "budget__max_steps": 7}
     with pytest.raises(UserError, match=message):
-        tasks.make_task(changed(countdown, **(config | changes)))
+        configured_task(changed(countdown, **(config | changes)))
 
 
 def test_a_config_makes_a_mixture():
@@ -85,7 +88,7 @@ def test_a_config_makes_a_mixture():
         task__keydoor__rewards__goal=2.0,
         budget__max_steps=7,
     )
-    task = tasks.make_task(config)
+    task = configured_task(config)
     assert {task.row("train", i)["task"] for i in range(4)} == {"countdown", "keydoor"}
     assert len(task.row("train/keydoor", 0)["rooms"]) == 5 and task.name == "mixture"
 
@@ -96,18 +99,19 @@ def test_all_tasks_of_a_mixture_are_checked(first):
     mixed = {"task__name": "mixture", "task__mixture": EVEN, "budget__max_steps": 7}
     for seed in range(9):
         config = changed(countdown, seed=seed, shaping__potential=0.5, **mixed)
-        task = tasks.make_task(config)
+        settings = setup.read_settings(config)
+        task = setup.make_task(settings, ToolMetrics(), call_directly)
         if task.row("train", 0)["task"] == first:
             break
     with pytest.raises(UserError, match="observations of task 'countdown' have no potential"):
-        checks.check_task(config, task)
+        setup.check_task(settings, task)
 
 
 def test_a_task_with_names_of_its_own_is_no_mixture():
     config = changed(countdown)
-    task = tasks.make_task(config)
+    task = configured_task(config)
     object.__setattr__(task, "names", ["Ann", "Bob"])
-    checks.check_task(config, task)
+    setup.check_task(setup.read_settings(config), task)
 
 
 def test_summaries_are_judged_by_the_task_of_their_row():
@@ -133,11 +137,11 @@ def test_experts_that_cannot_sum_up_are_not_imitated_where_they_would_have_to():
     for changes in ({"budget__max_steps": 7}, mixed):
         config = changed(countdown, **{"context__rule": "summary(turns=2)", **changes})
         with pytest.raises(UserError, match=r"the expert of task '\w+' writes none to imitate; choose another context"):
-            checks.check_task(config, tasks.make_task(config))
+            configured_task(config)
     config.warm_start.updates = 0
-    checks.check_task(config, tasks.make_task(config))
+    configured_task(config)
     config = whereabouts.get_config()
-    checks.check_task(config, tasks.make_task(config))
+    configured_task(config)
 
 
 GUESS = """
@@ -166,7 +170,7 @@ def own(monkeypatch, tmp_path):
         (tmp_path / "mine.py").write_text(text)
         config = changed(base.get_config(), task__file=str(tmp_path / "mine.py"), task__name="mine")
         with config.unlocked():
-            config.warm_start.updates = 0
+            config.warm_start.updates, config.policy.preset = 0, "tiny"
             config.task.args.update(args)
         return config
 
@@ -175,24 +179,24 @@ def own(monkeypatch, tmp_path):
 
 def test_a_task_of_ones_own_comes_from_a_file(own):
     config = own(GUESS, rooms=3)
-    assert len(tasks.make_task(config).row("train", 0)["rooms"]) == 5
+    assert len(configured_task(config).row("train", 0)["rooms"]) == 5
     with config.unlocked():
         config.task.args.chairs = 4
     with pytest.raises(UserError, match=r"unknown key 'task\.args\.chairs'"):
-        tasks.make_task(config)
+        configured_task(config)
 
 
 def test_a_file_of_tasks_that_registers_none_is_refused(own):
     with pytest.raises(UserError, match=r"task\.file: .*mine\.py registers no task; decorate one with @register"):
-        tasks.make_task(own("x = 1"))
+        configured_task(own("x = 1"))
 
 
 def test_arguments_are_of_tasks_of_ones_own_alone():
     config = changed(keydoor)
     with config.unlocked():
         config.task.args.rooms = 3
-    with pytest.raises(UserError, match="task.args has rooms, which only a task of task.file reads"):
-        tasks.make_task(config)
+    with pytest.raises(UserError, match="task.args has rooms, which only a task of task.file with keys reads"):
+        configured_task(config)
 
 
 @given(st.integers(0, 500), st.integers(1, 9))
@@ -207,9 +211,9 @@ def test_a_curriculum_allows_steps_by_the_batch_of_a_row(visit, groups):
 
 def test_training_rows_alone_have_a_curriculum():
     config = changed(keydoor, task__curriculum=("max_steps(3)", "max_steps(7, update=2)"), rollout__groups=8)
-    run = types.SimpleNamespace(config=config, task=PARTS["keydoor"])
-    assert [circle.row_of(run, "train", visit)["max_steps"] for visit in (0, 15, 16, 99)] == [3, 3, 7, 7]
-    assert circle.row_of(run, "eval", 0) == PARTS["keydoor"].row("eval", 0)
+    parts = types.SimpleNamespace(settings=setup.read_settings(config), task=PARTS["keydoor"])
+    assert [collect.task_row(parts, "train", prompt)["max_steps"] for prompt in (0, 15, 16, 99)] == [3, 3, 7, 7]
+    assert collect.task_row(parts, "eval", 0) == PARTS["keydoor"].row("eval", 0)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from configured import configured_task
 from hypothesis import given
 from hypothesis import strategies as st
 from plays import play
@@ -19,7 +20,6 @@ from agentr1_jax.tasks import make_task
 from agentr1_jax.tasks.frozenlake import distances, game
 from agentr1_jax.trajectory import Outcome
 from configs import frozenlake
-from experiments import tasks
 
 TASK = make_task("frozenlake")
 SLIPPERY = make_task("frozenlake", size=3, slip=2 / 3)
@@ -209,4 +209,4 @@ def test_settings_that_leave_no_maps_are_refused(holes):
 
 
 def test_the_config_is_a_task():
-    assert tasks.make_task(frozenlake.get_config()).name == "frozenlake"
+    assert configured_task(frozenlake.get_config()).name == "frozenlake"

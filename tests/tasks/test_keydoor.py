@@ -7,6 +7,7 @@ import json
 
 import numpy as np
 import pytest
+from configured import configured_task
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plays import play
@@ -19,7 +20,6 @@ from agentr1_jax.tasks import make_task
 from agentr1_jax.tasks.keydoor import WORTH, game
 from agentr1_jax.trajectory import Outcome
 from configs import keydoor
-from experiments import tasks
 
 TASK = make_task("keydoor")
 SMALL = make_task("keydoor", rooms=1, key_count=2, noise=0.5)
@@ -181,10 +181,10 @@ def test_rows_that_do_not_exist_are_told(split, index):
 
 def test_the_config_is_a_task_whose_door_can_be_reached():
     config = keydoor.get_config()
-    assert tasks.make_task(config).name == "keydoor"
+    assert configured_task(config).name == "keydoor"
     config.task.keydoor.rooms = 6
     with pytest.raises(UserError, match=r"8 steps away \(task\.keydoor\.rooms \+ 2\), beyond budget\.max_steps \(7\)"):
-        tasks.make_task(config)
+        configured_task(config)
     config.task.keydoor.rooms, config.warm_start.practice = 5, 0.25
     with pytest.raises(UserError, match=r"keydoor has no split 'practice'; set warm_start\.practice=0"):
-        tasks.make_task(config)
+        configured_task(config)

@@ -7,12 +7,12 @@ import json
 
 import pytest
 from changes import changed
+from configured import configured_task
 
 from agentr1_jax.errors import UserError
 from agentr1_jax.tasks import qa
 from agentr1_jax.tools.search import BM25
 from configs import multihop_tiny
-from experiments import checks, tasks
 
 
 def question(i, dataset="hotpotqa"):
@@ -35,7 +35,7 @@ def files(tmp_path):
 
 
 def make(files, **changes):
-    return tasks.make_task(changed(multihop_tiny, **(files | changes)))
+    return configured_task(changed(multihop_tiny, **(files | changes)))
 
 
 def test_every_key_reaches_the_task(files):
@@ -64,11 +64,12 @@ def test_evaluation_may_have_data_sets_of_its_own(data_dir):
         "task__data_dir": str(data_dir),
         "task__multihop__datasets": ("hotpotqa",),
     }
-    task = tasks.make_task(changed(multihop_tiny, **config, task__multihop__eval_datasets=("hotpotqa", "musique")))
+    config["task__multihop__eval_datasets"] = ("hotpotqa", "musique")
+    task = configured_task(changed(multihop_tiny, **config))
     assert {task.row("train", i)["dataset"] for i in range(60)} == {"hotpotqa"} and task.size("eval/musique") == 40
-    checks.check_task(changed(multihop_tiny, eval__split="eval/musique"), task)
+    configured_task(changed(multihop_tiny, **config, eval__split="eval/musique"))
     with pytest.raises(UserError, match=r"eval\.split: multihop has no row 'held_out' 0; splits are train, eval"):
-        checks.check_task(changed(multihop_tiny, eval__split="held_out"), task)
+        configured_task(changed(multihop_tiny, **config, eval__split="held_out"))
 
 
 @pytest.mark.parametrize(

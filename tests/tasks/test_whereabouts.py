@@ -9,6 +9,7 @@ import json
 import numpy as np
 import pytest
 from changes import changed
+from configured import configured_task
 from letters import TOKENIZER
 
 from agentr1_jax.agents.context import context_rule
@@ -21,7 +22,6 @@ from agentr1_jax.tasks.whereabouts import PLACES, facts_text, last_places, repor
 from agentr1_jax.text.chat import chat_format
 from agentr1_jax.trajectory import Budget, Outcome
 from configs import whereabouts
-from experiments import tasks
 
 TASK = make_task("whereabouts")
 PERFECT = make_task("whereabouts", forgets=0.0, mistakes=0.0)
@@ -160,7 +160,7 @@ def test_answers_may_end_with_a_stop_and_nothing_else_counts():
 def test_a_question_beyond_the_last_step_is_refused():
     config = changed(whereabouts, task__whereabouts__reports=8, budget__max_steps=8)
     with pytest.raises(UserError, match=r"its question comes at step 9 .* beyond budget\.max_steps \(8\); raise it"):
-        tasks.make_task(config)
+        configured_task(config)
 
 
 def test_unknown_rows_are_refused():

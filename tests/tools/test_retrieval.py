@@ -11,7 +11,7 @@ from agentr1_jax.errors import UserError
 from agentr1_jax.tasks.multihop.task import RETRIEVER_KEYS, RetrieverConfig
 from agentr1_jax.tools.search import BM25, Passage, RemoteRetriever
 from agentr1_jax.validation import from_section
-from experiments.retrieval import make_retriever
+from experiments.setup import _make_retriever as make_retriever
 
 CORPUS = [Passage(f"p{i}", f"Title {i}", f"text {word} number {i}") for i, word in enumerate("red green blue".split())]
 WORDS = [*"title text number red green blue query".split(), ":", "0", "1", "2"]

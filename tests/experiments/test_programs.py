@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def imported(source: str) -> Iterator[str]:
@@ -21,6 +21,6 @@ def test_a_test_takes_a_program_through_program_since_flags_have_equal_names():
     files = (ROOT / "experiments").glob("*.py")
     programs = {f"experiments.{file.stem}" for file in files if "flags.DEFINE" in file.read_text()}
     assert {"experiments.train", "experiments.ask", "experiments.kill_test"} <= programs
-    for test in (ROOT / "tests").glob("*.py"):
+    for test in (ROOT / "tests").rglob("*.py"):
         direct = programs & set(imported(test.read_text()))
         assert not direct, f"{test.name}: use programs.program for {', '.join(sorted(direct))}"
