@@ -33,7 +33,7 @@ from agentr1_jax.policy.decoder import Params
 from agentr1_jax.policy.params import init_decoder
 from agentr1_jax.policy.sharding import shardings
 from agentr1_jax.rollout.config import EngineConfig, SamplingConfig
-from agentr1_jax.rollout.counters import Counters
+from agentr1_jax.rollout.device import Counters
 from agentr1_jax.rollout.engine import Engine
 from agentr1_jax.rollout.runner import TaskGroup, run_groups
 from agentr1_jax.runtime.compile_cache import CompileCounter

@@ -19,7 +19,7 @@ from agentr1_jax.envs.rewards import totals
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.rollout import runner
-from agentr1_jax.rollout.background import BackgroundEngine
+from agentr1_jax.rollout.background import BackgroundEngine, wait
 from agentr1_jax.rollout.config import SamplingConfig
 from agentr1_jax.rollout.engine import Engine
 from agentr1_jax.rollout.runner import GroupBatch, TaskGroup, run_groups
@@ -183,9 +183,9 @@ def roll_out(
     batch = GroupBatch(len(places), tasks, dynamic_sampling=bool(refills), complete=complete)
 
     def sample(background: BackgroundEngine) -> bool:
-        return runner.roll_out(
-            background, run.agent, batch, sampling=sampling, limits=build.limits(run.config), stop=stop
-        )
+        limits = build.limits(run.config)
+        future = runner.start_batch(background, run.agent, batch, sampling=sampling, limits=limits)
+        return wait(future, stop) is not None
 
     if within:
         return batch.trajectories() if sample(within) else None

@@ -49,6 +49,22 @@ def _engine(slots: int, devices: int, swap_slots: int, habits: tuple) -> tuple[E
     return engine, params
 
 
+def run_work(engine, params, work):
+    """Run coroutines that use `acquire`, `generate` and `release` of an engine; their results, in order."""
+
+    async def gather():
+        tasks = [asyncio.ensure_future(w) for w in work]
+        try:
+            yield await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    (results,) = engine.stream(params, gather)
+    return results
+
+
 class Planned:
     """An agent that does what its row says: how to build each prompt, how much to sample, how long the tool takes."""
 

@@ -21,13 +21,76 @@ from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.rollout.cache import KVCache, cache_sharding, empty_cache
 from agentr1_jax.rollout.config import EngineConfig, SamplingConfig
-from agentr1_jax.rollout.counters import Counters, DeviceClock
 from agentr1_jax.rollout.programs import NO_TOKEN, Sampled, SlotState, build_programs, encode_updates, idle_slot_state
 from agentr1_jax.rollout.scheduler import CacheCopy, Prefill
 from agentr1_jax.runtime.compile_cache import cached_jit
 
 COPIES_PER_CALL = 16
 """Most copies in one call of the copy program, per data shard."""
+
+
+@dataclasses.dataclass
+class Counters:
+    """Work of an engine since its counters were reset; times in seconds, the rest in tokens or calls.
+
+    Attributes:
+      decode_tokens: tokens sampled.
+      decode_slot_steps: decode slots x iterations of the decode loop.
+      waiting_tokens, waiting_slot_steps: the same two, of the calls during which some trajectory waited for a slot.
+      prefill_tokens: prompt tokens computed.
+      prefill_tokens_padded: the same with the padding of the prefill calls.
+      prefill_tokens_saved: prompt tokens that were cached and not computed again.
+      copied_tokens: tokens copied from one KV slot to another.
+      decode_calls, prefill_calls, copy_calls: calls of the compiled programs.
+      device_seconds: time during which some program was running, as the host sees it.
+      decode_seconds: time from the dispatch of each decode call until its output was fetched.
+      seconds: duration of all rollouts.
+    """
+
+    decode_tokens: int = 0
+    decode_slot_steps: int = 0
+    waiting_tokens: int = 0
+    waiting_slot_steps: int = 0
+    prefill_tokens: int = 0
+    prefill_tokens_padded: int = 0
+    prefill_tokens_saved: int = 0
+    copied_tokens: int = 0
+    decode_calls: int = 0
+    prefill_calls: int = 0
+    copy_calls: int = 0
+    device_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def occupancy(self) -> float:
+        """Share of slot iterations that sampled a token."""
+        return self.decode_tokens / max(self.decode_slot_steps, 1)
+
+    @property
+    def occupancy_while_waiting(self) -> float:
+        """Occupancy while some trajectory waited for a slot; 1 if none ever did."""
+        return self.waiting_tokens / self.waiting_slot_steps if self.waiting_slot_steps else 1.0
+
+    @property
+    def host_share(self) -> float:
+        """Share of the time during which no device program ran."""
+        return max(1 - self.device_seconds / self.seconds, 0.0) if self.seconds else 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the rollouts of this process."""
+        return {
+            "rollout/occupancy": self.occupancy,
+            "rollout/occupancy_while_waiting": self.occupancy_while_waiting,
+            "rollout/prefill_tokens": float(self.prefill_tokens),
+            "rollout/prefill_saved": float(self.prefill_tokens_saved),
+            "rollout/prefill_padded": float(self.prefill_tokens_padded),
+            "rollout/copied_tokens": float(self.copied_tokens),
+            "time/host_share": self.host_share,
+            "time/decode_tokens": float(self.decode_tokens),
+            "time/rollout": self.seconds,
+            "time/decode": self.decode_seconds,
+        }
 
 
 def next_bucket(rows: int, buckets: Sequence[int]) -> int:
@@ -117,7 +180,7 @@ class Device:
         """Free all arrays on the devices."""
         self._params = self._cache = self._state = None
         self.in_flight: collections.deque[tuple[Sampled, float]] = collections.deque()
-        self._clock = DeviceClock()
+        self._busy_since: float | None = None
 
     def compile(self) -> int:
         """Run every program once on idle slots; return their number."""
@@ -170,7 +233,7 @@ class Device:
             for i, copy in enumerate(copies):
                 table[:, shard, i] = copy.source % self._kv_slots_per_shard, copy.target % self._kv_slots_per_shard
         count = np.asarray([len(copies) for copies in shards], np.int32)
-        self._clock.start()
+        self._note_dispatch()
         source, target = table.reshape(2, -1)
         self._cache = self.programs.copy(self._cache, source, target, count)
         self.counters.copy_calls += 1
@@ -208,7 +271,7 @@ class Device:
                 ids = row.ids[row.start :]
                 tokens[shard, i, : len(ids)] = ids
                 slot[shard, i], start[shard, i] = row.kv_slot % self._kv_slots_per_shard, row.start
-        self._clock.start()
+        self._note_dispatch()
         arrays = tokens.reshape(-1, tokens.shape[-1]), slot.ravel(), start.ravel()
         self._cache = self.programs.prefill(self._params, self._cache, *arrays)
         self.counters.prefill_tokens_padded += tokens.size
@@ -220,8 +283,7 @@ class Device:
         if self._changed.any():
             updates = self._put(encode_updates(self._next_state, self._changed))
         self._changed[:] = False
-        started = time.perf_counter()
-        self._clock.start()
+        started = self._note_dispatch()
         self._cache, self._state, sampled = self.programs.decode(
             self._params, self._cache, self._state, updates, self._early_exit_after
         )
@@ -232,11 +294,20 @@ class Device:
         """Wait for the oldest decode call in flight; return its output as numpy arrays."""
         sampled, started = self.in_flight.popleft()
         sampled = jax.device_get(sampled)
-        self.counters.device_seconds += self._clock.stop(more=bool(self.in_flight))
-        self.counters.decode_seconds += time.perf_counter() - started
+        now = time.perf_counter()
+        self.counters.device_seconds += 0.0 if self._busy_since is None else now - self._busy_since
+        self._busy_since = now if self.in_flight else None
+        self.counters.decode_seconds += now - started
         self.counters.decode_tokens += int(sampled.count.sum())
         self.counters.decode_slot_steps += int(sampled.iterations.max()) * self._config.slots
         return sampled
+
+    def _note_dispatch(self) -> float:
+        """Note that the device is busy from now on, if it was not; return the time."""
+        now = time.perf_counter()
+        if self._busy_since is None:
+            self._busy_since = now
+        return now
 
     def _put(self, tree: Any) -> Any:
         """Place numpy arrays on the mesh, sharded by slot."""

@@ -15,7 +15,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,9 +25,9 @@ from agentr1_jax.agents.base import Completion
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.rollout.config import EngineConfig, SamplingConfig
-from agentr1_jax.rollout.counters import Counters, Timeline
-from agentr1_jax.rollout.device import Device, ResponseRequest
+from agentr1_jax.rollout.device import Counters, Device, ResponseRequest
 from agentr1_jax.rollout.scheduler import CacheCopy, Scheduler, SlotLease
+from agentr1_jax.rollout.timeline import Timeline
 
 T = TypeVar("T")
 
@@ -115,25 +115,6 @@ class Engine:
     def reset_counters(self) -> None:
         """Count from zero."""
         self.device.counters = Counters()
-
-    def run(self, params: Params, work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-        """Run coroutines that use `acquire` / `generate` / `release` until all have returned.
-
-        Returns:
-          their results, in order. An exception in one propagates after the others were cancelled.
-        """
-
-        async def gather() -> AsyncIterator[list[T]]:
-            tasks = [asyncio.ensure_future(w) for w in work]
-            try:
-                yield await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-
-        (results,) = self.stream(params, gather)
-        return results
 
     def stream(
         self, params: Params, main: Callable[[], AsyncIterator[T]], version: int = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 import concurrent.futures
 import dataclasses
 import itertools
@@ -19,7 +18,7 @@ from agentr1_jax.agents.boundary import BoundaryError
 from agentr1_jax.agents.isolation import AgentTimeout, Isolation
 from agentr1_jax.agents.session import Identity, RecordedSession
 from agentr1_jax.policy.decoder import Params
-from agentr1_jax.rollout.background import BackgroundEngine, wait
+from agentr1_jax.rollout.background import BackgroundEngine
 from agentr1_jax.rollout.config import AttemptLimits, SamplingConfig
 from agentr1_jax.rollout.engine import Engine, RequestError
 from agentr1_jax.rollout.scheduler import SlotLease
@@ -211,27 +210,6 @@ def start_batch(
     return background.start(sample)
 
 
-def roll_out(
-    background: BackgroundEngine,
-    agent: Agent,
-    batch: GroupBatch,
-    *,
-    sampling: SamplingConfig,
-    limits: AttemptLimits = ONE_ATTEMPT,
-    stop: Callable[[], bool] = lambda: False,
-) -> bool:
-    """Sample the missing groups of a batch, and wait for them.
-
-    Args:
-      background, agent, batch, sampling, limits: see `start_batch`.
-      stop: asked every now and then whether to stop waiting.
-
-    Returns:
-      whether the batch is complete; False if `stop` returned True first, and the work goes on until the engine closes.
-    """
-    return wait(start_batch(background, agent, batch, sampling=sampling, limits=limits), stop) is not None
-
-
 async def _episode(
     engine: Engine,
     isolation: Isolation,
@@ -284,8 +262,3 @@ def is_zero_variance(group: Sequence[Trajectory]) -> bool:
     """Return whether all trained trajectories of a group have equal returns, so that comparing them teaches nothing."""
     returns = {t.total_reward for t in group if POLICIES[t.outcome].training != "drop"}
     return len({r for r in returns if math.isfinite(r)}) <= 1
-
-
-def outcome_counts(trajectories: Iterable[Trajectory]) -> dict[str, int]:
-    """Return the number of trajectories by outcome."""
-    return dict(collections.Counter(str(t.outcome) for t in trajectories))

@@ -11,29 +11,22 @@ Files of both kinds hold machine code: whoever can write the folder decides what
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import os
-import platform
 import re
 import tempfile
 import threading
-import time
 import warnings
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from absl import logging
 from etils import epath
-from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
 from agentr1_jax import files
+from agentr1_jax.runtime.program_files import LOAD_EVENT, CachedFunction
 
-LOAD_EVENT = "/agentr1_jax/compile_cache/load_duration"
-"""Seconds that loading a program from our own files took."""
 JAX_LOAD_EVENT = "/jax/compilation_cache/cache_retrieval_time_sec"
 """Seconds that loading a program from JAX's cache took; precedes `COMPILE_EVENT` in the same thread."""
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -102,71 +95,7 @@ def cached_jit(function: Callable[..., Any], mesh: Mesh | None, **options: Any) 
     devices = jax.local_devices()[:1] if mesh is None else list(mesh.devices.flat)
     kind, several_processes = devices[0].platform, len({device.process_index for device in devices}) > 1
     in_jax_cache = kind == "gpu" or (kind == "tpu" and several_processes)
-    return jitted if in_jax_cache else _CachedFunction(jitted, devices, _folder[0])
-
-
-class _CachedFunction:
-    """Jitted function that loads its compiled programs from a folder, or compiles them and writes them there."""
-
-    def __init__(self, jitted: Any, devices: Sequence[jax.Device], folder: str) -> None:
-        self._jitted, self._devices, self._folder = jitted, devices, folder
-        self._name = re.sub(r"\W", "_", getattr(jitted, "__name__", "program"))
-        self._programs: dict[Any, Callable[..., Any]] = {}
-
-    def __call__(self, *args: Any) -> Any:
-        leaves, tree = jax.tree.flatten(args)
-        signature = tree, tuple((jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves)
-        if signature not in self._programs:
-            lowered = self._jitted.lower(*args)
-            path = os.path.join(self._folder, f"{self._name}-{_cache_key(lowered, self._devices)}-program")
-            self._programs[signature] = self._load(path, lowered) or self._compile(path, lowered)
-        return self._programs[signature](*args)
-
-    def _load(self, path: str, lowered: jax.stages.Lowered) -> Callable[..., Any] | None:
-        start = time.perf_counter()
-        try:
-            payload = zlib.decompress(files.read_bytes(path))  # zlib verifies a checksum.
-            program = serialize_executable.deserialize_and_load(
-                payload, lowered.in_tree, lowered.out_tree, execution_devices=self._devices
-            )
-        except FileNotFoundError:
-            return None
-        except Exception as error:  # A damaged or foreign file can raise anything.
-            logging.warning("%s cannot be used (%s); %s is compiled again", path, error, self._name)
-            return None
-        jax.monitoring.record_event_duration_secs(LOAD_EVENT, time.perf_counter() - start)
-        return program
-
-    def _compile(self, path: str, lowered: jax.stages.Lowered) -> Callable[..., Any]:
-        program = lowered.compile()
-        try:
-            payload, _, _ = serialize_executable.serialize(program)
-            with files.atomic_write(path, "wb") as out:
-                out.write(zlib.compress(payload))
-        except Exception as error:  # The program runs even if it cannot be kept.
-            logging.warning("%s is not kept in %s (%s)", self._name, self._folder, error)
-        return program
-
-
-def _cache_key(lowered: jax.stages.Lowered, devices: Sequence[jax.Device]) -> str:
-    """Return a hash of everything that a compiled program depends on."""
-    parts = [
-        lowered.as_text(),
-        jax.__version__,
-        devices[0].client.platform_version,  # On TPUs the version of libtpu.
-        str(jax.process_index()),
-        *(f"{device.id} {device.process_index} {device.device_kind}" for device in devices),
-        *(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")),
-        _cpu_features() if devices[0].platform == "cpu" else "",
-    ]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
-def _cpu_features() -> str:
-    """Return the model and the instruction sets of this host's CPU."""
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
-        return "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
-    return platform.processor()
+    return jitted if in_jax_cache else CachedFunction(jitted, devices, _folder[0])
 
 
 class CompileCounter:

@@ -65,7 +65,7 @@ def run_main(main: Callable[[Sequence[str]], Any], arguments: Sequence[str] = ()
             status = 1
             traceback.print_exc()
             sys.stderr.flush()
-            from agentr1_jax.runtime.processes import wait_for_lost_process  # Imports JAX.
+            from agentr1_jax.runtime.coordinator import wait_for_lost_process  # Imports JAX.
 
             wait_for_lost_process(error)
     if one_of_many:

@@ -1,7 +1,7 @@
 """Lock of a run folder: a second run in the same folder is refused.
 
-On disks it is a lock of the kernel (`filelock`), which ends with its process. A bucket has no locks: there a marker
-object names the owner. A killed run leaves its marker behind; the message to the next run says how to remove it.
+On disks it is a lock of the kernel (`filelock`), which ends with its process. A bucket has no locks, but a marker
+object (`runtime/bucket_lock.py`).
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import contextlib
 import errno
 import json
 import os
-import secrets
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import filelock
@@ -21,28 +21,27 @@ from absl import logging
 
 from agentr1_jax import files
 from agentr1_jax.errors import UserError
+from agentr1_jax.runtime.bucket_lock import describe_owner, hold_marker
 
 NAME = ".lock"
 """Name of the lock's file or object in the run folder."""
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 """`OSError.errno` of a file system without locks."""
-_START = time.time()
-"""Time at which this process started, in seconds since 1970: a marker that names its number and is older is stale."""
 
 
-@contextlib.contextmanager
-def lock_folder(folder: str | os.PathLike[str]) -> Iterator[None]:
+def lock_folder(folder: str | os.PathLike[str]) -> AbstractContextManager[None]:
     """Hold the lock of a folder, which is made if need be and removed afterwards if nothing else was put into it.
 
     Raises:
       UserError: another process holds it; the message names it. Or a bucket cannot be written to.
     """
-    with _marker(os.path.join(folder, NAME)) if files.is_remote(folder) else _kernel_lock(folder):
-        yield
+    if files.is_remote(folder):
+        return hold_marker(os.path.join(folder, NAME), _owner())
+    return _hold_kernel_lock(folder)
 
 
 @contextlib.contextmanager
-def _kernel_lock(folder: str | os.PathLike[str]) -> Iterator[None]:
+def _hold_kernel_lock(folder: str | os.PathLike[str]) -> Iterator[None]:
     """Hold the kernel's lock on the file `.lock`, which contains the owner's name for the message."""
     os.makedirs(folder, exist_ok=True)
     path = os.path.join(folder, NAME)
@@ -76,68 +75,13 @@ def _kernel_lock(folder: str | os.PathLike[str]) -> Iterator[None]:
         lock.release()
 
 
-@contextlib.contextmanager
-def _marker(path: str) -> Iterator[None]:
-    """Hold a marker object in a bucket."""
-    owner = {**_owner(), "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "token": secrets.token_hex(8)}
-    try:
-        found = _create_marker(path, owner)
-        if found is not None and _is_stale(found):
-            logging.warning("%s: its owner %s has ended; the marker is replaced", path, _name(found))
-            files.remove(path)
-            found = _create_marker(path, owner)
-    except UserError:
-        raise
-    except Exception as error:  # gcsfs, aiohttp and google-auth each raise their own exceptions.
-        fault = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise UserError(
-            f"{path} cannot be written ({fault}); see that the bucket exists, and that this host may create, read, "
-            "list and delete objects there"
-        ) from error
-    if found is not None:
-        raise UserError(
-            f"{os.path.dirname(path)}: another run is at work there ({_name(found)}, since {found.get('since')}); wait "
-            "for its end, stop it, or choose another --config.run_dir. A killed run leaves its marker: once you know "
-            f"that it has ended, remove it by `gcloud storage rm {path}`"
-        )
-    try:
-        yield
-    finally:
-        with contextlib.suppress(Exception):  # The next run is told how to remove it.
-            if json.loads(files.read_bytes(path)).get("token") == owner["token"]:
-                files.remove(path)
-
-
-def _create_marker(path: str, owner: dict[str, Any]) -> dict[str, Any] | None:
-    """Create the marker unless there is one; return the owner that an existing one names, None if it is ours."""
-    try:
-        files.create(path, json.dumps(owner).encode())
-        return None
-    except FileExistsError:
-        found = json.loads(files.read_bytes(path))
-    # A request that was repeated because its answer was lost finds its own marker.
-    return None if found.get("token") == owner["token"] else found
-
-
-def _is_stale(owner: dict[str, Any]) -> bool:
-    """Whether the owner was a process of this host that has ended."""
-    if owner.get("host") != socket.gethostname():
-        return False
-    process = owner.get("process", 0)
-    return owner.get("time", 0) < _START if process == os.getpid() else not os.path.exists(f"/proc/{process}")
-
-
 def _owner() -> dict[str, Any]:
     return {"host": socket.gethostname(), "process": os.getpid(), "time": time.time()}
-
-
-def _name(owner: dict[str, Any]) -> str:
-    return f"process {owner.get('process')} on {owner.get('host')}"
 
 
 def _describe_owner(path: str) -> str:
     try:
         with open(path, encoding="utf-8") as file:
-            return _name(json.load(file))
+            return describe_owner(json.load(file))
     except (OSError, ValueError, AttributeError):
         return "its owner has not written its name yet"

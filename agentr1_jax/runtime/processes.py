@@ -16,9 +16,7 @@ import io
 import json
 import os
 import signal
-import socket
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, TypeVar
@@ -30,14 +28,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from pydantic.dataclasses import dataclass
 
-from agentr1_jax.errors import RetryableError, UserError
+from agentr1_jax.errors import UserError
 from agentr1_jax.runtime.compile_cache import cached_jit
+from agentr1_jax.runtime.coordinator import wait_for_coordinator
 from agentr1_jax.validation import STRICT, Count
 
 T = TypeVar("T")
 
-LOST_PROCESS_SECONDS = 120
-"""Longest wait for the name of a lost process; longer than a sensible `heartbeat_seconds`."""
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 """Value of GLIBC_TUNABLES by which the C library allocates large arrays in huge pages."""
 
@@ -91,7 +88,7 @@ def initialize(start_seconds: int = 300, heartbeat_seconds: int = 30) -> None:
             "process %d: joins %d processes at %s, waits %d s at most", index, count, coordinator, start_seconds
         )
         if index:
-            _wait_for_coordinator(coordinator, start_seconds)
+            wait_for_coordinator(coordinator, start_seconds)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         # JAX's own handler would swallow a SIGTERM that arrives before `StopRequest` is entered.
         jax.config.update("jax_enable_preemption_service", False)
@@ -106,46 +103,6 @@ def initialize(start_seconds: int = 300, heartbeat_seconds: int = 30) -> None:
         "process %d of %d: devices %s of %d",
         *(jax.process_index(), jax.process_count(), [device.id for device in jax.local_devices()], jax.device_count()),
     )
-
-
-def _wait_for_coordinator(address: str, seconds: float) -> None:
-    """Wait until process 0 listens; JAX's own wait ends in an abort that names no address."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise UserError(f"AGENTR1_COORDINATOR is {address!r}; it must be host:port")
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            socket.create_connection((host, int(port)), timeout=max(deadline - time.monotonic(), 0.1)).close()
-            return
-        except OSError as error:
-            if time.monotonic() >= deadline:
-                raise RetryableError(
-                    f"no coordinator at {host}, port {port}, within {seconds:g} s ({error}): process 0 must run there, "
-                    "and the port must be open to the others; see AGENTR1_COORDINATOR and processes.start_seconds"
-                ) from error
-        time.sleep(0.2)
-
-
-def wait_for_lost_process(error: BaseException) -> None:
-    """After a collective failed because a process was lost, wait until the lost process is named.
-
-    A lost process 0 is noticed here: its port does not answer. Any other lost process stops sending heartbeats to the
-    coordination service in process 0, which names it after `heartbeat_seconds` and ends all others.
-    """
-    coordinator = os.environ.get("AGENTR1_COORDINATOR")
-    if not coordinator or "gloo" not in str(error).lower() or not jax.distributed.is_initialized():
-        return
-    host, _, port = coordinator.rpartition(":")
-    if jax.process_index():
-        try:
-            socket.create_connection((host, int(port)), timeout=5).close()
-        except OSError:
-            sys.stderr.write(f"error: process 0 is lost: nobody answers at {coordinator}\n")
-            return
-    sys.stderr.write("error: a process was lost in a collective; waiting to hear which\n")
-    sys.stderr.flush()
-    time.sleep(LOST_PROCESS_SECONDS)
 
 
 def process_index() -> int:

@@ -68,20 +68,7 @@ def policy_ages(trajectories: Sequence[Trajectory], update: int, staleness: int)
 
 def rollout_metrics(engine: Engine, tools: ToolMetrics) -> dict[str, float]:
     """Return what engine and tools of this process did since their counters were reset."""
-    c = engine.counters
-    return {
-        **tools.metrics(),
-        "rollout/occupancy": c.occupancy,
-        "rollout/occupancy_while_waiting": c.occupancy_while_waiting,
-        "time/host_share": c.host_share,
-        "rollout/prefill_tokens": float(c.prefill_tokens),
-        "rollout/prefill_saved": float(c.prefill_tokens_saved),
-        "rollout/prefill_padded": float(c.prefill_tokens_padded),
-        "rollout/copied_tokens": float(c.copied_tokens),
-        "time/decode_tokens": float(c.decode_tokens),
-        "time/rollout": c.seconds,
-        "time/decode": c.decode_seconds,
-    }
+    return {**tools.metrics(), **engine.counters.metrics()}
 
 
 def tokens_per_second(metrics: Mapping[str, float]) -> str:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tiny
 from checkpoints import read
+from schedules import run_work
 from stories import text_of, write_folder
 
 from agentr1_jax.rollout.config import EngineConfig, SamplingConfig
@@ -49,7 +50,7 @@ def test_stories_are_told_by_the_engine(checkpoint):
         engine.release(lease)
         return [*prompt, *told.ids]
 
-    (whole,) = engine.run(params, [story([1])])
+    (whole,) = run_work(engine, params, [story([1])])
     assert text_of(tokenizer, whole[1:]).startswith(STORY)
-    (resumed,) = engine.run(params, [story(whole[:12])])
+    (resumed,) = run_work(engine, params, [story(whole[:12])])
     assert resumed[: len(whole)] == whole

@@ -12,8 +12,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 from agentr1_jax.report import plot_timeline, state_shares, timeline
-from agentr1_jax.rollout import counters
-from agentr1_jax.rollout.counters import Timeline
+from agentr1_jax.rollout import timeline as rollout_timeline
+from agentr1_jax.rollout.timeline import Timeline
 
 TICKS = 24
 
@@ -117,7 +117,7 @@ def test_timelines_of_all_sizes_are_drawn(tmp_path, count, slots):
 
 def test_an_engine_records_spans_until_the_rollout_is_over(monkeypatch):
     clock = iter([10.0, 12.0, 13.0, 14.5])
-    monkeypatch.setattr(counters.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(rollout_timeline.time, "perf_counter", lambda: next(clock))
     made = Timeline(2)
     made.add([0, 1], "decode", 10.5, 11.5)
     made.set_tool_slots({0, 1})

@@ -20,7 +20,7 @@ from schedules import MANY, POLICY, Planned, all_ids, assert_exact, engine_of, e
 from agentr1_jax.agents.session import Identity
 from agentr1_jax.rollout.background import BackgroundEngine, wait
 from agentr1_jax.rollout.config import SamplingConfig
-from agentr1_jax.rollout.runner import GroupBatch, TaskGroup, roll_out, sample_groups, start_batch
+from agentr1_jax.rollout.runner import GroupBatch, TaskGroup, sample_groups, start_batch
 from agentr1_jax.trajectory import Outcome
 
 
@@ -205,9 +205,9 @@ def test_a_batch_replaces_zero_variance_groups_and_keeps_complete_ones():
     engine, params = engine_of(3)
     first, agent = GroupBatch(1, tasks_of([1])), Scored()
     with BackgroundEngine(engine, params, version=0) as background:
-        assert roll_out(background, agent, first, sampling=SamplingConfig())
+        start_batch(background, agent, first, sampling=SamplingConfig()).result(60)
         batch = GroupBatch(3, tasks_of([0, 2, 3, 4, 5, 7, 9]), dynamic_sampling=True, complete=list(first.complete))
-        assert roll_out(background, agent, batch, sampling=SamplingConfig())
+        start_batch(background, agent, batch, sampling=SamplingConfig()).result(60)
     accepted, zero_variance = batch.trajectories()
     assert len(accepted) == 6 and {t.group for t in accepted} <= {1, 3, 5, 7} and accepted[:2] == first.complete[0]
     assert {t.group for t in zero_variance} >= {0, 2} and all(t.group % 2 == 0 for t in zero_variance)

@@ -12,7 +12,19 @@ import pytest
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedules import CONFIG, MANY, POLICY, PROGRAMS, all_ids, assert_exact, engine_of, episodes, planned, sampled
+from schedules import (
+    CONFIG,
+    MANY,
+    POLICY,
+    PROGRAMS,
+    all_ids,
+    assert_exact,
+    engine_of,
+    episodes,
+    planned,
+    run_work,
+    sampled,
+)
 
 from agentr1_jax.rollout.config import SamplingConfig
 from agentr1_jax.rollout.engine import Engine
@@ -112,7 +124,7 @@ def respond(prompt, slots=3, **request):
         finally:
             engine.release(lease)
 
-    return engine.run(params, [work()])[0]
+    return run_work(engine, params, [work()])[0]
 
 
 def test_stop_ids_and_sequences_end_a_response_where_they_first_occur():
@@ -145,7 +157,7 @@ def test_a_stop_sequence_never_begins_in_the_prompt_or_in_an_earlier_response():
         engine.release(lease)
         return plain.ids.tolist(), again.ids.tolist()
 
-    plain, again = engine.run(params, [two()])[0]
+    plain, again = run_work(engine, params, [two()])[0]
     assert plain == again
 
 
@@ -258,7 +270,7 @@ def test_what_is_dispatched_runs_between_cycles_and_its_errors_come_back(monkeyp
         engine.release(lease)
 
     monkeypatch.setattr(engine, "_device_cycle", watched)
-    results = engine.run(params, [samples(), asks()])[1]
+    results = run_work(engine, params, [samples(), asks()])[1]
     assert results == list(range(1, 21))
     assert not any(during for during, _ in seen)
     assert len({name for _, name in seen}) == 1 and seen[0][1].startswith("dispatch")

@@ -12,7 +12,7 @@ import pytest
 import tiny
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from schedules import MANY, Planned, all_ids, assert_exact, engine_of, planned, sampled
+from schedules import MANY, Planned, all_ids, assert_exact, engine_of, planned, run_work, sampled
 
 from agentr1_jax.agents.context import context_rule
 from agentr1_jax.agents.loop import EnvLoop
@@ -109,7 +109,7 @@ def test_what_is_no_agents_fault_is_raised_and_the_engine_stays_usable():
         await asyncio.sleep(60)
 
     with pytest.raises(SystemError, match="of the caller"):
-        engine.run(params, [broken(), waiting()])
+        run_work(engine, params, [broken(), waiting()])
     assert_exact(sampled(MANY[:4]))
 
 

@@ -11,7 +11,7 @@ import pytest
 import tiny
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from schedules import LENGTH, MANY, POLICY, Planned, all_ids, engine_of
+from schedules import LENGTH, MANY, POLICY, Planned, all_ids, engine_of, run_work
 
 from agentr1_jax.agents.session import Identity
 from agentr1_jax.rollout.config import SamplingConfig
@@ -205,7 +205,7 @@ def test_each_slot_has_its_own_limits():
     async def together():
         return await asyncio.gather(*(one(sampling) for sampling in asked))
 
-    apart = [engine.run(params, [one(sampling)])[0] for sampling in asked]
-    mixed = engine.run(params, [together()])[0]
+    apart = [run_work(engine, params, [one(sampling)])[0] for sampling in asked]
+    mixed = run_work(engine, params, [together()])[0]
     assert [c.ids.tolist() for c in mixed] == [c.ids.tolist() for c in apart]
     assert mixed[1].ids.tolist() == mixed[3].ids.tolist() != mixed[0].ids.tolist()
