@@ -8,8 +8,10 @@ import random
 import ssl
 import threading
 import urllib.parse
+from typing import TYPE_CHECKING
 
-import httpx
+if TYPE_CHECKING:
+    import httpx
 
 MAX_BYTES = 32 << 20
 """Length of an answer; longer ones are not read."""
@@ -78,6 +80,8 @@ def quote(answer: bytes) -> str:
 
 
 async def _request(method: str, url: str, body: bytes | None, seconds: float) -> bytes:
+    import httpx  # Here, because it is slow to import and most runs make no request.
+
     answer = bytearray()
     try:
         async with asyncio.timeout(seconds), _client().stream(method, url, content=body, headers=_HEADERS) as response:
@@ -99,6 +103,8 @@ async def _request(method: str, url: str, body: bytes | None, seconds: float) ->
 @functools.cache
 def _client() -> httpx.AsyncClient:
     """Return the client of all requests. Each has a connection of its own: none breaks for having been idle."""
+    import httpx
+
     return httpx.AsyncClient(
         verify=ssl.create_default_context(),
         trust_env=False,

@@ -15,7 +15,7 @@ import functools
 import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import ml_collections
@@ -33,11 +33,9 @@ from agentr1_jax.runtime import compile_cache, processes
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime.run_folder import RunFolder
-from agentr1_jax.tasks.multihop.task import RetrieverConfig
 from agentr1_jax.tools.base import Tool
 from agentr1_jax.tools.config import wrap_tool
 from agentr1_jax.tools.metrics import ToolMetrics
-from agentr1_jax.tools.search import BM25, Corpus, RemoteRetriever, Retriever
 from agentr1_jax.train import build
 from agentr1_jax.train.build import fit_devices as fit_devices
 from agentr1_jax.train.config import TaskConfig
@@ -46,6 +44,10 @@ from agentr1_jax.train.parts import Setup
 from agentr1_jax.train.settings import Settings, load_file, settings_from_dict
 from agentr1_jax.validation import from_section, to_section
 from configs import base
+
+if TYPE_CHECKING:
+    from agentr1_jax.tasks.multihop.task import RetrieverConfig
+    from agentr1_jax.tools.search import Corpus, Retriever
 
 OPENINGS_CHECKED = 8
 """Rows of each split whose first prompt must fit the budget."""
@@ -367,6 +369,8 @@ def _make_retriever(c: RetrieverConfig, corpus: Corpus, top_k: int, dispatch: Di
 
     A dense one computes the corpus's vectors here, unless its index has them, and compiles what searches need.
     """
+    from agentr1_jax.tools.search import BM25, RemoteRetriever
+
     index = os.path.join(os.path.expanduser(c.index), c.kind) if c.index else ""
     try:
         if c.kind == "http":

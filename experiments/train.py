@@ -47,7 +47,6 @@ from agentr1_jax.train.progress import Progress, read_progress
 from agentr1_jax.train.settings import Settings
 from agentr1_jax.train.summary import write_summary
 from agentr1_jax.trajectory import Trajectory
-from experiments import dry_run
 from experiments.setup import check_init_from, make_setup, read_settings, use_compile_cache
 
 CONFIG = configs.define_config_flag()
@@ -68,6 +67,8 @@ def main(argv: Sequence[str]) -> None:
     started, config = time.perf_counter(), CONFIG.value
     settings = read_settings(config)
     if DRY_RUN.value or TOPOLOGY.value:
+        from experiments import dry_run
+
         return dry_run.show(settings, TOPOLOGY.value)
     run_dir = settings.run.run_dir
     processes.initialize(settings.processes.start_seconds, settings.processes.heartbeat_seconds)

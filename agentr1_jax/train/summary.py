@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from agentr1_jax import files, report
+from agentr1_jax import files
 from agentr1_jax.runtime.metrics import read_metrics
 from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.train.parts import Setup
@@ -20,6 +20,8 @@ SHOWN_PER_FILE = 24
 def draw_timeline(setup: Setup) -> None:
     """Draw the slots of the engine in its last rollout, where a timeline was recorded."""
     if setup.engine.timeline is not None:
+        from agentr1_jax import report  # Here, because matplotlib is slow to import.
+
         path = RunFolder(setup.settings.run.run_dir).file("timeline.png")
         slots = setup.settings.engine.slots
         report.plot_timeline(path, setup.engine.timeline.records(), slots=slots, title="last RL batch")
@@ -33,6 +35,8 @@ def write_summary(setup: Setup, progress: Progress, config: Mapping[str, Any]) -
       progress: of the finished run.
       config: resolved config, as plain JSON.
     """
+    from agentr1_jax import report
+
     settings, totals = setup.settings, progress.totals
     folder = RunFolder(settings.run.run_dir)
 

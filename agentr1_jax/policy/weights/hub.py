@@ -6,9 +6,6 @@ import os
 import re
 from pathlib import Path
 
-import huggingface_hub
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
 """Weights, configs, and files of tokenizers."""
@@ -30,6 +27,9 @@ def locate(path_or_hub_id: str | os.PathLike[str]) -> Path:
         return path
     if not HUB_ID.fullmatch(spec) or path.parent.is_dir():
         raise FileNotFoundError(f"{spec}: no such folder; give a folder with weights, or a hub id (owner/name)")
+    import huggingface_hub  # Here, because it is slow to import and most runs have their weights in a folder.
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
     try:
         return Path(
             huggingface_hub.snapshot_download(
