@@ -10,7 +10,7 @@ import jax
 import ml_collections
 import orbax.checkpoint as ocp
 
-from agentr1_jax import files
+from agentr1_jax import buckets, files
 from agentr1_jax.errors import UserError
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.runtime import config as configs
@@ -35,7 +35,7 @@ def check(config: ml_collections.ConfigDict) -> None:
         raise UserError("control learns from demonstrations alone; set warm_start.init_from='' or control=False")
     if files.same_path(source, config.run_dir):
         raise UserError(f"warm_start.init_from is {source}, the run's own folder; name the run that RL starts from")
-    files.check_reachable(source, "warm_start.init_from")
+    buckets.check_reachable(source, "warm_start.init_from")
     try:
         theirs = dict(configs.flatten(RunFolder(source).read_config()))
     except UserError as error:

@@ -21,7 +21,7 @@ import jax
 import ml_collections
 from jax.sharding import Mesh
 
-from agentr1_jax import contrib, files
+from agentr1_jax import buckets, contrib, files
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.envs.base import Observation, Row, Task, has_expert, has_texts, writes_summaries
 from agentr1_jax.envs.mixture import MixtureTask, parse_weights
@@ -133,7 +133,7 @@ def read_run(run: str) -> ml_collections.ConfigDict:
     Raises:
       UserError: there is no run, or one of another version of the config.
     """
-    files.check_reachable(run, "RUN")
+    buckets.check_reachable(run, "RUN")
     stored = RunFolder(run).read_config()
     config = base.get_config(*(name for name in stored.get("task", {}) if name in base.TASK_MODULES))
     try:
@@ -147,7 +147,7 @@ def read_run(run: str) -> ml_collections.ConfigDict:
 
 def is_run(source: str) -> bool:
     """Return whether a folder is that of a run that may have a checkpoint."""
-    files.check_reachable(source, "RUN")
+    buckets.check_reachable(source, "RUN")
     parts = (os.path.join(source, "config.json"), os.path.join(source, "checkpoints"))
     return bool(source) and files.is_file(parts[0]) and files.is_folder(parts[1])
 
@@ -221,7 +221,7 @@ def check_init_from(config: ml_collections.ConfigDict) -> None:
         )
     if files.same_path(source, config.run_dir):
         raise UserError(f"{key}{source} is the run's own folder; name the run that RL starts from")
-    files.check_reachable(source, "warm_start.init_from")
+    buckets.check_reachable(source, "warm_start.init_from")
     different = differing_policy_keys(config, RunFolder(source).read_config())
     if different:
         listed = "\n".join(different)

@@ -11,7 +11,7 @@ import jax
 import ml_collections
 from jax.sharding import Mesh
 
-from agentr1_jax import files
+from agentr1_jax import buckets, files
 from agentr1_jax.errors import UserError
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
@@ -24,7 +24,7 @@ from experiments import build, inherited
 
 def is_run(source: str) -> bool:
     """Whether a folder is that of a run of `experiments.train` that may have a checkpoint."""
-    files.check_reachable(source, "RUN")
+    buckets.check_reachable(source, "RUN")
     parts = (os.path.join(source, "config.json"), os.path.join(source, "checkpoints"))
     return bool(source) and files.is_file(parts[0]) and files.is_folder(parts[1])
 
@@ -35,7 +35,7 @@ def stored_config(run_dir: str) -> ml_collections.ConfigDict:
     Raises:
       UserError: there is no run, or one of another version of the config.
     """
-    files.check_reachable(run_dir, "RUN")
+    buckets.check_reachable(run_dir, "RUN")
     stored = RunFolder(run_dir).read_config()
     try:
         config = base.get_config(*base.task_names(stored["task"]))

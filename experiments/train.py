@@ -29,7 +29,7 @@ from agentr1_jax.runtime.compile_cache import CompileCounter
 from agentr1_jax.runtime.lock import lock_folder
 from agentr1_jax.runtime.metrics import MetricsWriter, Sink
 from agentr1_jax.runtime.monitoring import parse_profile_updates, progress_bar, trace_updates
-from agentr1_jax.runtime.run_folder import RunFolder, batch_name, check_shared
+from agentr1_jax.runtime.run_folder import RunFolder, batch_name, check_common_folder
 from agentr1_jax.train import build, phases, train_step
 from agentr1_jax.train.collect import (
     Batches,
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> None:
     use_compile_cache(settings)
     first = processes.process_index() == 0
     with lock_folder(run_dir) if first else contextlib.nullcontext():
-        check_shared(run_dir)
+        check_common_folder(run_dir)
         folder, resolved = RunFolder(run_dir), configs.resolve(config)
         resumes = folder.check_same_config(resolved)
         if not resumes:

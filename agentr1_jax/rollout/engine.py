@@ -289,7 +289,7 @@ class Engine:
         while True:
             for _ in range(8):  # Lets agents whose tools answered at once come back with their next request.
                 await asyncio.sleep(0)
-            self._drop_cancelled()
+            self._drop_cancellations()
             if self.timeline is not None:
                 self.timeline.set_tool_slots(self._scheduler.tool_slots())
             if self._next_policy and not self._decoding and not self._chunks:
@@ -315,7 +315,7 @@ class Engine:
         self.device.set_params(params)
         self._scheduler.invalidate()
 
-    def _drop_cancelled(self) -> None:
+    def _drop_cancellations(self) -> None:
         """Drop responses that no trajectory waits for any more, and end the leases that were released."""
         self._waiting = [r for r in self._waiting if not r.done.done()]
         for slot in [slot for slot, r in self._decoding.items() if r.done.done()]:

@@ -300,20 +300,20 @@ def build_programs(policy: DecoderConfig, config: EngineConfig, mesh: Mesh) -> P
     # Explicit: on one device the inferred sharding would be P(), another entry of jit's cache.
     layout, rows = cache_sharding(policy, mesh), NamedSharding(mesh, by_row)
 
-    def sharded(f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    def over_shards(f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={"data"}, check_vma=False)
 
-    run_prefill = sharded(
+    run_prefill = over_shards(
         functools.partial(prefill, decoder, block=config.attention_block),
         (P(), by_slot, by_row, by_row, by_row),
         by_slot,
     )
-    run_decode = sharded(
+    run_decode = over_shards(
         functools.partial(decode, decoder, config=config),
         (P(), by_slot, by_row, by_row, by_row),
         (by_slot, by_row, by_row),
     )
-    run_copy = sharded(copy_slots, (by_slot, by_row, by_row, by_row), by_slot)
+    run_copy = over_shards(copy_slots, (by_slot, by_row, by_row, by_row), by_slot)
     return Programs(
         prefill=cached_jit(run_prefill, mesh, donate_argnums=1, out_shardings=layout),
         decode=cached_jit(run_decode, mesh, donate_argnums=1, out_shardings=(layout, rows, rows)),

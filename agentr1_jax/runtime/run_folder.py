@@ -59,7 +59,7 @@ RESUMABLE = (
 changes results by rounding alone."""
 
 PROBE = ".shared"
-"""File by which `check_shared` finds out whether all processes see one folder."""
+"""File by which `check_common_folder` finds out whether all processes see one folder."""
 
 BEFORE_CONFIG = {LOCK_NAME, PROBE, "tokenizer.model"} | {
     f"{name}.partial" for name in (PROBE, "tokenizer.model", "config.json")
@@ -253,7 +253,7 @@ def read_trajectories(paths: Sequence[str]) -> list[Trajectory]:
         raise UserError(str(error)) from error
 
 
-def check_shared(folder: str) -> None:
+def check_common_folder(folder: str) -> None:
     """Refuse a run folder that is not the same folder for all processes. Collective.
 
     Raises:

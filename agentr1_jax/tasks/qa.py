@@ -16,7 +16,6 @@ from agentr1_jax.envs.base import Row
 from agentr1_jax.envs.reward_functions import load_functions
 from agentr1_jax.envs.rewards import Reward, Turn
 from agentr1_jax.envs.tool_env import OnParseFailure, ToolEnv, Tools
-from agentr1_jax.tasks import agentr1_v1
 from agentr1_jax.text.tool_calls import ToolCall
 from agentr1_jax.validation import STRICT
 
@@ -122,8 +121,12 @@ def make_reward(weights: Mapping[str, float], scheme: Scheme = "weighted", funct
         raise ValueError(f"reward is {scheme!r}; choose 'weighted' or 'agentr1_v1'")
     if scheme == "agentr1_v1" and weights:
         raise ValueError(f"reward 'agentr1_v1' has fixed weights; leave out those of {', '.join(weights)}")
-    parts = dict(PARTS) if scheme == "weighted" else {**PARTS, **agentr1_v1.PARTS}
-    paid = dict(weights) if scheme == "weighted" else dict.fromkeys(agentr1_v1.PARTS, 1.0)
+    parts, paid = dict(PARTS), dict(weights)
+    if scheme == "agentr1_v1":
+        from agentr1_jax.tasks import agentr1_v1
+
+        parts |= agentr1_v1.PARTS
+        paid = dict.fromkeys(agentr1_v1.PARTS, 1.0)
     own, own_weights = load_functions(functions, taken=parts)
     return Reward({**parts, **own}, {**paid, **own_weights})
 

@@ -168,14 +168,14 @@ CHILD = """
 import os, sys
 from agentr1_jax.runtime import processes
 from agentr1_jax.errors import UserError
-from agentr1_jax.runtime.run_folder import check_shared
+from agentr1_jax.runtime.run_folder import check_common_folder
 
 processes.initialize()
 index = processes.process_index()
-check_shared(sys.argv[1])
+check_common_folder(sys.argv[1])
 os.chdir(os.path.join(sys.argv[1], str(index)))
 try:
-    check_shared("run")
+    check_common_folder("run")
 except UserError as error:
     os.write(1, f"refused: {error}".encode())
 """
