@@ -1,4 +1,4 @@
-"""Process 0 as coordinator of several processes: waiting for it at the start, and for word of a lost process."""
+"""Several processes find each other at the address of process 0, which also tells them when one of them is lost."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import time
 
 import jax
+from absl import logging
 
 from agentr1_jax.errors import RetryableError, UserError
 
@@ -15,7 +16,36 @@ LOST_PROCESS_SECONDS = 120
 """Longest wait for the name of a lost process; longer than a sensible `heartbeat_seconds`."""
 
 
-def wait_for_coordinator(address: str, seconds: float) -> None:
+def read_number(variable: str) -> int:
+    """Return the whole number in an environment variable. Raises UserError if it holds none."""
+    value = os.environ.get(variable, "")
+    if not value.isdecimal():
+        raise UserError(f"the environment variable {variable} is {value!r}; it must be a whole number")
+    return int(value)
+
+
+def join(address: str, start_seconds: int, heartbeat_seconds: int) -> None:
+    """Join the processes of the run.
+
+    Args:
+      address: host:port of process 0.
+      start_seconds, heartbeat_seconds: see `ProcessesConfig`.
+    """
+    count, index = read_number("AGENTR1_NUM_PROCESSES"), read_number("AGENTR1_PROCESS_ID")
+    if not 0 <= index < count:
+        raise UserError(f"AGENTR1_PROCESS_ID is {index}; of {count} processes it must be from 0 to {count - 1}")
+    logging.info("process %d: joins %d processes at %s, waits %d s at most", index, count, address, start_seconds)
+    if index:
+        _wait_for_coordinator(address, start_seconds)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # JAX's own handler would swallow a SIGTERM that arrives before `StopRequest` is entered.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(
+        address, count, index, initialization_timeout=start_seconds, heartbeat_timeout_seconds=heartbeat_seconds
+    )
+
+
+def _wait_for_coordinator(address: str, seconds: float) -> None:
     """Wait until process 0 listens; JAX's own wait ends in an abort that names no address."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():

@@ -1,7 +1,7 @@
 """Lock of a run folder: a second run in the same folder is refused.
 
 On disks it is a lock of the kernel (`filelock`), which ends with its process. A bucket has no locks, but a marker
-object (`runtime/bucket_lock.py`).
+object (`runtime/bucket.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from absl import logging
 
 from agentr1_jax import files
 from agentr1_jax.errors import UserError
-from agentr1_jax.runtime.bucket_lock import describe_owner, hold_marker
+from agentr1_jax.runtime.bucket import describe_owner, hold_marker
 
 NAME = ".lock"
 """Name of the lock's file or object in the run folder."""

@@ -2,9 +2,8 @@
 
 Sinks (`runtime/sinks.py`) receive the same records; the file is authoritative.
 
-A file on a disk is appended to. An object in a bucket cannot be: it is written anew at every checkpoint, and otherwise
-at most every `REWRITE_SECONDS`. Records that a kill loses are later than the last checkpoint, and the resumed run
-writes them again.
+A file on a disk is appended to; an object in a bucket is written anew at every checkpoint and now and then. Records
+that a kill loses are later than the last checkpoint, and the resumed run writes them again.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import time
 from collections.abc import Mapping, Sequence
 from typing import IO, Any, Literal, Protocol
 
@@ -21,10 +19,9 @@ from pydantic.dataclasses import dataclass
 
 from agentr1_jax import files
 from agentr1_jax.errors import UserError
+from agentr1_jax.runtime.bucket import BucketFile
 from agentr1_jax.validation import STRICT
 
-REWRITE_SECONDS = 30.0
-"""Least time between two writes of an object in a bucket, in seconds."""
 Record = Mapping[str, Any]
 """One line of metrics.jsonl."""
 
@@ -97,13 +94,13 @@ class MetricsWriter:
           UserError: a line of an existing file is not a record.
         """
         self.next_index = next_index
-        self._out: IO[str] | _BucketFile | None = None
+        self._out: IO[str] | BucketFile | None = None
         self._sinks: Sequence[Sink] = sinks if enabled else ()
         if enabled:
             path = os.path.join(run_dir, "metrics.jsonl")
             records, next_written = drop_records_from(path, next_index)
             if files.is_remote(path):
-                self._out = _BucketFile(path)
+                self._out = BucketFile(path)
             else:
                 os.makedirs(run_dir, exist_ok=True)
                 self._out = open(path, "a", encoding="utf-8")
@@ -126,7 +123,7 @@ class MetricsWriter:
 
     def sync(self) -> None:
         """Store all records so far; call it before a checkpoint stores `next_index`."""
-        if isinstance(self._out, _BucketFile):
+        if isinstance(self._out, BucketFile):
             self._out.rewrite()
 
     def close(self) -> None:
@@ -141,32 +138,6 @@ class MetricsWriter:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-class _BucketFile:
-    """Text of an object in a bucket, which is written whole."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._text = files.read_bytes(path).decode() if files.exists(path) else ""
-        self._written, self._due = len(self._text), 0.0
-
-    def write(self, text: str) -> None:
-        self._text += text
-
-    def flush(self) -> None:
-        if time.monotonic() >= self._due:
-            self.rewrite()
-
-    def rewrite(self) -> None:
-        if len(self._text) > self._written:
-            with files.atomic_write(self._path) as out:
-                out.write(self._text)
-            self._written = len(self._text)
-        self._due = time.monotonic() + REWRITE_SECONDS
-
-    def close(self) -> None:
-        self.rewrite()
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

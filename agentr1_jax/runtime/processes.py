@@ -28,9 +28,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from pydantic.dataclasses import dataclass
 
-from agentr1_jax.errors import UserError
 from agentr1_jax.runtime.compile_cache import cached_jit
-from agentr1_jax.runtime.coordinator import wait_for_coordinator
+from agentr1_jax.runtime.coordinator import join, read_number
 from agentr1_jax.validation import STRICT, Count
 
 T = TypeVar("T")
@@ -78,27 +77,10 @@ def initialize(start_seconds: int = 300, heartbeat_seconds: int = 30) -> None:
       RetryableError: no process answers at the coordinator's address.
     """
     if os.environ.get("AGENTR1_CPU_DEVICES"):
-        jax.config.update("jax_num_cpu_devices", _number("AGENTR1_CPU_DEVICES"))
+        jax.config.update("jax_num_cpu_devices", read_number("AGENTR1_CPU_DEVICES"))
     coordinator = os.environ.get("AGENTR1_COORDINATOR")
     if coordinator:
-        count, index = _number("AGENTR1_NUM_PROCESSES"), _number("AGENTR1_PROCESS_ID")
-        if not 0 <= index < count:
-            raise UserError(f"AGENTR1_PROCESS_ID is {index}; of {count} processes it must be from 0 to {count - 1}")
-        logging.info(
-            "process %d: joins %d processes at %s, waits %d s at most", index, count, coordinator, start_seconds
-        )
-        if index:
-            wait_for_coordinator(coordinator, start_seconds)
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        # JAX's own handler would swallow a SIGTERM that arrives before `StopRequest` is entered.
-        jax.config.update("jax_enable_preemption_service", False)
-        jax.distributed.initialize(
-            coordinator,
-            count,
-            index,
-            initialization_timeout=start_seconds,
-            heartbeat_timeout_seconds=heartbeat_seconds,
-        )
+        join(coordinator, start_seconds, heartbeat_seconds)
     logging.info(
         "process %d of %d: devices %s of %d",
         *(jax.process_index(), jax.process_count(), [device.id for device in jax.local_devices()], jax.device_count()),
@@ -226,10 +208,3 @@ def all_gather_flags(flag: bool) -> list[bool]:
     if jax.process_count() == 1:
         return [flag]
     return _gather(np.asarray(flag)).tolist()
-
-
-def _number(variable: str) -> int:
-    value = os.environ.get(variable, "")
-    if not value.isdecimal():
-        raise UserError(f"the environment variable {variable} is {value!r}; it must be a whole number")
-    return int(value)

@@ -1,6 +1,7 @@
-"""Lock of a run folder in a bucket: a marker object that names its owner.
+"""What a run folder in a bucket has in place of a lock and of a file that grows.
 
-A killed run leaves its marker behind; the message to the next run says how to remove it.
+The lock is a marker object that names its owner. A killed run leaves its marker behind; the message to the next run
+says how to remove it. An object cannot be appended to: `BucketFile` writes it whole, now and then.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from absl import logging
 from agentr1_jax import files
 from agentr1_jax.errors import UserError
 
+REWRITE_SECONDS = 30.0
+"""Least time between two writes of an object in a bucket, in seconds."""
 _START = time.time()
 """Time at which this process started, in seconds since 1970: a marker that names its number and is older is stale."""
 
@@ -85,3 +88,29 @@ def _is_stale(owner: dict[str, Any]) -> bool:
 def describe_owner(owner: dict[str, Any]) -> str:
     """Return the process and the host of an owner."""
     return f"process {owner.get('process')} on {owner.get('host')}"
+
+
+class BucketFile:
+    """Text of an object in a bucket, which is written whole: at most every `REWRITE_SECONDS`, or by `rewrite`."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._text = files.read_bytes(path).decode() if files.exists(path) else ""
+        self._written, self._due = len(self._text), 0.0
+
+    def write(self, text: str) -> None:
+        self._text += text
+
+    def flush(self) -> None:
+        if time.monotonic() >= self._due:
+            self.rewrite()
+
+    def rewrite(self) -> None:
+        if len(self._text) > self._written:
+            with files.atomic_write(self._path) as out:
+                out.write(self._text)
+            self._written = len(self._text)
+        self._due = time.monotonic() + REWRITE_SECONDS
+
+    def close(self) -> None:
+        self.rewrite()
