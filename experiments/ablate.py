@@ -1,4 +1,4 @@
-"""Runs a grid of trainings and compares them: credit schemes, other changes to the config, several seeds.
+"""Run a grid of trainings and compare them: credit schemes, other changes to the config, several seeds.
 
     python -m experiments.ablate --config=configs/quickstart.py --schemes=grpo,step_gae,gigpo --seeds=0,1,2
     python -m experiments.ablate --config=... --schemes='gigpo(norm=mean_std_norm),grpo+loss.clip=dual' --dry_run
@@ -32,8 +32,10 @@ from agentr1_jax.errors import UserError
 from agentr1_jax.runtime import compile_cache
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.processes import StopRequest
+from agentr1_jax.train.config import RunConfig
 from experiments.ablation import cost, grid, jobs
 from experiments.ablation.comparison import compare
+from experiments.setup import change_config, read_section
 
 CONFIG = configs.define_config_flag()
 SCHEMES = flags.DEFINE_string("schemes", None, "arms of the grid, separated by commas", required=True)
@@ -51,7 +53,7 @@ WIDTH = 150
 
 
 def main(argv: Sequence[str]) -> int:
-    """The grid, its checks, its runs, what they came to."""
+    """Make the grid, check it, run it, compare the results."""
     del argv
     config, console = CONFIG.value, Console()
     if not console.is_terminal:
@@ -59,11 +61,13 @@ def main(argv: Sequence[str]) -> int:
     arms = grid.parse_arms(SCHEMES.value)
     for key, values in (("learner.loss_mask", LOSS_MASK.value), ("learner.advantage_mask", ADVANTAGE_MASK.value)):
         if values:
-            arms = grid.cross(arms, key, values, configs.resolve(config)["learner"].get(key.partition(".")[2]))
-    out = OUT.value or f"{config.run_dir.rstrip('/')}_ablation"
+            arms = grid.cross(arms, key, values, dict(configs.flatten(configs.resolve(config)))[key])
+    run = read_section(config, RunConfig)
+    out = OUT.value or f"{run.run_dir.rstrip('/')}_ablation"
     if files.is_remote(out):
         raise UserError(f"{out}: the logs of a grid are appended to, which a bucket cannot; choose a local --out")
-    config.compilation_cache = compile_cache.cache_folder(config.compilation_cache, out)  # One for all arms.
+    cache = compile_cache.cache_folder(run.compilation_cache, out)  # One for all arms.
+    config = change_config(config, {"compilation_cache": cache})
     warm_starts, cells = grid.make_grid(config, arms, grid.parse_seeds(SEEDS.value), out)
     todo = [cell for cell in (*warm_starts, *cells) if not cell.finished]
     backend = cost.check_apart([cell.config for cell in todo]) if todo else ""
@@ -79,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
         failed = jobs.run_all([*warm_starts, *cells], parallel=parallel, stop=stop, console=console)
     for cell, fault in failed.items():
         console.print(f"{jobs.title(cell)} failed: {fault}", markup=False, highlight=False, soft_wrap=True)
-    compare(out, cells, METRIC.value, os.path.basename(config.run_dir), console)
+    compare(out, cells, METRIC.value, os.path.basename(run.run_dir), console)
     if stop.requested:
         console.print(f"stopped; the same command goes on with {out}", markup=False)
     return 1 if failed else 0

@@ -15,7 +15,7 @@ import functools
 import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import ml_collections
@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 
 from agentr1_jax import buckets, contrib, files
 from agentr1_jax.agents.loop import EnvLoop
+from agentr1_jax.credit.config import CreditConfig
 from agentr1_jax.envs.base import Observation, Row, Task, has_expert, has_texts, writes_summaries
 from agentr1_jax.envs.mixture import MixtureTask, parse_weights
 from agentr1_jax.envs.registry import TASKS, Dispatch, TaskContext, call_directly
@@ -38,10 +39,10 @@ from agentr1_jax.tools.config import wrap_tool
 from agentr1_jax.tools.metrics import ToolMetrics
 from agentr1_jax.train import build
 from agentr1_jax.train.build import fit_devices as fit_devices
-from agentr1_jax.train.config import TaskConfig
+from agentr1_jax.train.config import RunConfig, TaskConfig
 from agentr1_jax.train.init_from import newest_checkpoint
 from agentr1_jax.train.parts import Setup
-from agentr1_jax.train.settings import Settings, load_file, settings_from_dict
+from agentr1_jax.train.settings import SECTIONS, Settings, load_file, settings_from_dict
 from agentr1_jax.validation import from_section, to_section
 from configs import base
 
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from agentr1_jax.tasks.multihop.task import RetrieverConfig
     from agentr1_jax.tools.search import Corpus, Retriever
 
+T = TypeVar("T")
 OPENINGS_CHECKED = 8
 """Rows of each split whose first prompt must fit the budget."""
 IN_BUCKETS = ("run_dir", "warm_start.init_from", "tokenizer.path", "compilation_cache")
@@ -71,6 +73,23 @@ def read_settings(config: ml_collections.ConfigDict) -> Settings:
 
         check_sinks(settings.sinks, settings.run.run_dir)
     return settings
+
+
+def read_section(config: ml_collections.ConfigDict, cls: type[T]) -> T:
+    """Read one section of a config, checked by itself alone: of a config that is still to be changed.
+
+    Args:
+      config: the config.
+      cls: dataclass of the section, e.g. `LearnerConfig`.
+
+    Raises:
+      UserError: a value is of another type or out of range.
+    """
+    values = config.to_dict()
+    if cls is RunConfig:
+        return from_section(cls, "", {key: x for key, x in values.items() if not isinstance(x, dict)})
+    (name,) = (name for name, section in {**SECTIONS, "credit": CreditConfig}.items() if section is cls)
+    return from_section(cls, name, values[name])
 
 
 def make_setup(settings: Settings, *, resumes: bool) -> tuple[Setup, build.StateBuilder]:

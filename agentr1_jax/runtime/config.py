@@ -6,6 +6,7 @@ exist there is an error wherever it is written. This module does not import JAX,
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.util
 import logging as python_logging
@@ -145,6 +146,31 @@ def load_config(path: str) -> ml_collections.ConfigDict:
     if not isinstance(config, ml_collections.ConfigDict):
         raise UserError(f"{file}: get_config() returned a {type(config).__name__}; return an ml_collections.ConfigDict")
     return config.lock()
+
+
+def override(config: ml_collections.ConfigDict, changes: Mapping[str, Any], where: str) -> ml_collections.ConfigDict:
+    """Return a copy of a config with changes, parsed as the command line parses them.
+
+    Args:
+      config: the config; it is not changed.
+      changes: dotted key -> value, as text or as it is.
+      where: source of the changes, for messages.
+
+    Raises:
+      UserError: an unknown key (the nearest is named) or a value of another type.
+    """
+    known = [key for key, _ in flatten(config.to_dict())]
+    for key in changes:
+        if key not in known:
+            raise UserError(messages.unknown_key(where, key, known))
+    values, argv = flags.FlagValues(), ["", *(f"--config.{key}={value}" for key, value in changes.items())]
+    config_flags.DEFINE_config_dict("config", copy.deepcopy(config), flag_values=values, sys_argv=argv)
+    try:
+        values(argv)
+    except flags.Error as error:
+        raise UserError(f"{where}: {str(error).removeprefix('flag --config.')}") from error
+    changed: ml_collections.ConfigDict = values["config"].value
+    return changed
 
 
 def resolve(config: ml_collections.ConfigDict) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from agentr1_jax.report.tables import format_value
 from agentr1_jax.runtime.metrics import read_metrics
 from agentr1_jax.runtime.run_folder import RunFolder, read_trajectories
 from experiments.ablation.grid import Cell, summary
-from experiments.ablation.jobs import title as title_of
+from experiments.ablation import jobs
 
 
 def compare(out: str, cells: Sequence[Cell], metric: str, title: str, console: Console) -> None:
@@ -62,7 +62,7 @@ def remarks(cells: Sequence[Cell], metric: str) -> list[str]:
     if metric == "em" and all("em_before" in s and "em_before_greedy" in s for s in done):
         greedy, sampled = (np.mean([s[key] for s in done]) for key in ("em_before_greedy", "em_before"))
         out.append(f"Before RL: {greedy:.3f} greedy, {sampled:.3f} sampled.")
-    missing = [title_of(cell) for cell in cells if not cell.finished]
+    missing = [jobs.title(cell) for cell in cells if not cell.finished]
     if missing:
         out.append(f"**Not finished, and not in the table: {', '.join(missing)}.**")
     return out
@@ -89,12 +89,12 @@ def scores(folder: str, name: str, metric: str) -> dict[str, float]:
     Raises:
       UserError: there is no such evaluation, or none of its trajectories has the metric.
     """
-    out, known = dict[str, float](), set[str]()
+    values, known = dict[str, float](), set[str]()
     for trajectory in read_trajectories(RunFolder(folder).trajectory_files().get(name, ())):
         known |= trajectory.metrics.keys()
         if metric in trajectory.metrics:
-            out[str(trajectory.row.get("id", trajectory.uid))] = float(trajectory.metrics[metric])
-    if not out:
+            values[str(trajectory.row.get("id", trajectory.uid))] = float(trajectory.metrics[metric])
+    if not values:
         has = f"it has {', '.join(sorted(known))}" if known else "the evaluation is missing or empty"
         raise UserError(f"{folder}/trajectories/{name}: no metric {metric!r}; {has}")
-    return out
+    return values

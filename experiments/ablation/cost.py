@@ -12,16 +12,18 @@ import ml_collections
 import numpy as np
 from rich.table import Table
 
-from agentr1_jax.agents.context import context_rule
 from agentr1_jax.errors import UserError
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.run_folder import RunFolder
-from experiments import checks, tasks
+from agentr1_jax.tools.metrics import ToolMetrics
+from agentr1_jax.train.config import RunConfig
+from agentr1_jax.train.settings import Settings
 from experiments.ablation.grid import Cell, summary
+from experiments.setup import LateDispatch, check_placement, check_task, make_task, read_section, read_settings
 
 
-def check_apart(cells: Sequence[ml_collections.ConfigDict]) -> str:
-    """Check every run as it would check itself; return the kind of devices.
+def check_apart(runs: Sequence[ml_collections.ConfigDict]) -> str:
+    """Check the config of every run as it would itself; return the kind of devices.
 
     The checks run in another process: this one must not hold the accelerator that the runs need.
 
@@ -30,17 +32,18 @@ def check_apart(cells: Sequence[ml_collections.ConfigDict]) -> str:
     """
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as apart:
-        return apart.submit(check_all, cells).result()
+        return apart.submit(check_all, runs).result()
 
 
-def check_all(cells: Sequence[ml_collections.ConfigDict]) -> str:
+def check_all(runs: Sequence[ml_collections.ConfigDict]) -> str:
     """See `check_apart`."""
-    for config in cells:
+    for config in runs:
         try:
-            checks.check(config)
-            checks.check_task(config, tasks.make_task(config))
+            settings = read_settings(config)
+            check_placement(settings, jax.devices())
+            check_task(settings, make_task(settings, ToolMetrics(), LateDispatch()))
         except UserError as error:
-            raise UserError(f"{config.run_dir}: {error}") from error
+            raise UserError(f"{read_section(config, RunConfig).run_dir}: {error}") from error
     return jax.default_backend()
 
 
@@ -71,7 +74,7 @@ def cost_table(warm_starts: Sequence[Cell], cells: Sequence[Cell], parallel: int
     table = Table("", "warm starts", "runs", title="Cost", title_justify="left")
     rows: dict[str, list[str]] = {}
     for group in (warm_starts, cells):
-        costs = [cost(cell.config) for cell in group]
+        costs = [cost(cell.settings) for cell in group]
         rows.setdefault("number", []).append(str(len(group)))
         for i, name in enumerate(("updates", "trajectories", "tokens decoded, at most")):
             rows.setdefault(name, []).append(f"{sum(c[i] for c in costs):,}")
@@ -83,19 +86,18 @@ def cost_table(warm_starts: Sequence[Cell], cells: Sequence[Cell], parallel: int
     return table
 
 
-def cost(config: ml_collections.ConfigDict) -> tuple[int, int, int]:
+def cost(s: Settings) -> tuple[int, int, int]:
     """Return (updates, trajectories, most tokens decoded) of a run from its start, evaluations included."""
-    supervised = 0 if config.warm_start.init_from else config.pretrain.updates + config.warm_start.updates
-    r, b, evaluation = config.rollout, config.budget, config.eval
-    final = 4 if config.updates else 2  # Greedy and sampled, before and after RL.
-    quick = (config.updates - 1) // evaluation.every if evaluation.every and config.updates else 0
-    trained = config.updates * (r.groups + r.dynamic_sampling_groups) * r.samples
+    updates, rollout, budget, evaluation = s.run.updates, s.rollout, s.budget, s.eval
+    supervised = 0 if s.warm_start.init_from else s.pretrain.updates + s.warm_start.updates
+    final = 4 if updates else 2  # Greedy and sampled, before and after RL.
+    quick = (updates - 1) // evaluation.every if evaluation.every and updates else 0
+    trained = updates * (rollout.groups + rollout.dynamic_sampling_groups) * rollout.samples
     trajectories = trained + final * evaluation.questions + quick * evaluation.quick_questions
-    steps = b.max_steps + b.final_answer_step
-    makes_summaries = context_rule(config.context.rule).makes_summaries
-    summaries = (steps - 1) * config.context.summary_tokens if makes_summaries else 0
-    tokens = min(steps * b.response_tokens + summaries, b.trajectory_tokens)
-    return supervised + config.updates, trajectories, trajectories * tokens
+    steps = budget.max_steps + budget.final_answer_step
+    summaries = (steps - 1) * s.context.summary_tokens if s.context_rule.makes_summaries else 0
+    tokens = min(steps * budget.response_tokens + summaries, budget.trajectory_tokens)
+    return supervised + updates, trajectories, trajectories * tokens
 
 
 def hours_left(cells: Sequence[Cell], parallel: int) -> float | None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import difflib
+import functools
 import itertools
 import json
 import os
@@ -13,21 +12,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ml_collections
-from absl import flags
-from ml_collections import config_flags
 
-from agentr1_jax.agents.context import RULES
-from agentr1_jax.credit import SCHEMES, get_scheme
+from agentr1_jax.credit import get_scheme
+from agentr1_jax.credit.config import CreditConfig
+from agentr1_jax.credit.scheme import SCHEMES
 from agentr1_jax.errors import UserError
-from agentr1_jax.registry import Registry, Value, parse_call, split_list
+from agentr1_jax.learner.config import LearnerConfig
+from agentr1_jax.registry import Value, parse_call, split_list
 from agentr1_jax.runtime import config as configs
-from experiments import build, inherited
+from agentr1_jax.train.config import RunConfig, WarmStartConfig
+from agentr1_jax.train.settings import Settings, load_file
+from agentr1_jax.trajectory import Budget
+from experiments.setup import change_config, differing_policy_keys, read_section, read_settings
 
 WARM_START = "warm_start"
-SAME_FOR_ALL = ("seed", "run_dir", "compilation_cache", "control", "control_seconds", "eval", "task")
+SAME_FOR_ALL = ("seed", "run_dir", "compilation_cache", "warm_start.control_seconds", "eval", "task")
 """Keys that an arm cannot change, except for reward weights: its runs would not compare with those of other arms."""
-OF_WARM_START = ("pretrain", "warm_start", "warm_start.updates")
-OF_PROMPTS = ("context.rule", "context.file", "context.summary_tokens", "agent.call_format", "agent.tell_tools")
+WARM_START_SECTIONS = ("pretrain", "warm_start")
+PROMPT_KEYS = ("context.rule", "context.file", "context.summary_tokens", "agent.call_format", "agent.tell_tools")
 """Keys of how prompts look. A policy must imitate demonstrations like the prompts that it meets in RL, so an arm that
 changes one of these has a warm start of its own."""
 SYNTAX = "write SCHEME, SCHEME(setting=value, ...), or either with changes: SCHEME+config.key=value+config.key=value"
@@ -57,21 +59,23 @@ class Cell:
     Attributes:
       arm: name of the arm; for a warm start `warm_start` with its changes.
       seed: seed of the run.
-      config: config of the run; its folder is `config.run_dir`.
+      folder: folder of the run; log and config file lie beside it.
+      config: config of the run.
       after: folder of the run that must finish first; "" for none.
       note: remark on the arm for the table.
     """
 
     arm: str
     seed: int
+    folder: str
     config: ml_collections.ConfigDict
     after: str = ""
     note: str = ""
 
-    @property
-    def folder(self) -> str:
-        """The run's folder; log and config file lie beside it."""
-        return self.config.run_dir
+    @functools.cached_property
+    def settings(self) -> Settings:
+        """Settings of the run. Raises UserError where they do not fit each other."""
+        return read_settings(self.config)
 
     @property
     def finished(self) -> bool:
@@ -141,23 +145,25 @@ def make_grid(
     Raises:
       UserError: an unknown scheme or key, a value of another type, a key that no arm may change.
     """
-    if config.control:
-        raise UserError("control is set: control runs have no credit assignment to compare")
+    warm_start = read_section(config, WarmStartConfig)
+    if warm_start.control_seconds:
+        raise UserError("warm_start.control_seconds is set: control runs have no credit assignment to compare")
     if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
         raise UserError(f"--seeds={','.join(map(str, seeds))}: name different seeds, e.g. --seeds=0,1,2")
-    shared = bool(config.warm_start.updates) and not config.warm_start.init_from
-    _load(SCHEMES, config.credit.file)
+    shared = bool(warm_start.updates) and not warm_start.init_from
+    if file := read_section(config, CreditConfig).file:
+        load_file(SCHEMES, file)
     warm_starts, cells = dict[str, Cell](), list[Cell]()
     for seed, arm in itertools.product(seeds, arms):
         folder = os.path.join(out, folder_name(arm.name), f"seed{seed}")
-        own, note = configure(_replace_keys(config, seed=seed, run_dir=folder), arm)
-        _load(RULES, own.context.file)
+        own, note = configure(change_config(config, {"seed": seed, "run_dir": folder}), arm)
+        after = ""
         if shared:
             start = _warm_start(config, arm, seed, out)
             _check_same_start(arm, own, start.config)
             warm_starts.setdefault(start.folder, start)
-            own.warm_start.init_from = start.folder
-        cells.append(Cell(arm.name, seed, own, own.warm_start.init_from if shared else "", note))
+            own, after = change_config(own, {"warm_start.init_from": start.folder}), start.folder
+        cells.append(Cell(arm.name, seed, folder, own, after, note))
     return list(warm_starts.values()), cells
 
 
@@ -172,8 +178,8 @@ def configure(config: ml_collections.ConfigDict, arm: Arm) -> tuple[ml_collectio
         scheme = get_scheme(arm.scheme)
     except ValueError as error:
         raise UserError(f"{where}: {error}") from error
-    if arm.scheme != config.credit.name:
-        _reset_settings(config, keep=list(scheme.defaults))
+    if arm.scheme != read_section(config, CreditConfig).name:
+        config = _reset_arguments(config, keep=list(scheme.defaults))
     changes = {
         "credit.name": arm.scheme,
         **{f"credit.args.{key}": value for key, value in arm.settings.items()},
@@ -183,36 +189,15 @@ def configure(config: ml_collections.ConfigDict, arm: Arm) -> tuple[ml_collectio
         fixed = key in SAME_FOR_ALL or key.startswith(tuple(f"{same}." for same in SAME_FOR_ALL))
         if fixed and ".rewards." not in key:
             raise UserError(f"{where} changes {key}, which is the same for all arms; change it by --config.{key}")
-    config, notes = apply_changes(config, changes, where), list[str]()
-    if scheme.needs_critic and config.critic == "none":
-        config.critic = "shared_trunk"
+    config, notes = configs.override(config, changes, where), list[str]()
+    if scheme.needs_critic and read_section(config, RunConfig).critic == "none":
+        config = change_config(config, {"critic": "shared_trunk"})
         notes.append("with critic=shared_trunk, since the config has none")
-    if build.learner_config(config).observations and config.learner.row_loss_tokens < config.budget.context_tokens:
-        config.learner.row_loss_tokens = config.budget.context_tokens
+    learner, context_tokens = read_section(config, LearnerConfig), read_section(config, Budget).context_tokens
+    if learner.observations and learner.row_loss_tokens < context_tokens:
+        config = change_config(config, {"learner.row_loss_tokens": context_tokens})
         notes.append("with learner.row_loss_tokens=budget.context_tokens, since observation tokens are loss tokens too")
     return config, "; ".join(notes)
-
-
-def apply_changes(
-    config: ml_collections.ConfigDict, changes: Mapping[str, Value], where: str
-) -> ml_collections.ConfigDict:
-    """Return the config with changes, parsed as the command line parses them.
-
-    Raises:
-      UserError: an unknown key (the nearest is named) or a value of another type.
-    """
-    known = [key for key, _ in configs.flatten(config.to_dict())]
-    for key in changes:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, 1, 0.5)
-            raise UserError(f"{where}: unknown key {key!r}; " + (f"did you mean {near[0]!r}?" if near else SYNTAX))
-    values, argv = flags.FlagValues(), ["", *(f"--config.{key}={value}" for key, value in changes.items())]
-    config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=argv)
-    try:
-        values(argv)
-    except flags.Error as error:
-        raise UserError(f"{where}: {str(error).removeprefix('flag --config.')}") from error
-    return values["config"].value
 
 
 def folder_name(arm: str) -> str:
@@ -236,47 +221,30 @@ def summary(cell: Cell) -> Mapping[str, float]:
         return json.load(lines)
 
 
-def _replace_keys(config: ml_collections.ConfigDict, **values: Any) -> ml_collections.ConfigDict:
-    out = copy.deepcopy(config)
-    for key, value in values.items():
-        out[key] = value
-    return out
-
-
-def _reset_settings(config: ml_collections.ConfigDict, keep: Sequence[str]) -> None:
-    for key in config.credit.args:
-        if key not in keep:
-            config.credit.args[key] = None
-
-
-def _load(registry: Registry[Any], file: str) -> None:
-    try:
-        if file:
-            registry.load(file)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+def _reset_arguments(config: ml_collections.ConfigDict, keep: Sequence[str]) -> ml_collections.ConfigDict:
+    """Return a copy of a config whose arguments of the credit scheme, but for some, are unset."""
+    arguments = read_section(config, CreditConfig).args
+    return change_config(config, {f"credit.args.{key}": None for key in arguments if key not in keep})
 
 
 def _warm_start(config: ml_collections.ConfigDict, arm: Arm, seed: int, out: str) -> Cell:
-    """Return the warm start of an arm's run: that of the config, under the arm's context rule."""
-    present = dict(configs.flatten(config.to_dict()))
+    """Return the warm start of an arm's run: that of the config, with the prompts of the arm."""
+    present = dict(configs.flatten(configs.resolve(config)))
     changes = {
-        key: arm.changes[key] for key in OF_PROMPTS if arm.changes.get(key, str(present[key])) != str(present[key])
+        key: arm.changes[key] for key in PROMPT_KEYS if arm.changes.get(key, str(present[key])) != str(present[key])
     }
     name = "+".join([WARM_START, *(f"{key}={value}" for key, value in changes.items())])
-    start = apply_changes(_replace_keys(config, seed=seed), changes, f"--schemes: {arm.name!r}")
-    start.run_dir = os.path.join(out, folder_name(name), f"seed{seed}")
+    folder = os.path.join(out, folder_name(name), f"seed{seed}")
+    start = configs.override(_reset_arguments(config, keep=()), changes, f"--schemes: {arm.name!r}")
     # What warm starts have no use for is what the config of an ablation may leave out.
-    start.updates, start.critic, start.credit.name = 0, "none", "reinforce"
-    start.optimizer.critic_warmup = 0
-    _reset_settings(start, keep=())
-    return Cell(name, seed, start)
+    unused = {"updates": 0, "critic": "none", "credit.name": "reinforce", "optimizer.critic_warmup": 0}
+    return Cell(name, seed, folder, change_config(start, {**unused, "seed": seed, "run_dir": folder}))
 
 
 def _check_same_start(arm: Arm, own: ml_collections.ConfigDict, start: ml_collections.ConfigDict) -> None:
     """Refuse an arm whose runs cannot start from the warm start that all share."""
-    different = inherited.differing(*(dict(configs.flatten(configs.resolve(c))) for c in (own, start)))
-    useless = [key for key in arm.changes if key.partition(".")[0] in OF_WARM_START]
+    different = differing_policy_keys(own, configs.resolve(start))
+    useless = [key for key in arm.changes if key.partition(".")[0] in WARM_START_SECTIONS]
     if different or useless:
         listed = "\n".join([*different, *(f"  {key}" for key in useless)])
         raise UserError(

@@ -18,8 +18,8 @@ from rich.live import Live
 from rich.text import Text
 
 from agentr1_jax.runtime.processes import HUGE_PAGES, StopRequest
+from agentr1_jax.train import build
 from configs import resolved
-from experiments import build
 from experiments.ablation.grid import Cell, is_finished, write_config
 
 SECONDS_BETWEEN_LOOKS = 0.5
@@ -107,7 +107,7 @@ def core_shares(parallel: int) -> list[frozenset[int]]:
 def start(cell: Cell, cores: frozenset[int], command: Sequence[str]) -> Running:
     """Start or resume a run; its output is appended to the log beside its folder."""
     if not os.path.exists(os.path.join(cell.folder, "config.json")):
-        build.discard_tokenizer(cell.config)  # Of a start that was killed before the run began.
+        build.remove_tokenizer(cell.folder)  # Of a start that was killed before the run began.
     arguments = [*command, f"--config={resolved.__file__}:{write_config(cell)}"]
     environment = {"GLIBC_HUGE_PAGESS": HUGE_PAGES, **os.environ}  # Else it would start twice.
     with open(log_path(cell), "ab") as log, bind_to_cores(cores):
@@ -163,7 +163,7 @@ def status(cell: Cell) -> str:
             phase, update = record["phase"], record["update"]
     if cell.finished:
         phase = "finished"
-    total = {"warm_start": cell.config.warm_start.updates, "rl": cell.config.updates}.get(phase)
+    total = {"warm_start": cell.settings.warm_start.updates, "rl": cell.settings.run.updates}.get(phase)
     where = phase.replace("_", " ") + (f" {update}/{total}" if total else "")
     return where if em is None else f"{where}  em {float(em):.3f}"
 
@@ -198,7 +198,7 @@ def progress_display(console: Console) -> Iterator[Callable[[str, Sequence[Runni
         return
     last = time.monotonic()
 
-    def tell(event: str, running: Sequence[Running]) -> None:
+    def log(event: str, running: Sequence[Running]) -> None:
         nonlocal last
         if event:
             console.print(Text(event), soft_wrap=True)
@@ -207,4 +207,4 @@ def progress_display(console: Console) -> Iterator[Callable[[str, Sequence[Runni
             for job in running:
                 console.print(Text(f"{title(job.cell)}: {status(job.cell)}"), soft_wrap=True)
 
-    yield tell
+    yield log

@@ -29,8 +29,8 @@ from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.trajectory import Outcome, Step, Trajectory
 from agentr1_jax.trajectory_io import write_jsonl
 from configs import quickstart, resolved
-from experiments import checks
 from experiments.ablation import comparison, cost, grid, jobs
+from experiments.setup import check_placement
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -95,8 +95,8 @@ def test_seeds_that_are_none_or_come_twice_are_refused(config):
             cells_of(config, "grpo", seeds)
     with pytest.raises(UserError, match="write whole numbers"):
         grid.parse_seeds(["0", "x"])
-    config.control = True
-    with pytest.raises(UserError, match="control"):
+    config.warm_start.control_seconds = 9.0
+    with pytest.raises(UserError, match="control runs"):
         cells_of(config, "grpo")
 
 
@@ -110,9 +110,9 @@ def test_every_run_starts_from_the_warm_start_of_its_seed(config):
         c = start.config
         assert (c.updates, c.seed, c.critic, c.credit.name) == (0, start.seed, "none", "reinforce")
         assert c.warm_start.updates == 900 and not c.warm_start.init_from
-        checks.check(c, [FakeDevice()])
+        check_placement(start.settings, [FakeDevice()])
     for cell in cells:
-        checks.check(cell.config, [FakeDevice()])
+        check_placement(cell.settings, [FakeDevice()])
         (start,) = [start for start in starts if start.seed == cell.seed]
         assert cell.config.seed == cell.seed
         assert cell.after == cell.config.warm_start.init_from == start.folder == f"out/warm_start/seed{cell.seed}"
@@ -130,12 +130,12 @@ def test_what_an_algorithm_asks_for_is_not_asked_of_the_warm_start(config):
     config.optimizer.critic_warmup, config.rollout.samples = 5, 1
     starts, cells = cells_of(config, "token_gae,step_gae")
     for cell in (*starts, *cells):
-        checks.check(cell.config, [FakeDevice()])
+        check_placement(cell.settings, [FakeDevice()])
 
 
 def test_a_grid_costs_its_summaries_too(config):
     config.context.summary_tokens, config.budget.trajectory_tokens = 7, 10**6
-    one, other = (cost.cost(cell.config) for cell in cells_of(config, "grpo,grpo+context.rule=summary(turns=1)")[1])
+    one, other = (cost.cost(cell.settings) for cell in cells_of(config, "grpo,grpo+context.rule=summary(turns=1)")[1])
     assert (other[2] - one[2]) == one[1] * 7 * (config.budget.max_steps + config.budget.final_answer_step - 1)
 
 
@@ -217,12 +217,12 @@ def test_a_cells_file_says_its_config_to_the_last_value(config, tmp_path):
 def test_the_cost_of_a_grid(config, tmp_path):
     config.rollout.dynamic_sampling_groups = 4
     (start,), cells = cells_of(config, "grpo,rloo,dr_grpo", out=str(tmp_path))
-    assert cost.cost(start.config)[:2] == (900, 2 * 256)
+    assert cost.cost(start.settings)[:2] == (900, 2 * 256)
     # 40 batches of (16 + 4) x 8; four evaluations of 256 and one of 64 after updates 10, 20, 30.
     trajectories = 40 * 20 * 8 + 4 * 256 + 3 * 64
-    assert cost.cost(cells[0].config) == (40, trajectories, trajectories * 6 * 40)
+    assert cost.cost(cells[0].settings) == (40, trajectories, trajectories * 6 * 40)
     config.budget.trajectory_tokens = 100
-    assert cost.cost(config)[2] == trajectories * 100
+    assert cost.cost(cells_of(config, "grpo")[1][0].settings)[2] == trajectories * 100
     assert cost.hours_left(cells, 2) is None and cost.hours_left([], 2) == 0
     os.makedirs(cells[0].folder)
     Path(cells[0].folder, "summary.json").write_text('{"seconds": 1800.0}')
@@ -241,7 +241,7 @@ os.makedirs(folder, exist_ok=True)
 open(folder + "/config.json", "w").write("{}")
 affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 open(folder + "/starts", "a").write(json.dumps([time.time(), affinity]) + "\\n")
-assert not config["warm_start"]["run"] or os.path.exists(config["warm_start"]["run"] + "/summary.json")
+assert not config["warm_start"]["init_from"] or os.path.exists(config["warm_start"]["init_from"] + "/summary.json")
 print("hello from", folder, flush=True)
 stopped = []
 signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
