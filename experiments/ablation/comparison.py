@@ -16,8 +16,8 @@ from agentr1_jax.report.statistics import Interval
 from agentr1_jax.report.tables import format_value
 from agentr1_jax.runtime.metrics import read_metrics
 from agentr1_jax.runtime.run_folder import RunFolder, read_trajectories
-from experiments.ablation.grid import Cell, summary
 from experiments.ablation import jobs
+from experiments.ablation.grid import Cell, summary
 
 
 def compare(out: str, cells: Sequence[Cell], metric: str, title: str, console: Console) -> None:
