@@ -1,0 +1,130 @@
+"""The API for notebooks: the README's ten lines, policies as values, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import agentr1_jax as ar
+from agentr1_jax.errors import UserError
+from agentr1_jax.runtime import config as configs
+from agentr1_jax.runtime.checkpoint import Checkpoints
+from agentr1_jax.runtime.run_folder import RunFolder
+from agentr1_jax.trajectory import Outcome, Trajectory
+from configs import quickstart
+from experiments.setup import make_setup, read_settings
+
+ROOT = pathlib.Path(__file__).parents[2]
+DECODER = {"width": 32, "layers": 1, "hidden": 64, "head_dim": 8}
+TOKENIZER = {"texts": 400, "vocab_size": 512}
+BUDGET = {"max_steps": 2, "response_tokens": 8, "context_tokens": 128, "observation_tokens": 32}
+
+
+def make_run(folder: pathlib.Path) -> None:
+    """Write what a run of a small policy leaves: config, tokenizer and a checkpoint of its start."""
+    config = quickstart.get_config().copy_and_resolve_references()
+    config.run_dir = str(folder)
+    config.policy.update(DECODER)
+    config.tokenizer.update(TOKENIZER)
+    config.budget.max_steps = 2
+    config.learner.rows = config.rollout.slots = 8
+    setup, builder = make_setup(read_settings(config), resumes=False)
+    RunFolder(str(folder)).write_config(configs.resolve(config))
+    checkpoints = Checkpoints(str(folder), keep=1)
+    checkpoints.save(1, builder.init(), {})
+    checkpoints.close()
+
+
+def test_the_lines_of_the_readme(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    found = re.search(r"## In a notebook\n.*?```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+    assert found and found[1].count("\n") <= 10
+    make_run(tmp_path / "runs" / "quickstart")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(found[1], names)
+    assert [len(group) for group in names["groups"]] == [8] * 4
+    printed = capsys.readouterr().out
+    assert "--- step 1, reward" in printed
+    assert "| group | sample | step | reward | grpo | gigpo |" in printed
+    assert names["policy"].version == 1 and np.isfinite(names["metrics"]["learner/loss"])
+
+
+@pytest.fixture(scope="module")
+def task() -> Any:
+    return ar.make_task("hopworld", top_k=2)
+
+
+@pytest.fixture(scope="module")
+def policy(task: Any) -> ar.Policy:
+    """A policy with random parameters, and a critic."""
+    sections = {"policy": DECODER, "tokenizer": TOKENIZER, "budget": BUDGET, "critic": "shared_trunk"}
+    return ar.load_policy("tiny", task=task, rollout={"slots": 8}, **sections)
+
+
+@pytest.fixture(scope="module")
+def groups(policy: ar.Policy, task: Any) -> list[list[Trajectory]]:
+    """Two groups of two; the first trajectory of each has return 1, the other one 0."""
+
+    def reward(t: Trajectory) -> Trajectory:
+        last = len(t.steps) - 1
+        steps = [dataclasses.replace(s, reward=float(t.sample == 0 and i == last)) for i, s in enumerate(t.steps)]
+        return dataclasses.replace(t, steps=tuple(steps), outcome=Outcome.ENV_DONE)
+
+    return [[reward(t) for t in group] for group in ar.roll_out(policy, task, groups=2, samples=2)]
+
+
+def test_advantages_by_several_schemes(policy: ar.Policy, groups: list[list[Trajectory]]) -> None:
+    rows = ar.compare_credit(policy, groups, "dr_grpo", "step_gae(lam=0.9)")
+    assert len(rows) == sum(len(t.steps) for group in groups for t in group)
+    assert all(row["dr_grpo"] == (0.5 if row["sample"] == 0 else -0.5) for row in rows)
+    assert all(np.isfinite(row["step_gae(lam=0.9)"]) for row in rows)
+
+
+def test_groups_of_several_rollouts_stay_apart(policy: ar.Policy, groups: list[list[Trajectory]]) -> None:
+    """Both have a group 0."""
+    rows = ar.compare_credit(policy, [*groups, *groups], "dr_grpo")
+    assert {row["group"] for row in rows} == {0, 1, 2, 3}
+    assert {row["dr_grpo"] for row in rows} == {0.5, -0.5}
+
+
+def test_an_update_returns_a_new_policy(policy: ar.Policy, task: Any, groups: list[list[Trajectory]]) -> None:
+    before = jax.device_get(policy.params)
+    one, _ = ar.update(policy, groups, "dr_grpo", learning_rate=1e-2)
+    two, metrics = ar.update(one, groups, "dr_grpo", learning_rate=1e-2)
+    assert metrics["learner/grad_norm"] > 0
+    assert [p.version for p in (policy, one, two)] == [0, 1, 2]
+    jax.tree.map(np.testing.assert_array_equal, policy.params, before)
+    embeddings = [np.asarray(jax.tree.leaves(p.params["decoder"])[0]) for p in (policy, one, two)]
+    assert not np.array_equal(embeddings[0], embeddings[1]) and not np.array_equal(embeddings[1], embeddings[2])
+    again, _ = ar.update(policy, groups, "dr_grpo", learning_rate=1e-2)
+    jax.tree.map(np.testing.assert_array_equal, again.params, one.params)
+    (greedy,) = ar.roll_out(two, task, groups=1, samples=1, temperature=0.0)
+    assert greedy[0].steps[0].policy_version == 2
+
+
+def test_refusals(policy: ar.Policy, groups: list[list[Trajectory]], task: Any) -> None:
+    for scheme, message in (("gripo", "unknown credit scheme"), ("grpo(", "cannot read"), ("remax", "greedy rollout")):
+        with pytest.raises(UserError, match=message):
+            ar.update(policy, groups, scheme)
+    with pytest.raises(UserError, match="no tokenizer"):
+        ar.load_policy("tiny")
+    with pytest.raises(UserError, match="no such folder"):
+        ar.load_policy("nowhere")
+    with pytest.raises(UserError, match="KL"):
+        ar.load_policy("tiny", task=task, kl={"kind": "k3"})
+    with pytest.raises(UserError, match="unknown key 'budget.steps'"):
+        ar.load_policy("tiny", task=task, budget={"steps": 3})
+
+
+def test_the_import_is_light() -> None:
+    code = "import sys, agentr1_jax as ar; dir(ar); print('jax' in sys.modules, hasattr(ar, 'nonsense'))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "False False\n"
