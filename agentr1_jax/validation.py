@@ -33,6 +33,8 @@ Whole = Annotated[int, Ge(0)]
 """0, 1, 2 ...; where it is a limit, 0 mostly means none."""
 Seed = Annotated[int, Ge(0), Lt(2**32)]
 """What a random generator is seeded with."""
+Finite = Annotated[float, pydantic.AllowInfNan(False)]
+"""Any number but infinities and NaN."""
 Positive = Annotated[float, Gt(0)]
 NonNegative = Annotated[float, Ge(0)]
 Share = Annotated[float, Gt(0), Le(1)]

@@ -279,11 +279,11 @@ def _check_places(config: ml_collections.ConfigDict) -> None:
 
 def _read_task(values: Mapping[str, Any]) -> TaskConfig:
     """Read the section `task`, and the sections of the tasks that it names."""
-    if values["file"]:
-        load_file(TASKS, values["file"])
     sections = {name: section for name, section in values.items() if name not in base.TASK_KEYS}
     keys = {key: values[key] for key in base.TASK_KEYS}
     config = from_section(TaskConfig, "task", {**keys, "sections": {}})
+    if config.file:
+        load_file(TASKS, config.file)
     checked = {}
     for name in task_names(config):
         entry = _find_task(name)

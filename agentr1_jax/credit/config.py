@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
 
-from agentr1_jax.credit.scheme import SCHEMES, Scheme, get_scheme
+from agentr1_jax.credit.scheme import SCHEMES, Scheme
 from agentr1_jax.errors import UserError
 from agentr1_jax.validation import STRICT, NonNegative, Whole
 
@@ -36,9 +36,11 @@ class CreditConfig:
         try:
             if self.file:
                 SCHEMES.load(self.file)
-            return get_scheme(self.name, **self.args)
         except ValueError as error:
             raise UserError(str(error)) from error
+        if self.name not in SCHEMES:
+            raise UserError(f"credit.name: unknown credit scheme {self.name!r}; choose one of {', '.join(SCHEMES)}")
+        return SCHEMES[self.name].bind(**self.args)
 
 
 @dataclass(frozen=True, config=STRICT)

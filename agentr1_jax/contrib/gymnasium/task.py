@@ -22,7 +22,7 @@ from agentr1_jax.envs.registry import TaskContext, register
 from agentr1_jax.envs.tabular_task import NO_ACTION, REWARD_PARTS, GameRewards
 from agentr1_jax.tools.threads import run_in_thread
 from agentr1_jax.trajectory import Outcome
-from agentr1_jax.validation import STRICT, Count
+from agentr1_jax.validation import STRICT, Count, Finite
 
 SEEDS = {"train": 0, "eval": 10**9, "dev": 2 * 10**9}
 """Seed of a split's first row; a split has 10^9 rows."""
@@ -52,7 +52,7 @@ class GymnasiumConfig:
     """significant digits of a Box's numbers"""
     most_numbers: Count = 256
     """limit on the numbers of an observation"""
-    success_return: float = 1.0
+    success_return: Finite = 1.0
     """least return of a successful episode (em), unless the environment reports success itself"""
     rewards: GameRewards = GameRewards()
     """weights of goal, the reward of the step that terminates, and side, that of all other steps"""
