@@ -68,7 +68,7 @@ def read_settings(config: ml_collections.ConfigDict) -> Settings:
     _check_places(config)
     values = config.to_dict()
     settings = settings_from_dict(values, _read_task(values["task"]))
-    if settings.sinks.enabled:
+    if settings.sinks.active:
         from agentr1_jax.runtime.sinks import check_sinks
 
         check_sinks(settings.sinks, settings.run.run_dir)

@@ -121,7 +121,7 @@ def open_run(
 
 def open_sinks(settings: Settings, resolved: Mapping[str, Any]) -> list[Sink]:
     """Return the receivers of metrics beside metrics.jsonl; their libraries are extras."""
-    if not settings.sinks.enabled:
+    if not settings.sinks.active:
         return []
     from agentr1_jax.runtime.sinks import make_sinks
 

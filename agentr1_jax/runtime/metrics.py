@@ -41,7 +41,7 @@ class SinksConfig:
     wandb_mode: Literal["online", "offline"] = "online"
 
     @property
-    def enabled(self) -> bool:
+    def active(self) -> bool:
         """Whether metrics go anywhere else; `runtime/sinks.py` is needed only then."""
         return self.tensorboard or bool(self.wandb_project)
 

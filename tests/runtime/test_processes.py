@@ -32,6 +32,12 @@ with processes.StopRequest() as stop:
     assert stop.requested_anywhere() and stop.requested == (index == 1)
 import jax
 assert (jax.local_device_count(), jax.device_count()) == (2, 4)
+calls = []
+def dispatch(program, *arguments):
+    calls.append(program)
+    return program(*arguments)
+processes.use_for_exchange([jax.local_devices(process)[1] for process in (0, 1)], dispatch)
+assert processes.all_gather_json([index]) == [[0], [1]] and len(calls) == 2
 os.write(1, b"agreed")
 """
 
