@@ -38,7 +38,6 @@ from agentr1_jax.tools.base import Tool
 from agentr1_jax.tools.config import wrap_tool
 from agentr1_jax.tools.metrics import ToolMetrics
 from agentr1_jax.train import build
-from agentr1_jax.train.build import fit_devices as fit_devices
 from agentr1_jax.train.config import RunConfig, TaskConfig
 from agentr1_jax.train.init_from import newest_checkpoint
 from agentr1_jax.train.parts import Setup

@@ -44,7 +44,6 @@ from experiments.setup import (
     LateDispatch,
     change_config,
     check_openings,
-    fit_devices,
     is_run,
     make_task,
     read_run,
@@ -230,7 +229,7 @@ def set_up(config: ml_collections.ConfigDict, request: Request, modes: Sequence[
       UserError: they do not fit each other; of modes that nobody named only for `agent`.
     """
     config = change_config(config, {"seed": request.seed})  # Equal seeds of requests ask equal questions.
-    settings = fit_devices(read_settings(config))
+    settings = build.fit_devices(read_settings(config))
     use_compile_cache(settings)
     dispatch = LateDispatch()
     task = make_task(settings, ToolMetrics(), dispatch)

@@ -83,8 +83,8 @@ def break_marks(text: str, marks: Iterable[str]) -> str:
 
 def _with_backslashes(marks: Iterable[str], least: str) -> re.Pattern[str]:
     ordered = sorted(marks, key=len, reverse=True)
-    choose_rendering = (rf"{re.escape(mark[0])}{least}\\*{re.escape(mark[1:])}" for mark in ordered)
-    return re.compile("|".join(choose_rendering) or r"(?!)", re.IGNORECASE)
+    patterns = (rf"{re.escape(mark[0])}{least}\\*{re.escape(mark[1:])}" for mark in ordered)
+    return re.compile("|".join(patterns) or r"(?!)", re.IGNORECASE)
 
 
 def strip_fence(body: str, language: str) -> str:
