@@ -171,7 +171,7 @@ def warm_start(
 ) -> tuple[LearnerState, Progress]:
     """Imitate expert trajectories, then evaluate the policy that RL starts from."""
     c = setup.settings.warm_start
-    if c.updates and not c.init_from:
+    if (c.updates or c.control_seconds) and not c.init_from:
         demonstrations = make_demonstrations(setup)
         if progress.update == 0:
             logger.folder.write_trajectories("demonstrations", demonstrations[:SHOWN_DEMONSTRATIONS])
@@ -200,7 +200,7 @@ def reinforce(
     phase = phases.reinforcement(setup, builder.optimizer, builder.layout, reference)
     with open_rollouts(setup, state.params, progress, logger.folder) as rollouts:
         state, progress = run_phase(setup, phase, rollouts, state, progress, logger)
-        logger.save(state, progress)
+    logger.save(state, progress)
     for label, temperature in (("after", 0.0), ("after_sampled", 1.0)):
         means = evaluate(setup, state, progress, logger, f"eval_{label}", temperature)
         progress = progress.add_results(**{f"{k}_{label}": x for k, x in means.items() if k[:2] in ("em", "f1")})
@@ -218,19 +218,20 @@ def run_phase(
     settings, rl, first = setup.settings, phase.name == "rl", processes.process_index() == 0
     traced = parse_profile_updates(settings.run.profile_updates if rl else "")
     bar = progress_bar(phase.name.replace("_", " "), progress.update, phase.updates, first)
-    warm = False
+    warm, since, timed_from = False, progress.update, time.perf_counter()
     with bar as show, trace_updates(settings.run.run_dir, traced, first) as trace:
         while (done := share_done(settings, phase, progress, logger.seconds)) < 1:
             if rl:
                 progress = evaluate_if_due(setup, state, progress, logger, batches)
             trace(progress.update)
             programs = logger.compiles.count
-            rollouts = batches.next(state.params, progress, lambda: logger.stop.requested)
-            if logger.stop.requested_anywhere() or rollouts is None:
+            rollouts = batches.next(state.params, progress, logger.stop)
+            if rollouts is None:
                 logger.save(state, progress, batches.pending())
                 raise Stopped
 
-            started = time.perf_counter()
+            if rl:  # Sampling does not count as learning.
+                since, timed_from = progress.update, time.perf_counter()
             rates = learning_rates(settings, phase, progress, done, state.params)
             batch = train_step.pack(setup, phase, rollouts.trajectories)
             outputs = train_step.token_outputs(setup, phase, state.params, batch)
@@ -246,7 +247,9 @@ def run_phase(
             else:
                 record = {"learner/lr": rates["decoder"]}
             if rl or progress.update % IMITATION_LOG_EVERY == 0 or progress.update == phase.updates:
-                record |= metrics.fetch() | {"time/learn": time.perf_counter() - started}
+                record |= metrics.fetch()
+                record["time/learn"] = (time.perf_counter() - timed_from) / (progress.update - since)
+                since, timed_from = progress.update, time.perf_counter()
                 progress = adapt_kl(settings, progress, record) if rl else progress
                 logger.log(progress, record)
                 show(progress.update, progress_text(record))
@@ -367,8 +370,8 @@ def evaluate(
     """
     c = setup.settings.eval
     request = Request(name, c.split, range(questions or c.questions), 1, SamplingConfig(temperature), progress.update)
-    batch = roll_out(setup, state.params, request, stop=lambda: logger.stop.requested, background=background)
-    if logger.stop.requested_anywhere() or batch is None:
+    batch = roll_out(setup, state.params, request, stop=logger.stop, background=background)
+    if batch is None:
         raise Stopped
     trajectories, _ = batch.trajectories()
     means = trajectory_means(trajectories)

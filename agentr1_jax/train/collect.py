@@ -37,7 +37,6 @@ from agentr1_jax.trajectory import POLICIES, Outcome, Step, Trajectory
 PRACTICE = "practice"
 """Split of a task for demonstrations alone, where it has one."""
 K = TypeVar("K")
-Stop = Callable[[], bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,17 +188,17 @@ def roll_out(
     params: Params,
     request: Request,
     *,
-    stop: Stop = lambda: False,
+    stop: processes.StopRequest | None = None,
     batch: GroupBatch | None = None,
     background: BackgroundEngine | None = None,
 ) -> GroupBatch | None:
-    """Sample this process's share of the groups of a request, for training and evaluation alike.
+    """Sample this process's share of the groups of a request, for training and evaluation alike. Collective.
 
     Args:
       setup: parts of the run.
       params: of the learner.
       request: what to roll out.
-      stop: asked every now and then whether to abort.
+      stop: aborts the batch in all processes once any of them is asked to stop; None for never.
       batch: groups of the request, to which those that become complete are added, also if it is aborted; None for
         `group_batch`.
       background: an engine that is rolling out already, with these parameters; None opens the engine here.
@@ -213,8 +212,18 @@ def roll_out(
             own_params = setup.rollout_params(params, setup.frozen)
             background = opened.enter_context(BackgroundEngine(setup.engine, own_params, request.version))
         limits = setup.settings.attempt_limits
-        done = wait(start_batch(background, setup.agent, batch, sampling=request.sampling, limits=limits), stop)
-    return None if done is None else batch
+        work = start_batch(background, setup.agent, batch, sampling=request.sampling, limits=limits)
+        done = wait_or_stop(work, stop)
+    return batch if done else None
+
+
+def wait_or_stop(work: concurrent.futures.Future[list[Group]], stop: processes.StopRequest | None) -> bool:
+    """Wait for a batch; return False in all processes if any of them is asked to stop. Collective."""
+    if stop is None:
+        work.result()
+        return True
+    done = wait(work, lambda: stop.requested) is not None
+    return not stop.requested_anywhere() and done  # All processes ask, also one that was told to stop.
 
 
 def add_greedy_returns(
@@ -264,8 +273,8 @@ class Batches(Protocol):
     @property
     def background(self) -> BackgroundEngine | None: ...
 
-    def next(self, params: Params, progress: Progress, stop: Stop) -> Rollouts | None:
-        """Return this process's share of the next batch; None where `stop` says so before it is complete."""
+    def next(self, params: Params, progress: Progress, stop: processes.StopRequest) -> Rollouts | None:
+        """Return this process's share of the next batch; None in all processes if any is asked to stop. Collective."""
         ...
 
     def publish(self, params: Params, update: int) -> None:
@@ -291,7 +300,7 @@ class Examples:
     def __init__(self, trajectories: Sequence[Trajectory], size: int, seed: int) -> None:
         self._trajectories, self._size, self._seed = trajectories, size, seed
 
-    def next(self, params: Params, progress: Progress, stop: Stop) -> Rollouts:
+    def next(self, params: Params, progress: Progress, stop: processes.StopRequest) -> Rollouts:
         """Return the batch of an update: passes over the examples, each in an order of its own."""
         per_epoch = max(len(self._trajectories) // self._size, 1)
         epoch, place = divmod(progress.update, per_epoch)
@@ -323,7 +332,7 @@ class SynchronousRollouts:
         self._setup = setup
         self._complete = [groups[position] for position in sorted(positions) if position in groups]
 
-    def next(self, params: Params, progress: Progress, stop: Stop) -> Rollouts | None:
+    def next(self, params: Params, progress: Progress, stop: processes.StopRequest) -> Rollouts | None:
         """See `Batches.next`."""
         setup, c = self._setup, self._setup.settings.rollout
         setup.engine.reset_counters()
@@ -391,11 +400,11 @@ class AsynchronousRollouts:
         self._since = time.perf_counter()
         self._start_up_to(update)
 
-    def next(self, params: Params, progress: Progress, stop: Stop) -> Rollouts | None:
+    def next(self, params: Params, progress: Progress, stop: processes.StopRequest) -> Rollouts | None:
         """See `Batches.next`; the parameters are known since `publish`."""
         setup = self._setup
-        batch, done = self._batches[progress.update]
-        if wait(done, stop) is None:
+        batch, work = self._batches[progress.update]
+        if not wait_or_stop(work, stop):
             return None
         trajectories, _ = batch.trajectories()
         now = time.perf_counter()

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
 
+from agentr1_jax.runtime.monitoring import parse_profile_updates
 from agentr1_jax.validation import STRICT, Count, Fraction, NonNegative, Positive, Seed, Whole
 
 
@@ -35,6 +36,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         if not self.run_dir:
             raise ValueError("run_dir is empty; name the folder of the run")
+        parse_profile_updates(self.profile_updates)
 
 
 @dataclass(frozen=True, config=STRICT)

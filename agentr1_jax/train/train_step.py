@@ -306,7 +306,7 @@ def with_advantages(batch: PackedBatch, credit: BatchCredit) -> list[Trajectory]
     for t in batch.trajectories:
         steps = []
         for step in t.steps:
-            own = np.round(advantages[at : at + len(step.response_ids)], 4)
+            own = np.asarray(advantages[at : at + len(step.response_ids)], np.float32)
             steps.append(dataclasses.replace(step, advantages=own))
             at += len(step.response_ids)
         trajectories.append(dataclasses.replace(t, steps=tuple(steps)))
