@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from test_train import SMALL
+from small_runs import SMALL
 
 from agentr1_jax.errors import UserError
 from agentr1_jax.report import ablation

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from programs import program
 from rich.console import Console
-from test_train import ROOT, train
+from small_runs import ROOT, train
 
 from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.errors import UserError

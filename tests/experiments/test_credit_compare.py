@@ -20,7 +20,7 @@ import pytest
 from builders import trajectory
 from examples import parameters
 from hypothesis import strategies as st
-from test_train import ROOT, train
+from small_runs import ROOT, train
 
 from agentr1_jax.credit import SCHEMES as REGISTRY
 from agentr1_jax.credit import get_scheme

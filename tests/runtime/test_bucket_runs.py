@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from programs import program
-from test_train import ROOT, SMALL
+from small_runs import ROOT, SMALL
 
 from agentr1_jax import files
 from agentr1_jax.errors import UserError

@@ -17,7 +17,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_train import ROOT, command
+from small_runs import ROOT, command
 
 from agentr1_jax.runtime import compile_cache, program_files
 from agentr1_jax.runtime.compile_cache import CompileCounter, cached_jit

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from learners import check_equal, make
 from programs import program
-from test_train import small_config
+from small_runs import small_config
 
 from agentr1_jax.errors import UserError
 from agentr1_jax.learner.config import PackingConfig

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from small_runs import ROOT, command, small_config, train
 
 from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.errors import UserError
@@ -29,35 +30,6 @@ from agentr1_jax.trajectory import Outcome, Trajectory
 from agentr1_jax.trajectory_io import read_jsonl
 from configs import quickstart
 from experiments import build, inherited, tasks
-
-ROOT = Path(__file__).parent.parent
-SMALL = {
-    "policy.width": 32,
-    "policy.layers": 1,
-    "policy.hidden": 64,
-    "policy.head_dim": 8,
-    "warm_start.updates": 4,
-    "warm_start.demonstrations": 64,
-    "warm_start.batch": 16,
-    "updates": 2,
-    "rollout.groups": 4,
-    "rollout.samples": 2,
-    "rollout.slots": 8,
-    "eval.questions": 8,
-    "eval.quick_questions": 4,
-    "eval.every": 1,
-    "tokenizer.texts": 400,
-}
-
-
-def command(config: str, run_dir: Path, **overrides: object) -> list[str]:
-    keys = {**SMALL, "run_dir": run_dir, **{k.replace("__", "."): v for k, v in overrides.items()}}
-    return [f"--config=configs/{config}.py", *(f"--config.{k}={v}" for k, v in keys.items())]
-
-
-def train(config: str, run_dir: Path, **overrides: object) -> subprocess.CompletedProcess:
-    arguments = [sys.executable, "-m", "experiments.train", *command(config, run_dir, **overrides)]
-    return subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=500)
 
 
 def in_order(run_dir: Path) -> list[tuple]:
@@ -91,13 +63,6 @@ def test_the_quickstart_budget_lets_the_right_way_through(tmp_path: Path) -> Non
         played = [asyncio.run(play(split, index)) for index in range(128)]
         assert sum(t.metrics["em"] for t in played) / len(played) >= 0.99
         assert {t.outcome for t in played} == {Outcome.ANSWERED}
-
-
-def small_config(run_dir: Path, **overrides: object):
-    with quickstart.get_config().unlocked() as config:
-        keys = {**SMALL, "learner.rows": 8, "run_dir": str(run_dir)}
-        config.update_from_flattened_dict(keys | {k.replace("__", "."): v for k, v in overrides.items()})
-    return config.lock()
 
 
 @pytest.fixture

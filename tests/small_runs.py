@@ -1,0 +1,48 @@
+"""Small runs of the training script, in processes of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from configs import quickstart
+
+ROOT = Path(__file__).parents[1]
+SMALL = {
+    "policy.width": 32,
+    "policy.layers": 1,
+    "policy.hidden": 64,
+    "policy.head_dim": 8,
+    "warm_start.updates": 4,
+    "warm_start.demonstrations": 64,
+    "warm_start.batch": 16,
+    "updates": 2,
+    "rollout.groups": 4,
+    "rollout.samples": 2,
+    "rollout.slots": 8,
+    "eval.questions": 8,
+    "eval.quick_questions": 4,
+    "eval.every": 1,
+    "tokenizer.texts": 400,
+}
+
+
+def command(config: str, run_dir: Path, **overrides: object) -> list[str]:
+    """Flags of a small run; `__` stands for the dots of a key."""
+    keys = {**SMALL, "run_dir": run_dir, **{k.replace("__", "."): v for k, v in overrides.items()}}
+    return [f"--config=configs/{config}.py", *(f"--config.{k}={v}" for k, v in keys.items())]
+
+
+def train(config: str, run_dir: Path, **overrides: object) -> subprocess.CompletedProcess[str]:
+    """Train to the end."""
+    arguments = [sys.executable, "-m", "experiments.train", *command(config, run_dir, **overrides)]
+    return subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=500)
+
+
+def small_config(run_dir: Path, **overrides: object):
+    """The config of a small run of the quickstart."""
+    with quickstart.get_config().unlocked() as config:
+        keys = {**SMALL, "learner.rows": 8, "run_dir": str(run_dir)}
+        config.update_from_flattened_dict(keys | {k.replace("__", "."): v for k, v in overrides.items()})
+    return config.lock()
