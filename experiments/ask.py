@@ -1,4 +1,4 @@
-"""Asks an agent one question and shows its steps as they happen.
+"""Ask an agent one question and show its steps as they happen.
 
     python -m experiments.ask RUN "Who directed Pale River?" [--world=eval/3] [--temperature=0.7]
     python -m experiments.ask RUN --question_row=eval/5
@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
 import jax
-import ml_collections
 import numpy as np
 from absl import flags
 from rich.console import Console
@@ -31,12 +30,16 @@ from agentr1_jax.rollout.config import SamplingConfig
 from agentr1_jax.rollout.runner import TaskGroup, run_groups
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import mesh as meshes
+from agentr1_jax.runtime.dispatch import Dispatcher
 from agentr1_jax.tasks.hopworld.world import world_key
 from agentr1_jax.text.tokenizer import Tokenizer
 from agentr1_jax.text.tool_calls import extract_answer
+from agentr1_jax.tools.metrics import ToolMetrics
+from agentr1_jax.train import build
+from agentr1_jax.train.init_from import load_run_decoder
+from agentr1_jax.train.settings import Settings
 from agentr1_jax.trajectory import Outcome, Step, Trajectory
-from experiments import build, sources, tasks
-from experiments.retrieval import LateDispatch
+from experiments.setup import fit_devices, make_task, read_run, read_settings, use_compile_cache, with_weights
 
 CONFIG = configs.define_config_flag()
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "of sampling; 0 is greedy", lower_bound=0.0)
@@ -51,24 +54,26 @@ def main(argv: Sequence[str]) -> None:
     if bool(question) == bool(QUESTION_ROW.value):
         raise UserError("give either a question that is not empty or --question_row=SPLIT/INDEX, e.g. eval/5")
     is_run = CONFIG.value is None
-    config = load_run_config(source) if is_run else sources.with_weights(CONFIG.value, source)
-    reduce_to_one_trajectory(config)
-    build.keep_programs(config)
-    dispatch = LateDispatch()
-    task = tasks.make_task(config, dispatch=dispatch)
+    settings = read_run_settings(source) if is_run else read_settings(with_weights(CONFIG.value, source))
+    settings = fit_devices(reduce_to_one_slot(settings))
+    use_compile_cache(settings)
+    dispatcher = Dispatcher()
+    task = make_task(settings, ToolMetrics(), dispatcher)
     row = task_row(task, QUESTION_ROW.value) if QUESTION_ROW.value else free_row(task, question, WORLD.value)
     task.env()  # Builds what the tools need: a wrong index is reported here, not as a failure of the episode.
-    tokenizer = build.tokenizer(config, task, resumes=True)
-    agent = build.agent(config, task, tokenizer)
-    policy = build.policy(config, tokenizer)
+    tokenizer = build.make_tokenizer(settings, task, resumes=True)
+    agent = build.make_agent(settings, task, tokenizer)
+    policy = build.make_policy(settings, tokenizer)
 
     mesh = meshes.learner_mesh(1, jax.device_count(), 1)
-    rollout_mesh = meshes.rollout_mesh(mesh, config.rollout.tensor)
-    decoder = sources.newest_decoder(config, policy, mesh) if is_run else build.decoder(config, policy, mesh)
+    rollout_mesh = meshes.rollout_mesh(mesh, settings.rollout.tensor)
+    if is_run:
+        decoder = load_run_decoder(source, policy, mesh, build.make_frozen(settings, policy, mesh))
+    else:
+        decoder = build.make_decoder(settings, policy, mesh)
     policy = dataclasses.replace(policy, lora=LoraConfig())
-    params = build.rollout_view(policy, mesh, rollout_mesh)({"decoder": decoder}, {})
-    engine = build.engine(config, policy, rollout_mesh)
-    dispatch.to = engine.dispatch
+    params = build.make_rollout_params(policy, mesh, rollout_mesh)({"decoder": decoder}, {})
+    engine = build.make_engine(settings, policy, rollout_mesh, dispatcher)
 
     console = Console(soft_wrap=True)
     show(console, "Question", row["question"])
@@ -84,23 +89,21 @@ def main(argv: Sequence[str]) -> None:
         show(console, label, text)
 
 
-def load_run_config(source: str) -> ml_collections.ConfigDict:
-    """Return the config of a run. Raises UserError if `source` is no run."""
+def read_run_settings(source: str) -> Settings:
+    """Return the settings of a run. Raises UserError if `source` is no run."""
     try:
-        return sources.stored_config(source)
+        return read_settings(read_run(source))
     except UserError as error:
         raise UserError(f"{error}; to ask published weights, name their task with --config=FILE") from error
 
 
-def reduce_to_one_trajectory(config: ml_collections.ConfigDict) -> None:
-    """Change the config in place: one decode slot, and the devices that this machine has.
-
-    Raises:
-      UserError: see `sources.fit_devices`.
-    """
-    config.rollout.slots, config.rollout.swap_slots = 1, 0
-    config.rollout.prefill_rows = config.rollout.prefill_rows[:1]
-    sources.fit_devices(config)
+def reduce_to_one_slot(settings: Settings) -> Settings:
+    """Return settings with one decode slot and the smallest prefill."""
+    engine = settings.engine
+    return dataclasses.replace(
+        settings,
+        engine=dataclasses.replace(engine, slots=1, swap_slots=0, prefill_rows=engine.prefill_rows[:1]),
+    )
 
 
 def task_row(task: Task, place: str) -> Row:

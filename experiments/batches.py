@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.rollout.background import BackgroundEngine, wait
 from agentr1_jax.rollout.runner import Group, GroupBatch, start_batch
-from agentr1_jax.runtime import dispatch, processes
+from agentr1_jax.runtime import processes
 from agentr1_jax.trajectory import Trajectory
 from experiments import build, circle
 from experiments.circle import Run
@@ -83,7 +83,7 @@ class Ahead:
     def learnt(self, params: Params, update: int) -> None:
         """See `Batches.learnt`: one more batch may begin."""
         circle.count_anew(self._run)
-        self.background.adopt(dispatch.enqueue(self._run.view, params, self._run.frozen), update)
+        self.background.adopt(processes.call(self._run.view, params, self._run.frozen), update)
         self._begin_up_to(update)
 
     def unused(self) -> Sequence[Trajectory]:
@@ -200,9 +200,5 @@ def sampler(run: Run, journal: Journal, params: Params) -> Iterator[Batches]:
         yield InTurn(run, finished)
         return
     ahead = Ahead(run, params, position.update, finished)
-    apart = run.config.mesh.rollout_devices > 0
-    with (
-        contextlib.closing(ahead),
-        contextlib.nullcontext() if apart else dispatch.use_dispatcher(run.engine.dispatch_from_thread),
-    ):
+    with contextlib.closing(ahead):
         yield ahead

@@ -28,8 +28,9 @@ from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.text.sentencepiece import SentencePieceTokenizer
 from agentr1_jax.text.tokenizer import Tokenizer
-from experiments import build
-from experiments.sources import newest_decoder, run_tokenizer, stored_config
+from agentr1_jax.train import build
+from agentr1_jax.train.init_from import load_run_decoder
+from experiments.setup import read_run, read_settings
 
 DTYPE = flags.DEFINE_enum(
     "dtype", None, ["float32", "bfloat16", "float16"], "of the written tensors; that of the parameters unless given"
@@ -58,10 +59,10 @@ def export(run_dir: str, out: str, dtype: str | None = None) -> None:
         raise UserError(f"{out}: OUT must be a local folder; copy it to the bucket afterwards")
     if os.path.exists(out) and (not os.path.isdir(out) or os.listdir(out)):
         raise UserError(f"{out}: exists and is not empty; choose another OUT")
-    config = stored_config(run_dir)
-    tokenizer = run_tokenizer(config)
-    policy = build.policy(config, tokenizer)
-    decoder = newest_decoder(config, policy, meshes.learner_mesh(1, jax.device_count(), 1))
+    settings = read_settings(read_run(run_dir))
+    tokenizer = build.make_tokenizer(settings, None, resumes=True)
+    policy, mesh = build.make_policy(settings, tokenizer), meshes.learner_mesh(1, jax.device_count(), 1)
+    decoder = load_run_decoder(run_dir, policy, mesh, build.make_frozen(settings, policy, mesh))
     try:
         weights.to_hf(policy)
         write_tokenizer(out, tokenizer)

@@ -22,7 +22,7 @@ from agentr1_jax.learner.update import LearnerState
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime import processes
-from agentr1_jax.runtime.dispatch import enqueue
+from agentr1_jax.runtime.processes import call as enqueue
 from agentr1_jax.trajectory import POLICIES, Trajectory
 from agentr1_jax.validation import from_section
 from experiments import build, phases

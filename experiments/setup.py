@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import importlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -33,6 +33,7 @@ from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.runtime import compile_cache, processes
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import mesh as meshes
+from agentr1_jax.runtime.dispatch import Dispatcher
 from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.tools.base import Tool
 from agentr1_jax.tools.config import wrap_tool
@@ -66,12 +67,7 @@ def read_settings(config: ml_collections.ConfigDict) -> Settings:
     """
     _check_places(config)
     values = config.to_dict()
-    settings = settings_from_dict(values, _read_task(values["task"]))
-    if settings.sinks.active:
-        from agentr1_jax.runtime.sinks import check_sinks
-
-        check_sinks(settings.sinks, settings.run.run_dir)
-    return settings
+    return settings_from_dict(values, _read_task(values["task"]))
 
 
 def read_section(config: ml_collections.ConfigDict, cls: type[T]) -> T:
@@ -106,9 +102,13 @@ def make_setup(settings: Settings, *, resumes: bool) -> tuple[Setup, build.State
     Raises:
       UserError: the parts do not fit each other.
     """
+    if settings.sinks.active:
+        from agentr1_jax.runtime.sinks import check_sinks
+
+        check_sinks(settings.sinks, settings.run.run_dir)
     check_placement(settings, jax.devices())
-    tool_metrics, dispatch = ToolMetrics(), LateDispatch()
-    task = make_task(settings, tool_metrics, dispatch)
+    tool_metrics, dispatcher = ToolMetrics(), Dispatcher()
+    task = make_task(settings, tool_metrics, dispatcher)
     check_task(settings, task)
     processes.barrier()
     try:
@@ -119,15 +119,14 @@ def make_setup(settings: Settings, *, resumes: bool) -> tuple[Setup, build.State
         learner_mesh, rollout_mesh = build.make_learner_mesh(settings), build.make_rollout_mesh(settings)
         check_attention(settings, policy, learner_mesh)
         frozen = build.make_frozen(settings, policy, learner_mesh)
-        engine = build.make_engine(settings, policy, rollout_mesh)
+        engine = build.make_engine(settings, policy, rollout_mesh, dispatcher)
     except BaseException:
         if processes.process_index() == 0 and not resumes:
             build.remove_tokenizer(settings.run.run_dir)  # The corrected command must find the folder as this one did.
         raise
-    dispatch.to = engine.dispatch
     ahead = settings.rollout.staleness > 0
     shared = ahead and not settings.mesh.rollout_devices
-    dispatch_learner = engine.dispatch_from_thread if shared else processes.call
+    dispatch_learner = dispatcher.call if shared else processes.call
     processes.use_for_exchange(list(learner_mesh.devices.flat), dispatch_learner)
     setup = Setup(
         settings=settings,
@@ -338,21 +337,7 @@ def _check_unread_task_keys(config: TaskConfig, sections: Mapping[str, Any], rea
         raise UserError(f"task.args has {', '.join(config.args)}, which only a task of task.file with keys reads")
 
 
-class LateDispatch:
-    """A `Dispatch` whose engine is made later: a task is made before the engine whose thread its searches run on.
-
-    Attributes:
-      to: `Engine.dispatch`, once there is an engine; until then functions run on the spot.
-    """
-
-    def __init__(self) -> None:
-        self.to: Dispatch = call_directly
-
-    def __call__(self, function: Callable[[], Any]) -> Any:
-        return self.to(function)
-
-
-def make_task(settings: Settings, tool_metrics: ToolMetrics, dispatch: Any) -> Task:
+def make_task(settings: Settings, tool_metrics: ToolMetrics, dispatch: Dispatch = call_directly) -> Task:
     """Make the task, or the mixture of tasks, of a run.
 
     Args:

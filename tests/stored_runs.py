@@ -15,7 +15,7 @@ from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.tools.metrics import ToolMetrics
 from agentr1_jax.train import build
 from configs import quickstart
-from experiments.setup import LateDispatch, change_config, make_task, read_settings
+from experiments.setup import change_config, make_task, read_settings
 
 SMALL = {
     "policy.width": 32,
@@ -30,7 +30,7 @@ def store_run(folder, **changes):
     """Write the folder of a run with checkpoint 3 of random parameters; return its policy and its whole decoder."""
     config = change_config(quickstart.get_config(), {**SMALL, **changes, "run_dir": str(folder)})
     settings = read_settings(config)
-    task = make_task(settings, ToolMetrics(), LateDispatch())
+    task = make_task(settings, ToolMetrics())
     tokenizer = build.make_tokenizer(settings, task, resumes=False)
     policy, mesh = build.make_policy(settings, tokenizer), tiny.mesh()
     state = build.make_state_builder(settings, policy, mesh).init()

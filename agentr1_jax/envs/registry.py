@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Dispatch(Protocol):
-    """Runs a function that uses the devices where and when no other program is enqueued; see `Engine.dispatch`."""
+    """Runs a function that uses the devices where and when no other program is enqueued; see `Dispatcher`."""
 
     def __call__(self, function: Callable[[], T]) -> Awaitable[T]: ...
 

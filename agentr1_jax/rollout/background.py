@@ -22,7 +22,7 @@ class BackgroundEngine:
     """One long stream of an engine in a thread of its own, to which other threads give work.
 
     The parameters must not be donated elsewhere: the engine needs a copy of its own. Where the learner uses the same
-    devices, its programs must go through `engine.dispatch_from_thread`.
+    devices, its programs must go through `engine.dispatcher.call`.
 
     Args:
       engine: must have no stream open.

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import concurrent.futures
 import dataclasses
 import functools
 import time
@@ -28,6 +27,7 @@ from agentr1_jax.rollout.config import EngineConfig, SamplingConfig
 from agentr1_jax.rollout.device import Counters, Device, ResponseRequest
 from agentr1_jax.rollout.scheduler import CacheCopy, Scheduler, SlotLease
 from agentr1_jax.rollout.timeline import Timeline
+from agentr1_jax.runtime.dispatch import Dispatcher
 
 T = TypeVar("T")
 
@@ -75,22 +75,27 @@ class Engine:
       policy: the decoder.
       config: shapes and scheduling.
       mesh: devices with axes `(data, fsdp, tensor)`; slots are sharded over `data`.
+      dispatcher: thread of its programs; None makes one. What else uses the devices during a rollout, such as a dense
+        retriever, must go through it.
 
     Attributes:
+      dispatcher: thread of its programs.
       device: its programs and arrays.
       version: version of the policy that samples: the number of updates of its parameters.
       timeline: timeline of the current or last rollout; None unless `record_timeline`.
       record_timeline: whether to record one. The host then waits for every prefill, which costs a little time.
     """
 
-    def __init__(self, policy: DecoderConfig, config: EngineConfig, mesh: Mesh) -> None:
+    def __init__(
+        self, policy: DecoderConfig, config: EngineConfig, mesh: Mesh, dispatcher: Dispatcher | None = None
+    ) -> None:
         self.config = config
         self.device = Device(policy, config, mesh)
         self.version = 0
         self.record_timeline = False
         self.timeline: Timeline | None = None
         self._vocab_size = policy.vocab_size
-        self._dispatcher = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="dispatch")
+        self.dispatcher = dispatcher or Dispatcher()
         self._reset()
 
     def _reset(self) -> None:
@@ -152,7 +157,7 @@ class Engine:
                 finally:
                     runner.run(_close(items, cycles))
         finally:
-            self._dispatcher.submit(lambda: None).result()  # A cycle in progress ends first.
+            self.dispatcher.call(lambda: None)  # A cycle in progress ends first.
             if self.timeline is not None:
                 self.timeline.finish()
             self._reset()
@@ -269,20 +274,6 @@ class Engine:
                 f"got {list(map(list, r.stop))}"
             )
 
-    def dispatch_from_thread(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run a function as `dispatch` does, called from a thread other than that of the loop."""
-        return self._dispatcher.submit(function, *arguments).result()
-
-    async def dispatch(self, function: Callable[[], T]) -> T:
-        """Run a function between two cycles, on the thread that dispatches all device programs; wait for its result.
-
-        Whatever else uses the devices during a rollout, such as a dense retriever, must go this way. A device runs
-        programs in the order in which they were enqueued, and a program over several devices waits for all of them.
-        From two threads, two devices could get two programs in different orders, and both would wait for ever. The
-        cycles wait for the function, so it should be short.
-        """
-        return await asyncio.get_running_loop().run_in_executor(self._dispatcher, function)
-
     async def _run_cycles(self) -> None:
         """Run cycles for as long as the stream lasts. Only cycles, and this task between them, change the scheduler."""
         assert self._wake_up is not None
@@ -293,13 +284,13 @@ class Engine:
             if self.timeline is not None:
                 self.timeline.set_tool_slots(self._scheduler.tool_slots())
             if self._next_policy and not self._decoding and not self._chunks:
-                await self.dispatch(self._change_policy)
+                await self.dispatcher(self._change_policy)
             ready = not (self.config.deterministic and self._in_tools)
             if ready and (self._waiting or self._decoding or self._chunks):
                 self._cycle += 1
                 waiting = [] if self._next_policy else self._waiting
                 self._waiting = self._waiting[len(waiting) :]
-                unassigned, complete = await self.dispatch(functools.partial(self._device_cycle, waiting))
+                unassigned, complete = await self.dispatcher(functools.partial(self._device_cycle, waiting))
                 self._waiting = unassigned + self._waiting  # Longest wait first.
                 for response in complete:
                     if not response.done.done():

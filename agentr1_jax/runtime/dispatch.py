@@ -2,38 +2,33 @@
 
 A device runs programs in the order in which they were enqueued, and a program over several devices waits for all of
 them. Two threads could enqueue two such programs in different orders on two devices, and both would wait for ever. So
-while an engine rolls out in a thread of its own, all other code enqueues its programs through that engine's dispatcher.
-Enqueueing is quick; callers wait for results in their own threads.
+while an engine rolls out, all other code enqueues its programs on the thread of that engine's `Dispatcher`. Enqueueing
+is quick; callers wait for results in their own threads.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+import asyncio
+import concurrent.futures
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-Dispatch = Callable[[Callable[[], Any]], Any]
 
 
-def _call(program: Callable[[], Any]) -> Any:
-    return program()
+class Dispatcher:
+    """One thread that enqueues device programs, between two cycles of the engine that it belongs to.
 
+    A dispatcher is made before its engine, since tools that search on the devices get it first.
+    """
 
-_dispatch: Dispatch = _call
+    def __init__(self) -> None:
+        self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="dispatch")
 
+    async def __call__(self, function: Callable[[], T]) -> T:
+        """Run a function on the thread, from a coroutine. The engine's cycles wait for it, so it should be short."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function)
 
-def enqueue(program: Callable[..., T], *args: Any) -> T:
-    """Call a function that runs device programs, through the current dispatcher."""
-    return _dispatch(lambda: program(*args))
-
-
-@contextlib.contextmanager
-def use_dispatcher(dispatch: Dispatch) -> Iterator[None]:
-    """Enqueue programs through `dispatch`, e.g. `Engine.dispatch_from_thread`, while this context lasts."""
-    global _dispatch
-    previous, _dispatch = _dispatch, dispatch
-    try:
-        yield
-    finally:
-        _dispatch = previous
+    def call(self, program: Callable[..., T], *arguments: Any) -> T:
+        """Call a program on the thread, from another thread."""
+        return self._executor.submit(program, *arguments).result()

@@ -40,6 +40,7 @@ from agentr1_jax.rollout.engine import Engine
 from agentr1_jax.runtime import checkpoint, processes
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime.compile_cache import cached_jit
+from agentr1_jax.runtime.dispatch import Dispatcher
 from agentr1_jax.runtime.seeds import seed_of
 from agentr1_jax.text.call_formats import make_call_format
 from agentr1_jax.text.chat import chat_format
@@ -189,10 +190,10 @@ def make_policy(settings: Settings, tokenizer: Tokenizer | None) -> DecoderConfi
     return shape
 
 
-def make_engine(settings: Settings, policy: DecoderConfig, mesh: Mesh) -> Engine:
+def make_engine(settings: Settings, policy: DecoderConfig, mesh: Mesh, dispatcher: Dispatcher | None = None) -> Engine:
     """Make the rollout engine of this process. Raises UserError if its shapes do not fit the mesh."""
     try:
-        return Engine(policy, settings.engine, mesh)
+        return Engine(policy, settings.engine, mesh, dispatcher)
     except ValueError as error:
         raise UserError(str(error)) from error
 

@@ -28,6 +28,7 @@ from agentr1_jax.rollout.runner import TaskGroup, run_groups
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime.compile_cache import CompileCounter
+from agentr1_jax.runtime.dispatch import Dispatcher
 from agentr1_jax.runtime.monitoring import progress_bar
 from agentr1_jax.runtime.processes import StopRequest
 from agentr1_jax.text.tokenizer import Tokenizer
@@ -41,7 +42,6 @@ from experiments.evaluation.chunks import SECTIONS, Chunk, chunks_of, claim, ide
 from experiments.evaluation.modes import START, check_mode, make_agent, role_of
 from experiments.evaluation.policies import Source
 from experiments.setup import (
-    LateDispatch,
     change_config,
     check_openings,
     is_run,
@@ -231,8 +231,8 @@ def set_up(config: ml_collections.ConfigDict, request: Request, modes: Sequence[
     config = change_config(config, {"seed": request.seed})  # Equal seeds of requests ask equal questions.
     settings = build.fit_devices(read_settings(config))
     use_compile_cache(settings)
-    dispatch = LateDispatch()
-    task = make_task(settings, ToolMetrics(), dispatch)
+    dispatcher = Dispatcher()
+    task = make_task(settings, ToolMetrics(), dispatcher)
     counts = count_rows(settings, task, request)
     tokenizer = build.make_tokenizer(settings, task, resumes=True)
     agents = {}
@@ -247,8 +247,7 @@ def set_up(config: ml_collections.ConfigDict, request: Request, modes: Sequence[
     policy = policies.without_adapters(build.make_policy(settings, tokenizer))
     mesh = meshes.learner_mesh(1, jax.device_count(), 1)
     rollout_mesh = meshes.rollout_mesh(mesh, settings.rollout.tensor)
-    engine = build.make_engine(settings, policy, rollout_mesh)
-    dispatch.to = engine.dispatch
+    engine = build.make_engine(settings, policy, rollout_mesh, dispatcher)
     return Evaluation(
         request=request,
         config=configs.resolve(config),

@@ -254,7 +254,7 @@ def test_a_rollout_searches_on_the_engines_thread(data_dir, tmp_path):
         embedders.append(embedder)
         vectors = corpus_vectors(corpus, embedder.embed, embedder.identity, tmp_path / "index")
         queries = functools.partial(embedder.embed, tokens_per_call=QUERY_TOKENS)
-        return Kept(corpus, vectors, queries, devices=jax.devices()[:2], dispatch=engine.dispatch)
+        return Kept(corpus, vectors, queries, devices=jax.devices()[:2], dispatch=engine.dispatcher)
 
     engine, params = engine_of(3)
     engine.reset_counters()

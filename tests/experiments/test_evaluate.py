@@ -33,7 +33,7 @@ from configs import keydoor, quickstart
 from experiments.evaluation import chunks, modes, policies
 from experiments.evaluation import run as evaluation_run
 from experiments.evaluation.run import Request
-from experiments.setup import LateDispatch, make_task, read_run, read_settings
+from experiments.setup import make_task, read_run, read_settings
 
 export_hf = program("export_hf")
 ROOT = Path(__file__).parent.parent.parent
@@ -54,9 +54,9 @@ def one_engine():
     """All evaluations share compiled programs, as the modes of one do."""
     engines, make = {}, build.make_engine
 
-    def shared(settings, policy, mesh):
+    def shared(settings, policy, mesh, dispatcher):
         key = (policy, settings.engine, mesh)
-        engines[key] = engines.get(key) or make(settings, policy, mesh)
+        engines[key] = engines.get(key) or make(settings, policy, mesh, dispatcher)
         return engines[key]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -65,7 +65,7 @@ def one_engine():
 
 
 def task_of(config):
-    return make_task(read_settings(config), ToolMetrics(), LateDispatch())
+    return make_task(read_settings(config), ToolMetrics())
 
 
 def text(path):

@@ -55,7 +55,7 @@ def test_it_samples_what_a_stream_in_the_foreground_samples():
 def test_the_learner_calls_its_programs_on_the_engines_dispatch_thread():
     engine, params = engine_of(3)
     with BackgroundEngine(engine, params, version=0):
-        total, thread = engine.dispatch_from_thread(lambda a, b: (a + b, threading.current_thread().name), 1, 2)
+        total, thread = engine.dispatcher.call(lambda a, b: (a + b, threading.current_thread().name), 1, 2)
     assert total == 3 and thread.startswith("dispatch")
 
 

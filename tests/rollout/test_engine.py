@@ -257,9 +257,9 @@ def test_what_is_dispatched_runs_between_cycles_and_its_errors_come_back(monkeyp
         return len(seen)
 
     async def asks():
-        results = [await engine.dispatch(function) for _ in range(20)]
+        results = [await engine.dispatcher(function) for _ in range(20)]
         with pytest.raises(ZeroDivisionError):
-            await engine.dispatch(lambda: 1 // 0)
+            await engine.dispatcher(lambda: 1 // 0)
         return results
 
     async def samples():

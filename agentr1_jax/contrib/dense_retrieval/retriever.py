@@ -23,7 +23,7 @@ class DenseRetriever:
     A search runs programs on the devices that the rollout engine decodes on. Each device runs its programs in the order
     in which they were enqueued, and a program over several devices waits for all of them: were two threads to enqueue
     such programs, device 0 could wait in one of them and device 1 in the other, for ever. Hence all programs go through
-    the engine's thread: `dispatch` is `Engine.dispatch` during a rollout, and a search runs between two decode calls.
+    the engine's thread: `dispatch` is its `Dispatcher` during a rollout, and a search runs between two decode calls.
 
     A query's hits do not depend on which others share its batch; equal scores are ordered by the passage's index.
 
