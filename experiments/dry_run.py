@@ -6,34 +6,34 @@ import math
 import time
 
 import jax
-import ml_collections
 from rich.console import Console
 from rich.table import Table
 
 from agentr1_jax.errors import UserError
-from experiments import build, topology
+from agentr1_jax.train.settings import Settings
+from experiments import topology
 from experiments.plan import Plan, activation_bytes, device_bytes, make_plan, programs, total_bytes
 
 WIDTH = 120
 """Width of the tables, in characters, if the output is not a terminal."""
 
 
-def show(config: ml_collections.ConfigDict, topology_name: str = "") -> None:
+def show(settings: Settings, topology_name: str = "") -> None:
     """Print sizes, meshes and programs of a run; for a TPU slice also compile its large programs.
 
     Nothing is written, and no model is allocated.
 
     Args:
-      config: config of the run.
+      settings: settings of the run.
       topology_name: TPU slice such as `v5e:4x4`; empty for the devices of this machine.
 
     Raises:
-      UserError: the config cannot work, the topology is unknown, or a program does not compile for it.
+      UserError: the settings do not fit the devices, the topology is unknown, or a program does not compile for it.
     """
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)
-    plan = make_plan(config, topology_name)
+    plan = make_plan(settings, topology_name)
     console.print(run_table(plan))
     console.print(bytes_table(plan))
     console.print(programs_table(plan))
@@ -47,7 +47,7 @@ def show(config: ml_collections.ConfigDict, topology_name: str = "") -> None:
 
 def run_table(plan: Plan) -> Table:
     """Return a table of the policy, the meshes and the batches."""
-    config, policy = plan.config, plan.policy
+    settings, policy = plan.settings, plan.policy
     table = _table("Run", "", "")
     trained, frozen = (sum(x.size for x in jax.tree.leaves(t)) for t in (plan.state.params, plan.frozen))
     table.add_row("parameters", f"{trained + frozen:,}" + (f", {trained:,} of them trained" if frozen else ""))
@@ -64,9 +64,8 @@ def run_table(plan: Plan) -> Table:
         device = mesh.devices.flat[0].device_kind
         axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
         table.add_row(name, f"{axes}: {mesh.size} x {device}, {where}")
-    r, c = config.rollout, config.learner
-    n, rows = r.groups * r.samples, f"{c.rows} rows x {c.row_tokens} tokens"
-    most = build.microbatches(config, n // c.minibatches)
+    r, c, n = settings.rollout, settings.learner, settings.batch_trajectories
+    most, rows = settings.microbatches(n // c.minibatches), f"{c.rows} rows x {c.row_tokens} tokens"
     table.add_row(
         "RL batch",
         f"{r.groups} groups x {r.samples} samples = {n} trajectories; updates: {c.minibatches * c.epochs}, each of at "
@@ -83,7 +82,7 @@ def bytes_table(plan: Plan) -> Table:
     for name, tree, copies, when in (
         ("parameters", parameters, 1, "always"),
         ("optimizer state", plan.state.opt_state, 1, "always"),
-        ("rollout parameters", plan.view, engines, "rolling out"),
+        ("rollout parameters", plan.rollout_params, engines, "rolling out"),
         ("KV cache", plan.cache, engines, "rolling out"),
         ("gradients, two (estimate)", (plan.state.params,) * 2, 1, "learning"),
     ):

@@ -12,24 +12,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from agentr1_jax.learner.batch import CRITIC_FIELDS, batch_shapes
-from agentr1_jax.learner.ratios import MINIBATCH_RATIOS
-from agentr1_jax.learner.update import make_log_ratio, make_token_outputs, make_update
 from agentr1_jax.policy.config import DecoderConfig, LoraConfig
 from agentr1_jax.policy.params import cast_for_compute, init_decoder
 from agentr1_jax.policy.presets import PRESETS
 from agentr1_jax.policy.sharding import shardings
 from agentr1_jax.rollout.cache import cache_sharding, empty_cache
 from agentr1_jax.rollout.device import COPIES_PER_CALL
-from agentr1_jax.rollout.engine import Engine
 from agentr1_jax.rollout.programs import encode_updates, idle_slot_state
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime.checkpoint import sharded_shapes
-from experiments import build, checks, tasks, topology
+from agentr1_jax.tools.metrics import ToolMetrics
+from agentr1_jax.train import build, phases
+from agentr1_jax.train.parts import Phase, Setup
+from agentr1_jax.train.settings import Settings
+from experiments import topology
+from experiments.setup import check_attention, check_placement, make_task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,28 +38,27 @@ class Plan:
     """Parts of a run; the leaves of every tree are `jax.ShapeDtypeStruct`s with shardings.
 
     Attributes:
-      config: config of the run.
+      settings: settings of the run.
       policy: shape of the decoder.
       learner_mesh: mesh of the learner, over all devices.
-      engine: rollout engine of one process, which has allocated nothing.
       rollout_mesh: mesh of the engine.
-      optimizer, layout: optimizer of the update, and the shardings of its state.
+      setup: what the phases are made from: without task, tokenizer and agent; its engine has allocated nothing.
+      phases: phases of the run, in order.
       state: state of the learner.
       frozen: parameters that LoRA does not train.
-      view: parameters of the engine.
+      rollout_params: parameters of the engine.
       cache: KV cache of the engine.
     """
 
-    config: ml_collections.ConfigDict
+    settings: Settings
     policy: DecoderConfig
     learner_mesh: Mesh
-    engine: Engine
     rollout_mesh: Mesh
-    optimizer: Any
-    layout: Any
+    setup: Setup
+    phases: list[Phase]
     state: Any
     frozen: Any
-    view: Any
+    rollout_params: Any
     cache: Any
 
 
@@ -69,7 +69,7 @@ class Program:
     Attributes:
       name: what it computes.
       shape: its shapes, for people.
-      lower: function that traces it; None for small programs, which nobody needs to compile ahead of the run.
+      lower: function that traces it; None for programs that nobody needs to compile ahead of the run.
     """
 
     name: str
@@ -77,72 +77,98 @@ class Program:
     lower: Callable[[], Any] | None = None
 
 
-def make_plan(config: ml_collections.ConfigDict, topology_name: str = "") -> Plan:
+def make_plan(settings: Settings, topology_name: str = "") -> Plan:
     """Return the shapes of a run on the devices of this machine, or on those of a TPU slice.
 
     If the policy's shape leaves the size of the vocabulary open, the tokenizer is trained in a temporary folder;
     otherwise neither tokenizer nor data are read.
 
     Args:
-      config: config of the run.
+      settings: settings of the run.
       topology_name: TPU slice such as `v5e:4x4`; empty for the devices of this machine.
 
     Raises:
-      UserError: the config cannot work, or the slice is unknown.
+      UserError: the settings do not fit the devices, or the slice is unknown.
     """
     devices = topology.devices(topology_name) if topology_name else jax.devices()
-    checks.check(config, devices)
-    policy = _policy(config)
-    learner_mesh = build.learner_mesh(config, devices)
-    checks.check_attention(config, policy, learner_mesh, call=False)
+    check_placement(settings, devices)
+    policy = _make_policy(settings)
+    learner_mesh = build.make_learner_mesh(settings, devices)
+    check_attention(settings, policy, learner_mesh, run=False)
     if topology_name:
         host = topology.first_host(topology_name, devices)
-        _, rollout_devices = meshes.split_devices(host, config.mesh.rollout_devices)
-        rollout_mesh = meshes.rollout_mesh(rollout_devices, config.rollout.tensor)
+        _, rollout_devices = meshes.split_devices(host, settings.mesh.rollout_devices)
+        rollout_mesh = meshes.rollout_mesh(rollout_devices, settings.rollout.tensor)
     else:
-        rollout_mesh = build.rollout_mesh(config)
-    _, _, (optimizer, state, layout) = build.learner_state(config, policy, learner_mesh)
+        rollout_mesh = build.make_rollout_mesh(settings)
+    builder = build.make_state_builder(settings, policy, learner_mesh)
     frozen = {}
     if policy.lora.rank:
         base = functools.partial(init_decoder, dataclasses.replace(policy, lora=LoraConfig()))
         frozen = _with_shardings({"decoder": jax.eval_shape(base, jax.random.key(0))}, learner_mesh)
-    view = jax.eval_shape(functools.partial(build.rollout_params, policy), state.params, frozen)
-    engine = build.engine(config, policy, rollout_mesh)
-    c, tensor = engine.config, config.rollout.tensor
+    rollout_params = jax.eval_shape(functools.partial(build.rollout_params, policy), builder.shapes.params, frozen)
+    c, tensor = settings.engine, settings.rollout.tensor
     cache = jax.eval_shape(
         functools.partial(empty_cache, policy, c.kv_slots(rollout_mesh.shape["data"]), c.slot_tokens, tensor)
     )
+    nothing: Any = None
+    setup = Setup(
+        settings=settings,
+        task=nothing,
+        tokenizer=nothing,
+        agent=nothing,
+        policy=policy,
+        frozen=frozen,
+        learner_mesh=learner_mesh,
+        engine=build.make_engine(settings, policy, rollout_mesh),
+        rollout_params=nothing,
+        tool_metrics=ToolMetrics(),
+    )
     return Plan(
-        config=config,
+        settings=settings,
         policy=policy,
         learner_mesh=learner_mesh,
-        engine=engine,
         rollout_mesh=rollout_mesh,
-        optimizer=optimizer,
-        layout=layout,
-        state=state,
+        setup=setup,
+        phases=_make_phases(setup, builder),
+        state=builder.shapes,
         frozen=frozen,
-        view=_with_shardings(view, rollout_mesh),
+        rollout_params=_with_shardings(rollout_params, rollout_mesh),
         cache=_with_sharding(cache, cache_sharding(policy, rollout_mesh)),
     )
 
 
-def _policy(config: ml_collections.ConfigDict) -> DecoderConfig:
+def _make_phases(setup: Setup, builder: build.StateBuilder) -> list[Phase]:
+    """Return the phases of a run that take updates, in order."""
+    settings, made = setup.settings, []
+    if settings.pretrain.updates and not settings.warm_start.init_from:
+        made.append(phases.pretraining(setup, builder.optimizer, builder.layout))
+    if settings.imitates:
+        made.append(phases.warm_start(setup, builder.optimizer, builder.layout))
+    if settings.run.updates and not settings.warm_start.control_seconds:
+        reference = None
+        if settings.kl.kind != "none":
+            cast = functools.partial(cast_for_compute, setup.policy)
+            reference = _with_shardings(jax.eval_shape(cast, builder.shapes.params["decoder"]), setup.learner_mesh)
+        made.append(phases.reinforcement(setup, builder.optimizer, builder.layout, reference))
+    return made
+
+
+def _make_policy(settings: Settings) -> DecoderConfig:
     """Return the decoder's shape, without downloading weights of a known shape."""
-    known = _preset_of(config.policy.weights)
-    if known and not config.policy.preset:
-        with ml_collections.ConfigDict(config).unlocked() as config:
-            config.policy.update(weights="", preset=known)
-    preset = PRESETS.get(config.policy.preset)
+    known = preset_of_weights(settings.policy.weights)
+    if known and not settings.policy.preset:
+        settings = dataclasses.replace(settings, policy=dataclasses.replace(settings.policy, weights="", preset=known))
+    preset = PRESETS.get(settings.policy.preset)
     if preset is None or preset.vocab_size:
-        return build.policy(config, None)
-    with tempfile.TemporaryDirectory() as folder, ml_collections.ConfigDict(config).unlocked() as elsewhere:
-        elsewhere.run_dir = folder
-        task: Any = None if config.tokenizer.path else tasks.make_task(config)  # Only needed to train a tokenizer on.
-        return build.policy(config, build.tokenizer(elsewhere, task, resumes=False))
+        return build.make_policy(settings, None)
+    with tempfile.TemporaryDirectory() as folder:
+        elsewhere = dataclasses.replace(settings, run=dataclasses.replace(settings.run, run_dir=folder))
+        task = None if settings.tokenizer.path else make_task(settings, ToolMetrics())  # Source of its texts.
+        return build.make_policy(settings, build.make_tokenizer(elsewhere, task, resumes=False))
 
 
-def _preset_of(weights: str) -> str:
+def preset_of_weights(weights: str) -> str:
     """Return the preset with the shape of weights on the hub, judged by their name; "" if there is none."""
     if not weights or os.path.isdir(os.path.expanduser(weights)):
         return ""
@@ -174,7 +200,7 @@ def activation_bytes(plan: Plan) -> int:
     They are the activations of every layer that `remat` saves, all activations of one layer while its gradient is
     computed, one chunk of logits, and the output head with its gradient, both sharded over `tensor` alone.
     """
-    p, c, mesh = plan.policy, plan.config.learner, plan.learner_mesh.shape
+    p, c, mesh = plan.policy, plan.settings.learner, plan.learner_mesh.shape
     tensor, rows = mesh["tensor"], -(-c.rows // (mesh["data"] * mesh["fsdp"]))
     tokens, size = rows * c.row_tokens, jnp.dtype(p.dtype).itemsize
     stream = tokens * p.width * size
@@ -182,7 +208,7 @@ def activation_bytes(plan: Plan) -> int:
     scores = 2 * 4 * rows * c.row_tokens**2 * p.heads // tensor if p.attention == "dense" else 0
     layer = matmuls + tokens * size * (p.heads * p.head_dim + p.hidden) // tensor + 2 * stream + scores
     saved = {"full": stream, "dots": stream + matmuls, "none": layer}[p.remat]
-    logits = 3 * 4 * max(plan.config.loss.chunk // c.rows, 1) * rows * p.vocab_size // tensor
+    logits = 3 * 4 * max(plan.settings.loss.chunk // c.rows, 1) * rows * p.vocab_size // tensor
     head = (size + 3 * 4) * p.vocab_size * p.width // tensor
     trunks = 2 if "critic" in plan.state.params else 1
     return trunks * p.layers * saved + layer + logits + head
@@ -190,89 +216,75 @@ def activation_bytes(plan: Plan) -> int:
 
 def programs(plan: Plan) -> Iterator[Program]:
     """Yield every program of the run, in the order in which the run compiles them."""
-    config = plan.config
-    if plan.frozen and not config.policy.weights:
+    weights = plan.settings.policy.weights
+    if plan.frozen and not weights:
         yield Program("frozen parameters", "random, on the learner mesh")
-    if plan.frozen or not config.policy.weights:
+    if plan.frozen or not weights:
         yield Program("parameters", "random, on the learner mesh")
     yield Program("learner state", "made of them")
-    yield Program("rollout view", "parameters from learner mesh to rollout mesh")
+    yield Program("rollout parameters", "from learner mesh to rollout mesh, in compute dtype")
     yield from _engine_programs(plan)
-    yield from _supervised_programs(plan)
-    if not config.control:
-        yield from _rl_programs(plan)
+    by_name = {phase.name: phase for phase in plan.phases}
+    if phase := by_name.get("pretraining"):
+        yield Program("update (pretraining)", _rows(phase))
+    yield Program("learner state, restarted", "a new optimizer for the next phase")
+    if phase := by_name.get("warm_start"):
+        yield Program("update (warm start)", _rows(phase))
+    if phase := by_name.get("rl"):
+        yield from _rl_programs(plan, phase)
 
 
-def _supervised_programs(plan: Plan) -> Iterator[Program]:
-    """Yield the programs of pretraining and warm start."""
-    config, p = plan.config, plan.config.pretrain
-    if config.pretrain.updates and not config.warm_start.init_from:
-        shape = f"{-(-p.batch // p.rows)} x {p.rows} rows x {p.row_tokens} tokens, all of them trained"
-        yield Program("update (pretraining)", shape)
-        yield Program("learner state, restarted", "a new optimizer for the warm start")
-    if (config.warm_start.updates and not config.warm_start.init_from) or config.control:
-        yield Program("update (warm start)", _batch(plan, config.warm_start.batch, ())[1])
-        yield Program("learner state, restarted", "a new optimizer for RL")
-
-
-def _rl_programs(plan: Plan) -> Iterator[Program]:
+def _rl_programs(plan: Plan, phase: Phase) -> Iterator[Program]:
     """Yield the programs of reinforcement learning: reference, token outputs, credit, log ratio, update."""
-    config, policy, mesh = plan.config, plan.policy, plan.learner_mesh
-    objective, has_kl = build.objective(config), config.kl.kind != "none"
-    minibatch = config.rollout.groups * config.rollout.samples // config.learner.minibatches
-    params, count = plan.state.params, np.int32(1)
-    reference = None
-    if has_kl:
-        cast = jax.eval_shape(functools.partial(cast_for_compute, policy), params["decoder"])
-        reference = _with_shardings(cast, mesh)
+    settings, params, used = plan.settings, plan.state.params, np.int32(1)
+    update: Any = phase.update
+    token_outputs: Any = phase.token_outputs
+    log_ratio: Any = phase.log_ratio
+    if phase.reference is not None:
         yield Program("reference", "a copy of the policy, on the learner mesh")
-    batch, shape = _batch(plan, minibatch, ())
-    recomputed = config.learner.old_logprobs == "learner"
-    if build.learns_values(config) or has_kl or recomputed or build.learner_config(config).observations:
-        token_outputs: Any = make_token_outputs(policy, objective, mesh)
-        lower = functools.partial(token_outputs.lower, params, plan.frozen, reference, batch, count)
-        yield Program("token outputs", shape, lower)
-    room = ", ".join(f"{n} {unit}" for unit, n in build.credit_room(config).items())
-    yield Program("credit", f"{config.credit.name}: {room}")
-    present = (
-        *(CRITIC_FIELDS if build.learns_values(config) else ()),
-        *["ref_logprob"] * (objective.kl_in_loss != "none"),
-        *["correction_weight"] * (config.correction.kind != "none"),
+    if token_outputs is not None:
+        arguments = (params, plan.frozen, phase.reference, _batch(plan, phase, ()), used)
+        yield Program("token outputs", _rows(phase), functools.partial(token_outputs.lower, *arguments))
+    sizes = ", ".join(f"{n} {unit}" for unit, n in settings.batch_capacity.items())
+    yield Program("credit", f"{settings.credit.name}: {sizes}")
+    optional = (
+        *(CRITIC_FIELDS if phase.critic else ()),
+        *["ref_logprob"] * (settings.objective.kl_in_loss != "none"),
+        *["correction_weight"] * (settings.correction.kind != "none"),
     )
-    batch, shape = _batch(plan, minibatch, present)
-    if objective.loss.ratio in MINIBATCH_RATIOS:
-        log_ratio: Any = make_log_ratio(policy, objective, mesh)
-        yield Program("log ratio", shape, functools.partial(log_ratio.lower, params, plan.frozen, batch, count))
-        batch, shape = _batch(plan, minibatch, (*present, "log_ratio"))
-    update: Any = make_update(policy, objective, plan.optimizer, plan.layout)
+    batch = _batch(plan, phase, optional)
+    if log_ratio is not None:
+        lower = functools.partial(log_ratio.lower, params, plan.frozen, batch, used)
+        yield Program("log ratio", _rows(phase), lower)
+        batch = _batch(plan, phase, (*optional, "log_ratio"))
     rates = dict.fromkeys(params, np.float32(0))
-    yield Program("update (RL)", shape, functools.partial(update.lower, plan.state, plan.frozen, batch, count, rates))
+    lower = functools.partial(update.lower, plan.state, plan.frozen, batch, used, rates)
+    yield Program("update (RL)", _rows(phase), lower)
 
 
-def _batch(plan: Plan, trajectories: int, present: tuple[str, ...]) -> tuple[Any, str]:
-    """Return the batch of an update on the learner's mesh, and its shape for people.
-
-    Args:
-      plan: plan of the run.
-      trajectories: number of trajectories of the update.
-      present: optional fields of the loss tokens that the batch has.
-    """
-    c, microbatches = plan.config.learner, build.microbatches(plan.config, trajectories)
+def _batch(plan: Plan, phase: Phase, optional: tuple[str, ...]) -> Any:
+    """Return the batch of an update on the learner's mesh, with these optional fields of the loss tokens."""
+    c = phase.packing
     shapes = batch_shapes(
-        microbatches=microbatches,
+        microbatches=phase.microbatches,
         rows=c.rows,
         row_tokens=c.row_tokens,
         row_loss_tokens=c.row_loss_tokens,
-        present=present,
+        present=optional,
     )
-    batch = _with_sharding(shapes, NamedSharding(plan.learner_mesh, meshes.ROWS))
-    return batch, f"{microbatches} x {c.rows} rows x {c.row_tokens} tokens, {c.row_loss_tokens} loss tokens"
+    return _with_sharding(shapes, NamedSharding(plan.learner_mesh, meshes.ROWS))
+
+
+def _rows(phase: Phase) -> str:
+    """Return the shape of a phase's batches, for people."""
+    c = phase.packing
+    return f"{phase.microbatches} x {c.rows} rows x {c.row_tokens} tokens, {c.row_loss_tokens} loss tokens"
 
 
 def _engine_programs(plan: Plan) -> Iterator[Program]:
     """Yield the programs of the rollout engine."""
-    c, shards = plan.engine.config, plan.rollout_mesh.shape["data"]
-    run: Any = plan.engine.device.programs
+    c, shards = plan.settings.engine, plan.rollout_mesh.shape["data"]
+    run: Any = plan.setup.engine.device.programs
     slots = idle_slot_state(c)
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     yield Program(
@@ -280,13 +292,13 @@ def _engine_programs(plan: Plan) -> Iterator[Program]:
     )
     for rows in c.prefill_rows:
         tokens, starts = ints((shards * rows, c.prefill_width)), ints((shards * rows,))
-        prefill = functools.partial(run.prefill.lower, plan.view, plan.cache, tokens, starts, starts)
+        prefill = functools.partial(run.prefill.lower, plan.rollout_params, plan.cache, tokens, starts, starts)
         largest = rows == c.prefill_rows[-1]
         yield Program(
             f"prefill {rows}", f"{shards * rows} rows x {c.prefill_width} tokens", prefill if largest else None
         )
     updates = encode_updates(slots, np.zeros(c.slots, bool))
-    decode = functools.partial(run.decode.lower, plan.view, plan.cache, slots, updates, ints((shards,)))
+    decode = functools.partial(run.decode.lower, plan.rollout_params, plan.cache, slots, updates, ints((shards,)))
     yield Program("decode", f"{c.slots} slots x {c.decode_chunk} tokens", decode)
     copies = ints((shards * COPIES_PER_CALL,))
     copy = functools.partial(run.copy.lower, plan.cache, copies, copies, ints((shards,)))

@@ -402,8 +402,7 @@ def check_task(settings: Settings, task: Task) -> None:
       UserError: names what there is and the keys to change.
     """
     warm_start = settings.warm_start
-    imitates = bool(warm_start.updates or warm_start.control_seconds) and not warm_start.init_from
-    if imitates and not has_expert(task):
+    if settings.imitates and not has_expert(task):
         raise UserError(
             f"task {task.name!r} has no expert to imitate, and warm_start.updates is {warm_start.updates}; set "
             "warm_start.updates=0, or name a run in warm_start.init_from"
@@ -413,7 +412,7 @@ def check_task(settings: Settings, task: Task) -> None:
             f"task {task.name!r} has no texts to train a tokenizer or to pretrain on; set tokenizer.path and "
             "pretrain.updates=0, or name a run in warm_start.init_from"
         )
-    if imitates and warm_start.practice:
+    if settings.imitates and warm_start.practice:
         try:
             task.row("practice", 0)
         except ValueError as error:
@@ -424,7 +423,7 @@ def check_task(settings: Settings, task: Task) -> None:
                 f"shaping.process_parts: task {task.name!r} has no reward part {part!r}; it has "
                 f"{', '.join(task.reward_parts)}"
             )
-    if settings.context_rule.makes_summaries and imitates and not writes_summaries(task):
+    if settings.context_rule.makes_summaries and settings.imitates and not writes_summaries(task):
         raise UserError(
             f"context.rule {settings.context.rule!r} asks for summaries, and the expert of task {task.name!r} writes "
             "none to imitate; choose another context.rule, set warm_start.updates=0, or name a run in "

@@ -171,7 +171,7 @@ def warm_start(
 ) -> tuple[LearnerState, Progress]:
     """Imitate expert trajectories, then evaluate the policy that RL starts from."""
     c = setup.settings.warm_start
-    if (c.updates or c.control_seconds) and not c.init_from:
+    if setup.settings.imitates:
         demonstrations = make_demonstrations(setup)
         if progress.update == 0:
             logger.folder.write_trajectories("demonstrations", demonstrations[:SHOWN_DEMONSTRATIONS])

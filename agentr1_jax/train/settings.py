@@ -107,6 +107,12 @@ class Settings:
         return self.scheme.uses_critic and self.run.critic != "none"
 
     @property
+    def imitates(self) -> bool:
+        """True if the run has a warm start of its own."""
+        c = self.warm_start
+        return bool(c.updates or c.control_seconds) and not c.init_from
+
+    @property
     def most_steps(self) -> int:
         """Most steps of a trajectory. A rule with summaries adds one between two steps."""
         return self.context_rule.most_steps(self.budget.max_steps + self.budget.final_answer_step)
