@@ -48,6 +48,7 @@ HARDWARE: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
             "rollout.swap_slots": 64,
             "rollout.attention_group": 64,
             "learner.rows": 16,
+            "policy.attention": "xla",
         },
     }
 )

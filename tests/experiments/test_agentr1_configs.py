@@ -14,9 +14,11 @@ from changes import changed
 from agentr1_jax.errors import UserError
 from agentr1_jax.policy import weights
 from agentr1_jax.runtime.config import flatten, load_config
+from agentr1_jax.tools.metrics import ToolMetrics
 from configs import agentr1, presets
-from experiments import build, checks, tasks, topology
-from experiments.plan import _preset_of, device_bytes, make_plan, programs, total_bytes
+from experiments import topology
+from experiments.plan import device_bytes, make_plan, preset_of_weights, programs, total_bytes
+from experiments.setup import check_placement, make_task, read_settings
 
 FOLDER = pathlib.Path(agentr1.__file__).parent
 NAMES = ("ppo_token", "ppo_step", "grpo", "reinforce_pp", "rloo")
@@ -80,14 +82,15 @@ def devices(hardware):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_config_can_start_on_all_hardware_and_has_the_protocols_numbers(name, hardware):
     c = load(name, hardware)
-    checks.check(c, devices(hardware))
+    settings = read_settings(c)
+    check_placement(settings, devices(hardware))
     values = flat(c)
     assert {key: values[key] for key in PROTOCOL} == PROTOCOL
     assert c.run_dir == f"runs/agentr1_{name}"
     trajectories = c.rollout.groups * c.rollout.samples // c.learner.minibatches
     assert trajectories == 64 * 5
     # Every trajectory fits a row: as many rows as trajectories at most.
-    assert build.microbatches(c, trajectories) * c.learner.rows == trajectories
+    assert settings.microbatches(trajectories) * c.learner.rows == trajectories
     assert c.learner.row_loss_tokens > c.budget.max_steps * c.budget.response_tokens + c.budget.max_steps
     assert c.learner.row_tokens == c.rollout.slot_tokens == c.budget.context_tokens
 
@@ -136,7 +139,7 @@ def test_a_dry_run_asks_neither_the_hub_nor_the_data(name, trained, monkeypatch,
 
     monkeypatch.setattr(weights, "read_config", unreachable)
     config = changed(load(name, "gpu8"), policy__attention="xla", tokenizer__path=str(tmp_path / "none"))
-    plan = make_plan(changed(config, task__data_dir=str(tmp_path / "none")))
+    plan = make_plan(read_settings(changed(config, task__data_dir=str(tmp_path / "none"))))
     parameters = 3_085_938_688  # As published.
     assert total_bytes(plan.state.params["decoder"]) == 4 * parameters
     # Parameters and two moments, float32, over 8 devices; a critic has as many again.
@@ -157,12 +160,12 @@ def test_a_dry_run_asks_neither_the_hub_nor_the_data(name, trained, monkeypatch,
     ],
 )
 def test_weights_of_the_hub_have_a_shape_by_their_name(path, preset):
-    assert _preset_of(path) == preset
+    assert preset_of_weights(path) == preset
 
 
 def test_a_folder_of_weights_is_read_whatever_its_name(tmp_path):
     (tmp_path / "qwen2.5-3b").mkdir()
-    assert _preset_of(str(tmp_path / "qwen2.5-3b")) == ""
+    assert preset_of_weights(str(tmp_path / "qwen2.5-3b")) == ""
 
 
 def commands(text):
@@ -182,7 +185,7 @@ def test_every_command_of_the_page_can_start():
         config = load_config(f"{FOLDER.parent / path}:{hardware}")
         was = flat(config)
         values = {key: x if isinstance(was[key], str) else ast.literal_eval(x) for key, x in overrides.items()}
-        checks.check(changed(config, **values), devices(hardware))
+        check_placement(read_settings(changed(config, **values)), devices(hardware))
         seen |= overrides.keys()
     asked = {"learner.loss_mask", "learner.advantage_mask", "credit.name", "context.rule", "task.multihop.reward"}
     assert asked <= seen
@@ -190,11 +193,10 @@ def test_every_command_of_the_page_can_start():
 
 @pytest.mark.parametrize("reward", ["weighted", "agentr1_v1"])
 def test_the_task_is_asked_as_the_protocol_says(reward, data_dir):
-    task = tasks.make_task(
-        changed(
-            load("grpo"), task__data_dir=str(data_dir), task__multihop__corpus="mini", task__multihop__reward=reward
-        )
+    config = changed(
+        load("grpo"), task__data_dir=str(data_dir), task__multihop__corpus="mini", task__multihop__reward=reward
     )
+    task = make_task(read_settings(config), ToolMetrics())
     trained_on = {task.row("train", i)["dataset"] for i in range(40)}
     assert trained_on == {"hotpotqa", "2wikimultihopqa"} and task.search.top_k == 5
     assert all(task.row(f"eval/{name}", 0)["dataset"] == name for name in load("grpo").task.multihop.eval_datasets)
@@ -204,7 +206,7 @@ def test_the_task_is_asked_as_the_protocol_says(reward, data_dir):
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="no libtpu")
 def test_the_tightest_update_fits_its_chips():
     count, _, name, memory = SLICES["v5e-16"]
-    plan = make_plan(load("ppo_token"), name)
+    plan = make_plan(read_settings(load("ppo_token")), name)
     assert plan.learner_mesh.size == count
     update = next(p for p in programs(plan) if p.name == "update (RL)")
     with topology.no_compile_cache():

@@ -22,9 +22,10 @@ from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.tasks import make_task
 from agentr1_jax.tasks.hopworld.expert import NO_FLAWS
+from agentr1_jax.train import build
 from agentr1_jax.trajectory import Outcome, Trajectory
 from configs import quickstart
-from experiments import build, sources
+from experiments.setup import fit_devices, read_settings, with_weights
 
 SAID = ["[red]so[/red] <tool_call>{</tool_call>", "hm", "<answer> :smile: </answer>"]
 ask = program("ask")
@@ -35,7 +36,8 @@ TASK = make_task("hopworld", top_k=2, flaws=NO_FLAWS)
 def agent(tmp_path_factory):
     config = quickstart.get_config()
     config.run_dir, config.tokenizer.texts = str(tmp_path_factory.mktemp("ask")), 400
-    return build.agent(config, TASK, build.tokenizer(config, TASK, resumes=False))
+    settings = read_settings(config)
+    return build.make_agent(settings, TASK, build.make_tokenizer(settings, TASK, resumes=False))
 
 
 def play(agent, row, expert, shown=None):
@@ -118,13 +120,13 @@ def test_which_row_is_asked():
 def test_weights_are_asked_in_their_own_shape():
     config = quickstart.get_config()
     config.policy.width, config.policy.qk_norm, config.policy.lora.rank, config.policy.dtype = 48, True, 4, "bfloat16"
-    config = sources.with_weights(config, "owner/name")
+    config = with_weights(config, "owner/name")
     policy = config.policy.to_dict()
     assert policy.pop("weights") == config.tokenizer.path == "owner/name"
     assert policy.pop("lora")["rank"] == 0 and policy.pop("dtype") == "bfloat16"
     assert {key for key, value in policy.items() if value} == {"param_dtype", "remat", "attention"}
-    ask.reduce_to_one_trajectory(config)
-    assert config.rollout.slots * config.rollout.tensor == 8 and config.rollout.swap_slots == 0
+    settings = fit_devices(ask.reduce_to_one_slot(read_settings(config)))
+    assert settings.engine.slots * settings.rollout.tensor == 8 and settings.engine.swap_slots == 0
 
 
 def test_a_wrong_index_is_told_before_anything_is_loaded(tmp_path, monkeypatch):
@@ -137,7 +139,7 @@ def test_a_wrong_index_is_told_before_anything_is_loaded(tmp_path, monkeypatch):
     config.run_dir = str(tmp_path)
     RunFolder(str(config.run_dir)).write_config(configs.resolve(config))
     task = types.SimpleNamespace(name="multihop", env=broken)
-    monkeypatch.setattr(ask.tasks, "make_task", lambda *_, **__: task)
+    monkeypatch.setattr(ask, "make_task", lambda *_, **__: task)
     for flag in ("CONFIG", "QUESTION_ROW", "WORLD"):
         monkeypatch.setattr(ask, flag, types.SimpleNamespace(value=None))
     with pytest.raises(UserError, match="the index is of another corpus"):

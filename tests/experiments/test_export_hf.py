@@ -17,9 +17,10 @@ from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.checkpoint import Checkpoints
 from agentr1_jax.runtime.run_folder import FORMAT, RunFolder
 from agentr1_jax.text.tokenizer import load_tokenizer
+from agentr1_jax.tools.metrics import ToolMetrics
+from agentr1_jax.train import build
 from configs import quickstart
-from experiments import build, sources, tasks
-from experiments.journal import Position
+from experiments.setup import make_task, read_run, read_settings
 
 export_hf = program("export_hf")
 
@@ -29,9 +30,10 @@ def run_folder(folder, **changes):
     config = quickstart.get_config()
     small = {"policy.width": 32, "policy.layers": 2, "policy.hidden": 64, "policy.head_dim": 8, "tokenizer.texts": 400}
     config.update_from_flattened_dict({**small, **changes, "run_dir": str(folder)})
-    tokenizer = build.tokenizer(config, tasks.make_task(config), resumes=False)
-    policy, mesh = build.policy(config, tokenizer), tiny.mesh()
-    state = build.learner_state(config, policy, mesh)[0]()
+    settings = read_settings(config)
+    tokenizer = build.make_tokenizer(settings, make_task(settings, ToolMetrics()), resumes=False)
+    policy, mesh = build.make_policy(settings, tokenizer), tiny.mesh()
+    state = build.make_state_builder(settings, policy, mesh).init()
     # Fresh adapters change nothing.
     state = dataclasses.replace(state, params=jax.tree.map(lambda x: x + 0.125, state.params))
     RunFolder(str(folder)).write_config(configs.resolve(config))
@@ -39,7 +41,7 @@ def run_folder(folder, **changes):
     checkpoints.save(3, state, {})
     checkpoints.close()
     trained = {"decoder": state.params["decoder"]}
-    return policy, join(trained, build.frozen(config, policy, mesh))["decoder"]
+    return policy, join(trained, build.make_frozen(settings, policy, mesh))["decoder"]
 
 
 def loaded(folder):
@@ -73,18 +75,13 @@ def test_adapters_are_merged_and_dtypes_cast(tmp_path):
 def test_the_optimizer_s_state_may_have_another_structure(tmp_path):
     """As in runs from before it had one for each part of the parameters."""
     _, decoder = run_folder(tmp_path / "run")
-    config = sources.stored_config(str(tmp_path / "run"))
+    config = read_run(str(tmp_path / "run"))
     assert config.optimizer.name != "sgd"
     with config.unlocked():
         config.optimizer.name, config.run_dir = "sgd", str(tmp_path / "run")
     RunFolder(str(tmp_path / "run")).write_config(configs.resolve(config))
     export_hf.export(str(tmp_path / "run"), str(tmp_path / "out"))
     jax.tree.map(np.testing.assert_array_equal, loaded(tmp_path / "out")[1], decoder)
-    policy = build.policy(config, sources.run_tokenizer(config))
-    recording = recordings.Recording(str(tmp_path / "run"), config, [0], [])
-    params, position = recording.newest_params([recording], policy, tiny.mesh())
-    jax.tree.map(np.testing.assert_array_equal, params["decoder"], decoder)
-    assert set(params) == {"decoder", "value"} and position == Position()
 
 
 def test_mistakes_are_told(tmp_path):

@@ -15,18 +15,21 @@ from examples import example
 
 from agentr1_jax.errors import UserError
 from agentr1_jax.learner.batch import CRITIC_FIELDS, batch_shapes
+from agentr1_jax.tools.metrics import ToolMetrics
+from agentr1_jax.train import build
 from configs import multihop_tiny, quickstart, scale_qwen2_5_3b
-from experiments import build, checks, tasks, topology
+from experiments import topology
 from experiments.plan import device_bytes, make_plan, programs, total_bytes
+from experiments.setup import check_attention, make_task, read_settings
 
 ROOT = Path(__file__).parents[2]
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="no libtpu")
 
 
 def small(run_dir, **changes):
-    """The quickstart on 8 devices."""
+    """Settings of the quickstart on 8 devices."""
     sizes = {"mesh__fsdp": 2, "mesh__tensor": 2, "rollout__tensor": 2, "learner__rows": 8, "tokenizer__texts": 400}
-    return changed(quickstart.get_config(), run_dir=str(run_dir), **sizes | changes)
+    return read_settings(changed(quickstart.get_config(), run_dir=str(run_dir), **sizes | changes))
 
 
 def held(tree):
@@ -41,21 +44,21 @@ def shapes(tree):
 
 @pytest.mark.parametrize("changes", [{}, {"policy__lora__rank": 4, "critic": "separate"}])
 def test_what_it_says_is_what_a_run_holds(tmp_path, changes):
-    config = small(tmp_path / "run", **changes)
-    plan = make_plan(config)
+    settings = small(tmp_path / "run", **changes)
+    plan = make_plan(settings)
     assert not list(tmp_path.iterdir())
-    tokenizer = build.tokenizer(config, tasks.make_task(config), resumes=False)
-    policy = build.policy(config, tokenizer)
+    tokenizer = build.make_tokenizer(settings, make_task(settings, ToolMetrics()), resumes=False)
+    policy = build.make_policy(settings, tokenizer)
     assert policy == plan.policy
-    mesh = build.learner_mesh(config)
-    fresh, _, (_, like, _) = build.learner_state(config, policy, mesh)
-    state, frozen = fresh(), build.frozen(config, policy, mesh)
+    mesh = build.make_learner_mesh(settings)
+    builder = build.make_state_builder(settings, policy, mesh)
+    state, frozen = builder.init(), build.make_frozen(settings, policy, mesh)
     assert device_bytes(plan.state) == held(state)
     assert device_bytes(plan.frozen) == held(frozen)
-    assert shapes(plan.state) == shapes(like) == shapes(state)
-    view = build.rollout_view(policy, mesh, plan.rollout_mesh)(state.params, frozen)
-    assert device_bytes(plan.view) == held(view)
-    cache = plan.engine.device.new_cache()
+    assert shapes(plan.state) == shapes(builder.shapes) == shapes(state)
+    rollout_params = build.make_rollout_params(policy, mesh, plan.rollout_mesh)(state.params, frozen)
+    assert device_bytes(plan.rollout_params) == held(rollout_params)
+    cache = plan.setup.engine.device.new_cache()
     assert device_bytes(plan.cache) == held(cache) > 0
     assert total_bytes(plan.cache) == sum(x.nbytes for x in jax.tree.leaves(cache))
 
@@ -64,9 +67,9 @@ def test_it_names_every_program_of_the_engine_and_of_each_phase(tmp_path):
     plan = make_plan(small(tmp_path))
     names = [program.name for program in programs(plan)]
     assert len(set(names)) == len(names)
-    c = plan.engine.config
+    c = plan.settings.engine
     assert sum(name.startswith(("prefill", "decode", "copy")) for name in names) == len(c.prefill_rows) + 2
-    last = ["update (warm start)", "learner state, restarted", "token outputs", "credit", "update (RL)"]
+    last = ["learner state, restarted", "update (warm start)", "token outputs", "credit", "update (RL)"]
     assert names[-5:] == last
     without = make_plan(small(tmp_path, warm_start__updates=0, credit__name="grpo", credit__args__lam=None))
     assert [p.name for p in programs(without)][-2:] == ["credit", "update (RL)"]
@@ -99,7 +102,7 @@ def test_the_command_prints_tables_and_writes_nothing(tmp_path):
 def test_a_preset_with_a_vocabulary_needs_neither_tokenizer_nor_data(tmp_path):
     config = changed(scale_qwen2_5_3b.get_config(), policy__attention="xla", mesh__fsdp=8, rollout__tensor=4)
     config = changed(config, tokenizer__path=str(tmp_path / "none"), task__data_dir=str(tmp_path / "none"))
-    plan = make_plan(config)
+    plan = make_plan(read_settings(config))
     assert sum(x.size for x in jax.tree.leaves(plan.state.params)) == 3_085_938_688  # As published.
     # 2 key heads on 4 devices: each holds one, of the KV slots of its half: 32 decode, 16 swap, 1 spare.
     per_token = 36 * 2 * 128 * 2
@@ -116,7 +119,7 @@ def test_query_heads_that_the_tensor_axis_does_not_divide_are_refused(key, tenso
     with pytest.raises(
         UserError, match=rf"{key} is {tensor}, which does not divide 14 query heads; choose among \[1, 2"
     ):
-        make_plan(config)
+        make_plan(read_settings(config))
 
 
 def test_attention_that_cannot_run_is_refused_with_the_remedy(tmp_path):
@@ -126,7 +129,7 @@ def test_attention_that_cannot_run_is_refused_with_the_remedy(tmp_path):
     plan = make_plan(small(tmp_path))
     policy = dataclasses.replace(plan.policy, attention="splash_tree")
     with pytest.raises(UserError, match=r"needs a TPU"):
-        checks.check_attention(config, policy, plan.learner_mesh)
+        check_attention(config, policy, plan.learner_mesh)
 
 
 def test_a_missing_libtpu_is_one_message(monkeypatch):
@@ -160,9 +163,9 @@ SLICES = [("v5e:4x4", 16, 16), ("v5p:2x2x2", 8, 95)]
 @pytest.mark.parametrize(("name", "chips", "memory"), SLICES)
 def test_the_tpu_compiler_takes_qwen2_5_3b_and_it_fits(name, chips, memory):
     config = changed(scale_qwen2_5_3b.get_config(), mesh__fsdp=chips, critic="shared_trunk", credit__name="step_gae")
-    plan = make_plan(config, name)
-    learner, view = device_bytes(plan.state), device_bytes(plan.view)
-    for program in ("prefill", "decode", "copy", "score", "update (RL)"):
+    plan = make_plan(read_settings(config), name)
+    learner, view = device_bytes(plan.state), device_bytes(plan.rollout_params)
+    for program in ("prefill", "decode", "copy", "token outputs", "update (RL)"):
         m = compiled(plan, program)
         donated = device_bytes(plan.cache) if program in ENGINE else 0
         donated = learner if program.startswith("update") else donated
@@ -184,7 +187,7 @@ def test_more_cache_needs_no_more_temporaries_on_a_tpu(program, tensor):
     temporary, cache = [], []
     for slots in (32, 64):
         config = changed(scale_qwen2_5_3b.get_config(), rollout__tensor=tensor, rollout__slots=slots, mesh__fsdp=4)
-        plan = make_plan(config, "v5e:2x2")
+        plan = make_plan(read_settings(config), "v5e:2x2")
         memory = compiled(plan, program)
         cache.append(device_bytes(plan.cache))
         temporary.append(memory.temp_size_in_bytes)
@@ -198,6 +201,6 @@ def test_more_cache_needs_no_more_temporaries_on_a_tpu(program, tensor):
 def test_splash_attention_and_its_gradient_compile_for_a_tpu_where_heads_are_half_a_lane():
     """Those of a whole one, 128, are in the programs of Qwen2.5-3B above."""
     config = changed(scale_qwen2_5_3b.get_config(), policy__preset="qwen2.5-0.5b", mesh__fsdp=2, mesh__tensor=2)
-    plan = make_plan(config, "v5e:2x2")
+    plan = make_plan(read_settings(config), "v5e:2x2")
     assert plan.policy.head_dim == 64
     compiled(plan, "update (RL)")
