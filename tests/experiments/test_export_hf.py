@@ -63,7 +63,13 @@ def test_a_run_is_exported_bit_for_bit_from_wherever_it_lies(tmp_path):
 
 
 def test_adapters_are_merged_and_dtypes_cast(tmp_path):
-    lora = {"policy.lora.rank": 2, "critic": "none", "credit.name": "grpo", "optimizer.name": "adamw"}
+    lora = {
+        "policy.lora.rank": 2,
+        "critic": "none",
+        "credit.name": "grpo",
+        "credit.args.lam": None,
+        "optimizer.name": "adamw",
+    }
     policy, decoder = run_folder(tmp_path / "run", **lora)
     assert "lora_a" in decoder["layers"]["gate"]
     export_hf.export(str(tmp_path / "run"), str(tmp_path / "out"), "bfloat16")
