@@ -39,7 +39,7 @@ from agentr1_jax.train import build
 from agentr1_jax.train.init_from import load_run_decoder
 from agentr1_jax.train.settings import Settings
 from agentr1_jax.trajectory import Outcome, Step, Trajectory
-from experiments.setup import fit_devices, make_task, read_run, read_settings, use_compile_cache, with_weights
+from experiments.setup import make_task, read_run, read_settings, use_compile_cache, with_weights
 
 CONFIG = configs.define_config_flag()
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "of sampling; 0 is greedy", lower_bound=0.0)
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> None:
         raise UserError("give either a question that is not empty or --question_row=SPLIT/INDEX, e.g. eval/5")
     is_run = CONFIG.value is None
     settings = read_run_settings(source) if is_run else read_settings(with_weights(CONFIG.value, source))
-    settings = fit_devices(reduce_to_one_slot(settings))
+    settings = build.fit_devices(reduce_to_one_slot(settings))
     use_compile_cache(settings)
     dispatcher = Dispatcher()
     task = make_task(settings, ToolMetrics(), dispatcher)

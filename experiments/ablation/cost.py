@@ -19,7 +19,7 @@ from agentr1_jax.tools.metrics import ToolMetrics
 from agentr1_jax.train.config import RunConfig
 from agentr1_jax.train.settings import Settings
 from experiments.ablation.grid import Cell, summary
-from experiments.setup import LateDispatch, check_placement, check_task, make_task, read_section, read_settings
+from experiments.setup import check_placement, check_task, make_task, read_section, read_settings
 
 
 def check_apart(runs: Sequence[ml_collections.ConfigDict]) -> str:
@@ -41,7 +41,7 @@ def check_all(runs: Sequence[ml_collections.ConfigDict]) -> str:
         try:
             settings = read_settings(config)
             check_placement(settings, jax.devices())
-            check_task(settings, make_task(settings, ToolMetrics(), LateDispatch()))
+            check_task(settings, make_task(settings, ToolMetrics()))
         except UserError as error:
             raise UserError(f"{read_section(config, RunConfig).run_dir}: {error}") from error
     return jax.default_backend()

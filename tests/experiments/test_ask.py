@@ -25,7 +25,7 @@ from agentr1_jax.tasks.hopworld.expert import NO_FLAWS
 from agentr1_jax.train import build
 from agentr1_jax.trajectory import Outcome, Trajectory
 from configs import quickstart
-from experiments.setup import fit_devices, read_settings, with_weights
+from experiments.setup import read_settings, with_weights
 
 SAID = ["[red]so[/red] <tool_call>{</tool_call>", "hm", "<answer> :smile: </answer>"]
 ask = program("ask")
@@ -125,7 +125,7 @@ def test_weights_are_asked_in_their_own_shape():
     assert policy.pop("weights") == config.tokenizer.path == "owner/name"
     assert policy.pop("lora")["rank"] == 0 and policy.pop("dtype") == "bfloat16"
     assert {key for key, value in policy.items() if value} == {"param_dtype", "remat", "attention"}
-    settings = fit_devices(ask.reduce_to_one_slot(read_settings(config)))
+    settings = build.fit_devices(ask.reduce_to_one_slot(read_settings(config)))
     assert settings.engine.slots * settings.rollout.tensor == 8 and settings.engine.swap_slots == 0
 
 
