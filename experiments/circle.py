@@ -26,7 +26,7 @@ from agentr1_jax.rollout.runner import GroupBatch, TaskGroup, run_groups
 from agentr1_jax.runtime import processes
 from agentr1_jax.runtime.seeds import generator
 from agentr1_jax.text.tokenizer import Tokenizer
-from agentr1_jax.tools.metrics import ToolMetrics
+from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.trajectory import POLICIES, Outcome, Step, Trajectory
 from experiments import build
 

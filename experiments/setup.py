@@ -36,8 +36,7 @@ from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime.dispatch import Dispatcher
 from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.tools.base import Tool
-from agentr1_jax.tools.config import wrap_tool
-from agentr1_jax.tools.metrics import ToolMetrics
+from agentr1_jax.tools.wrappers import ToolMetrics, wrap_tool
 from agentr1_jax.train import build
 from agentr1_jax.train.config import RunConfig, TaskConfig
 from agentr1_jax.train.init_from import newest_checkpoint

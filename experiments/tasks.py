@@ -15,8 +15,7 @@ from agentr1_jax.envs.mixture import MixtureTask, parse_weights
 from agentr1_jax.envs.registry import TASKS, Dispatch, TaskContext, call_directly
 from agentr1_jax.errors import UserError
 from agentr1_jax.tools.base import Tool
-from agentr1_jax.tools.config import ToolsConfig, wrap_tool
-from agentr1_jax.tools.metrics import ToolMetrics
+from agentr1_jax.tools.wrappers import ToolMetrics, ToolsConfig, wrap_tool
 from agentr1_jax.validation import from_section, to_section
 from configs import base
 from experiments import retrieval

@@ -12,8 +12,7 @@ from typing import Any, cast
 
 from agentr1_jax.envs.base import Action, Env, Observation, Row, Transition, summary_rewards
 from agentr1_jax.tools import base
-from agentr1_jax.tools.base import ToolResult
-from agentr1_jax.tools.threads import run_in_thread
+from agentr1_jax.tools.base import ToolResult, run_in_thread
 from agentr1_jax.tools.wrappers import Wrapper, canonical_json, keyed_uniform
 
 KINDS = ("exception", "hang", "garbage", "huge", "crash", "latency")

@@ -6,8 +6,7 @@ import asyncio
 import threading
 
 from agentr1_jax.tools import base
-from agentr1_jax.tools.base import ToolResult, failure
-from agentr1_jax.tools.threads import abandoned_threads
+from agentr1_jax.tools.base import ToolResult, abandoned_threads, failure
 
 FINE = ToolResult("fine")
 DOWN = failure("down", "Error: down.", "infrastructure")

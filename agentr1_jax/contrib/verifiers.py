@@ -26,7 +26,7 @@ from agentr1_jax.envs.base import Action, Observation, Row, Transition
 from agentr1_jax.envs.datasets import RowsTask
 from agentr1_jax.envs.registry import TaskContext, register
 from agentr1_jax.text.tool_calls import ParseError, ToolCall, parse_tool_calls
-from agentr1_jax.tools.threads import run_in_thread
+from agentr1_jax.tools.base import run_in_thread
 from agentr1_jax.trajectory import Outcome
 from agentr1_jax.validation import STRICT
 

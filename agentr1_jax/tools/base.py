@@ -1,20 +1,25 @@
-"""The Tool contract: a tool says *what happened*; the environment decides what that means for the task."""
+"""The Tool contract, and the execution of one call.
+
+A tool says *what happened*; the environment decides what that means for the task.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import contextvars
 import dataclasses
 import inspect
 import math
 import numbers
 import threading
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 import jsonschema
 
-from agentr1_jax.tools.threads import run_in_thread
-
+P = ParamSpec("P")
+T = TypeVar("T")
 Fault = Literal["model", "infrastructure"]
 MAX_MESSAGE = 500  # characters of an exception's text
 
@@ -83,6 +88,25 @@ class Tool(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True)
+class Wrapper:
+    """Base of all wrappers: name, description and parameters are those of the tool inside."""
+
+    tool: Tool
+
+    @property
+    def name(self) -> str:
+        return self.tool.name
+
+    @property
+    def description(self) -> str:
+        return self.tool.description
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        return self.tool.parameters
+
+
 def failure(kind: str, content: str, fault: Fault = "model") -> ToolResult:
     """Return a failed call, with the text that the policy will read."""
     return ToolResult(content=content, ok=False, error=ToolError(kind, fault))
@@ -121,11 +145,11 @@ async def execute(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
     Raises:
       asyncio.CancelledError: the task that waits was cancelled; never because the tool raised it.
     """
-    result, problem = await run_guarded(tool, tool.execute, arguments)
+    result, problem = await run_safely(tool, tool.execute, arguments)
     return problem or check_result(tool, result)
 
 
-async def run_guarded(tool: Tool, function: Callable[[Any], Any], argument: Any) -> tuple[Any, ToolResult | None]:
+async def run_safely(tool: Tool, function: Callable[[Any], Any], argument: Any) -> tuple[Any, ToolResult | None]:
     """Run a sync or async function of a tool; return its value, or the failure that stands for what it raised.
 
     Raises:
@@ -200,3 +224,84 @@ def _in_worker(function: Callable[[Any], Any], argument: Any) -> Any:
     except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt) as error:
         # On the event loop these would pass for the loop's own.
         raise RuntimeError(type(error).__name__) from error
+
+
+_abandoned: set[threading.Thread] = set()
+_lock = threading.Lock()
+
+
+async def run_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run a blocking call in a daemon thread of its own; return or raise what it does.
+
+    A thread pool will not do: its threads are joined at exit, and calls that hang would take its places from others.
+    Where the waiter is cancelled the call is not, for Python cannot stop a thread: it ends by itself, its result is
+    dropped, and until then `abandoned_threads` counts it. The event loop may be closed before that.
+    """
+    loop = asyncio.get_running_loop()
+    # A pair, since a future refuses some exceptions (StopIteration) and treats others (CancelledError) as its own.
+    outcome: asyncio.Future[tuple[list[T], BaseException | None]] = loop.create_future()
+
+    def deliver(values: list[T], error: BaseException | None) -> None:
+        if not outcome.done():
+            outcome.set_result((values, error))
+
+    def work() -> None:
+        values: list[T] = []
+        raised: BaseException | None = None
+        try:
+            values.append(function(*args, **kwargs))
+        except BaseException as error:  # It belongs to the waiter, whatever it is.
+            raised = error
+        with contextlib.suppress(RuntimeError):  # The loop is closed: nobody waits any more.
+            loop.call_soon_threadsafe(deliver, values, raised)
+
+    context = contextvars.copy_context()
+    name = f"run_in_thread:{getattr(function, '__qualname__', 'call')}"
+    thread = threading.Thread(target=context.run, args=(work,), daemon=True, name=name)
+    thread.start()
+    try:
+        values, error = await outcome
+    except BaseException:
+        _abandon(thread)
+        raise
+    if error is not None:
+        raise error
+    return values[0]
+
+
+def abandoned_threads() -> int:
+    """Return the number of threads that still run a call whose waiter was cancelled."""
+    with _lock:
+        _forget_dead_threads()
+        return len(_abandoned)
+
+
+def _abandon(thread: threading.Thread) -> None:
+    with _lock:
+        _forget_dead_threads()
+        _abandoned.add(thread)
+
+
+def _forget_dead_threads() -> None:
+    _abandoned.difference_update([thread for thread in _abandoned if not thread.is_alive()])
+
+
+class PerLoop(Generic[T]):
+    """A value for each running event loop: each rollout has its own, and asyncio's locks and futures do not travel.
+
+    Args:
+      make: makes the value where it is first asked for; values of closed loops are dropped.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._values: dict[asyncio.AbstractEventLoop, T] = {}
+
+    def get(self) -> T:
+        """Return the running loop's value."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._values:
+            for other in [loop for loop in list(self._values) if loop.is_closed()]:
+                self._values.pop(other, None)
+            self._values[loop] = self._make()
+        return self._values[loop]

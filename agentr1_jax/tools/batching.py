@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentr1_jax.tools import base
-from agentr1_jax.tools.base import ToolResult
-from agentr1_jax.tools.wrappers import PerLoop, Wrapper
+from agentr1_jax.tools.base import PerLoop, ToolResult, Wrapper
 
 
 @dataclasses.dataclass(eq=False)
@@ -67,12 +66,12 @@ class Batched(Wrapper):
         queue.batches.add(batch)  # The loop itself keeps no task alive.
         batch.add_done_callback(queue.batches.discard)
 
-        def cancel_if_abandoned(_: asyncio.Future[ToolResult]) -> None:
+        def cancel_without_waiters(_: asyncio.Future[ToolResult]) -> None:
             if all(call.result.done() for call in calls):
                 batch.cancel()
 
         for call in calls:
-            call.result.add_done_callback(cancel_if_abandoned)
+            call.result.add_done_callback(cancel_without_waiters)
 
     async def _run(self, calls: Sequence[_Call]) -> None:
         try:
@@ -87,7 +86,7 @@ class Batched(Wrapper):
 
 async def _execute_batch(tool: Any, arguments: Sequence[Mapping[str, Any]]) -> list[Any]:
     """Return one result per call, whatever the tool does; each call checks its own."""
-    results, failure = await base.run_guarded(tool, tool.execute_batch, arguments)
+    results, failure = await base.run_safely(tool, tool.execute_batch, arguments)
     if failure is None and not (isinstance(results, Sequence) and len(results) == len(arguments)):
         count = len(results) if isinstance(results, Sequence) else f"a {type(results).__name__} of"
         content = f"Error: {tool.name} returned {count} results for a batch of {len(arguments)}"

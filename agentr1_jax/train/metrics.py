@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from agentr1_jax.envs.rewards import totals
 from agentr1_jax.rollout.engine import Engine
 from agentr1_jax.runtime import processes
-from agentr1_jax.tools.metrics import ToolMetrics
+from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.trajectory import POLICIES, Trajectory
 
 

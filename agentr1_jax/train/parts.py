@@ -20,7 +20,7 @@ from agentr1_jax.policy.decoder import Params
 from agentr1_jax.rollout.engine import Engine
 from agentr1_jax.runtime.processes import call
 from agentr1_jax.text.tokenizer import Tokenizer
-from agentr1_jax.tools.metrics import ToolMetrics
+from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.train.settings import Settings
 
 PhaseName = Literal["pretraining", "warm_start", "rl"]

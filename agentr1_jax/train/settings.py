@@ -31,7 +31,7 @@ from agentr1_jax.runtime.checkpoint import CheckpointConfig
 from agentr1_jax.runtime.mesh import MeshConfig
 from agentr1_jax.runtime.metrics import SinksConfig
 from agentr1_jax.runtime.processes import ProcessesConfig
-from agentr1_jax.tools.config import ToolsConfig
+from agentr1_jax.tools.wrappers import ToolsConfig
 from agentr1_jax.train.config import EvalConfig, PretrainConfig, RunConfig, TaskConfig, TokenizerConfig, WarmStartConfig
 from agentr1_jax.trajectory import Budget
 from agentr1_jax.validation import from_section

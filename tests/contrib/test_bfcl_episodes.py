@@ -18,8 +18,7 @@ from agentr1_jax.contrib.bfcl.state import World
 from agentr1_jax.contrib.bfcl.task import DONE, INSTRUCTION
 from agentr1_jax.envs.base import Task
 from agentr1_jax.text.tool_calls import PARSE_MESSAGES, render_call
-from agentr1_jax.tools.config import ToolsConfig, wrap_tool
-from agentr1_jax.tools.metrics import ToolMetrics
+from agentr1_jax.tools.wrappers import ToolMetrics, ToolsConfig, wrap_tool
 from agentr1_jax.trajectory import Outcome
 
 

@@ -22,9 +22,8 @@ from agentr1_jax.envs.base import Action
 from agentr1_jax.envs.registry import call_directly
 from agentr1_jax.rollout.config import SamplingConfig
 from agentr1_jax.rollout.runner import TaskGroup, run_groups
-from agentr1_jax.tools.config import ToolsConfig, wrap_tool
-from agentr1_jax.tools.metrics import ToolMetrics
 from agentr1_jax.tools.search import Passage, SearchTool
+from agentr1_jax.tools.wrappers import ToolMetrics, ToolsConfig, wrap_tool
 from agentr1_jax.trajectory import Outcome
 
 CORPUS = [Passage(f"p{i}", f"Title {i}", f"text {i % 7} of {i}") for i in range(50)]

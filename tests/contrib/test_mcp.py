@@ -33,8 +33,7 @@ from agentr1_jax.text.chat import chat_format
 from agentr1_jax.text.tool_calls import render_answer, render_call
 from agentr1_jax.tools import base
 from agentr1_jax.tools.base import Tool, ToolError
-from agentr1_jax.tools.config import ToolsConfig, wrap_tool
-from agentr1_jax.tools.metrics import ToolMetrics
+from agentr1_jax.tools.wrappers import ToolMetrics, ToolsConfig, wrap_tool
 from agentr1_jax.trajectory import Budget, Outcome
 from configs import base as base_config
 

@@ -22,8 +22,7 @@ from agentr1_jax.contrib.python_sandbox.bubblewrap import Command
 from agentr1_jax.errors import UserError
 from agentr1_jax.tools import base
 from agentr1_jax.tools.base import Tool, ToolError
-from agentr1_jax.tools.config import ToolsConfig, wrap_tool
-from agentr1_jax.tools.metrics import ToolMetrics
+from agentr1_jax.tools.wrappers import ToolMetrics, ToolsConfig, wrap_tool
 from agentr1_jax.validation import from_section
 
 SECONDS = 20.0

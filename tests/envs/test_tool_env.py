@@ -17,9 +17,8 @@ from agentr1_jax.envs.tool_env import NO_ACTION, ToolEnv
 from agentr1_jax.tasks import qa
 from agentr1_jax.text.tool_calls import PARSE_MESSAGES, render_answer, render_call
 from agentr1_jax.tools.base import ToolResult, failure
-from agentr1_jax.tools.config import ToolsConfig, wrap_tool
-from agentr1_jax.tools.metrics import ToolMetrics
 from agentr1_jax.tools.search import BM25, Passage, SearchTool
+from agentr1_jax.tools.wrappers import ToolMetrics, ToolsConfig, wrap_tool
 from agentr1_jax.trajectory import Outcome
 
 ROW = {"id": "r", "question": "Who?", "answers": ["Ada"], "gold_ids": ["g"]}

@@ -23,9 +23,7 @@ from agentr1_jax.rollout.config import AttemptLimits, SamplingConfig
 from agentr1_jax.rollout.runner import TaskGroup, run_groups
 from agentr1_jax.text.tool_calls import render_answer, render_call
 from agentr1_jax.tools.base import ToolResult
-from agentr1_jax.tools.config import ToolsConfig, wrap_tool
-from agentr1_jax.tools.metrics import ToolMetrics
-from agentr1_jax.tools.wrappers import canonical_json
+from agentr1_jax.tools.wrappers import ToolMetrics, ToolsConfig, canonical_json, wrap_tool
 from agentr1_jax.trajectory import POLICIES, Outcome
 
 GROUPS, SAMPLES, CALLS = 32, 8, 3

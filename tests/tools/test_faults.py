@@ -21,8 +21,7 @@ from agentr1_jax.tasks import qa
 from agentr1_jax.text.tool_calls import render_answer, render_call
 from agentr1_jax.tools import base
 from agentr1_jax.tools.base import ToolError, ToolResult
-from agentr1_jax.tools.config import ToolsConfig, wrap_tool
-from agentr1_jax.tools.metrics import ToolMetrics
+from agentr1_jax.tools.wrappers import ToolMetrics, ToolsConfig, wrap_tool
 from agentr1_jax.trajectory import Outcome
 
 LIMITS = ToolsConfig(max_attempts=2, backoff_seconds=0.001, max_characters=100)

@@ -18,8 +18,6 @@ from hypothesis import strategies as st
 
 from agentr1_jax.tools import base
 from agentr1_jax.tools.base import Tool, ToolError, argument_error
-from agentr1_jax.tools.config import ToolsConfig, wrap_tool
-from agentr1_jax.tools.metrics import ToolMetrics
 from agentr1_jax.tools.search import (
     BM25,
     EMPTY_RESULT,
@@ -32,6 +30,7 @@ from agentr1_jax.tools.search import (
 )
 from agentr1_jax.tools.search.bm25 import _top, words
 from agentr1_jax.tools.search.tool import MARKER, truncate_text
+from agentr1_jax.tools.wrappers import ToolMetrics, ToolsConfig, wrap_tool
 
 
 def corpus(*texts: str) -> list[Passage]:

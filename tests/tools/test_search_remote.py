@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 
 from agentr1_jax import http as requests
 from agentr1_jax.tools import base
-from agentr1_jax.tools.config import ToolsConfig, wrap_tool
-from agentr1_jax.tools.metrics import ToolMetrics
 from agentr1_jax.tools.search import Passage, RemoteRetriever, RetrieverError, SearchTool, remote
+from agentr1_jax.tools.wrappers import ToolMetrics, ToolsConfig, wrap_tool
 
 FOREVER = 60.0
 

@@ -18,8 +18,7 @@ from tool_doubles import (
 )
 
 from agentr1_jax.tools import base
-from agentr1_jax.tools.base import ToolError, ToolResult
-from agentr1_jax.tools.threads import abandoned_threads, run_in_thread
+from agentr1_jax.tools.base import ToolError, ToolResult, abandoned_threads, run_in_thread
 
 
 def test_a_thread_returns_and_raises_what_the_call_does():

@@ -20,11 +20,9 @@ from agentr1_jax.errors import UserError
 from agentr1_jax.tasks import make_task
 from agentr1_jax.tools import base
 from agentr1_jax.tools.base import failure
-from agentr1_jax.tools.config import ToolsConfig, wrap_tool
-from agentr1_jax.tools.metrics import ToolMetrics
 from agentr1_jax.tools.search import BM25, Passage, SearchTool
 from agentr1_jax.tools.search.bm25 import SMALL
-from agentr1_jax.tools.wrappers import Measured
+from agentr1_jax.tools.wrappers import Measured, ToolMetrics, ToolsConfig, wrap_tool
 from agentr1_jax.validation import from_section
 
 

@@ -25,11 +25,16 @@ from tool_doubles import (
 )
 
 from agentr1_jax.tools import base
-from agentr1_jax.tools.base import Tool, ToolError, ToolResult, failure
-from agentr1_jax.tools.config import ToolsConfig, wrap_tool
-from agentr1_jax.tools.metrics import ToolMetrics
-from agentr1_jax.tools.threads import abandoned_threads
-from agentr1_jax.tools.wrappers import ConcurrencyLimited, Retried, TimeLimited, Truncated
+from agentr1_jax.tools.base import Tool, ToolError, ToolResult, abandoned_threads, failure
+from agentr1_jax.tools.wrappers import (
+    ConcurrencyLimited,
+    Retried,
+    TimeLimited,
+    ToolMetrics,
+    ToolsConfig,
+    Truncated,
+    wrap_tool,
+)
 
 
 def test_a_wrapper_shows_the_tool_inside():

@@ -19,7 +19,7 @@ from schedules import POLICY, Planned, all_ids, assert_exact, engine_of, planned
 
 from agentr1_jax.errors import UserError
 from agentr1_jax.runtime.run_folder import RunFolder
-from agentr1_jax.tools.metrics import ToolMetrics
+from agentr1_jax.tools.wrappers import ToolMetrics
 from configs import quickstart
 from experiments import checks
 from experiments.batches import Ahead, InTurn, ages

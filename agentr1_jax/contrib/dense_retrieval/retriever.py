@@ -13,8 +13,7 @@ from agentr1_jax.contrib.dense_retrieval.top_k import make_top_k
 from agentr1_jax.contrib.dense_retrieval.vectors import Embed, corpus_vectors
 from agentr1_jax.envs.registry import Dispatch, call_directly
 from agentr1_jax.tasks.multihop.task import RetrieverConfig
-from agentr1_jax.tools.search.corpus import Corpus
-from agentr1_jax.tools.search.retriever import Hit
+from agentr1_jax.tools.search.tool import Corpus, Hit
 
 
 class DenseRetriever:

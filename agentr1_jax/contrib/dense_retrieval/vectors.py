@@ -16,7 +16,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from absl import logging
 
-from agentr1_jax.tools.search.corpus import Corpus, fingerprint
+from agentr1_jax.tools.search.corpus import fingerprint
+from agentr1_jax.tools.search.tool import Corpus
 
 Embed = Callable[[Sequence[str]], np.ndarray]
 """Texts -> float32 [B, D]."""

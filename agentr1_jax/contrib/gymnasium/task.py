@@ -20,7 +20,7 @@ from agentr1_jax.contrib.gymnasium.spaces import ActionFormat, action_format, ch
 from agentr1_jax.envs.base import Action, Expert, Observation, Row, Transition
 from agentr1_jax.envs.registry import TaskContext, register
 from agentr1_jax.envs.tabular_task import NO_ACTION, REWARD_PARTS, GameRewards
-from agentr1_jax.tools.threads import run_in_thread
+from agentr1_jax.tools.base import run_in_thread
 from agentr1_jax.trajectory import Outcome
 from agentr1_jax.validation import STRICT, Count, Finite
 

@@ -25,7 +25,7 @@ from agentr1_jax.envs.base import Action, Expert, Observation, Row, Transition
 from agentr1_jax.envs.registry import TaskContext, register
 from agentr1_jax.errors import RetryableError
 from agentr1_jax.http import TRANSIENT_KINDS, HttpError, is_http_url, quote, request, retry_pause
-from agentr1_jax.tools.threads import run_in_thread
+from agentr1_jax.tools.base import run_in_thread
 from agentr1_jax.trajectory import Outcome
 from agentr1_jax.validation import STRICT, Count, NonNegative
 

@@ -40,7 +40,7 @@ def apply(function: Callable[..., Number | int], *values: Number | str) -> Numbe
       CalculationError: it has no value there, or one that is too large or too small.
     """
     try:
-        return _bounded(function(*values))
+        return _keep_in_bounds(function(*values))
     except ZeroDivisionError as error:
         raise CalculationError("division_by_zero", "division by zero") from error
     except OverflowError as error:
@@ -49,7 +49,7 @@ def apply(function: Callable[..., Number | int], *values: Number | str) -> Numbe
         raise CalculationError("domain", "not defined for this value") from error
 
 
-def _bounded(value: Number | int) -> Number:
+def _keep_in_bounds(value: Number | int) -> Number:
     if isinstance(value, float):
         if math.isnan(value):
             raise ValueError

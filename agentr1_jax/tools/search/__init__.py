@@ -1,10 +1,9 @@
 """Search: passages, retrievers (BM25, over HTTP), and the tool that a policy calls."""
 
 from agentr1_jax.tools.search.bm25 import BM25
-from agentr1_jax.tools.search.corpus import Corpus, Passage, fingerprint, read_corpus
+from agentr1_jax.tools.search.corpus import fingerprint, read_corpus
 from agentr1_jax.tools.search.remote import RemoteRetriever
-from agentr1_jax.tools.search.retriever import Hit, Retriever, RetrieverError
-from agentr1_jax.tools.search.tool import EMPTY_RESULT, SearchTool
+from agentr1_jax.tools.search.tool import EMPTY_RESULT, Corpus, Hit, Passage, Retriever, RetrieverError, SearchTool
 
 __all__ = [
     "BM25",

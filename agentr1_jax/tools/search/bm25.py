@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from agentr1_jax.tools.search.corpus import Corpus, fingerprint
-from agentr1_jax.tools.search.retriever import Hit
+from agentr1_jax.tools.search.corpus import fingerprint
+from agentr1_jax.tools.search.tool import Corpus, Hit
 
 K1, B = 0.9, 0.4
 # Up to here a search (0.13 ms on one core; 0.5 ms over 40,000) takes no longer than starting a thread for it.

@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import os
-from collections.abc import Sequence
 from typing import Any
 
 from agentr1_jax.tools.records import DAMAGE, damage_error, read_records
+from agentr1_jax.tools.search.tool import Corpus, Passage
 
 WHAT = "not a passage with id, title and text"
-
-
-@dataclasses.dataclass(frozen=True)
-class Passage:
-    """One searchable passage."""
-
-    id: str
-    title: str
-    text: str
-
-    @property
-    def line(self) -> str:
-        """The passage in a search result, on one line."""
-        shown = f"- {self.title}: {self.text}" if self.title else f"- {self.text}"
-        return " ".join(shown.splitlines())
-
-
-Corpus = Sequence[Passage]
 
 
 def read_corpus(path: str | os.PathLike[str]) -> list[Passage]:

@@ -18,15 +18,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentr1_jax.http import TRANSIENT_KINDS, HttpError, is_http_url, quote, request, retry_pause
-from agentr1_jax.tools.search.corpus import Corpus, Passage, content_hash, ids_by_content
-from agentr1_jax.tools.search.retriever import Hit, RetrieverError
+from agentr1_jax.tools.search.corpus import content_hash, ids_by_content
+from agentr1_jax.tools.search.tool import Corpus, Hit, Passage, RetrieverError
 
 
 @dataclasses.dataclass
 class RemoteRetriever:
     """Ask a retrieval server: many queries in one request, and none that was asked before.
 
-    A call within `tools.config.wrap_tool` is made again by `wrappers.Retried`, which knows the budget of a call, so
+    A call within `wrappers.wrap_tool` is made again by `wrappers.Retried`, which knows the budget of a call, so
     `attempts` is 1 by default; raise it where a retriever is used without that. Two retrying layers would multiply.
 
     Errors are of kind `timeout`, `unreachable` (no connection, or one that broke), `http_429`, `http_5xx`,

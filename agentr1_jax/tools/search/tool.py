@@ -1,4 +1,4 @@
-"""The search tool: a Tool around a retriever."""
+"""The search tool, and the contract of the retrievers that it asks."""
 
 from __future__ import annotations
 
@@ -6,17 +6,79 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from agentr1_jax.tools.base import ToolResult, failure
-from agentr1_jax.tools.search.corpus import Passage
-from agentr1_jax.tools.search.retriever import Hits, Retriever, RetrieverError
+
 
 EMPTY_RESULT = "No results."
 MARKER = " ..."
 _WHOLE_WORDS = re.compile(r"(?s)(.*\S)\s")
 
 Results = list[ToolResult]
+
+
+@dataclasses.dataclass(frozen=True)
+class Passage:
+    """One searchable passage."""
+
+    id: str
+    title: str
+    text: str
+
+    @property
+    def line(self) -> str:
+        """The passage in a search result, on one line."""
+        shown = f"- {self.title}: {self.text}" if self.title else f"- {self.text}"
+        return " ".join(shown.splitlines())
+
+
+@dataclasses.dataclass(frozen=True)
+class Hit:
+    """A passage and its score; scores of two retrievers do not compare."""
+
+    passage: Passage
+    score: float
+
+
+Corpus = Sequence[Passage]
+Hits = Sequence[Hit]
+
+
+class Retriever(Protocol):
+    """Finds passages for queries."""
+
+    @property
+    def blocking(self) -> bool:
+        """True where `search` takes so long (0.5 ms and more) that it is worth a thread; False where it is async."""
+        ...
+
+    @property
+    def batches(self) -> bool:
+        """True where many queries at once cost less than one by one."""
+        ...
+
+    def search(self, queries: Sequence[str], top_k: int) -> Sequence[Hits] | Awaitable[Sequence[Hits]]:
+        """Return at most `top_k` hits for each query, best first; sync or async.
+
+        Raises:
+          RetrieverError: the infrastructure failed all of the queries.
+        """
+        ...
+
+
+class RetrieverError(Exception):
+    """A failure of the infrastructure.
+
+    Attributes:
+      kind: a short typed name, e.g. `timeout`; counted as `tools/error/<kind>`.
+      message: what happened, where, and what to do.
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
 
 
 class SearchTool:
@@ -50,7 +112,7 @@ class SearchTool:
         self.top_k = top_k
         self.passage_characters = passage_characters
         self.blocking = retriever.blocking
-        if retriever.batches:  # `config.wrap_tool` collects calls for a tool that has it.
+        if retriever.batches:  # `wrappers.wrap_tool` collects calls for a tool that has it.
             self.execute_batch = self._execute_batch
 
     def execute(self, arguments: Mapping[str, Any]) -> ToolResult | Awaitable[ToolResult]:
