@@ -21,7 +21,7 @@ from agentr1_jax.errors import UserError
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.tasks import make_task
-from agentr1_jax.tasks.hopworld.expert import NO_FLAWS
+from agentr1_jax.tasks.hopworld.task import NO_FLAWS
 from agentr1_jax.train import build
 from agentr1_jax.trajectory import Outcome, Trajectory
 from configs import quickstart

@@ -13,16 +13,16 @@ import pytest
 
 from agentr1_jax.envs.base import Action, Task
 from agentr1_jax.tasks import make_task
-from agentr1_jax.tasks.hopworld import NO_FLAWS, names
+from agentr1_jax.tasks.hopworld import NO_FLAWS
 from agentr1_jax.tasks.hopworld.questions import RELATIONS
-from agentr1_jax.tasks.hopworld.world import retriever, world
+from agentr1_jax.tasks.hopworld.world import POOLS, name_split, retriever, world
 from agentr1_jax.trajectory import Outcome
 from configs import quickstart
 
 KINDS = {"bridge2": 2, "bridge3": 3, "comparison": 3, "yes_no": 2}
 PRACTICE_KINDS = {"lookup": 1, "direct_comparison": 2, "direct_yes_no": 1, "recital": 0, "older_of": 0, "before": 0}
 QUICKSTART = quickstart.get_config()
-WORDS = [word for pool in names.POOLS for word in pool]
+WORDS = [word for pool in POOLS for word in pool]
 TASK = make_task("hopworld", top_k=QUICKSTART.task.hopworld.top_k)
 PERFECT = make_task("hopworld", top_k=QUICKSTART.task.hopworld.top_k, flaws=NO_FLAWS)
 
@@ -221,7 +221,7 @@ def test_practice_without_a_lookup_can_be_answered_from_the_question():
             assert question == f"Repeat {answer}."
             words = answer.split()
             pairs = {f"{one} {other}" for one, other in zip(words, words[1:], strict=False)}
-            assert {names.name_split(pair) for pair in pairs} == {"train"}
+            assert {name_split(pair) for pair in pairs} == {"train"}
         elif row["kind"] == "older_of":
             years = {person: int(year) for person, year in re.findall(r"(\w+ \w+) (\d{4})", question)}
             assert len(years) == 2 and answer == min(years, key=years.get)

@@ -7,8 +7,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from agentr1_jax.tasks.hopworld.names import POOLS, name_split
-from agentr1_jax.tasks.hopworld.world import BIRTH_YEARS, World
+from agentr1_jax.tasks.hopworld.world import BIRTH_YEARS, POOLS, World, name_split
 
 MIN_YEARS_APART = 4
 CLAIMED_YEARS = range(1936, 1945)

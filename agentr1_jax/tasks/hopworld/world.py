@@ -1,14 +1,51 @@
-"""A world: people, films, cities, studios and countries with facts, written down as short passages among noise."""
+"""A world: people, films, cities, studios and countries with facts, written down as short passages among noise.
+
+Names are made of pools of words, and their combinations are split between training and evaluation. Every word belongs
+to one pool, is plain ASCII, and occurs nowhere in the prose: a small tokenizer can give each its own piece.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import random
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal
 
-from agentr1_jax.tasks.hopworld import names
 from agentr1_jax.tools.search import BM25, Passage, SearchTool
+
+NameSplit = Literal["train", "eval"]
+
+FIRST = """Ada Alma Anton Arlo Astrid Basil Bela Bruno Carla Cecil Clara Cyrus Dora Edgar Elsa Emil Enid Ezra
+Felix Flora Franz Gideon Greta Hanna Hector Hugo Ida Igor Ines Irma Ivan Jonas Judith Karl Klara Lena Leo
+Lidia Linus Lola Magda Marco Martha Max Milo Mina Nadia Nils Nora Olga Oscar Otto Petra Quentin Rita Roman
+Rosa Saul Selma Sonia Tessa Theo Vera Viktor""".split()
+LAST = """Abbott Archer Banner Barlow Becker Benton Bowman Brandt Calder Carver Castell Corvin Crane Dalton
+Decker Draper Dunmore Ekman Ellis Farrow Fenwick Finch Fisk Forsyth Garner Gorman Hadley Halvors Harlan Hewitt
+Holm Ibsen Jansen Keller Kesh Kirby Larkin Lindgren Lowell Marsh Mercer Merrill Nash Norwood Olsen Osborne
+Palmer Pryor Quill Radley Renner Rourke Sawyer Sloan Stroud Tanner Thorne Trent Underhill Vance Voss Weaver
+Wexler Yates""".split()
+ADJECTIVE = """Amber Ashen Bitter Blind Blue Bright Broken Burning Cold Copper Crimson Distant Empty Endless
+Faded Fallen Final Frozen Gentle Glass Golden Hidden Hollow Iron Lonely Lost Painted Pale Paper Quiet Restless
+Scarlet Secret Silent Silver Stolen Velvet Wandering Wild Wooden""".split()
+NOUN = """Anthem Bridge Cabin Candle Carnival Circus Clock Crown Dancer Desert Dream Echo Empire Engine
+Feather Forest Fortune Garden Ghost Harbor Highway Horizon Hunter Island Journey Kingdom Lantern Letter Mirror
+Morning Orchard Promise Rider River Shadow Stranger Summer Tower Voyage Winter""".split()
+SITE = "Port Fort Mount Saint Lake Cape North South East West Upper Lower Old Grand Great Little".split()
+TOWN = """Alder Arden Belmont Birch Brook Cedar Dover Elmore Fairview Grove Haven Kent Linden Marlow Milton
+Newton Oakdale Preston Ridge Salem Stanton Vale Windsor Winfield""".split()
+BRAND = """Apex Atlas Aurora Beacon Castle Cobalt Comet Condor Dynamo Eagle Falcon Galaxy Gemini Helix Hermes
+Jupiter Lotus Meridian Nova Omega Orbit Orion Pegasus Phoenix Pioneer Polaris Prism Saturn Summit Titan Vertex
+Zenith""".split()
+TRADE = "Pictures Films Studios Media".split()
+COUNTRY = """Alvaria Belovia Cordania Dravia Estovia Fenland Gorvia Hestia Ilmaria Jorvik Kelland Lutania
+Moravia Nordia Ostmark Pelagia Quorra Rovinia Sarvia Tamora Ulvania Vestria Wolland Zembla""".split()
+
+# Words that a name can begin and end with where it need not sound like one.
+ANY = (*FIRST, *LAST, *ADJECTIVE, *NOUN, *SITE, *TOWN, *BRAND)
+POOLS = (FIRST, LAST, ADJECTIVE, NOUN, SITE, TOWN, BRAND, TRADE, COUNTRY)
+_EVALUATION_ONE_IN = 4
 
 FILMS, PEOPLE, CITIES, STUDIOS, COUNTRIES = 56, 80, 16, 14, 10
 NOISE = 150
@@ -52,7 +89,7 @@ def world_key(split: str, number: int) -> str:
 
 @functools.lru_cache(maxsize=64)
 def world(key: str) -> World:
-    """The world of a key, from its seed alone. All but `UNSEEN_SPLITS` share the training side of all names."""
+    """The world of a key, from its seed alone. All but `UNSEEN_SPLITS` share the training side of all"""
     rng = random.Random(f"hopworld/{key}")
     split = key.split("/")[0]
     members = _members(rng, "eval" if split in UNSEEN_SPLITS else "train", mixed=split in MIXED_SPLITS)
@@ -80,19 +117,41 @@ def search_tool(key: str, top_k: int) -> SearchTool:
     return SearchTool(retriever(key), top_k)
 
 
-def _members(rng: random.Random, split: names.NameSplit, mixed: bool) -> dict[str, list[str]]:
-    adjectives = rng.sample(names.ADJECTIVE, ADJECTIVES_USED)
-    nouns = rng.sample(names.NOUN, NOUNS_USED)
-    first = rng.sample(names.ANY, len(names.FIRST)) if mixed else names.FIRST
-    surnames = rng.sample(names.ANY if mixed else names.LAST, SURNAMES_USED)
+def name_split(name: str) -> NameSplit:
+    """The side that a combination of words belongs to, for ever: about one in four is kept for evaluation."""
+    return "eval" if zlib.crc32(name.encode()) % _EVALUATION_ONE_IN == 0 else "train"
+
+
+def draw_names(
+    rng: random.Random,
+    first: Sequence[str],
+    second: Sequence[str],
+    count: int,
+    split: NameSplit,
+    taken: Collection[str] = (),
+) -> list[str]:
+    """`count` different names of two words from one side of the split, none of them `taken`.
+
+    Raises:
+      ValueError: the pools hold too few combinations of that side.
+    """
+    names = [f"{a} {b}" for a in first for b in second if a != b]
+    return rng.sample([name for name in names if name_split(name) == split and name not in taken], count)
+
+
+def _members(rng: random.Random, split: NameSplit, mixed: bool) -> dict[str, list[str]]:
+    adjectives = rng.sample(ADJECTIVE, ADJECTIVES_USED)
+    nouns = rng.sample(NOUN, NOUNS_USED)
+    first = rng.sample(ANY, len(FIRST)) if mixed else FIRST
+    surnames = rng.sample(ANY if mixed else LAST, SURNAMES_USED)
     members = {
-        "film": names.draw(rng, adjectives, nouns, FILMS, split),
-        "city": names.draw(rng, names.SITE, names.TOWN, CITIES, split),
-        "studio": names.draw(rng, names.BRAND, names.TRADE, STUDIOS, split),
-        "country": rng.sample(names.COUNTRY, COUNTRIES),
+        "film": draw_names(rng, adjectives, nouns, FILMS, split),
+        "city": draw_names(rng, SITE, TOWN, CITIES, split),
+        "studio": draw_names(rng, BRAND, TRADE, STUDIOS, split),
+        "country": rng.sample(COUNTRY, COUNTRIES),
     }
     taken = {name for group in members.values() for name in group}
-    return members | {"person": names.draw(rng, first, surnames, PEOPLE, split, taken)}
+    return members | {"person": draw_names(rng, first, surnames, PEOPLE, split, taken)}
 
 
 def _facts(rng: random.Random, members: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], str]:

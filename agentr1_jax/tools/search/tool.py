@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 from agentr1_jax.tools.base import ToolResult, failure
 
-
 EMPTY_RESULT = "No results."
 MARKER = " ..."
 _WHOLE_WORDS = re.compile(r"(?s)(.*\S)\s")
