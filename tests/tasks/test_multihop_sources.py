@@ -13,7 +13,7 @@ from plays import multihop_task
 
 from agentr1_jax.tasks import qa
 from agentr1_jax.tasks.multihop import read_source
-from agentr1_jax.tasks.multihop.originals import context_passage, read_aliases
+from agentr1_jax.tasks.multihop.sources import context_passage, read_aliases
 from agentr1_jax.tools import records
 from agentr1_jax.tools.search import read_corpus
 

@@ -16,6 +16,7 @@ from tool_doubles import (
     run,
 )
 
+from agentr1_jax.envs.registry import TaskContext
 from agentr1_jax.errors import UserError
 from agentr1_jax.tasks import make_task
 from agentr1_jax.tools import base
@@ -131,8 +132,8 @@ def test_the_episodes_of_a_world_share_one_wrapped_tool():
         made.append(Measured(tool, ToolMetrics()))
         return made[-1]
 
-    task = make_task("hopworld", wrap=wrap)
-    rows = [task.row("train", n) for n in (0, 1, task.questions_per_world)]
+    task = make_task("hopworld", TaskContext(wrap=wrap))
+    rows = [task.row("train", n) for n in (0, 1, task.config.questions_per_world)]
     offered = []
     for row in rows:
         env = task.env()

@@ -1,23 +1,29 @@
-"""Everything a task is made of, read: questions of both splits, the corpus to search, passages to train on."""
+"""Everything a task is made of: questions of every split, the corpus to search, passages to train on.
+
+Splits say which questions are for training, which for testing, and which must not be either.
+"""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from pydantic.dataclasses import dataclass
 
-from agentr1_jax.tasks.multihop.originals import GOLD_UNKNOWN
-from agentr1_jax.tasks.multihop.rows import Question
-from agentr1_jax.tasks.multihop.sources import Source, read_source
+from agentr1_jax.envs.base import Row
+from agentr1_jax.envs.rewards import normalise
+from agentr1_jax.tasks.multihop.rows import DATASETS, Question, check_name
+from agentr1_jax.tasks.multihop.sources import GOLD_UNKNOWN, Source, read_source
 from agentr1_jax.tools.search import Corpus, Passage, read_corpus
 from agentr1_jax.tools.search.corpus import content_hash, ids_by_content
 from agentr1_jax.validation import STRICT
 
 MINI_EVAL_EVERY = 5
+SAME_AS_EVALUATION = "same_as_evaluation"
 _PREFIXES = {"h": "hotpotqa", "w": "2wikimultihopqa", "m": "musique"}  # of ids in the data folder's corpora
 
 
@@ -34,7 +40,7 @@ class Files:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class MultihopData:
     """What was read: questions and counts by split (`train`, `eval`), the search corpus, the training passages."""
 
     questions: Mapping[str, Sequence[Question]]
@@ -43,7 +49,7 @@ class Found:
     documents: Corpus
 
 
-def load(folder: Callable[[], Path], named: Mapping[str, Sequence[str]], mini: bool, files: Files) -> Found:
+def load(folder: Callable[[], Path], named: Mapping[str, Sequence[str]], mini: bool, files: Files) -> MultihopData:
     """Reads all there is to read.
 
     Args:
@@ -53,13 +59,13 @@ def load(folder: Callable[[], Path], named: Mapping[str, Sequence[str]], mini: b
       files: read instead, for the splits that they name; their corpora are added.
     """
     ours = {split: datasets for split, datasets in named.items() if not getattr(files, split)}
-    found = Found({}, {}, [], [])
+    found = MultihopData({}, {}, [], [])
     if ours:
         found = read_mini(folder(), ours) if mini else read_folder(folder(), ours)
     return unify_ids(add_files(found, files))
 
 
-def read_folder(folder: Path, named: Mapping[str, Sequence[str]]) -> Found:
+def read_folder(folder: Path, named: Mapping[str, Sequence[str]]) -> MultihopData:
     """The data folder's questions of the data sets named for each split, and the corpora of all of them."""
     suffix = {"train": "train", "eval": "dev"}
     sources = {
@@ -67,7 +73,7 @@ def read_folder(folder: Path, named: Mapping[str, Sequence[str]]) -> Found:
         for split, datasets in named.items()
     }
     corpora = {d: read_corpus(folder / f"corpus_{d}.jsonl.gz") for d in sorted(set(itertools.chain(*named.values())))}
-    return Found(
+    return MultihopData(
         questions={split: [q for source in of for q in source.questions] for split, of in sources.items()},
         counts={split: _total(of) for split, of in sources.items()},
         corpus=list(itertools.chain(*corpora.values())),
@@ -75,7 +81,7 @@ def read_folder(folder: Path, named: Mapping[str, Sequence[str]]) -> Found:
     )
 
 
-def read_mini(folder: Path, named: Mapping[str, Sequence[str]]) -> Found:
+def read_mini(folder: Path, named: Mapping[str, Sequence[str]]) -> MultihopData:
     """The 160 questions for quick tests: MuSiQue's and every fifth of the others are for evaluation."""
     source = read_source(folder / "mini_questions.jsonl.gz")
     corpus = read_corpus(folder / "mini_corpus.jsonl.gz")
@@ -86,10 +92,10 @@ def read_mini(folder: Path, named: Mapping[str, Sequence[str]]) -> Found:
         if dataset in named.get(split, ()):
             questions[split].append(question)
     trained = [p for p in corpus if _PREFIXES.get(p.id[:1], "") in (*named.get("train", ()), "")]
-    return Found(questions, {split: {} for split in named}, corpus, trained)
+    return MultihopData(questions, {split: {} for split in named}, corpus, trained)
 
 
-def add_files(found: Found, files: Files) -> Found:
+def add_files(found: MultihopData, files: Files) -> MultihopData:
     """Adds the named corpora, and the questions of named files with the passages of their contexts.
 
     A passage of a context that the corpus has already, by title and text, takes the corpus's id.
@@ -110,10 +116,10 @@ def add_files(found: Found, files: Files) -> Found:
         counts[split] = _total(sources)
         if split == "train":
             documents = list(contexts.values()) or corpus
-    return Found(questions, counts, corpus, documents)
+    return MultihopData(questions, counts, corpus, documents)
 
 
-def unify_ids(found: Found) -> Found:
+def unify_ids(found: MultihopData) -> MultihopData:
     """The same with one id, the first, for passages of equal title and text: whichever is found counts as gold.
 
     Where there are no passages, a server has them under ids of its own. No gold passage could be told from others then,
@@ -168,3 +174,106 @@ def _total(sources: Iterable[Source]) -> dict[str, int]:
     for source in sources:
         total.update(source.counts)
     return dict(total)
+
+
+def divide(
+    questions: Mapping[str, Sequence[Question]], count: int, datasets: Sequence[str]
+) -> tuple[dict[str, list[Row]], int]:
+    """Rows of every split, and how many training questions were kept out because they equal one of another split.
+
+    Args:
+      questions: of `train` and `eval`.
+      count: of questions of each data set that are held out of training.
+      datasets: of which questions are held out; empty for all training data sets.
+
+    Raises:
+      ValueError: a data set has too few questions, or no training questions at all.
+    """
+    if count < 0:
+        raise ValueError(f"task.multihop.held_out is {count}; it must be 0 or more")
+    new = drop_duplicates(questions["train"], questions["eval"])
+    have = by_dataset(q.row for q in new)
+    for dataset in datasets:
+        check_name(dataset, have, "data set of task.multihop.held_out_datasets")
+    held = choose_held_out(new, datasets or list(have), count)
+    names = {q.row["id"] for q in held}
+    train = drop_duplicates([q for q in new if q.row["id"] not in names], held)
+    # By hash, so that the first n rows are a fair sample whatever the order of files is.
+    of_eval = by_dataset(sorted((q.row for q in questions["eval"]), key=hash_order))
+    rows = {
+        "train": [q.row for q in train],
+        "eval": sorted((q.row for q in questions["eval"]), key=hash_order),
+        **{f"eval/{name}": own for name, own in of_eval.items()},
+    }
+    if held:
+        rows["held_out"] = sorted((q.row for q in held), key=hash_order)
+    return rows, len(questions["train"]) - len(held) - len(train)
+
+
+def choose_held_out(questions: Sequence[Question], datasets: Sequence[str], count: int) -> list[Question]:
+    """The `count` questions of each data set whose ids have the lowest hash: whatever the order of files is.
+
+    Raises:
+      ValueError: a data set has fewer than `count` + 1 questions.
+    """
+    chosen = []
+    for dataset in datasets if count else ():
+        own = sorted((q for q in questions if q.row["dataset"] == dataset), key=lambda q: hash_order(q.row))
+        if len(own) <= count:
+            raise ValueError(
+                f"task.multihop.held_out is {count}, and {dataset!r} has {len(own)} training questions: none would be "
+                "left; lower task.multihop.held_out, or name other data sets in task.multihop.held_out_datasets"
+            )
+        chosen += own[:count]
+    return chosen
+
+
+def drop_duplicates(questions: Sequence[Question], others: Iterable[Question]) -> list[Question]:
+    """The questions that no other one equals, in id or (after SQuAD's normalisation) in text."""
+    ids, texts = set(), set()
+    for other in others:
+        ids.add(other.row["id"])
+        texts.add(normalise(other.row["question"]))
+    return [q for q in questions if q.row["id"] not in ids and normalise(q.row["question"]) not in texts]
+
+
+def hash_order(row: Row) -> str:
+    """Where a row comes in an order that depends on nothing but the ids."""
+    return hashlib.sha256(f"{row['dataset']}/{row['id']}".encode()).hexdigest()
+
+
+def check_questions(questions: Mapping[str, Sequence[Question]], corpus: Corpus) -> None:
+    """Refuses MuSiQue's test questions in training, an id that two questions have, and gold passages that are nowhere.
+
+    Raises:
+      ValueError: the message names file, line and id.
+    """
+    for question in questions.get("train", ()):
+        if question.row["dataset"] == "musique" and question.is_test:
+            raise ValueError(
+                f"{question.where}: a question of MuSiQue's dev or test set, which is for evaluation only; train on "
+                "musique_ans_v1.0_train.jsonl, or name another file in task.multihop.files.train"
+            )
+    passages = {passage.id for passage in corpus}
+    for split, of_split in questions.items():
+        seen: dict[str, str] = {}
+        for question in of_split:
+            name = question.row["id"]
+            if name in seen:
+                raise ValueError(f"{question.where}: the id {name!r} occurs twice in {split}, first in {seen[name]}")
+            seen[name] = question.where
+            for gold in question.row["gold_ids"]:
+                if passages and gold not in passages:  # A remote retriever has its own.
+                    raise ValueError(
+                        f"{question.where}: the gold passage {gold!r} of question {name!r} is not in the corpus; name "
+                        "the corpus that has it in task.multihop.files.corpus"
+                    )
+
+
+def by_dataset(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Rows of each data set, the known ones first."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row["dataset"], []).append(row)
+    order = {name: i for i, name in enumerate(DATASETS)}
+    return dict(sorted(found.items(), key=lambda item: (order.get(item[0], len(order)), item[0])))

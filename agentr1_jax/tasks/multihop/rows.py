@@ -104,7 +104,7 @@ def dataset_name(source: Any) -> str:
     return next((name for mark, name in _MARKS.items() if mark in source.lower()), source)
 
 
-def check_known(name: str, among: Sequence[str] | Mapping[str, Any], what: str) -> str:
+def check_name(name: str, among: Sequence[str] | Mapping[str, Any], what: str) -> str:
     """`name` if it is one of them. Raises ValueError that names the nearest and lists them."""
     if name in among:
         return name

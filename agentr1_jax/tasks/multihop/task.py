@@ -19,10 +19,17 @@ from agentr1_jax.envs.mixture import draw, draw_offsets, normalise_weights, pars
 from agentr1_jax.envs.registry import TaskContext, register
 from agentr1_jax.envs.tool_env import ToolEnv
 from agentr1_jax.tasks import qa
-from agentr1_jax.tasks.multihop import reading, splits
 from agentr1_jax.tasks.multihop.expert import expert
-from agentr1_jax.tasks.multihop.reading import Files
-from agentr1_jax.tasks.multihop.rows import DATASETS, check_known
+from agentr1_jax.tasks.multihop.reading import (
+    SAME_AS_EVALUATION,
+    Files,
+    by_dataset,
+    check_questions,
+    divide,
+    load,
+    origin,
+)
+from agentr1_jax.tasks.multihop.rows import DATASETS, check_name
 from agentr1_jax.tools.base import Tool
 from agentr1_jax.tools.search import BM25, Passage, Retriever, SearchTool
 from agentr1_jax.tools.search.tool import check_display
@@ -179,20 +186,20 @@ class MultihopTask:
         check_display(config.top_k, config.passage_characters)  # Before much is read; the search tool is made later.
         named = {"train": config.datasets, "eval": config.eval_datasets or config.datasets}
         for dataset in itertools.chain(*named.values()):
-            check_known(dataset, DATASETS, "data set")
+            check_name(dataset, DATASETS, "data set")
         paid = dataclasses.asdict(config.rewards) if config.reward == "weighted" else {}
         self._reward = qa.make_reward(paid, config.reward, config.reward_functions)
         files = Files(*(tuple(_paths(paths, run.data_dir)) for paths in dataclasses.astuple(config.files)))
-        found = reading.load(lambda: data_folder(run.data_dir) / "multihop", named, config.corpus == "mini", files)
-        splits.check(found.questions, found.corpus)
-        self._splits, left_out = splits.divide(found.questions, config.held_out, config.held_out_datasets)
+        found = load(lambda: data_folder(run.data_dir) / "multihop", named, config.corpus == "mini", files)
+        check_questions(found.questions, found.corpus)
+        self._splits, left_out = divide(found.questions, config.held_out, config.held_out_datasets)
         for split in named:
             if not self._splits[split]:
-                raise ValueError(f"no {split} questions {reading.origin(split, named, files, config.corpus)}")
+                raise ValueError(f"no {split} questions {origin(split, named, files, config.corpus)}")
         self.corpus = found.corpus
-        self.counts = {**found.counts, "train": {**found.counts["train"], splits.SAME_AS_EVALUATION: left_out}}
+        self.counts = {**found.counts, "train": {**found.counts["train"], SAME_AS_EVALUATION: left_out}}
         self._documents = found.documents
-        self._train = splits.by_dataset(self._splits["train"])
+        self._train = by_dataset(self._splits["train"])
         weights = _weights(config.mixture, {name: len(rows) for name, rows in self._train.items()})
         self._shares = normalise_weights(weights, MIXTURE)
         self._offsets = draw_offsets(len(self._shares), run.seed)
@@ -300,7 +307,7 @@ def _weights(mixture: Sequence[str], sizes: Mapping[str, int]) -> dict[str, floa
         return {name: float(size) for name, size in sizes.items()}
     given = parse_weights(mixture, MIXTURE)
     for name in given:
-        check_known(name, sizes, f"data set of {MIXTURE}")
+        check_name(name, sizes, f"data set of {MIXTURE}")
     for name in sizes:
         if name not in given:
             raise ValueError(f"{MIXTURE} has no weight of {name!r}; give one, 0 to leave the data set out")
