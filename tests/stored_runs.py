@@ -12,7 +12,7 @@ from agentr1_jax.policy.params import join
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.checkpoint import Checkpoints
 from agentr1_jax.runtime.run_folder import RunFolder
-from agentr1_jax.tools.metrics import ToolMetrics
+from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.train import build
 from configs import quickstart
 from experiments.setup import change_config, make_task, read_settings

@@ -32,7 +32,7 @@ from agentr1_jax.runtime.dispatch import Dispatcher
 from agentr1_jax.runtime.monitoring import progress_bar
 from agentr1_jax.runtime.processes import StopRequest
 from agentr1_jax.text.tokenizer import Tokenizer
-from agentr1_jax.tools.metrics import ToolMetrics
+from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.train import build
 from agentr1_jax.train.settings import Settings
 from agentr1_jax.trajectory import Trajectory

@@ -25,7 +25,7 @@ from stored_runs import store_run
 from agentr1_jax.errors import UserError
 from agentr1_jax.policy.params import join, merge_adapters
 from agentr1_jax.text.sentencepiece import train_sentencepiece
-from agentr1_jax.tools.metrics import ToolMetrics
+from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.train import build
 from agentr1_jax.trajectory import Outcome
 from agentr1_jax.trajectory_io import read_jsonl, write_jsonl
