@@ -24,8 +24,7 @@ from agentr1_jax.credit import CreditConfig, Scheme, ShapingConfig
 from agentr1_jax.envs.base import Task
 from agentr1_jax.errors import UserError
 from agentr1_jax.learner.config import KLConfig, LearnerConfig, LossConfig, Objective, OptimizerConfig
-from agentr1_jax.learner.optimizer import make_optimizer
-from agentr1_jax.learner.schedules import learning_rates
+from agentr1_jax.learner.optimizer import learning_rates, make_optimizer
 from agentr1_jax.learner.update import LearnerState, init_state
 from agentr1_jax.policy import weights
 from agentr1_jax.policy.config import DecoderConfig, LoraConfig, PolicyConfig

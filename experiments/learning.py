@@ -13,10 +13,10 @@ from absl import logging
 
 from agentr1_jax.credit.flatten import FlatTrajectories, concatenate, flatten, to_token_batch
 from agentr1_jax.credit.shaping import RunningMeanStd, shape_rewards
-from agentr1_jax.learner import correction, kl
+from agentr1_jax.learner import kl
 from agentr1_jax.learner.batch import Batch, LossTokens, PackedTokens, to_microbatches, with_process_indices
 from agentr1_jax.learner.config import Aggregate, CorrectionConfig, PackingConfig
-from agentr1_jax.learner.loss_weights import TokenUnits, loss_weights
+from agentr1_jax.learner.loss_weights import TokenUnits, correction_weights, gap_metrics, loss_weights
 from agentr1_jax.learner.packing import Packing, gather, gather_final, pack, packing_fault, scatter_fields
 from agentr1_jax.learner.update import LearnerState
 from agentr1_jax.policy.decoder import Params
@@ -282,7 +282,7 @@ def _corrections(run: Run, learner: Learner, own: FlatTrajectories, scored: Scor
     if recomputed and c.kind != "none":
         sequence, said = (own.token_step if c.unit == "step" else own.token_trajectory), own.is_action
         weights = np.ones(len(said), np.float32)
-        weights[said] = correction.correction_weights(
+        weights[said] = correction_weights(
             from_section(CorrectionConfig, "correction", c.to_dict()),
             scored.logprobs[said],
             own.logprobs[said],
@@ -350,7 +350,7 @@ def _score_metrics(scored: Scored, own: FlatTrajectories) -> dict[str, float]:
     if scored.logprobs is None:
         return {}
     said = own.is_action
-    gap = correction.gap_metrics(scored.logprobs[said], own.logprobs[said], own.token_trajectory[said])
+    gap = gap_metrics(scored.logprobs[said], own.logprobs[said], own.token_trajectory[said])
     out = {f"gap/{name}": x for name, x in gap.items()}
     out |= {"learner/logprob_gap": gap.get("mean", math.nan), "learner/max_logprob_gap": gap.get("max", math.nan)}
     if scored.ref_logprobs is not None:

@@ -11,7 +11,7 @@ import ml_collections
 
 from agentr1_jax.credit import Credit, ShapingConfig, TokenBatch
 from agentr1_jax.learner.config import PackingConfig
-from agentr1_jax.learner.ratios import MINIBATCH_RATIOS
+from agentr1_jax.learner.losses import MINIBATCH_RATIOS
 from agentr1_jax.learner.update import LearnerState, TokenOutputs, make_log_ratio, make_token_outputs, make_update
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.runtime.compile_cache import cached_jit

@@ -25,7 +25,7 @@ from agentr1_jax.rollout.device import COPIES_PER_CALL
 from agentr1_jax.rollout.programs import encode_updates, idle_slot_state
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime.checkpoint import sharded_shapes
-from agentr1_jax.tools.metrics import ToolMetrics
+from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.train import build, phases
 from agentr1_jax.train.parts import Phase, Setup
 from agentr1_jax.train.settings import Settings

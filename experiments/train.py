@@ -17,7 +17,7 @@ from absl import flags, logging
 
 from agentr1_jax.errors import UserError
 from agentr1_jax.learner.kl import next_kl_coef
-from agentr1_jax.learner.schedules import rate_by_progress
+from agentr1_jax.learner.optimizer import rate_by_progress
 from agentr1_jax.learner.update import LearnerState
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.rollout.background import BackgroundEngine

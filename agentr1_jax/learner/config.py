@@ -137,7 +137,7 @@ class KLConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class CorrectionConfig:
-    """Section `correction`: weights for the gap between sampler and learner; see `correction`.
+    """Section `correction`: weights for the gap between sampler and learner; see `loss_weights.correction_weights`.
 
     Attributes:
       kind: form of the weights.

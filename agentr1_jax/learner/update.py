@@ -23,8 +23,7 @@ from agentr1_jax.learner.batch import Batch, LossTokens
 from agentr1_jax.learner.config import Objective
 from agentr1_jax.learner.kl import kl_estimate
 from agentr1_jax.learner.logprobs import token_logprobs
-from agentr1_jax.learner.losses import policy_loss, value_loss
-from agentr1_jax.learner.ratios import minibatch_log_ratio
+from agentr1_jax.learner.losses import minibatch_log_ratio, policy_loss, value_loss
 from agentr1_jax.policy.attention import PackedRows
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Decoder, Params, head_kernel
@@ -123,9 +122,9 @@ def loss_from_outputs(
     """Return Σₖ wₖ·lₖ, and sums over the trained tokens for the metrics."""
     config, logprob = objective.loss, outputs.logprob
     trained = _trained_mask(loss_tokens)
-    loss_tokens = _neutralize_untrained(loss_tokens, trained, logprob)
+    loss_tokens = _neutralize_other_tokens(loss_tokens, trained, logprob)
 
-    def weighted(x: Array) -> Array:
+    def weighted_sum(x: Array) -> Array:
         return jnp.sum(jnp.where(trained, x * loss_tokens.weight, 0))
 
     def total(x: Array) -> Array:
@@ -136,8 +135,8 @@ def loss_from_outputs(
         per_token = per_token * loss_tokens.correction_weight
     gap = loss_tokens.old_logprob - logprob
     metrics = {
-        "policy_loss": weighted(per_token),
-        "entropy_loss": weighted(outputs.entropy),
+        "policy_loss": weighted_sum(per_token),
+        "entropy_loss": weighted_sum(outputs.entropy),
         "tokens": total(jnp.ones_like(logprob)),
         "sum/logprob": total(logprob),
         "sum/entropy": total(outputs.entropy),
@@ -152,7 +151,7 @@ def loss_from_outputs(
     kind = objective.kl_in_loss
     if kind != "none":
         assert loss_tokens.ref_logprob is not None, "loss tokens without ref_logprob"
-        metrics["kl_loss"] = weighted(kl_estimate(kind, logprob, loss_tokens.ref_logprob))
+        metrics["kl_loss"] = weighted_sum(kl_estimate(kind, logprob, loss_tokens.ref_logprob))
         loss = loss + objective.kl.coef * metrics["kl_loss"]
     if outputs.value is not None and loss_tokens.value_weight is not None:
         has_target = loss_tokens.value_weight > 0
@@ -167,7 +166,7 @@ def _trained_mask(loss_tokens: LossTokens) -> Bool[Array, "*rows tokens"]:
     return loss_tokens.weight > 0
 
 
-def _neutralize_untrained(
+def _neutralize_other_tokens(
     loss_tokens: LossTokens, trained: Bool[Array, "rows tokens"], logprob: Float[Array, "rows tokens"]
 ) -> LossTokens:
     """Set `is_action` of exactly the trained tokens, so that ratios are theirs alone, and harmless numbers elsewhere.

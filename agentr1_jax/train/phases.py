@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentr1_jax.learner.ratios import MINIBATCH_RATIOS
+from agentr1_jax.learner.losses import MINIBATCH_RATIOS
 from agentr1_jax.learner.update import make_log_ratio, make_token_outputs, make_update
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.runtime.compile_cache import cached_jit

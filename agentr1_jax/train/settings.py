@@ -23,7 +23,7 @@ from agentr1_jax.learner.config import (
     PackingConfig,
 )
 from agentr1_jax.learner.kl import next_kl_coef
-from agentr1_jax.learner.schedules import learning_rates
+from agentr1_jax.learner.optimizer import learning_rates
 from agentr1_jax.policy.config import PolicyConfig
 from agentr1_jax.registry import Registry
 from agentr1_jax.rollout.config import AttemptLimits, EngineConfig, RolloutConfig, SamplingConfig

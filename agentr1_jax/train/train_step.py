@@ -18,10 +18,10 @@ from absl import logging
 
 from agentr1_jax.credit.flatten import FlatTrajectories, concatenate, flatten, to_token_batch
 from agentr1_jax.credit.shaping import RunningMeanStd, shape_rewards
-from agentr1_jax.learner import correction, kl
+from agentr1_jax.learner import kl
 from agentr1_jax.learner.batch import Batch, LossTokens, PackedTokens, to_microbatches, with_process_indices
 from agentr1_jax.learner.config import Aggregate
-from agentr1_jax.learner.loss_weights import TokenUnits, loss_weights
+from agentr1_jax.learner.loss_weights import TokenUnits, correction_weights, gap_metrics, loss_weights
 from agentr1_jax.learner.packing import Packing, gather, gather_final, packing_fault, scatter_fields
 from agentr1_jax.learner.packing import pack as pack_rows
 from agentr1_jax.learner.update import LearnerState
@@ -369,7 +369,7 @@ def _corrections(setup: Setup, phase: Phase, outputs: TokenOutputs, own: FlatTra
         action = own.is_action
         sequence = own.token_step if settings.correction.unit == "step" else own.token_trajectory
         weights = np.ones(len(action), np.float32)
-        weights[action] = correction.correction_weights(
+        weights[action] = correction_weights(
             settings.correction, outputs.logprobs[action], own.logprobs[action], sequence[action]
         )
         fields["correction_weight"] = weights
@@ -439,7 +439,7 @@ def _gap_metrics(outputs: TokenOutputs, own: FlatTrajectories) -> dict[str, floa
     if outputs.logprobs is None:
         return {}
     action = own.is_action
-    gap = correction.gap_metrics(outputs.logprobs[action], own.logprobs[action], own.token_trajectory[action])
+    gap = gap_metrics(outputs.logprobs[action], own.logprobs[action], own.token_trajectory[action])
     metrics = {f"gap/{name}": x for name, x in gap.items()}
     metrics |= {"learner/logprob_gap": gap.get("mean", math.nan), "learner/max_logprob_gap": gap.get("max", math.nan)}
     if outputs.ref_logprobs is not None:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from agentr1_jax.learner.batch import LossTokens
 from agentr1_jax.learner.config import Aggregate, LossConfig, Objective
 from agentr1_jax.learner.loss_weights import TokenUnits, loss_weights
-from agentr1_jax.learner.ratios import MINIBATCH_RATIOS, minibatch_log_ratio
+from agentr1_jax.learner.losses import MINIBATCH_RATIOS, minibatch_log_ratio
 from agentr1_jax.learner.update import TokenOutputs, loss_from_outputs
 from experiments.credit.mdps import Paths, exact_values, greedy_probabilities, log_policy, probabilities
 

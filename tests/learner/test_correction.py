@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentr1_jax.learner.config import CORRECTIONS, CorrectionConfig
-from agentr1_jax.learner.correction import correction_weights, gap_metrics
+from agentr1_jax.learner.loss_weights import correction_weights, gap_metrics
 
 LIMITS = {"cap": 2.0, "low": 0.5, "high": 1.5}
 

@@ -34,7 +34,7 @@ from hypothesis import strategies as st
 
 from agentr1_jax.learner.config import AGGREGATES, CLIPS, PACKING_MODES, RATIOS
 from agentr1_jax.learner.kl import KL_ESTIMATES
-from agentr1_jax.learner.ratios import MINIBATCH_RATIOS, minibatch_log_ratio
+from agentr1_jax.learner.losses import MINIBATCH_RATIOS, minibatch_log_ratio
 from agentr1_jax.learner.update import forward, loss_and_metrics, loss_from_outputs
 from agentr1_jax.policy.attention import PackedRows
 from agentr1_jax.policy.decoder import Decoder

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from agentr1_jax.learner.batch import LossTokens
 from agentr1_jax.learner.config import AGGREGATES, CLIPS, RATIOS, LossConfig
 from agentr1_jax.learner.loss_weights import TokenUnits, loss_weights
-from agentr1_jax.learner.losses import policy_loss, value_loss
-from agentr1_jax.learner.ratios import MINIBATCH_RATIOS, minibatch_log_ratio
+from agentr1_jax.learner.losses import MINIBATCH_RATIOS, minibatch_log_ratio, policy_loss, value_loss
 
 CONFIG = LossConfig(clip_high=0.28)
 quick = settings(max_examples=40, deadline=None)

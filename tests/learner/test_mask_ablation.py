@@ -17,8 +17,8 @@ from test_observation_tokens import packed, stream
 
 from agentr1_jax.learner.batch import empty_loss_tokens, to_microbatches
 from agentr1_jax.learner.config import PACKING_MODES, RATIOS
+from agentr1_jax.learner.losses import MINIBATCH_RATIOS, minibatch_log_ratio
 from agentr1_jax.learner.packing import gather, scatter_fields
-from agentr1_jax.learner.ratios import MINIBATCH_RATIOS, minibatch_log_ratio
 from agentr1_jax.learner.update import TokenOutputs, forward, loss_from_outputs, make_log_ratio
 
 GRID = (

@@ -17,8 +17,7 @@ import tiny
 from examples import check_close
 
 from agentr1_jax.learner.config import SCHEDULES, OptimizerConfig
-from agentr1_jax.learner.optimizer import make_optimizer, optimizers
-from agentr1_jax.learner.schedules import rate, rate_by_progress
+from agentr1_jax.learner.optimizer import make_optimizer, optimizers, rate, rate_by_progress
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.params import init_params
 from agentr1_jax.policy.sharding import shardings

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from agentr1_jax.learner.batch import LossTokens
 from agentr1_jax.learner.config import RATIOS
-from agentr1_jax.learner.ratios import MINIBATCH_RATIOS, log_ratio, minibatch_log_ratio
+from agentr1_jax.learner.losses import MINIBATCH_RATIOS, log_ratio, minibatch_log_ratio
 from agentr1_jax.runtime.mesh import global_batch
 
 SHAPES = ((2, 4, 20), (4, 6, 10), (1, 1, 100))
