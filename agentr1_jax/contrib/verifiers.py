@@ -91,7 +91,7 @@ def verifiers_task(source: str, args: str = "", seed: int = 0) -> RowsTask:
     env = _load_environment(source, args)
     name = os.path.splitext(os.path.basename(source))[0]
     where = f"task.verifiers.source {source}"
-    _check_supported(env, where)
+    _check_support(env, where)
     train = _rows(_dataset(env, "dataset"), env, f"{name}/train", where)
     evaluation = _dataset(env, "eval_dataset")
     if evaluation is not None:
@@ -294,7 +294,7 @@ def _load_environment(source: str, args: str) -> Any:
         raise ValueError(f"{where}: load_environment raised {type(error).__name__}: {error}") from error
 
 
-def _check_supported(env: Any, where: str) -> None:
+def _check_support(env: Any, where: str) -> None:
     kind = type(env).__name__
     unsupported = {
         "a group of environments": hasattr(env, "env_map") or hasattr(env, "envs"),

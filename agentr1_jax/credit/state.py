@@ -48,7 +48,7 @@ def gigpo(
 
     Source: GiGPO, arXiv 2505.10978.
     """
-    anchor = jnp.where(_known(batch), group_ids(batch.step_group, batch.state_key)[1], batch.steps)
+    anchor = jnp.where(_has_key(batch), group_ids(batch.step_group, batch.state_key)[1], batch.steps)
     step = normalise_by_group(step_returns(batch, gamma), anchor, batch.steps, norm)
     episode = broadcast_to_steps(batch, outcome_advantage(batch, norm, unit))
     return Credit(broadcast_to_tokens(batch, episode + step_weight * step))
@@ -64,7 +64,7 @@ def hgpo(batch: TokenBatch, *, gamma: Fraction = 0.95, history: Whole = 2, alpha
 
     Source: HGPO, arXiv 2602.22817.
     """
-    returns, known = step_returns(batch, gamma), _known(batch)
+    returns, known = step_returns(batch, gamma), _has_key(batch)
     keys = [_key_before(batch, k) for k in range(history + 1)]
     total, weights = jnp.zeros_like(returns), jnp.zeros_like(returns)
     for k, path in enumerate(group_ids(batch.step_group, *keys)[1:]):
@@ -85,7 +85,7 @@ def state_baseline(batch: TokenBatch, *, gamma: Fraction = 1.0, whiten: Whitenin
     mean of earlier batches); not Gₜ itself, whose A = 0 would weigh states by how many samples reach them. All of
     these are independent of the action, so the gradient is unbiased, also where the policy decides when to stop.
     """
-    returns, known = step_returns(batch, gamma), _known(batch)
+    returns, known = step_returns(batch, gamma), _has_key(batch)
     _, anchor, own = group_ids(batch.step_group, batch.state_key, batch.step_trajectory)
     anchor, own = (jnp.where(known, x, batch.steps) for x in (anchor, own))
     centred, _, count = center_by_group(returns, anchor, batch.steps)
@@ -108,7 +108,7 @@ def state_baseline(batch: TokenBatch, *, gamma: Fraction = 1.0, whiten: Whitenin
     return dataclasses.replace(credit, value_targets=targets, value_mask=first)
 
 
-def _known(batch: TokenBatch) -> Bool[Array, "steps"]:
+def _has_key(batch: TokenBatch) -> Bool[Array, "steps"]:
     """Return True for the steps whose state has a key."""
     return batch.real_step & (batch.state_key >= 0)
 

@@ -68,7 +68,7 @@ class Reward:
         values = {name: part(row, turns) for name, part in self.parts.items()}
         return {name: float(value) for name, value in values.items() if value is not None}
 
-    def weighted(self, raw: Mapping[str, float]) -> dict[str, float]:
+    def contributions(self, raw: Mapping[str, float]) -> dict[str, float]:
         """Contributions of the weighted parts; their sum is the reward."""
         weights = {name: weight for name, weight in self.weights.items() if name in raw}
         return {name: weight * raw[name] if raw[name] else 0.0 for name, weight in weights.items()}

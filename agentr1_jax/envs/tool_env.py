@@ -99,7 +99,7 @@ class ToolEnv:
         outcome = self._outcome(turn, said)
         failed = outcome is Outcome.TOOL_FAILURE
         raw = {} if failed else self._reward.raw(self._row, self._turns)
-        weighted = {} if failed else self._reward.weighted(raw)
+        contributions = {} if failed else self._reward.contributions(raw)
         return Transition(
             observation=None if outcome else self._observation(turn, said),
             reward=float(sum(weighted.values())),

@@ -3,10 +3,17 @@
 The decoder attends to one of two memories. In training (`PackedRows`, here) a token sees its ancestors among the tokens
 of its own row. In sampling (`rollout.cache.CacheView`) it sees the KV cache of its slot. Both have the same method, so
 that there is one decoder and one set of parameters.
+
+`blockwise_attention` is the ancestor attention of packed rows for any backend: only visible pairs of blocks are
+computed. Memory is linear in the length of a row, and time in its visible pairs of blocks: few in a row of many short
+segments, or in a tree whose branches do not see each other. Forward and backward pass walk over the same list of
+visible pairs, whose number is data (online softmax of FlashAttention, arXiv 2205.14135; the backward pass computes the
+weights again from the saved log-sum-exp).
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Protocol
 
 import flax.struct
@@ -15,8 +22,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from agentr1_jax.policy.blockwise import blockwise_attention
 from agentr1_jax.policy.sharding import on_shards
+
+BLOCK = 64
+"""Measured on CPU: larger blocks leave the cache, smaller ones are mostly loop."""
 
 
 class Memory(Protocol):
@@ -87,3 +96,127 @@ def grouped_attention(
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(wide).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     return jnp.einsum("bkgqs,bskd->bqkgd", weights, value).reshape(query.shape)
+
+
+def blockwise_attention(
+    query: Float[Array, "rows length heads dim"],
+    key: Float[Array, "rows length kv_heads dim"],
+    value: Float[Array, "rows length kv_heads dim"],
+    subtree_end: Int[Array, "rows length"],
+    *,
+    block: int = BLOCK,
+) -> Float[Array, "rows length heads dim"]:
+    """Return softmax(q·k/√d) v where token i sees token j iff j ≤ i < subtree_end[j]; softmax in float32 or wider.
+
+    Args:
+      query, key, value: `heads / kv_heads` query heads to each key head.
+      subtree_end: of each token; every token sees itself.
+      block: tokens of a block; a row is padded to a multiple.
+    """
+    rows, length, heads, dim = query.shape
+    kv_heads = key.shape[2]
+    block = min(block, length)
+    pad = -length % block
+    blocks = (length + pad) // block
+
+    def in_blocks(x: Array) -> Array:
+        """[rows, length, heads, dim] -> [rows · blocks, kv_heads, heads/kv_heads · block, dim]."""
+        x = jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, 0)))
+        x = x.reshape(rows * blocks, block, kv_heads, x.shape[2] // kv_heads, dim)
+        return x.transpose(0, 2, 3, 1, 4).reshape(rows * blocks, kv_heads, -1, dim)
+
+    alone = jnp.broadcast_to(jnp.arange(length, length + pad) + 1, (rows, pad)).astype(subtree_end.dtype)
+    ends = jnp.concatenate([subtree_end, alone], axis=1).reshape(rows * blocks, block)
+    out = _attend(in_blocks(query * dim**-0.5), in_blocks(key), in_blocks(value), ends, blocks)
+    out = out.reshape(rows * blocks, kv_heads, heads // kv_heads, block, dim).transpose(0, 3, 1, 2, 4)
+    return out.reshape(rows, length + pad, heads, dim)[:, :length].astype(query.dtype)
+
+
+def visible_blocks(ends: Int[Array, "all_blocks block"], blocks: int) -> tuple[Int[Array, "n b"], Int[Array, "n"]]:
+    """Return the key blocks that each query block sees, its own first, and their number."""
+    rows, block = ends.shape[0] // blocks, ends.shape[1]
+    last = ends.max(axis=1).reshape(rows, 1, blocks)
+    index = jnp.arange(blocks)
+    query, key = index[:, None], index[None, :]
+    visible = (key == query) | ((key < query) & (last > query * block))
+    count = visible.sum(axis=-1)
+    # Sorted from the right: a block's own tokens come first, so that from then on every maximum is one of a score.
+    order = blocks - 1 - jnp.argsort(~visible[..., ::-1], axis=-1, stable=True)
+    return order.reshape(rows * blocks, blocks), count.reshape(rows * blocks)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(query: Array, key: Array, value: Array, ends: Array, blocks: int) -> Array:
+    return _forward(query, key, value, ends, blocks)[0]
+
+
+def _scores(query: Array, key: Array, ends: Array, q: Array, k: Array) -> Array:
+    """Scores of one pair of blocks [kv_heads, queries, keys], least where not visible; `q`, `k`: indices of blocks."""
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+    block = key.shape[1]
+    scores = jnp.einsum("hqd,hkd->hqk", query, key, preferred_element_type=wide)
+    i = (q * block + jnp.arange(query.shape[1]) % block)[:, None]
+    j = (k * block + jnp.arange(block))[None, :]
+    return jnp.where((j <= i) & (i < ends[None, :]), scores, jnp.finfo(wide).min)
+
+
+def _forward(query: Array, key: Array, value: Array, ends: Array, blocks: int) -> tuple[Array, tuple[Array, ...]]:
+    order, count = visible_blocks(ends, blocks)
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+
+    def one_query_block(n: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        own, row = query[n], n - n % blocks
+
+        def one_key_block(t: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            most, total, mixed = carry
+            k = order[n, t]
+            scores = _scores(own, key[row + k], ends[row + k], n % blocks, k)
+            new_most = jnp.maximum(most, scores.max(axis=-1))
+            weights = jnp.exp(scores - new_most[..., None])
+            shrink = jnp.exp(most - new_most)
+            new = jnp.einsum("hqk,hkd->hqd", weights.astype(value.dtype), value[row + k], preferred_element_type=wide)
+            return new_most, total * shrink + weights.sum(axis=-1), mixed * shrink[..., None] + new
+
+        least = jnp.full(own.shape[:2], jnp.finfo(wide).min)
+        start = (least, jnp.zeros(own.shape[:2], wide), jnp.zeros(own.shape, wide))
+        most, total, mixed = jax.lax.fori_loop(0, count[n], one_key_block, start)
+        out, logsum = carry
+        return out.at[n].set((mixed / total[..., None]).astype(out.dtype)), logsum.at[n].set(most + jnp.log(total))
+
+    start = (jnp.zeros_like(query), jnp.zeros(query.shape[:3], wide))
+    out, logsum = jax.lax.fori_loop(0, query.shape[0], one_query_block, start)
+    return out, (query, key, value, ends, order, count, out, logsum)
+
+
+def _backward(blocks: int, residuals: tuple[Array, ...], cotangent: Array) -> tuple[Array | None, ...]:
+    query, key, value, ends, order, count, out, logsum = residuals
+    wide = logsum.dtype
+    delta = jnp.sum(cotangent.astype(wide) * out.astype(wide), axis=-1)
+
+    def one_query_block(n: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        own, slope, row = query[n], cotangent[n], n - n % blocks
+
+        def one_key_block(t: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            d_own, d_key, d_value = carry
+            k = order[n, t]
+            scores = _scores(own, key[row + k], ends[row + k], n % blocks, k)
+            weights = jnp.exp(scores - logsum[n][..., None])
+            d_weights = jnp.einsum("hqd,hkd->hqk", slope, value[row + k], preferred_element_type=wide)
+            d_scores = (weights * (d_weights - delta[n][..., None])).astype(query.dtype)
+            weights = weights.astype(query.dtype)
+            d_value = d_value.at[row + k].add(jnp.einsum("hqk,hqd->hkd", weights, slope, preferred_element_type=wide))
+            d_key = d_key.at[row + k].add(jnp.einsum("hqk,hqd->hkd", d_scores, own, preferred_element_type=wide))
+            d_own = d_own + jnp.einsum("hqk,hkd->hqd", d_scores, key[row + k], preferred_element_type=wide)
+            return d_own, d_key, d_value
+
+        d_query, d_key, d_value = carry
+        start = (jnp.zeros(own.shape, wide), d_key, d_value)
+        d_own, d_key, d_value = jax.lax.fori_loop(0, count[n], one_key_block, start)
+        return d_query.at[n].set(d_own.astype(d_query.dtype)), d_key, d_value
+
+    start = (jnp.zeros_like(query), jnp.zeros(key.shape, wide), jnp.zeros(value.shape, wide))
+    d_query, d_key, d_value = jax.lax.fori_loop(0, query.shape[0], one_query_block, start)
+    return d_query, d_key.astype(key.dtype), d_value.astype(value.dtype), None
+
+
+_attend.defvjp(_forward, _backward)

@@ -21,7 +21,7 @@ CRITICS: tuple[Critic, ...] = get_args(Critic)
 
 @dataclass(frozen=True, config=STRICT)
 class RopeScaling:
-    """Stretching of rotary frequencies for long contexts; see `policy.rope`.
+    """Stretching of rotary frequencies for long contexts; see `decoder.frequencies`.
 
     Attributes:
       kind: `linear`, or `llama3` (Llama 3.1, https://arxiv.org/abs/2407.21783).

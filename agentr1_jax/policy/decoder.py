@@ -1,4 +1,4 @@
-"""The decoder: pre-norm blocks of grouped-query attention and SwiGLU, scanned over layers.
+"""The decoder: pre-norm blocks of rotary grouped-query attention and SwiGLU, scanned over layers.
 
 `Decoder` is used functionally: policy, critic, reference and old policy are this module with other parameter trees. It
 returns hidden states; logits, which dominate memory, are computed where they are needed (`head_kernel`).
@@ -11,12 +11,12 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from agentr1_jax.policy.attention import Memory
-from agentr1_jax.policy.config import DecoderConfig
-from agentr1_jax.policy.rope import frequencies, rotate
+from agentr1_jax.policy.config import DecoderConfig, RopeScaling
 from agentr1_jax.policy.sharding import ROWS, constrain
 
 Params = Any
@@ -71,6 +71,37 @@ class Projection(nn.Module):
             low = jnp.tensordot(x, a.astype(dtype), axes=n)
             y = y + c.lora.alpha / c.lora.rank * jnp.tensordot(low, b.astype(dtype), axes=1)
         return y
+
+
+def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> np.ndarray:
+    """Return the angle per position of each pair of dimensions, float64 [head_dim / 2]: θ^(−2i/d), then scaled.
+
+    Source: Su et al. 2021, https://arxiv.org/abs/2104.09864.
+
+    `llama3` leaves waves shorter than original/high_frequency positions as they are, stretches those longer than
+    original/low_frequency by `factor`, and interpolates linearly (in the number of waves that fit) between the two.
+    """
+    plain = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if scaling is None:
+        return plain
+    stretched = plain / scaling.factor
+    if scaling.kind == "linear":
+        return stretched
+    waves = scaling.original_positions * plain / (2 * np.pi)
+    share = np.clip((waves - scaling.low_frequency) / (scaling.high_frequency - scaling.low_frequency), 0, 1)
+    return share * plain + (1 - share) * stretched
+
+
+def rotate(
+    x: Float[Array, "rows length heads dim"], position: Int[Array, "rows length"], frequency: np.ndarray
+) -> Float[Array, "rows length heads dim"]:
+    """Rotate dimensions (i, i + dim/2) by position · frequency[i]: the half-split layout of Hugging Face weights."""
+    half = x.shape[-1] // 2
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    angle = position[..., None, None].astype(wide) * jnp.asarray(frequency, wide)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    first, second = x[..., :half].astype(wide), x[..., half:].astype(wide)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 class Block(nn.Module):

@@ -111,5 +111,5 @@ def test_a_function_that_fails_is_named(module, name, message):
 def test_a_turn_without_gold_is_paid_nothing_for_it():
     reward = qa.make_reward({"gold_passage": 1.0, "answer": 1.0})
     turn = Turn("", [], [], "Ada")
-    assert reward.weighted(reward.raw(ROW, [turn])) == {"answer": 1.0}
-    assert reward.weighted(reward.raw({**ROW, "gold_ids": ["g"]}, [turn])) == {"gold_passage": 0.0, "answer": 1.0}
+    assert reward.contributions(reward.raw(ROW, [turn])) == {"answer": 1.0}
+    assert reward.contributions(reward.raw({**ROW, "gold_ids": ["g"]}, [turn])) == {"gold_passage": 0.0, "answer": 1.0}

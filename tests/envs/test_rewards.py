@@ -130,4 +130,4 @@ def test_contributions_are_weight_times_part():
     reward = Reward(qa.PARTS, {"answer": 2.0, "repeated_query": -0.5, "format": 0.1})
     raw = reward.raw(ROW, [searched("a", "g1"), searched("a")])
     assert raw == {"answer": 0, "f1": 0, "format": 0, "gold_passage": 0, "repeated_query": 1}
-    assert reward.weighted(raw) == {"answer": 0, "repeated_query": -0.5, "format": 0}
+    assert reward.contributions(raw) == {"answer": 0, "repeated_query": -0.5, "format": 0}

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentr1_jax.policy.attention import grouped_attention
-from agentr1_jax.policy.blockwise import blockwise_attention, visible_blocks
+from agentr1_jax.policy.attention import blockwise_attention, grouped_attention, visible_blocks
 from agentr1_jax.policy.sharding import on_shards
 from agentr1_jax.runtime.mesh import learner_mesh
 

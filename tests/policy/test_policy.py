@@ -22,9 +22,8 @@ from agentr1_jax.learner.update import init_state
 from agentr1_jax.policy import sharding
 from agentr1_jax.policy.attention import PackedRows, grouped_attention
 from agentr1_jax.policy.config import DecoderConfig
-from agentr1_jax.policy.decoder import Decoder, head_kernel
+from agentr1_jax.policy.decoder import Decoder, frequencies, head_kernel, rotate
 from agentr1_jax.policy.params import init_params, values
-from agentr1_jax.policy.rope import frequencies, rotate
 from agentr1_jax.validation import from_section
 
 POLICY = tiny.POLICY

@@ -60,7 +60,7 @@ def published(texts):
 def rewards_of(texts):
     reward = qa.make_reward({}, "agentr1_v1")
     turns = [turn(text) for text in texts]
-    return [reward.weighted(reward.raw(ROW, turns[: i + 1])) for i in range(len(turns))]
+    return [reward.contributions(reward.raw(ROW, turns[: i + 1])) for i in range(len(turns))]
 
 
 @hypothesis.settings(max_examples=100)

@@ -73,7 +73,7 @@ def from_hf(record: Mapping[str, Any], source: str) -> EncoderConfig:
             f"{source}: model_type is {family!r}; encoders that are known are {', '.join(FAMILIES)}: choose a "
             "checkpoint of one of these"
         )
-    for key, reason in _unsupported(record):
+    for key, reason in _refusals(record):
         raise ValueError(f"{source}: {key} is {record[key]!r}, {reason}; choose another checkpoint")
     padding = record.get("pad_token_id", 1)
     if family != "bert" and (not isinstance(padding, int) or padding < 0):
@@ -94,7 +94,7 @@ def from_hf(record: Mapping[str, Any], source: str) -> EncoderConfig:
         raise ValueError(str(error) if source in str(error) else f"{source}: {error}") from error
 
 
-def _unsupported(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _refusals(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(key, reason) of what the encoder cannot compute."""
     if record.get("hidden_act", "gelu") != "gelu":
         yield "hidden_act", "but only gelu (by the error function) is known"

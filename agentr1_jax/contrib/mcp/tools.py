@@ -90,7 +90,7 @@ class McpTools(Sequence[McpTool]):
                 raise ValueError(f"{name} is {value}; it must be finite and above 0")
         self._session = Session(address, start_seconds, seconds)
         try:
-            offered = _offered(address, self._session.tools, only)
+            offered = _choose_tools(address, self._session.tools, only)
         except BaseException:
             self.close()
             raise
@@ -121,7 +121,7 @@ class McpTools(Sequence[McpTool]):
         return iter(self._tools)
 
 
-def _offered(address: ServerAddress, tools: Sequence[Any], only: Sequence[str]) -> list[Any]:
+def _choose_tools(address: ServerAddress, tools: Sequence[Any], only: Sequence[str]) -> list[Any]:
     """The tools that are wanted. Raises ValueError where one is missing, or unusable."""
     names = collections.Counter(tool.name for tool in tools)
     missing = [name for name in only if name not in names]

@@ -50,7 +50,7 @@ def from_hf(record: Mapping[str, Any], source: str) -> DecoderConfig:
             "of these"
         )
     layers = count(record, "num_hidden_layers", source)
-    for key, reason in _unsupported(record, family, layers):
+    for key, reason in _refusals(record, family, layers):
         raise ValueError(f"{source}: {key} is {record[key]!r}, {reason}; choose another checkpoint")
     width, heads = count(record, "hidden_size", source), count(record, "num_attention_heads", source)
     theta, scaling = _rope(record, source)
@@ -117,7 +117,7 @@ def to_hf(config: DecoderConfig) -> dict[str, Any]:
     return record
 
 
-def _unsupported(record: Mapping[str, Any], family: str, layers: int) -> Iterator[tuple[str, str]]:
+def _refusals(record: Mapping[str, Any], family: str, layers: int) -> Iterator[tuple[str, str]]:
     """Yield (key, reason) of everything that the decoder cannot compute."""
     if record.get("hidden_act", "silu") != "silu":
         yield "hidden_act", "but only silu is known"

@@ -99,7 +99,7 @@ def _check(shapes: Params, tensors: Mapping[str, Tensor], config: DecoderConfig,
             )
     extra = [name for name in tensors if name not in wanted and not HARMLESS.search(name)]
     if config.tied and HEAD in extra:
-        _check_tied(tensors)
+        _check_tie(tensors)
         extra.remove(HEAD)
     if extra:
         raise ValueError(
@@ -113,7 +113,7 @@ def _enumerate_names(tensors: list[str]) -> str:
     return f"tensors {', '.join(map(repr, tensors[:LISTED]))}{more} are" if tensors[1:] else f"tensor {tensors[0]!r} is"
 
 
-def _check_tied(tensors: Mapping[str, Tensor]) -> None:
+def _check_tie(tensors: Mapping[str, Tensor]) -> None:
     """Refuse a head in the file of a tied model unless it repeats the embedding."""
     head, embedding = tensors[HEAD], tensors[EMBEDDING]
     rows, width = embedding.shape
