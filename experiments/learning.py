@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from absl import logging
 
-from agentr1_jax.credit.flatten import FlatTrajectories, concatenate, flatten, to_token_batch
+from agentr1_jax.credit.batch import FlatTrajectories, concatenate, flatten, to_token_batch
 from agentr1_jax.credit.shaping import RunningMeanStd, shape_rewards
 from agentr1_jax.learner import kl
 from agentr1_jax.learner.batch import Batch, LossTokens, PackedTokens, to_microbatches, with_process_indices

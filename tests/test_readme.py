@@ -15,7 +15,7 @@ from changes import changed
 from letters import TOKENIZER, ScriptedEnv, play
 
 from agentr1_jax.agents.context import RULES
-from agentr1_jax.credit.flatten import flatten, to_token_batch
+from agentr1_jax.credit.batch import flatten, to_token_batch
 from agentr1_jax.envs.base import Action, Row
 from agentr1_jax.envs.registry import TASKS
 from agentr1_jax.tasks import qa

@@ -2,7 +2,6 @@
 
 from agentr1_jax.credit import group, state, temporal  # noqa: F401 - registers the schemes
 from agentr1_jax.credit.batch import Credit, TokenBatch
-from agentr1_jax.credit.config import CreditConfig, ShapingConfig
 from agentr1_jax.credit.primitives import (
     Norm,
     Unit,
@@ -20,7 +19,7 @@ from agentr1_jax.credit.primitives import (
     whiten_steps,
     whiten_tokens,
 )
-from agentr1_jax.credit.scheme import SCHEMES, Scheme, get_scheme, register
+from agentr1_jax.credit.scheme import SCHEMES, CreditConfig, Scheme, ShapingConfig, get_scheme, register
 
 __all__ = [
     "SCHEMES",

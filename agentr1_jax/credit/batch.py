@@ -1,17 +1,25 @@
-"""The batch that a credit scheme sees, and the credit it returns.
+"""Trajectories as flat arrays in (trajectory, step, token) order: numpy on the host, and the `TokenBatch` of a scheme.
 
-Flat arrays in (trajectory, step, token) order, global over processes. Capacities are fixed per run; padding points to
-one extra segment (token_step = S, step_trajectory = N, group = N) whose results are dropped.
+Every process flattens its own trajectories (`flatten`). The arrays of all processes are concatenated in process order,
+so that statistics are global and each process finds its own part again as one slice. `to_token_batch` pads them to the
+fixed capacities of a run; padding points to one extra segment (token_step = S, step_trajectory = N, group = N) whose
+results are dropped.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
+
+from agentr1_jax.trajectory import POLICIES, Step, Trajectory, observation_tokens
 
 
 @flax.struct.dataclass
@@ -131,3 +139,188 @@ class Credit:
     advantages: Float[Any, "tokens"]
     value_targets: Float[Any, "tokens"] | None = None
     value_mask: Bool[Any, "tokens"] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatTrajectories:
+    """N trajectories of S steps and K tokens.
+
+    Tokens are the sampled ones; for the mask ablations, those of the observation that answers a response follow it.
+
+    Attributes:
+      rewards: r_t of each step.
+      process_rewards: part of r_t that is process reward.
+      potential, next_potential: Φ of the states that each step starts in and leads to; NaN where there is none.
+      state_key: 63-bit hash of the state key of each step; -1 where it has none.
+      step_tokens: number of tokens of each step.
+      trajectory_steps: number of steps of each trajectory.
+      returns: R_i of each trajectory.
+      greedy_return: return of the greedy rollout of each trajectory's row; NaN where there is none.
+      group: group of each trajectory, any integers.
+      truncated: True for trajectories whose future is bootstrapped.
+      trainable: False for steps whose tokens get no loss weight, though their rewards count in statistics.
+      is_action: True for tokens that the policy sampled.
+      logprobs: behaviour log-probs; 0 for tokens that were not sampled.
+      token_rewards: reward of each token on top of its step's (KL in the reward).
+      values: V_k of each token; all 0 without a critic.
+      final_values: V at `final_prompt_ids` of each trajectory; 0 where it has none.
+    """
+
+    rewards: Float[np.ndarray, "steps"]
+    process_rewards: Float[np.ndarray, "steps"]
+    potential: Float[np.ndarray, "steps"]
+    next_potential: Float[np.ndarray, "steps"]
+    state_key: Int[np.ndarray, "steps"]
+    step_tokens: Int[np.ndarray, "steps"]
+    trajectory_steps: Int[np.ndarray, "trajectories"]
+    returns: Float[np.ndarray, "trajectories"]
+    greedy_return: Float[np.ndarray, "trajectories"]
+    group: Int[np.ndarray, "trajectories"]
+    truncated: Bool[np.ndarray, "trajectories"]
+    trainable: Bool[np.ndarray, "steps"]
+    is_action: Bool[np.ndarray, "tokens"]
+    logprobs: Float[np.ndarray, "tokens"]
+    token_rewards: Float[np.ndarray, "tokens"]
+    values: Float[np.ndarray, "tokens"]
+    final_values: Float[np.ndarray, "trajectories"]
+
+    @property
+    def token_step(self) -> np.ndarray:
+        """Step of each token, [K]."""
+        return np.repeat(np.arange(len(self.rewards)), self.step_tokens)
+
+    @property
+    def step_trajectory(self) -> np.ndarray:
+        """Trajectory of each step, [S]."""
+        return np.repeat(np.arange(len(self.returns)), self.trajectory_steps)
+
+    @property
+    def token_trajectory(self) -> np.ndarray:
+        """Trajectory of each token, [K]."""
+        return self.step_trajectory[self.token_step]
+
+
+def flatten(
+    trajectories: Sequence[Trajectory],
+    values: np.ndarray | None = None,
+    final_values: np.ndarray | None = None,
+    token_rewards: np.ndarray | None = None,
+    *,
+    process_parts: Sequence[str] = (),
+    observations: bool = False,
+) -> FlatTrajectories:
+    """Flatten trajectories.
+
+    Args:
+      trajectories: N trajectories, each with steps.
+      values: float32 [K] critic values in flat order, None without a critic.
+      final_values: float32 [N] critic values at `final_prompt_ids`, None without a critic.
+      token_rewards: float32 [K] rewards of tokens in flat order, None for 0.
+      process_parts: names of the reward parts that are process rewards.
+      observations: True to include the tokens of each observation after the response that it answers.
+    """
+    steps = [s for t in trajectories for s in t.steps]
+    counted = [POLICIES[t.outcome].reward == "use" for t in trajectories for _ in t.steps]
+    sampled = np.array([len(s.response_ids) for s in steps], np.int64)
+    answered = np.zeros(len(steps), np.int64)
+    if observations:
+        answered = np.array(
+            [n for t in trajectories for n in [*observation_tokens(t)[1:], 0][: len(t.steps)]], np.int64
+        )
+    is_action = np.repeat(np.tile([True, False], len(steps)), np.stack([sampled, answered], axis=1).ravel())
+    logprobs = np.zeros(len(is_action), np.float32)
+    logprobs[is_action] = np.concatenate([np.zeros(0, np.float32), *(s.logprobs for s in steps)])
+
+    def per_step(read: Callable[[Step], float | None]) -> np.ndarray:
+        return np.array([read(s) if use else 0.0 for s, use in zip(steps, counted, strict=True)], np.float32)
+
+    def nan_if_none(values: Iterable[float | None]) -> np.ndarray:
+        return np.array([np.nan if x is None else x for x in values], np.float32)
+
+    return FlatTrajectories(
+        rewards=per_step(lambda s: s.reward),
+        process_rewards=per_step(lambda s: sum(x for name, x in s.reward_parts.items() if name in process_parts)),
+        potential=nan_if_none(s.potential for s in steps),
+        next_potential=nan_if_none(s.next_potential for s in steps),
+        state_key=np.array([_hash(s.state_key) for s in steps], np.int64),
+        step_tokens=sampled + answered,
+        trajectory_steps=np.array([len(t.steps) for t in trajectories], np.int64),
+        returns=np.array([t.total_reward for t in trajectories], np.float32),
+        greedy_return=nan_if_none(t.greedy_return for t in trajectories),
+        group=np.array([t.group for t in trajectories], np.int64),
+        truncated=np.array([POLICIES[t.outcome].bootstrap for t in trajectories], bool),
+        trainable=np.array([_is_trainable(t, s) for t in trajectories for s in t.steps], bool),
+        is_action=is_action,
+        logprobs=logprobs,
+        token_rewards=np.zeros(len(is_action), np.float32) if token_rewards is None else token_rewards,
+        values=np.zeros(len(is_action), np.float32) if values is None else values.astype(np.float32),
+        final_values=np.zeros(len(trajectories), np.float32) if final_values is None else final_values,
+    )
+
+
+def concatenate(parts: Sequence[FlatTrajectories]) -> FlatTrajectories:
+    """Concatenate the trajectories of several processes, whose groups must differ."""
+    fields = [f.name for f in dataclasses.fields(FlatTrajectories)]
+    return FlatTrajectories(**{name: np.concatenate([getattr(p, name) for p in parts]) for name in fields})
+
+
+def to_token_batch(
+    flat: FlatTrajectories,
+    *,
+    trajectories: int,
+    steps: int,
+    tokens: int,
+    critic: bool,
+    baseline: float = 0.0,
+    advantage_mask: bool = True,
+) -> TokenBatch:
+    """Pad trajectories to fixed capacities, on the device.
+
+    Args:
+      flat: trajectories of all processes.
+      trajectories, steps, tokens: capacities.
+      critic: True if `flat.values` are those of a critic.
+      baseline: `state_value` of all steps.
+      advantage_mask: False treats every token as sampled by the policy (an ablation of Agent-R1).
+
+    Raises:
+      ValueError: the data exceed a capacity.
+    """
+    sizes = {"trajectories": len(flat.returns), "steps": len(flat.rewards), "tokens": len(flat.logprobs)}
+    capacities = {"trajectories": trajectories, "steps": steps, "tokens": tokens}
+    for name, n in sizes.items():
+        if n > capacities[name]:
+            raise ValueError(f"a batch of {n} {name} exceeds the capacity of {capacities[name]} of this run")
+
+    def pad(x: np.ndarray, capacity: int, fill: float, dtype: type = np.float32) -> jax.Array:
+        return jnp.asarray(np.concatenate([x, np.full(capacity - len(x), fill)]).astype(dtype))
+
+    # Schemes that compare trajectories see the KL in the reward, too.
+    returns = flat.returns + np.bincount(flat.token_trajectory, flat.token_rewards, sizes["trajectories"])
+    _, group = np.unique(flat.group, return_inverse=True)
+    _, key = np.unique(flat.state_key, return_inverse=True)
+    key = np.where(flat.state_key < 0, -1, key)
+    return TokenBatch(
+        rewards=pad(flat.rewards, steps, 0),
+        token_rewards=pad(flat.token_rewards, tokens, 0),
+        returns=pad(returns, trajectories, 0),
+        state_key=pad(key, steps, -1, np.int32),
+        values=pad(flat.values, tokens, 0) if critic else None,
+        is_action=pad(flat.is_action | (not advantage_mask), tokens, 0, bool),
+        token_step=pad(flat.token_step, tokens, steps, np.int32),
+        step_trajectory=pad(flat.step_trajectory, steps, trajectories, np.int32),
+        group=pad(group, trajectories, trajectories, np.int32),
+        bootstrap=pad(np.where(flat.truncated, flat.final_values, 0), trajectories, 0),
+        state_value=jnp.full((steps,), baseline, jnp.float32),
+        greedy_return=pad(flat.greedy_return, trajectories, 0),
+    )
+
+
+def _is_trainable(trajectory: Trajectory, step: Step) -> bool:
+    return POLICIES[trajectory.outcome].training == "train" and step.trainable
+
+
+def _hash(key: str | None) -> int:
+    if key is None:
+        return -1
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 1

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from agentr1_jax.credit.config import ShapingConfig
-from agentr1_jax.credit.flatten import FlatTrajectories
+from agentr1_jax.credit.batch import FlatTrajectories
+from agentr1_jax.credit.scheme import ShapingConfig
 
 
 class RunningMeanStd(NamedTuple):

@@ -102,8 +102,8 @@ class ToolEnv:
         contributions = {} if failed else self._reward.contributions(raw)
         return Transition(
             observation=None if outcome else self._observation(turn, said),
-            reward=float(sum(weighted.values())),
-            reward_parts=weighted,
+            reward=float(sum(contributions.values())),
+            reward_parts=contributions,
             terminated=outcome is not None and not failed,
             truncated=failed,
             outcome=outcome,

@@ -9,8 +9,7 @@ from typing import Any
 
 from agentr1_jax.agents.context import RULES, ContextConfig, ContextRule
 from agentr1_jax.agents.loop import AgentConfig
-from agentr1_jax.credit.config import CreditConfig, ShapingConfig
-from agentr1_jax.credit.scheme import Scheme
+from agentr1_jax.credit.scheme import CreditConfig, Scheme, ShapingConfig
 from agentr1_jax.envs.curriculum import Stage, parse_curriculum
 from agentr1_jax.errors import UserError
 from agentr1_jax.learner.config import (

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Float
 
 from agentr1_jax.credit import Scheme, TokenBatch
-from agentr1_jax.credit.flatten import FlatTrajectories, concatenate, to_token_batch
+from agentr1_jax.credit.batch import FlatTrajectories, concatenate, to_token_batch
 from agentr1_jax.learner.config import Aggregate
 from agentr1_jax.learner.loss_weights import TokenUnits, loss_weights
 from agentr1_jax.learner.update import batch_gradient

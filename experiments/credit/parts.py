@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from agentr1_jax.credit.flatten import FlatTrajectories, concatenate, flatten
+from agentr1_jax.credit.batch import FlatTrajectories, concatenate, flatten
 from agentr1_jax.credit.shaping import RunningMeanStd, shape_rewards
 from agentr1_jax.learner.batch import Batch, to_microbatches
 from agentr1_jax.learner.packing import Packing, gather, gather_final, pack, scatter_fields

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from agentr1_jax import files
-from agentr1_jax.credit.flatten import flatten as flatten_trajectories
+from agentr1_jax.credit.batch import flatten as flatten_trajectories
 from agentr1_jax.credit.shaping import RunningMeanStd, shape_rewards
 from agentr1_jax.errors import UserError
 from agentr1_jax.policy.config import DecoderConfig

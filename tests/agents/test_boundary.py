@@ -13,7 +13,7 @@ import pytest
 from schedules import all_ids, engine_of, sampled
 
 from agentr1_jax.agents.session import Identity
-from agentr1_jax.credit.flatten import flatten
+from agentr1_jax.credit.batch import flatten
 from agentr1_jax.envs.base import Observation
 from agentr1_jax.rollout.config import AttemptLimits, SamplingConfig
 from agentr1_jax.rollout.runner import TaskGroup, run_groups

@@ -14,7 +14,7 @@ from letters import BUDGET, CHAT, ROW, TOKENIZER, ScriptedEnv, loop, observed, p
 from agentr1_jax.agents.context import RULES, History, Turn, context_rule, register
 from agentr1_jax.agents.loop import FINAL_REQUEST
 from agentr1_jax.agents.session import Identity, ScriptedSession
-from agentr1_jax.credit.flatten import flatten
+from agentr1_jax.credit.batch import flatten
 from agentr1_jax.envs.base import SUMMARY_REQUEST, Observation
 from agentr1_jax.trajectory import Outcome
 

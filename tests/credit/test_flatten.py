@@ -9,7 +9,7 @@ import pytest
 from builders import batches, fixed_batch, trajectory
 from hypothesis import given, settings
 
-from agentr1_jax.credit.flatten import FlatTrajectories, concatenate, flatten, to_token_batch
+from agentr1_jax.credit.batch import FlatTrajectories, concatenate, flatten, to_token_batch
 from agentr1_jax.trajectory import POLICIES, Outcome, OutcomePolicy
 
 ROOM = {"trajectories": 8, "steps": 30, "tokens": 110}
@@ -87,7 +87,7 @@ def test_a_missing_reward_is_never_zero():
 def test_the_outcome_table_decides_on_reward_and_training(monkeypatch):
     changed = {Outcome.TIME_LIMIT: OutcomePolicy("zero", True, "mask")}
     monkeypatch.setattr("agentr1_jax.trajectory.POLICIES", {**POLICIES, **changed})
-    monkeypatch.setattr("agentr1_jax.credit.flatten.POLICIES", {**POLICIES, **changed})
+    monkeypatch.setattr("agentr1_jax.credit.batch.POLICIES", {**POLICIES, **changed})
     trajectories = [one(Outcome.TIME_LIMIT, rewards=(3.0, None)), one()]
     streams = flatten(trajectories)
     np.testing.assert_array_equal(streams.rewards, [0, 0, 0, 1])

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentr1_jax.credit import get_scheme, shaping
-from agentr1_jax.credit.config import ShapingConfig
-from agentr1_jax.credit.flatten import flatten, to_token_batch
+from agentr1_jax.credit.batch import flatten, to_token_batch
+from agentr1_jax.credit.scheme import ShapingConfig
 from agentr1_jax.credit.shaping import RunningMeanStd
 from agentr1_jax.errors import UserError
 from agentr1_jax.trajectory import Outcome

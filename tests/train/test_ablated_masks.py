@@ -11,8 +11,8 @@ import pytest
 from builders import LONGEST
 
 from agentr1_jax.credit import shaping
-from agentr1_jax.credit.config import ShapingConfig
-from agentr1_jax.credit.flatten import flatten
+from agentr1_jax.credit.batch import flatten
+from agentr1_jax.credit.scheme import ShapingConfig
 from agentr1_jax.credit.shaping import RunningMeanStd
 from agentr1_jax.learner.config import PackingConfig
 from experiments import learning

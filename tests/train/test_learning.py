@@ -133,7 +133,7 @@ def test_a_minibatch_of_nothing_is_no_update():
 
 def test_a_minibatch_that_is_masked_is_no_update(monkeypatch):
     table = {**POLICIES, Outcome.TIME_LIMIT: OutcomePolicy("use", False, "mask")}
-    for module in ("agentr1_jax.trajectory", "agentr1_jax.credit.flatten", "experiments.learning"):
+    for module in ("agentr1_jax.trajectory", "agentr1_jax.credit.batch", "experiments.learning"):
         monkeypatch.setattr(f"{module}.POLICIES", table)
     made = make(CAPO, wide=True)
     state, _, _ = made.learn(exact())
