@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ml_collections
-from agentr1_jax.tools.metrics import ToolMetrics
 
 from agentr1_jax.envs.base import Task
 from agentr1_jax.envs.registry import call_directly
+from agentr1_jax.tools.wrappers import ToolMetrics
 from experiments import setup
 
 

@@ -8,7 +8,6 @@ import types
 
 import numpy as np
 import pytest
-from agentr1_jax.tools.metrics import ToolMetrics
 from changes import changed
 from configured import configured_task
 from hypothesis import given
@@ -20,6 +19,7 @@ from agentr1_jax.envs.mixture import MixtureTask
 from agentr1_jax.envs.registry import TASKS, call_directly
 from agentr1_jax.errors import UserError
 from agentr1_jax.tasks import make_task
+from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.train import collect
 from configs import base, countdown, keydoor, whereabouts
 from experiments import setup
