@@ -123,7 +123,9 @@ def task_row(setup: Setup, split: str, prompt: int) -> Row | Exception:
         row = setup.task.row(split, prompt)
     except Exception as error:
         return error
-    return limit_steps(row, settings.stages, prompt, settings.rollout.groups) if split == "train" else row
+    if split != "train" or not settings.stages:
+        return row
+    return limit_steps(row, settings.stages, prompt, settings.rollout.groups)
 
 
 def make_demonstrations(setup: Setup) -> list[Trajectory]:

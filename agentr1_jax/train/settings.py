@@ -91,7 +91,7 @@ class Settings:
     def stages(self) -> Sequence[Stage]:
         """Stages of the curriculum. Raises UserError if one cannot be read."""
         try:
-            return parse_curriculum(self.task.curriculum, self.budget.max_steps)
+            return parse_curriculum(self.task.curriculum, self.budget.max_steps) if self.task.curriculum else ()
         except ValueError as error:
             raise UserError(str(error)) from error
 
