@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from agentr1_jax import files
-from agentr1_jax.credit.config import CreditConfig
+from agentr1_jax.credit.scheme import CreditConfig
 from agentr1_jax.envs.base import Task
 from agentr1_jax.errors import UserError
 from agentr1_jax.learner.update import LearnerState
@@ -37,7 +37,7 @@ from agentr1_jax.rollout.engine import Engine
 from agentr1_jax.runtime.mesh import MeshConfig
 from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.text.tokenizer import Tokenizer
-from agentr1_jax.tools.metrics import ToolMetrics
+from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.train import build, collect, phases, train_step
 from agentr1_jax.train.config import TaskConfig
 from agentr1_jax.train.init_from import restore_params

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 
 from agentr1_jax import buckets, contrib, files
 from agentr1_jax.agents.loop import EnvLoop
-from agentr1_jax.credit.config import CreditConfig
+from agentr1_jax.credit.scheme import CreditConfig
 from agentr1_jax.envs.base import Observation, Row, Task, has_expert, has_texts, writes_summaries
 from agentr1_jax.envs.mixture import MixtureTask, parse_weights
 from agentr1_jax.envs.registry import TASKS, Dispatch, TaskContext, call_directly

@@ -15,7 +15,7 @@ from rich.table import Table
 from agentr1_jax.errors import UserError
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.run_folder import RunFolder
-from agentr1_jax.tools.metrics import ToolMetrics
+from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.train.config import RunConfig
 from agentr1_jax.train.settings import Settings
 from experiments.ablation.grid import Cell, summary

@@ -14,8 +14,7 @@ from typing import Any
 import ml_collections
 
 from agentr1_jax.credit import get_scheme
-from agentr1_jax.credit.config import CreditConfig
-from agentr1_jax.credit.scheme import SCHEMES
+from agentr1_jax.credit.scheme import SCHEMES, CreditConfig
 from agentr1_jax.errors import UserError
 from agentr1_jax.learner.config import LearnerConfig
 from agentr1_jax.registry import Value, parse_call, split_list
