@@ -34,7 +34,7 @@ from agentr1_jax.runtime.dispatch import Dispatcher
 from agentr1_jax.tasks.hopworld.world import world_key
 from agentr1_jax.text.tokenizer import Tokenizer
 from agentr1_jax.text.tool_calls import extract_answer
-from agentr1_jax.tools.metrics import ToolMetrics
+from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.train import build
 from agentr1_jax.train.init_from import load_run_decoder
 from agentr1_jax.train.settings import Settings

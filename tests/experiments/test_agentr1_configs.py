@@ -14,7 +14,7 @@ from changes import changed
 from agentr1_jax.errors import UserError
 from agentr1_jax.policy import weights
 from agentr1_jax.runtime.config import flatten, load_config
-from agentr1_jax.tools.metrics import ToolMetrics
+from agentr1_jax.tools.wrappers import ToolMetrics
 from configs import agentr1, presets
 from experiments import topology
 from experiments.plan import device_bytes, make_plan, preset_of_weights, programs, total_bytes

@@ -17,7 +17,7 @@ from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.checkpoint import Checkpoints
 from agentr1_jax.runtime.run_folder import FORMAT, RunFolder
 from agentr1_jax.text.tokenizer import load_tokenizer
-from agentr1_jax.tools.metrics import ToolMetrics
+from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.train import build
 from configs import quickstart
 from experiments.setup import make_task, read_run, read_settings

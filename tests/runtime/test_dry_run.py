@@ -15,7 +15,7 @@ from examples import example
 
 from agentr1_jax.errors import UserError
 from agentr1_jax.learner.batch import CRITIC_FIELDS, batch_shapes
-from agentr1_jax.tools.metrics import ToolMetrics
+from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.train import build
 from configs import multihop_tiny, quickstart, scale_qwen2_5_3b
 from experiments import topology
