@@ -28,6 +28,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 MOST_MAPPINGS = 30_000
 LANES = {"contrib": pytest.mark.contrib, "launch": pytest.mark.nightly}
 """Folder of tests -> the marker that all its tests get."""
+COMPILING = ("train", "policy", "learner", "experiments", "rollout", "credit")
+"""Folders whose files take longest: they start first, so that no worker waits for another's last file."""
 
 # Tests assert no times: a busy machine must not fail them.
 hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -98,13 +100,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # Before pytest selects by markers.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of the folders that have a lane of their own, and those that need a bucket."""
+    """Mark the tests of the folders that have a lane of their own, and those that need a bucket; order the files."""
     for item in items:
         for folder, marker in LANES.items():
             if item.path.is_relative_to(ROOT / "tests" / folder):
                 item.add_marker(marker)
         if "bucket" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.nightly)
+    items.sort(key=lambda item: item.path.parent.name not in COMPILING)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -268,6 +268,7 @@ def test_discounts_reach_the_scheme():
     assert jnp.abs(one - other).max() > 0.1
 
 
+@pytest.mark.slow
 def test_command_writes_tables_figures_and_picture(tmp_path):
     """A process of its own: commands define their flags where they are imported, and some of the same name."""
     chosen = ["--process=stop_or_go", "--schemes=rloo,dr_grpo", "--batches=400", f"--out={tmp_path}"]
