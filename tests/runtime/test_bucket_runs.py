@@ -22,9 +22,10 @@ from agentr1_jax.runtime import bucket as bucket_files
 from agentr1_jax.runtime.checkpoint import COMMITTED, INVENTORY, Checkpoints, find_newest_intact
 from agentr1_jax.runtime.lock import NAME, lock_folder
 from agentr1_jax.runtime.metrics import MetricsWriter, read_metrics
+from agentr1_jax.train.init_from import newest_checkpoint
 from agentr1_jax.trajectory_io import read_jsonl
 from configs import quickstart
-from experiments import checks, inherited
+from experiments.setup import read_settings
 
 export_hf = program("export_hf")
 kill_test = program("kill_test")
@@ -38,7 +39,7 @@ def test_what_no_bucket_can_hold_is_refused_at_the_start(tmp_path):
 
     for key in ("policy.weights", "task.data_dir"):
         with pytest.raises(UserError, match=rf"{key} is gs://b/x, and only run_dir, .* copy it to this machine"):
-            checks.check(config(**{key: "gs://b/x"}))
+            read_settings(config(**{key: "gs://b/x"}))
     with pytest.raises(UserError, match="OUT must be a local folder"):
         export_hf.export(str(tmp_path), "gs://b/x")
 
@@ -106,7 +107,7 @@ def test_a_checkpoint_that_is_still_being_written_does_not_count(bucket):
     like = written(bucket, (1, 2))
     files.remove(f"{bucket}/checkpoints/2/{COMMITTED}")
     assert find_newest_intact(f"{bucket}/checkpoints") == (1, [])
-    assert inherited.newest_checkpoint(bucket) == f"{bucket}/checkpoints/1"
+    assert newest_checkpoint(bucket) == f"{bucket}/checkpoints/1"
     assert restored_step(bucket, like) == 1
 
 

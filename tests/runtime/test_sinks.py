@@ -14,9 +14,9 @@ from absl import logging
 
 from agentr1_jax.errors import UserError
 from agentr1_jax.runtime.metrics import MetricsWriter, SinksConfig, read_metrics
-from agentr1_jax.runtime.sinks import FailsafeSink, TensorBoard, WandB, curves, make_sinks
+from agentr1_jax.runtime.sinks import FailsafeSink, TensorBoard, WandB, check_sinks, curves, make_sinks
 from configs import frozenlake
-from experiments import checks
+from experiments.setup import read_settings
 
 
 def rl(update, loss=0.5, **more):
@@ -196,5 +196,6 @@ def test_what_cannot_work_is_refused_before_anything_is_made(tmp_path, monkeypat
     config = frozenlake.get_config()
     config.update_from_flattened_dict({"run_dir": str(tmp_path / "run")} | changes)
     with pytest.raises(UserError, match=told):
-        checks.check(config)
+        settings = read_settings(config)
+        check_sinks(settings.sinks, settings.run.run_dir)
     assert not list(tmp_path.iterdir())
