@@ -1,4 +1,4 @@
-"""Compares credit schemes on the recorded trajectories of a run.
+"""Compare credit schemes on the recorded trajectories of a run.
 
     python -m experiments.credit_compare RUN [RUN ...] [--schemes=grpo,step_gae(lam=0.9),gigpo] [--update=12]
 
@@ -33,22 +33,25 @@ from agentr1_jax.report.tables import format_value, markdown_table
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.text.tokenizer import Tokenizer
+from agentr1_jax.tools.metrics import ToolMetrics
+from agentr1_jax.train import build, phases, train_step
+from agentr1_jax.train.parts import Phase, Setup
 from agentr1_jax.trajectory import POLICIES, Step, Trajectory
-from experiments import build, learning
-from experiments.circle import Run
 from experiments.credit import recording
 from experiments.credit.choice import choose
 from experiments.credit.effects import Effects, effects
 from experiments.credit.parts import score_groups
-from experiments.sources import run_tokenizer
+from experiments.setup import use_compile_cache
 
 UPDATE = flags.DEFINE_string("update", "last", "the recorded RL batch: a number as in trajectories/rl_000012, or last")
 SCHEMES = flags.DEFINE_string("schemes", "all", "names with commas between them, with hyper-parameters in brackets")
 OUT = flags.DEFINE_string("out", None, "folder of the results; RUN/credit_compare unless given")
 RESAMPLES = flags.DEFINE_integer("resamples", 200, "resampled batches, for the noise", lower_bound=2)
 AGGREGATE = flags.DEFINE_enum("aggregate", "token", AGGREGATES, "of the tokens' losses")
-STEPS_SHOWN, PAIRS_SHOWN = 24, 6
-PROMPT_TOKENS_SHOWN = 120
+MOST_STEPS, MOST_PAIRS = 24, 6
+"""Steps and pairs of schemes in the report."""
+PROMPT_TOKENS = 120
+"""Last tokens of a prompt in the report."""
 AFFINE_TO = 1e-3
 
 
@@ -56,23 +59,35 @@ def main(argv: Sequence[str]) -> None:
     """Read recordings and parameters, compare the schemes, write the results."""
     recordings = [recording.read_recording(folder, UPDATE.value) for folder in argv[1:]]
     recording.check_one_policy(recordings)
-    config, out = recordings[0].config, OUT.value or os.path.join(recordings[0].folder, "credit_compare")
-    build.keep_programs(config)
-    tokenizer = run_tokenizer(config)
-    policy, mesh = build.policy(config, tokenizer), meshes.learner_mesh(1, jax.device_count(), 1)
+    settings, out = recordings[0].settings, OUT.value or os.path.join(recordings[0].folder, "credit_compare")
+    use_compile_cache(settings)
+    tokenizer = build.make_tokenizer(settings, None, resumes=True)
+    policy, mesh = build.make_policy(settings, tokenizer), meshes.learner_mesh(1, jax.device_count(), 1)
     nothing: Any = None  # Nothing is rolled out.
-    run = Run(config, nothing, tokenizer, nothing, policy, {}, nothing, mesh, nothing, nothing)
-    trajectories = usable(run, recording.join(recordings))
-    chosen = choose(SCHEMES.value, config, trajectories)
-    params, position = recording.newest_params(recordings, policy, mesh)
-    run = dataclasses.replace(run, frozen=build.frozen(config, policy, mesh))
-
-    statistics, unsure = recording.statistics_before(run, position, recordings[0].trajectories)
-    parts, baseline, gap = score_groups(run, params, trajectories, statistics)
-    result = effects(
-        run, params, parts, chosen.schemes, aggregate=AGGREGATE.value, resamples=RESAMPLES.value, baseline=baseline
+    setup = Setup(
+        settings=settings,
+        task=nothing,
+        tokenizer=tokenizer,
+        agent=nothing,
+        policy=policy,
+        frozen=build.make_frozen(settings, policy, mesh),
+        learner_mesh=mesh,
+        engine=nothing,
+        rollout_params=nothing,
+        tool_metrics=ToolMetrics(),
     )
-    version, sampled_by = recording.version(position, config), trajectories[0].steps[0].policy_version
+    builder = build.make_state_builder(settings, policy, mesh)
+    phase = phases.reinforcement(setup, builder.optimizer, builder.layout, None)
+    trajectories = usable(setup, phase, recording.join(recordings))
+    chosen = choose(SCHEMES.value, settings, trajectories)
+    params, progress = recording.newest_params(recordings, builder.shapes.params)
+
+    statistics, unsure = recording.statistics_before(setup, phase, progress, recordings[0].trajectories)
+    parts, baseline, gap = score_groups(setup, params, trajectories, statistics)
+    result = effects(
+        setup, params, parts, chosen.schemes, aggregate=AGGREGATE.value, resamples=RESAMPLES.value, baseline=baseline
+    )
+    version, sampled_by = recording.version(progress, settings), trajectories[0].steps[0].policy_version
     facts = {
         "trajectories": len(trajectories),
         "groups": len(parts),
@@ -91,16 +106,22 @@ def main(argv: Sequence[str]) -> None:
     Console(soft_wrap=True).print(Text(f"Look at {out}/report.html; figures are in {out}/*.csv and {out}/summary.md"))
 
 
-def usable(run: Run, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Return the trajectories that training would use. Raise UserError if there are none, or one lacks a reward."""
+def usable(setup: Setup, phase: Phase, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """Return the trajectories that training would use, by whichever scheme.
+
+    Raises:
+      UserError: there are none, or one lacks its final prompt.
+    """
+    any_scheme = dataclasses.replace(phase, scheme=None, observations=False, critic=setup.settings.run.critic != "none")
     try:
-        kept, _, _ = learning.sift(run, trajectories, critic=run.config.critic != "none")
+        sifted, _, _ = train_step.sift(setup, any_scheme, trajectories)
     except ValueError as error:
         raise UserError(str(error)) from error
-    kept = [t for t in kept if POLICIES[t.outcome].training == "train"]
-    if not kept:
-        raise UserError(f"{run.config.run_dir}: no trajectory of this batch can be trained on; choose another --update")
-    return kept
+    trained = [t for t in sifted if POLICIES[t.outcome].training == "train"]
+    if not trained:
+        run_dir = setup.settings.run.run_dir
+        raise UserError(f"{run_dir}: no trajectory of this batch can be trained on; choose another --update")
+    return trained
 
 
 def remarks(params: Mapping[str, Any], result: Effects, late: int) -> list[str]:
@@ -123,7 +144,7 @@ def remarks(params: Mapping[str, Any], result: Effects, late: int) -> list[str]:
 
 
 def scheme_rows(result: Effects) -> list[dict[str, Any]]:
-    """One row a scheme."""
+    """Return a row for each scheme."""
     rows = []
     for i, name in enumerate(result.schemes):
         x, noise = result.steps[i], result.noise[i]
@@ -143,7 +164,7 @@ def scheme_rows(result: Effects) -> list[dict[str, Any]]:
 
 
 def short(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows as people read them: three decimals, or as many digits for what has a size of its own; a dash for NaN."""
+    """Return rows as people read them: three decimals (three digits of a gradient's norm), and None for NaN."""
 
     def one(key: str, value: Any) -> Any:
         if not isinstance(value, float):
@@ -154,7 +175,7 @@ def short(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def pair_rows(result: Effects) -> list[dict[str, Any]]:
-    """One row for every two schemes, the least alike gradients first."""
+    """Return a row for every two schemes, the least alike gradients first."""
     matrices = {
         "pearson": stats.pearson(result.steps),
         "spearman": stats.spearman(result.steps),
@@ -170,12 +191,12 @@ def pair_rows(result: Effects) -> list[dict[str, Any]]:
 
 
 def step_positions(trajectories: Sequence[Trajectory]) -> list[tuple[Trajectory, int, Step]]:
-    """The steps in order, each with its trajectory and its number."""
+    """Return the steps in order, each with its trajectory and its number."""
     return [(t, number, step) for t in trajectories for number, step in enumerate(t.steps)]
 
 
 def advantage_rows(result: Effects) -> list[dict[str, Any]]:
-    """One row a step."""
+    """Return a row for each step."""
     return [
         {"uid": t.uid, "step": number, "reward": step.reward, "state_key": step.state_key}
         | {name: float(f"{x:.6g}") for name, x in zip(result.schemes, result.steps[:, place], strict=True)}
@@ -184,16 +205,16 @@ def advantage_rows(result: Effects) -> list[dict[str, Any]]:
 
 
 def disputed_steps(result: Effects, tokenizer: Tokenizer) -> list[StepView]:
-    """The steps on which schemes disagree most, one of a trajectory at most."""
+    """Return the steps on which schemes disagree most, at most one of each trajectory."""
     scaled, split = stats.scaled(result.steps), stats.disagreement(result.steps)
     steps, seen = step_positions(result.trajectories), set()
     out: list[StepView] = []
     for place in np.argsort(-split, kind="stable"):
         t, number, step = steps[place]
-        if t.uid in seen or len(out) == STEPS_SHOWN:
+        if t.uid in seen or len(out) == MOST_STEPS:
             continue
         seen.add(t.uid)
-        end = step.prompt_ids[-PROMPT_TOKENS_SHOWN:]
+        end = step.prompt_ids[-PROMPT_TOKENS:]
         facts = (
             f"disagreement {split[place]:.2f}",
             f"step reward {format_value(step.reward)}",
@@ -266,9 +287,9 @@ def write(
     for name, rows in (("schemes", schemes), ("pairs", pairs), ("advantages", advantage_rows(result))):
         with files.atomic_write(os.path.join(out, f"{name}.csv"), errors="replace", newline="") as file:
             file.write(stats.csv_text(rows))
-    told = "".join(f"- {note}\n" for note in [*(f"{k}: {format_value(x)}" for k, x in facts.items()), *notes])
+    lines = "".join(f"- {note}\n" for note in [*(f"{k}: {format_value(x)}" for k, x in facts.items()), *notes])
     with files.atomic_write(os.path.join(out, "summary.md")) as file:
-        file.write(f"# {title}\n\n{told}\n{markdown_table(short(schemes))}\n{markdown_table(short(pairs))}")
+        file.write(f"# {title}\n\n{lines}\n{markdown_table(short(schemes))}\n{markdown_table(short(pairs))}")
 
 
 def above_mean(result: Effects) -> np.ndarray:
@@ -280,8 +301,8 @@ def above_mean(result: Effects) -> np.ndarray:
 
 
 def show(console: Console, title: str, notes: Sequence[str], result: Effects) -> None:
-    """The table of schemes, and the pairs that are least alike."""
-    for heading, rows in ((title, scheme_rows(result)), ("Least alike gradients", pair_rows(result)[:PAIRS_SHOWN])):
+    """Print the table of schemes, and the pairs that are least alike."""
+    for heading, rows in ((title, scheme_rows(result)), ("Least alike gradients", pair_rows(result)[:MOST_PAIRS])):
         table = Table(title=Text(heading), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for name in rows[0] if rows else ():
             text = name in ("scheme", "other")

@@ -2,7 +2,7 @@
 
     python -m experiments.gradient_bench [--schemes=rloo,gigpo --process=stop_or_go --batches=16384 --out=DIR]
 
-On small decision processes (`credit/processes.py`) the gradient of J = E[Σ r] is known by listing every trajectory.
+On small decision processes (`credit/mdps.py`) the gradient of J = E[Σ r] is known by listing every trajectory.
 Batches are drawn, credited and turned into gradients by the library's own schemes and loss. The first table is
 on-policy, where all ratios and clips agree; the last two are off-policy: ratio x clip in detail for step_gae with the
 exact critic of the policy that sampled, and for every scheme at a glance. Even without bounds those are biased, since
@@ -22,13 +22,13 @@ from rich.console import Console
 from rich.table import Table
 
 from agentr1_jax.credit import SCHEMES
-from agentr1_jax.errors import UserError
 from agentr1_jax.learner.config import AGGREGATES, RATIOS
 from agentr1_jax.report.gradient_errors import LEVEL
 from agentr1_jax.report.gradients import plot_gradients
 from agentr1_jax.report.tables import markdown_table
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.monitoring import progress_bar
+from agentr1_jax.train.settings import load_file
 from experiments.credit.bias import LOSSES, REFERENCE, Row, off_policy, on_policy, plain, select_names, variants
 from experiments.credit.mdps import PROCESSES
 
@@ -51,7 +51,7 @@ COLORS = {"unbiased": "green", "scaled": "blue", "biased": "dark_orange"}
 
 
 def cells(row: Row) -> dict[str, str]:
-    """A row as people read it."""
+    """Return a row as people read it."""
     return {
         "verdict": row["verdict"],
         "bias [95 %]": f"{row['bias']:.3f} [{row['bias_low']:.3f}, {row['bias_high']:.3f}]",
@@ -66,7 +66,7 @@ def cells(row: Row) -> dict[str, str]:
 
 
 def compact(rows: Sequence[Row], line: Sequence[str], column: str) -> list[dict[str, str]]:
-    """A table by the columns of `line` and by `column`: the scale, and the bias of direction, with a star if one."""
+    """Return a table by the columns of `line` and by `column`: scale, and bias of direction, with a star if biased."""
     table: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:
         star = "*" if row["verdict"] == "biased" else ""
@@ -77,12 +77,12 @@ def compact(rows: Sequence[Row], line: Sequence[str], column: str) -> list[dict[
 
 
 def by_aggregate(rows: Sequence[Row]) -> list[dict[str, str]]:
-    """A line for each scheme, a column for each aggregate."""
+    """Return a line for each scheme, a column for each aggregate."""
     return compact(sorted(rows, key=lambda row: row["aggregate"] != "fixed"), ["scheme"], "aggregate")
 
 
 def by_loss(rows: Sequence[Row]) -> list[dict[str, str]]:
-    """A line for each scheme and ratio, a column for each clip; `none`, which takes no ratio, is in all lines."""
+    """Return a line for each scheme and ratio, a column for each clip; `none` takes no ratio, and is in all lines."""
     spread = []
     for row in rows:
         ratio, _, clip = row["loss"].rpartition(", ")
@@ -91,7 +91,7 @@ def by_loss(rows: Sequence[Row]) -> list[dict[str, str]]:
 
 
 def tables(rows: Sequence[Row]) -> Iterator[tuple[str, list[dict[str, str]]]]:
-    """The tables of a report: title and lines."""
+    """Yield the tables of a report: title and lines."""
     for name in dict.fromkeys(row["process"] for row in rows):
         of_process = [row for row in rows if row["process"] == name]
         schemes = [row for row in of_process if row["loss"] == "on-policy"]
@@ -116,7 +116,7 @@ def show(console: Console, title: str, lines: Sequence[Mapping[str, str]]) -> No
 
 
 def write(folder: str, rows: Sequence[Row], notes: str) -> None:
-    """The tables as Markdown, every figure as CSV, and the picture."""
+    """Write the tables as Markdown, every figure as CSV, and the picture."""
     os.makedirs(folder, exist_ok=True)
     with open(os.path.join(folder, "gradients.md"), "w", encoding="utf-8") as out:
         out.write(f"{notes}\n")
@@ -132,19 +132,11 @@ def write(folder: str, rows: Sequence[Row], notes: str) -> None:
     plot_gradients(os.path.join(folder, "gradients.png"), panels, title="Policy gradients of one batch, on-policy")
 
 
-def own_schemes(path: str) -> None:
-    """Registers the schemes of a user's file. Raise UserError if it cannot be read."""
-    try:
-        SCHEMES.load(path)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-
-
 def main(argv: Sequence[str]) -> None:
-    """Draws, credits, differentiates, judges, and tells."""
+    """Draw batches, assign credit, differentiate, measure the errors, print tables."""
     del argv
     if FILE.value:
-        own_schemes(FILE.value)
+        load_file(SCHEMES, FILE.value)
     schemes = variants(select_names(WANTED.value, list(SCHEMES), "schemes"))
     processes = select_names(PROCESS.value, list(PROCESSES), "process")
     console = Console()
@@ -152,14 +144,14 @@ def main(argv: Sequence[str]) -> None:
     sizes = {"batches": BATCHES.value, "groups": GROUPS.value, "samples": SAMPLES.value}
     rows: list[Row] = []
     total = len(processes) * (len(schemes) * len(AGGREGATES) + len(plain(schemes)) * len(LOSSES))
-    with progress_bar("gradients", 0, total, True) as tell:
+    with progress_bar("gradients", 0, total, True) as show_progress:
         for name in processes:
             for row in itertools.chain(
                 on_policy(name, schemes, SEED.value, sizes),
                 off_policy(name, plain(schemes), SHIFT.value, SEED.value, sizes),
             ):
                 rows.append(row)
-                tell(len(rows), name)
+                show_progress(len(rows), name)
     notes = (
         f"{BATCHES.value} batches of {GROUPS.value} groups x {SAMPLES.value} trajectories. Lengths are shares of the "
         f"exact gradient's, squares of its square. c is the projection of the expected estimate on it. unbiased: a "

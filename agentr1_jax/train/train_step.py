@@ -123,8 +123,33 @@ class StepMetrics:
 def pack(setup: Setup, phase: Phase, trajectories: Sequence[Trajectory]) -> PackedBatch:
     """Lay this process's trajectories out in rows, one packing for each minibatch of whole groups.
 
+    Raises:
+      ValueError: see `sift`.
+    """
+    usable, dropped, malformed = sift(setup, phase, trajectories)
+    groups = np.array_split(np.unique([t.group for t in usable]), setup.settings.learner.minibatches)
+    minibatches = [[t for t in usable if t.group in set(part.tolist())] for part in groups]
+    return PackedBatch(
+        trajectories=[t for minibatch in minibatches for t in minibatch],
+        dropped=dropped,
+        malformed=malformed,
+        packings=[
+            pack_rows(minibatch, phase.packing, final_values=phase.critic, observations=phase.observations)
+            for minibatch in minibatches
+        ],
+    )
+
+
+def sift(
+    setup: Setup, phase: Phase, trajectories: Sequence[Trajectory]
+) -> tuple[list[Trajectory], list[Trajectory], int]:
+    """Separate the trajectories that are trained or count in statistics from those that do neither.
+
     A trajectory is dropped where its outcome says so, and with a warning where its numbers would spoil the batch; see
     `training_fault`.
+
+    Returns:
+      usable trajectories, dropped ones, and the number of dropped ones that should have been usable.
 
     Raises:
       ValueError: a trajectory was truncated and lacks the final prompt that the critic bootstraps from.
@@ -146,17 +171,7 @@ def pack(setup: Setup, phase: Phase, trajectories: Sequence[Trajectory]) -> Pack
                 f"trajectory {t.uid} was truncated ({t.outcome}) without final_prompt_ids, where the critic values its "
                 "future; the agent must give them to session.finish()"
             )
-    groups = np.array_split(np.unique([t.group for t in usable]), setup.settings.learner.minibatches)
-    minibatches = [[t for t in usable if t.group in set(part.tolist())] for part in groups]
-    return PackedBatch(
-        trajectories=[t for minibatch in minibatches for t in minibatch],
-        dropped=dropped,
-        malformed=malformed,
-        packings=[
-            pack_rows(minibatch, phase.packing, final_values=phase.critic, observations=phase.observations)
-            for minibatch in minibatches
-        ],
-    )
+    return usable, dropped, malformed
 
 
 def training_fault(setup: Setup, phase: Phase, t: Trajectory) -> str | None:

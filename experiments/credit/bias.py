@@ -87,18 +87,22 @@ def plain(schemes: Sequence[Variant]) -> list[Variant]:
 def program(scheme: str, settings: tuple[tuple[str, Any], ...]) -> Callable[..., Array]:
     """(fields of batches, discounts) -> advantages [batches, tokens]: one program, whatever the discounts."""
     function = functools.partial(get_scheme(scheme).function, **dict(settings))
-    return jax.jit(jax.vmap(lambda fields, given: function(TokenBatch(**fields), **given).advantages, (0, None)))
+    return jax.jit(
+        jax.vmap(lambda fields, discounts: function(TokenBatch(**fields), **discounts).advantages, (0, None))
+    )
 
 
 def advantages(variant: Variant, fields: Mapping[str, Array]) -> Float[Array, "batches tokens"]:
     """Advantages under a variant of a scheme, of batches given by the fields of their `TokenBatch`."""
     scheme = get_scheme(variant.scheme, **variant.hyperparameters)
     defaults = {key: x for key, x in scheme.defaults.items() if key in DISCOUNTS}
-    given = {**defaults, **variant.hyperparameters}
-    settings = tuple((key, x) for key, x in given.items() if key not in defaults)
+    arguments = {**defaults, **variant.hyperparameters}
+    settings = tuple((key, x) for key, x in arguments.items() if key not in defaults)
     constant = jnp.full_like(fields["values"], WRONG_VALUE)
     values = {None: None, "exact V": fields["values"], "const V": constant}[variant.critic]
-    return program(variant.scheme, settings)({**fields, "values": values}, {key: float(given[key]) for key in defaults})
+    return program(variant.scheme, settings)(
+        {**fields, "values": values}, {key: float(arguments[key]) for key in defaults}
+    )
 
 
 def on_policy(name: str, schemes: Sequence[Variant], seed: int, sizes: Mapping[str, int]) -> Iterator[Row]:
@@ -114,8 +118,14 @@ def on_policy(name: str, schemes: Sequence[Variant], seed: int, sizes: Mapping[s
         advantage = advantages(variant, fields)
         for aggregate, share in shares.items():
             errors = measure_errors(estimate(ON_POLICY, process.logits, loss_tokens, advantage, share), exact)
-            told = {"process": name, "scheme": variant.label, "aggregate": aggregate, "loss": "on-policy", "shift": 0.0}
-            yield told | dataclasses.asdict(errors)
+            facts = {
+                "process": name,
+                "scheme": variant.label,
+                "aggregate": aggregate,
+                "loss": "on-policy",
+                "shift": 0.0,
+            }
+            yield facts | dataclasses.asdict(errors)
 
 
 def off_policy(
@@ -135,8 +145,8 @@ def off_policy(
         advantage = advantages(variant, fields)
         for loss, config in LOSSES.items():
             errors = measure_errors(estimate(config, process.logits, loss_tokens, advantage, share), exact)
-            told = {"process": name, "scheme": variant.label, "aggregate": "fixed", "loss": loss, "shift": shift}
-            yield told | dataclasses.asdict(errors)
+            facts = {"process": name, "scheme": variant.label, "aggregate": "fixed", "loss": loss, "shift": shift}
+            yield facts | dataclasses.asdict(errors)
 
 
 def estimate(

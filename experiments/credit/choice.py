@@ -6,13 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import ml_collections
-
 from agentr1_jax.credit import SCHEMES, Scheme, get_scheme
 from agentr1_jax.errors import UserError
 from agentr1_jax.registry import parse_call, split_list
+from agentr1_jax.train.settings import Settings
 from agentr1_jax.trajectory import Trajectory
-from experiments import build
 from experiments.credit.effects import Schemes
 
 
@@ -24,29 +22,27 @@ class Choice(NamedTuple):
     notes: Sequence[str]
 
 
-def choose(text: str, config: ml_collections.ConfigDict, trajectories: Sequence[Trajectory]) -> Choice:
+def choose(text: str, settings: Settings, trajectories: Sequence[Trajectory]) -> Choice:
     """Choose the schemes that `--schemes` names.
 
     Args:
       text: `all`, or names with arguments, e.g. `grpo,step_gae(lam=0.9)`.
-      config: config of the run; with `all`, its own scheme has the arguments of the run.
+      settings: settings of the run; with `all`, its own scheme has the arguments of the run.
       trajectories: recorded batch.
 
     Raises:
       UserError: an unknown scheme or hyper-parameter, the same twice, a named one that lacks what it needs.
     """
     chosen, notes = dict[str, Scheme](), list[str]()
-    own_args = build.credit_scheme(config).arguments
-    own = label(config.credit.name, own_args)
-    named = (
-        parse_schemes(text) if text != "all" else [(n, own_args if n == config.credit.name else {}) for n in SCHEMES]
-    )
+    own_name, own_args = settings.scheme.name, settings.scheme.arguments
+    own = label(own_name, own_args)
+    named = parse_schemes(text) if text != "all" else [(n, own_args if n == own_name else {}) for n in SCHEMES]
     for name, args in named:
         try:
             scheme = get_scheme(name, **args)
         except (UserError, ValueError, TypeError) as error:
             raise UserError(f"--schemes: {error}") from error
-        fault = missing_need(scheme, config, trajectories)
+        fault = missing_need(scheme, settings, trajectories)
         if fault and text != "all":
             raise UserError(f"--schemes: {name} {fault}")
         if label(name, args) in chosen:
@@ -64,7 +60,7 @@ def choose(text: str, config: ml_collections.ConfigDict, trajectories: Sequence[
 
 def parse_schemes(text: str) -> list[tuple[str, dict[str, Any]]]:
     """Parse `a,b(x=1,y=z)` into names with arguments. Raise UserError if it reads otherwise."""
-    out = []
+    schemes = []
     for item in split_list(text) or [text]:
         try:
             call = parse_call(item, "--schemes")
@@ -72,8 +68,8 @@ def parse_schemes(text: str) -> list[tuple[str, dict[str, Any]]]:
             raise UserError(f"{error}, e.g. --schemes='grpo,step_gae(lam=0.9)'") from error
         if call.values:
             raise UserError(f"--schemes: cannot read {item!r}; write e.g. --schemes='{call.name}(lam=0.9)'")
-        out.append((call.name, dict(call.named)))
-    return out
+        schemes.append((call.name, dict(call.named)))
+    return schemes
 
 
 def label(name: str, args: Mapping[str, Any]) -> str:
@@ -81,11 +77,11 @@ def label(name: str, args: Mapping[str, Any]) -> str:
     return f"{name}({', '.join(f'{key}={value}' for key, value in args.items())})" if args else name
 
 
-def missing_need(scheme: Scheme, config: ml_collections.ConfigDict, trajectories: Sequence[Trajectory]) -> str | None:
+def missing_need(scheme: Scheme, settings: Settings, trajectories: Sequence[Trajectory]) -> str | None:
     """Return what a scheme needs and these trajectories or their run lack; None if nothing."""
     groups = [t.group for t in trajectories]
     greedy = sum(not math.isfinite(math.nan if t.greedy_return is None else t.greedy_return) for t in trajectories)
-    if scheme.needs_critic and config.critic == "none":
+    if scheme.needs_critic and settings.run.critic == "none":
         return "needs a critic, and the run has none (config.critic)"
     if scheme.needs_state_key and all(s.state_key is None for t in trajectories for s in t.steps):
         return "needs state keys, and the recorded steps have none (Observation.state_key of the environment)"

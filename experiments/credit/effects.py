@@ -25,9 +25,8 @@ from agentr1_jax.learner.update import batch_gradient
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.report import credit_stats as stats
 from agentr1_jax.runtime.monitoring import progress_bar
+from agentr1_jax.train.parts import Setup
 from agentr1_jax.trajectory import Trajectory
-from experiments import build
-from experiments.circle import Run
 from experiments.credit.parts import Part, microbatches, to_device
 
 Schemes = Mapping[str, Scheme]
@@ -63,7 +62,7 @@ class Effects:
 
 
 def effects(
-    run: Run,
+    setup: Setup,
     params: Params,
     parts: Sequence[Part],
     schemes: Schemes,
@@ -75,7 +74,7 @@ def effects(
     """Assign credit to the batch by every scheme, and compare advantages and gradients.
 
     Args:
-      run: config, policy, frozen parameters and mesh are used.
+      setup: settings, policy, frozen parameters and learner mesh are used.
       params: trained parameters at which the gradients are taken.
       parts: the groups.
       schemes: label -> scheme.
@@ -86,7 +85,7 @@ def effects(
     streams = concatenate([part.streams for part in parts])
     assign = make_assign(schemes, parts, baseline=baseline)
     advantages = assign(parts)
-    weights = token_weights(run, streams, cast(Aggregate, aggregate))
+    weights = token_weights(setup, streams, cast(Aggregate, aggregate))
     edges = token_edges(parts)
     factors, moved, misfit = resample(assign, parts, advantages, resamples)
     # Means are taken anew in a resampled batch: their denominators change with the groups drawn.
@@ -94,10 +93,10 @@ def effects(
     denominators = factors[0, :, 2] @ share if aggregate != "fixed" else np.ones(resamples)
     factors = factors[:, :, :2] / denominators[:, None, None]
 
-    vectors = group_gradients(run, params, parts, weights)
+    vectors = group_gradients(setup, params, parts, weights)
     shift = vectors(np.ones_like(advantages[0]))
     totals, noise = [], []
-    with progress_bar("gradients", 0, len(schemes), True) as shown:
+    with progress_bar("gradients", 0, len(schemes), True) as show:
         for i, (name, of_scheme) in enumerate(zip(schemes, advantages, strict=True)):
             own = vectors(of_scheme)
             both = np.concatenate([own, shift])
@@ -105,7 +104,7 @@ def effects(
             whole = np.repeat([1.0, 0.0], len(parts))
             noise.append(stats.gradient_noise(gram, whole, factors[i].reshape(resamples, -1), len(parts)))
             totals.append(own.sum(0))
-            shown(i + 1, name)
+            show(i + 1, name)
     stacked = np.stack(totals)
     steps = stats.step_means(advantages, streams.step_tokens)
     size = np.sqrt((steps**2).mean(1))
@@ -121,12 +120,12 @@ def effects(
     )
 
 
-def token_weights(run: Run, streams: FlatTrajectories, aggregate: Aggregate) -> np.ndarray:
+def token_weights(setup: Setup, streams: FlatTrajectories, aggregate: Aggregate) -> np.ndarray:
     """Loss weight of each token."""
     group = np.unique(streams.group, return_inverse=True)[1][streams.token_trajectory]
     trained = streams.trainable[streams.token_trajectory]
     units = TokenUnits(streams.token_step, streams.token_trajectory, group)
-    return loss_weights(aggregate, units, trained, fixed_denominator=run.config.loss.fixed_denominator)
+    return loss_weights(aggregate, units, trained, fixed_denominator=setup.settings.loss.fixed_denominator)
 
 
 def token_edges(parts: Sequence[Part]) -> np.ndarray:
@@ -202,25 +201,25 @@ def resample(
 
 
 def group_gradients(
-    run: Run, params: Params, parts: Sequence[Part], weights: np.ndarray
+    setup: Setup, params: Params, parts: Sequence[Part], weights: np.ndarray
 ) -> Callable[[np.ndarray], np.ndarray]:
     """Advantages [K] -> gradient of each group's part of the loss −Σ w·A·log π, float32 [groups, parameters].
 
     Only what is trained of the decoder counts; a group without any advantage has the gradient 0 and costs nothing.
     """
-    objective = build.objective(run.config).imitation()
+    objective = setup.settings.objective.imitation()
     loss = dataclasses.replace(objective.loss, ratio="token", entropy_coef=0.0)
     objective = dataclasses.replace(objective, loss=loss)
-    gradient = jax.jit(batch_gradient(run.policy, objective, run.learner_mesh))
+    gradient = jax.jit(batch_gradient(setup.policy, objective, setup.learner_mesh))
     policy = {"decoder": params["decoder"]}
     size = sum(x.size for x in jax.tree.leaves(policy))
-    capacity = microbatches(run, [part.packing for part in parts])
+    capacity = microbatches(setup, [part.packing for part in parts])
 
     def of_group(part: Part, advantages: np.ndarray, weights: np.ndarray) -> np.ndarray:
         if not (advantages * weights).any():
             return np.zeros(size, np.float32)
-        batch, count = to_device(run, part.packing, capacity, {"advantage": advantages, "weight": weights})
-        grads, _ = gradient(policy, run.frozen, batch, count)
+        batch, count = to_device(setup, part.packing, capacity, {"advantage": advantages, "weight": weights})
+        grads, _ = gradient(policy, setup.frozen, batch, count)
         return np.concatenate([np.asarray(x, np.float32).ravel() for x in jax.tree.leaves(jax.device_get(grads))])
 
     def vectors(advantages: np.ndarray) -> np.ndarray:

@@ -5,30 +5,29 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import ml_collections
 import numpy as np
-from jax.sharding import Mesh
 
 from agentr1_jax import files
 from agentr1_jax.credit.batch import flatten as flatten_trajectories
 from agentr1_jax.credit.shaping import RunningMeanStd, shape_rewards
 from agentr1_jax.errors import UserError
-from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.rollout.runner import is_zero_variance
-from agentr1_jax.runtime.config import flatten
+from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.run_folder import RunFolder, read_trajectories
+from agentr1_jax.train import train_step
+from agentr1_jax.train.init_from import restore_params
+from agentr1_jax.train.parts import Phase, Setup
+from agentr1_jax.train.progress import Progress, read_progress
+from agentr1_jax.train.settings import Settings
 from agentr1_jax.trajectory import Trajectory
-from experiments import build, inherited, learning
-from experiments.circle import Run
-from experiments.journal import Position
-from experiments.sources import stored_config
+from experiments.setup import read_run, read_settings
 
-OF_POLICY = ("policy", "tokenizer", "critic", "context", "rollout.temperature", "rollout.top_k", "rollout.top_p")
+POLICY_KEYS = ("policy", "tokenizer", "critic", "context", "rollout.temperature", "rollout.top_k", "rollout.top_p")
 """Keys and sections of a config in which recordings of one policy agree."""
 
 
@@ -38,13 +37,15 @@ class Recording:
 
     Attributes:
       folder: folder of the run.
-      config: config of the run.
+      config: config of the run as plain JSON.
+      settings: settings of the run.
       updates: numbers of the batches.
       trajectories: all trajectories that training used; groups of different batches have different numbers.
     """
 
     folder: str
-    config: ml_collections.ConfigDict
+    config: Mapping[str, Any]
+    settings: Settings
     updates: Sequence[int]
     trajectories: Sequence[Trajectory]
 
@@ -59,23 +60,26 @@ def read_recording(folder: str, updates: str) -> Recording:
     Raises:
       UserError: no run, no recorded batch of that number, a file that cannot be read.
     """
-    config, found = stored_config(folder), RunFolder(folder).batch_files()
+    config, recorded = read_run(folder), RunFolder(folder).batch_files()
+    settings = read_settings(config)
     if updates != "last" and not re.fullmatch(r"\d+(,\d+)*", updates):
-        raise UserError(f"--update={updates}: write `last`, or the number of an update, e.g. --update={max(found)}")
-    wanted = [max(found)] if updates == "last" else sorted({int(update) for update in updates.split(",")})
+        raise UserError(f"--update={updates}: write `last`, or the number of an update, e.g. --update={max(recorded)}")
+    wanted = [max(recorded)] if updates == "last" else sorted({int(update) for update in updates.split(",")})
     for update in wanted:
-        if update not in found:
-            raise UserError(f"{folder}: has no RL batch {update}; those from {min(found)} to {max(found)} are recorded")
+        if update not in recorded:
+            raise UserError(
+                f"{folder}: has no RL batch {update}; those from {min(recorded)} to {max(recorded)} are recorded"
+            )
     trajectories: list[Trajectory] = []
     for update in wanted:
-        batch = _drop_replaced_groups(config, read_trajectories(found[update]))
+        batch = _drop_replaced_groups(settings, read_trajectories(recorded[update]))
         trajectories += _renumber_groups(batch, 1 + max((t.group for t in trajectories), default=-1))
-    return Recording(folder, config, wanted, trajectories)
+    return Recording(folder, configs.resolve(config), settings, wanted, trajectories)
 
 
-def _drop_replaced_groups(config: ml_collections.ConfigDict, batch: Sequence[Trajectory]) -> list[Trajectory]:
+def _drop_replaced_groups(settings: Settings, batch: Sequence[Trajectory]) -> list[Trajectory]:
     """Drop zero-variance groups, in whose place others were sampled."""
-    if not config.rollout.dynamic_sampling_groups:
+    if not settings.rollout.dynamic_sampling_groups:
         return list(batch)
     groups: dict[int, list[Trajectory]] = {}
     for t in batch:
@@ -127,9 +131,9 @@ def check_one_policy(recordings: Sequence[Recording]) -> None:
         raise UserError(f"recordings of different policies: {listed}; choose one update of one policy with --update=U")
 
 
-def _differences(one: ml_collections.ConfigDict, other: ml_collections.ConfigDict) -> list[tuple[str, Any, Any]]:
-    here, there = dict(flatten(one.to_dict())), dict(flatten(other.to_dict()))
-    keys = [k for k in sorted(here.keys() | there.keys()) if any(k == p or k.startswith(f"{p}.") for p in OF_POLICY)]
+def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    here, there = dict(configs.flatten(one)), dict(configs.flatten(other))
+    keys = [k for k in sorted(here.keys() | there.keys()) if any(k == p or k.startswith(f"{p}.") for p in POLICY_KEYS)]
     return [(k, here.get(k), there.get(k)) for k in keys if here.get(k) != there.get(k)]
 
 
@@ -138,64 +142,59 @@ def _tokenizer_bytes(folder: str) -> bytes:
     return files.read_bytes(path) if files.exists(path) else b""
 
 
-def newest_params(recordings: Sequence[Recording], policy: DecoderConfig, mesh: Mesh) -> tuple[Params, Position]:
-    """Return the trained parameters of the newest checkpoint, and the position of the run then.
+def newest_params(recordings: Sequence[Recording], like: Params) -> tuple[Params, Progress]:
+    """Return the trained parameters of the newest checkpoint, and the progress of the run then.
+
+    Args:
+      recordings: recordings of one policy.
+      like: shape structs of the parameters, with shardings.
 
     Raises:
       UserError: a run has no checkpoint, or the parameters of two runs differ.
     """
-    params, position = _restore(recordings[0], policy, mesh)
+    first = recordings[0].folder
+    params, record = restore_params(first, like)
     for r in recordings[1:]:
-        other, _ = _restore(r, policy, mesh)
+        other, _ = restore_params(r.folder, like)
         same = jax.tree.map(np.array_equal, params, other)
         if not all(jax.tree.leaves(same)):
             raise UserError(
-                f"recordings of different policies: the newest parameters of {recordings[0].folder} and {r.folder} "
-                "differ. Compare schemes on one of them"
+                f"recordings of different policies: the newest parameters of {first} and {r.folder} differ. Compare "
+                "schemes on one of them"
             )
-    return params, position
+    return params, read_progress(record, first)
 
 
-def _restore(recording: Recording, policy: DecoderConfig, mesh: Mesh) -> tuple[Params, Position]:
-    _, _, (_, like, _) = build.learner_state(recording.config, policy, mesh)
-    params, record = inherited.restored(recording.folder, like.params)
-    return params, Position(**record)
-
-
-def version(position: Position, config: ml_collections.ConfigDict) -> int:
-    """Return the `policy_version` of the parameters at a position: the number of RL batches learnt from."""
-    return {"rl": position.update, "done": config.updates}.get(position.phase, 0)
+def version(progress: Progress, settings: Settings) -> int:
+    """Return the `policy_version` of the parameters of a checkpoint: the number of RL batches learnt from."""
+    return {"rl": progress.update, "done": settings.run.updates}.get(progress.phase, 0)
 
 
 def statistics_before(
-    run: Run, position: Position, trajectories: Sequence[Trajectory]
+    setup: Setup, phase: Phase, progress: Progress, trajectories: Sequence[Trajectory]
 ) -> tuple[RunningMeanStd, list[str]]:
-    """RunningMeanStd of the returns of all batches that a run had learnt from at `position`, but for the one compared.
+    """Return the statistics of the returns of all batches that a checkpoint had learnt from, but for the one compared.
 
     Training judges a batch by what it knew before: a baseline that has seen a return is not independent of it.
 
     Args:
-      run: config and policy are used.
-      position: of the checkpoint, which may be older than the batch.
+      setup: settings and policy are used.
+      phase: reinforcement learning, as the run trains.
+      progress: record of the checkpoint, which may be older than the batch.
       trajectories: all that training had of the batch.
 
     Returns:
       the statistics; where the batch cannot be separated, they include it, and a note says so.
     """
-    config, statistics = run.config, RunningMeanStd(*position.returns)
-    known = [t for t in trajectories if any(s.policy_version < version(position, config) for s in t.steps)]
-    if not known:
+    settings, statistics = setup.settings, RunningMeanStd(*progress.return_statistics)
+    known = [t for t in trajectories if any(s.policy_version < version(progress, settings) for s in t.steps)]
+    usable, _, _ = train_step.sift(setup, phase, known)
+    if not usable:
         return statistics, []
-    scheme, critic = build.credit_scheme(config), build.learns_values(config)
-    kept, _, _ = learning.sift(
-        run, known, critic=critic, greedy=scheme.needs_greedy, observations=build.learner_config(config).observations
-    )
-    if not kept:
-        return statistics, []
-    shaping, gamma = build.shaping(config), scheme.gamma
-    streams = flatten_trajectories(kept, process_parts=shaping.process_parts)
-    _, own = shape_rewards(streams, shaping, gamma=gamma, statistics=RunningMeanStd(), bootstraps=critic)
-    if own.n > statistics.n or (config.kl.kind != "none" and config.kl.where == "reward"):
+    shaping, gamma = settings.shaping, settings.scheme.gamma
+    streams = flatten_trajectories(usable, process_parts=shaping.process_parts)
+    _, own = shape_rewards(streams, shaping, gamma=gamma, statistics=RunningMeanStd(), bootstraps=phase.critic)
+    if own.n > statistics.n or settings.objective.kl_in_reward != "none":
         unsure = "The running statistics of returns hold this batch's too, which cannot be told apart"
         return statistics, [f"{unsure} (a KL in the reward is not recorded)."]
     return statistics.remove(own), []

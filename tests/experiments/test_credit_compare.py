@@ -17,8 +17,9 @@ import jax
 import learners
 import numpy as np
 import pytest
-from builders import trajectory
-from examples import parameters
+import tiny
+from builders import LONGEST, trajectory
+from examples import POLICY, parameters
 from hypothesis import strategies as st
 from small_runs import ROOT, train
 
@@ -36,12 +37,14 @@ from agentr1_jax.report.credit import StepView
 from agentr1_jax.report.page import write_page
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.run_folder import RunFolder
+from agentr1_jax.train import build, phases, train_step
+from agentr1_jax.train.parts import Setup
+from agentr1_jax.train.progress import Progress
 from agentr1_jax.trajectory_io import write_jsonl
-from configs import quickstart
-from experiments import build, learning
+from configs import base, quickstart
 from experiments.credit import choice, effects, recording
 from experiments.credit.parts import score_groups
-from experiments.journal import Position
+from experiments.setup import change_config, read_settings
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror='alert(1)'>\"&amp;"
 MOST_ROWS = 4 * 8
@@ -151,17 +154,25 @@ def keyed(trajectories):
     ]
 
 
+WITHOUT_CRITIC = {"critic": "none", "credit.name": "grpo", "credit.args.lam": None}
+
+
+def without_critic(config):
+    return read_settings(change_config(config, WITHOUT_CRITIC))
+
+
 def test_all_is_what_the_recording_has_the_data_for(config):
-    chosen = choice.choose("all", config, keyed(learners.batch()))
+    chosen = choice.choose("all", read_settings(config), keyed(learners.batch()))
     assert next(iter(chosen.schemes)) == chosen.own == "step_gae(lam=0.95)"
     assert {"grpo", "gigpo", "token_gae"} <= set(chosen.schemes) and "step_gae" not in chosen.schemes
     assert [note for note in chosen.notes if note.startswith("remax is left out: it needs the reward of a greedy")]
-    config.critic = "none"
-    chosen = choice.choose("all", config, learners.batch())
-    assert chosen.own is None and not {"gigpo", "token_gae", "step_gae(lam=0.95)"} & set(chosen.schemes)
+    settings = without_critic(config)
+    chosen = choice.choose("all", settings, learners.batch())
+    assert chosen.own == "grpo" and not {"gigpo", "token_gae", "step_gae"} & set(chosen.schemes)
     assert any("steps have no state key" in note for note in chosen.notes)
     greedy = [dataclasses.replace(t, greedy_return=0.5) for t in learners.batch()]
-    assert "remax" in choice.choose("all", config, greedy).schemes
+    assert "remax" in choice.choose("all", settings, greedy).schemes
+    assert choice.choose("rloo", settings, greedy).own is None
 
 
 @pytest.mark.parametrize(
@@ -179,9 +190,8 @@ def test_all_is_what_the_recording_has_the_data_for(config):
     ],
 )
 def test_a_named_scheme_that_cannot_be_is_refused(config, schemes, message):
-    config.critic = "none"
     with pytest.raises(UserError, match=re.escape(message)):
-        choice.choose(schemes, config, learners.batch())
+        choice.choose(schemes, without_critic(config), learners.batch())
 
 
 @pytest.mark.parametrize("kind", [TypeError, ValueError])
@@ -189,14 +199,15 @@ def test_whatever_the_registry_refuses_is_said_to_the_user(config, monkeypatch, 
     def refuse(name, **args):
         raise kind("no such thing")
 
+    settings = read_settings(config)
     monkeypatch.setattr(choice, "get_scheme", refuse)
     with pytest.raises(UserError, match="--schemes: no such thing"):
-        choice.choose("grpo", config, learners.batch())
+        choice.choose("grpo", settings, learners.batch())
 
 
 def test_schemes_that_compare_samples_need_some(config):
     with pytest.raises(UserError, match="grpo compares the samples of a task row, and each row was sampled once"):
-        choice.choose("grpo", config, learners.batch()[::2])
+        choice.choose("grpo", read_settings(config), learners.batch()[::2])
 
 
 def test_a_user_adds_a_scheme_by_a_file(config, tmp_path, registry):
@@ -207,7 +218,7 @@ def test_a_user_adds_a_scheme_by_a_file(config, tmp_path, registry):
         "register('mine')(lambda batch, *, times=2.0: grpo(batch))\n"
     )
     config.credit.file = str(path)
-    assert list(choice.choose("mine(times=3)", config, learners.batch()).schemes) == ["mine(times=3)"]
+    assert list(choice.choose("mine(times=3)", read_settings(config), learners.batch()).schemes) == ["mine(times=3)"]
     assert "mine" in registry
 
 
@@ -291,26 +302,36 @@ def test_only_recordings_of_one_policy_are_joined(config, tmp_path):
         recording.check_one_policy([one, dataclasses.replace(later, config=one.config)])
 
 
+def make(changes):
+    """The parts of a run without a rollout half, and its phase of RL."""
+    small = {"policy.preset": "tiny", "budget.context_tokens": LONGEST, **learners.SMALL}
+    settings = read_settings(change_config(base.get_config("hopworld"), {**small, **changes}))
+    mesh, none = tiny.mesh(), None
+    setup = Setup(settings, none, none, none, POLICY, {}, mesh, none, none, none)
+    builder = build.make_state_builder(settings, POLICY, mesh)
+    return setup, phases.reinforcement(setup, builder.optimizer, builder.layout, None)
+
+
 @functools.cache
 def case():
     """A run with a critic, its parts, and the comparison of some schemes on them."""
-    run = learners.make({"critic": "shared_trunk", "credit.name": "step_gae"}).run
+    setup, _ = make({"critic": "shared_trunk", "credit.name": "step_gae"})
     params = parameters(True)
     trajectories = keyed(learners.batch())
-    parts, _, gap = score_groups(run, params, trajectories, RunningMeanStd())
-    result = effects.effects(run, params, parts, schemes(), aggregate="step", resamples=20)
-    return run, params, trajectories, parts, gap, result
+    parts, _, gap = score_groups(setup, params, trajectories, RunningMeanStd())
+    result = effects.effects(setup, params, parts, schemes(), aggregate="step", resamples=20)
+    return setup, params, trajectories, parts, gap, result
 
 
 @functools.cache
 def whole_gradient():
-    run = case()[0]
-    return jax.jit(batch_gradient(run.policy, build.objective(run.config).imitation(), run.learner_mesh))
+    setup = case()[0]
+    return jax.jit(batch_gradient(setup.policy, setup.settings.objective.imitation(), setup.learner_mesh))
 
 
-def slow_gradient(run, params, trajectories, advantages):
+def slow_gradient(setup, params, trajectories, advantages):
     """The gradient of Σ w·A·log π of the policy over a whole batch at once, a row for each step; [parameters]."""
-    c = run.config.learner
+    c = setup.settings.learner
     rows = PackingConfig("per_step_padded", c.row_tokens, c.row_loss_tokens, c.rows)
     layout = pack(trajectories, rows, final_values=False)
     step_tokens = np.array([len(s.response_ids) for t in trajectories for s in t.steps])
@@ -322,8 +343,8 @@ def slow_gradient(run, params, trajectories, advantages):
 
 
 def test_gradients_are_those_of_the_whole_batch():
-    run, params, trajectories, _, gap, result = case()
-    slow = np.stack([slow_gradient(run, params, trajectories, a) for a in result.advantages])
+    setup, params, trajectories, _, gap, result = case()
+    slow = np.stack([slow_gradient(setup, params, trajectories, a) for a in result.advantages])
     np.testing.assert_allclose(result.gram, slow @ slow.T, rtol=1e-4, atol=1e-7)
     np.testing.assert_allclose([n.norm for n in result.noise], np.linalg.norm(slow, axis=1), rtol=1e-4)
     recorded_logprobs = np.concatenate([s.logprobs for t in trajectories for s in t.steps])
@@ -333,15 +354,15 @@ def test_gradients_are_those_of_the_whole_batch():
 
 def test_resampled_gradients_are_those_of_resampled_batches():
     """A group drawn twice is two groups; whitening and the loss's mean are those of the resampled batch."""
-    run, params, trajectories, parts, _, result = case()
+    setup, params, trajectories, parts, _, result = case()
     streams = effects.concatenate([part.streams for part in parts])
     judge = effects.make_assign(schemes(), parts, baseline=0.0)
     edges = effects.token_edges(parts)
     factors, _, misfit = effects.resample(judge, parts, result.advantages, 3)
     np.testing.assert_allclose(misfit, 0, atol=1e-4)
-    weights = effects.token_weights(run, streams, "step")
+    weights = effects.token_weights(setup, streams, "step")
     size = np.array([weights[a:b].sum() for a, b in zip(edges[:-1], edges[1:], strict=True)])
-    vectors = effects.group_gradients(run, params, parts, weights)
+    vectors = effects.group_gradients(setup, params, parts, weights)
     shift = vectors(np.ones_like(weights))
     assert (factors[0, :, 2].max(1) > 1).all(), "no group was drawn twice"
     for i, of_scheme in enumerate(result.advantages):
@@ -349,9 +370,9 @@ def test_resampled_gradients_are_those_of_resampled_batches():
         scale, moved, count = factors[i, 2]
         drawn = [int(g) for g in np.repeat(np.arange(len(parts)), count.astype(int))]
         again = [dataclasses.replace(t, group=k) for k, g in enumerate(drawn) for t in parts[g].trajectories]
-        fresh, _, _ = score_groups(run, params, again, RunningMeanStd())
+        fresh, _, _ = score_groups(setup, params, again, RunningMeanStd())
         advantages = judge(fresh)[i]
-        slow = slow_gradient(run, params, again, advantages)
+        slow = slow_gradient(setup, params, again, advantages)
         np.testing.assert_allclose((scale @ own + moved @ shift) / (count @ size), slow, rtol=1e-3, atol=2e-5)
 
 
@@ -364,10 +385,10 @@ def test_the_effect_of_other_groups_is_that_of_whitening():
 
 
 def test_rewards_are_shaped_as_in_the_run():
-    run, params, trajectories, _, _, _ = case()
-    config = run.config.copy_and_resolve_references()
-    config.shaping.terminal_only = True
-    parts, _, _ = score_groups(dataclasses.replace(run, config=config), params, trajectories, RunningMeanStd())
+    setup, params, trajectories, _, _, _ = case()
+    shaping = dataclasses.replace(setup.settings.shaping, terminal_only=True)
+    terminal = dataclasses.replace(setup, settings=dataclasses.replace(setup.settings, shaping=shaping))
+    parts, _, _ = score_groups(terminal, params, trajectories, RunningMeanStd())
     for part in parts:
         np.testing.assert_allclose(part.streams.returns, [t.total_reward for t in part.trajectories], atol=1e-6)
         ends = np.cumsum(part.streams.trajectory_steps) - 1
@@ -400,42 +421,48 @@ TRAINED = {"grpo": {}, "reinforce": {}, "gigpo": {"gamma": 1.0}, "remax": {}, "s
 
 @functools.cache
 def trained(name, critic):
-    """(run, trajectories with the advantages of training, moments after them); nothing is updated."""
+    """Setup, phase, trajectories with the advantages of training, statistics after them; nothing is updated."""
     args = {f"credit.args.{key}": value for key, value in TRAINED[name].items()}
-    made = learners.make(SHAPED | {"critic": critic, "credit.name": name} | args)
-    learner = dataclasses.replace(made.learner, update=lambda state, *_: (state, {}))
-    rates = {"decoder": 0.0, "value": 0.0}
-    _, pending, out = learning.learn(made.run, learner, made.fresh(), reshaped(), rates, moments=BEFORE)
-    return made.run, out, pending.moments
+    setup, phase = make(SHAPED | {"critic": critic, "credit.name": "grpo" if name == "remax" else name} | args)
+    if name == "remax":  # Settings refuse it beside a potential.
+        scheme = get_scheme(name)
+        phase = dataclasses.replace(phase, scheme=scheme, assign=scheme.assign)
+    batch = train_step.pack(setup, phase, reshaped())
+    outputs = train_step.token_outputs(setup, phase, parameters(critic != "none"), batch)
+    progress = Progress(phase="rl", update=1, return_statistics=BEFORE)
+    credit = train_step.assign_credit(setup, phase, batch, outputs, progress)
+    return setup, phase, train_step.with_advantages(batch, credit), credit.return_statistics
 
 
 @pytest.mark.parametrize("critic", ["shared_trunk", "none"])
 def test_schemes_judge_as_they_do_in_training(critic):
     """Whatever the run's own scheme is, and though its checkpoint has seen the batch."""
     names = [name for name in TRAINED if critic != "none" or not REGISTRY[name].needs_critic]
-    run, out, after = trained("gigpo", critic)
-    moments, notes = recording.statistics_before(run, Position("rl", update=2, returns=after), out)
-    parts, baseline, _ = score_groups(run, parameters(critic != "none"), out, moments)
+    setup, phase, out, after = trained("gigpo", critic)
+    progress = Progress("rl", update=2, return_statistics=after)
+    statistics, notes = recording.statistics_before(setup, phase, progress, out)
+    parts, baseline, _ = score_groups(setup, parameters(critic != "none"), out, statistics)
     chosen = {name: get_scheme(name, **TRAINED[name]) for name in names}
     judged = effects.make_assign(chosen, parts, baseline=baseline)(parts)
     for name, advantages in zip(names, judged, strict=True):
-        recorded_ones = np.concatenate([s.advantages for t in trained(name, critic)[1] for s in t.steps])
+        recorded_ones = np.concatenate([s.advantages for t in trained(name, critic)[2] for s in t.steps])
         np.testing.assert_allclose(advantages, recorded_ones, atol=6e-5, err_msg=name)
     assert not notes and np.abs(judged).max(1).min() > 0.1
 
 
-def test_moments_are_those_before_the_batch():
-    run, out, after = trained("grpo", "none")
-    moments, notes = recording.statistics_before(run, Position("rl", update=2, returns=after), out)
-    np.testing.assert_allclose(moments, BEFORE, rtol=1e-9)
+def test_statistics_are_those_before_the_batch():
+    setup, phase, out, after = trained("grpo", "none")
+    newest = Progress("rl", update=2, return_statistics=after)
+    statistics, notes = recording.statistics_before(setup, phase, newest, out)
+    np.testing.assert_allclose(statistics, BEFORE, rtol=1e-9)
     assert not notes and after.n > BEFORE.n
-    older, done = Position("rl", update=1, returns=BEFORE), Position("done", returns=after)
-    assert recording.statistics_before(run, older, out) == (BEFORE, [])
-    np.testing.assert_allclose(recording.statistics_before(run, done, out)[0], BEFORE, rtol=1e-9)
-    config = run.config.copy_and_resolve_references()
-    config.kl.update({"kind": "k1", "where": "reward"})
-    moments, notes = recording.statistics_before(dataclasses.replace(run, config=config), done, out)
-    assert moments == after and "hold this batch's too" in notes[0]
+    older, done = Progress("rl", update=1, return_statistics=BEFORE), Progress("done", return_statistics=after)
+    assert recording.statistics_before(setup, phase, older, out) == (BEFORE, [])
+    np.testing.assert_allclose(recording.statistics_before(setup, phase, done, out)[0], BEFORE, rtol=1e-9)
+    kl = dataclasses.replace(setup.settings.kl, kind="k1", where="reward")
+    with_kl = dataclasses.replace(setup, settings=dataclasses.replace(setup.settings, kl=kl))
+    statistics, notes = recording.statistics_before(with_kl, phase, done, out)
+    assert statistics == after and "hold this batch's too" in notes[0]
 
 
 LISTS = st.lists(st.floats(-10, 10, width=32), max_size=20).map(lambda x: np.array(x, np.float64))
@@ -508,7 +535,8 @@ def test_a_run_is_compared_and_runs_of_other_policies_are_refused(tmp_path):
     assert "| grpo |" in (out / "summary.md").read_text() and (out / "report.html").stat().st_size > 10_000
     record = json.loads((run / "config.json").read_text())
     shutil.copytree(run, other)
-    (other / "config.json").write_text(json.dumps({**record, "critic": "none"}))
+    credit = {**record["credit"], "name": "grpo", "args": dict.fromkeys(record["credit"]["args"])}
+    (other / "config.json").write_text(json.dumps({**record, "critic": "none", "credit": credit}))
     for arguments, message in (
         ((run, other), "recordings of different policies: critic is 'shared_trunk'"),
         ((run, "--update=0,1"), "recordings of different policies: version 0"),
