@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import numpy as np
 from absl import flags
-from agentr1_jax.tools.metrics import ToolMetrics
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -34,6 +33,7 @@ from agentr1_jax.report.tables import format_value, markdown_table
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.text.tokenizer import Tokenizer
+from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.train import build, phases, train_step
 from agentr1_jax.train.parts import Phase, Setup
 from agentr1_jax.trajectory import POLICIES, Step, Trajectory
