@@ -11,7 +11,8 @@ from absl import flags, logging
 
 from agentr1_jax.contrib.http_env.server import make_server
 from agentr1_jax.runtime import config as configs
-from experiments import tasks
+from agentr1_jax.tools.wrappers import ToolMetrics
+from experiments.setup import make_task, read_settings
 
 CONFIG = configs.define_config_flag()
 HOST = flags.DEFINE_string("host", "127.0.0.1", "address to listen at; whoever reaches it can use the task")
@@ -21,8 +22,9 @@ PORT = flags.DEFINE_integer("port", 8100, "port to listen at")
 def main(argv: Sequence[str]) -> None:
     """Serve until interrupted."""
     del argv
-    with make_server(tasks.make_task(CONFIG.value), HOST.value, PORT.value) as server:
-        logging.info("serving %s at http://%s:%d", CONFIG.value.task.name, *server.server_address[:2])
+    settings = read_settings(CONFIG.value)
+    with make_server(make_task(settings, ToolMetrics()), HOST.value, PORT.value) as server:
+        logging.info("serving %s at http://%s:%d", settings.task.name, *server.server_address[:2])
         server.serve_forever()
 
 

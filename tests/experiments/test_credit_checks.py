@@ -14,10 +14,12 @@ from changes import changed
 from agentr1_jax.credit import SCHEMES, get_scheme
 from agentr1_jax.envs.base import Observation
 from agentr1_jax.errors import UserError
+from agentr1_jax.tools.wrappers import ToolMetrics
+from agentr1_jax.train import collect
 from agentr1_jax.trajectory import Outcome
 from configs import keydoor, quickstart
-from experiments import build, checks, circle, tasks
 from experiments.ablation import grid
+from experiments.setup import check_placement, check_task, make_task, read_settings
 
 
 def task(*, state_key="s", potential=1.0, evidence="", parts=("goal",)):
@@ -37,8 +39,8 @@ def task(*, state_key="s", potential=1.0, evidence="", parts=("goal",)):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rollout__groups": -8}, "rollout.groups is -8; it must be positive"),
-        ({"rollout__samples": -1}, "rollout.samples is -1; it must be positive"),
+        ({"rollout__groups": -8}, "rollout.groups is -8; it must be greater"),
+        ({"rollout__samples": -1}, "rollout.samples is -1; it must be greater"),
         ({"rollout__samples": 1}, "credit scheme 'grpo' compares the samples of a task row, and rollout.samples is 1"),
         ({"credit__name": "step_gae"}, "credit scheme 'step_gae' needs a critic; set config.critic=shared_trunk"),
         ({"credit__name": "gpro"}, "unknown credit scheme 'gpro'; choose one of .*grpo"),
@@ -70,7 +72,7 @@ def task(*, state_key="s", potential=1.0, evidence="", parts=("goal",)):
 )
 def test_a_config_without_what_credit_needs_is_refused(changes, message):
     with pytest.raises(UserError, match=message):
-        checks.check(changed(keydoor, **changes), jax.devices()[:1])
+        read_settings(changed(keydoor, **changes))
 
 
 @pytest.mark.parametrize(
@@ -91,10 +93,10 @@ def test_a_config_without_what_credit_needs_is_refused(changes, message):
     ],
 )
 def test_a_task_without_what_credit_needs_is_refused(changes, given, message):
-    config = changed(keydoor, **changes)
+    settings = read_settings(changed(keydoor, **changes, warm_start__updates=0, tokenizer__path="x"))
     with pytest.raises(UserError, match=message):
-        checks.check_task(config, task(**given))
-    checks.check_task(config, task(parts=("goal", "side")))
+        check_task(settings, task(**given))
+    check_task(settings, task(parts=("goal", "side")))
 
 
 @pytest.mark.parametrize(
@@ -109,45 +111,47 @@ def test_a_task_without_what_credit_needs_is_refused(changes, given, message):
     ],
 )
 def test_the_discount_per_step_is_the_scheme_s(name, args, discount):
-    config = changed(keydoor, credit__name=name, **{f"credit__args__{key}": x for key, x in args.items()})
-    assert build.credit_scheme(config).gamma == discount
+    changes = {f"credit__args__{key}": x for key, x in args.items()}
+    settings = read_settings(changed(keydoor, credit__name=name, critic="shared_trunk", **changes))
+    assert settings.scheme.gamma == discount
 
 
 def test_each_part_of_a_reward_has_its_weight():
-    made = tasks.make_task(changed(keydoor, task__keydoor__rewards__goal=3.0, task__keydoor__rewards__side=0.5))
+    config = changed(keydoor, task__keydoor__rewards__goal=3.0, task__keydoor__rewards__side=0.5)
+    made = make_task(read_settings(config), ToolMetrics())
     assert made.reward_weights == {"goal": 3.0, "side": 0.5}
 
 
 def test_greedy_rollouts_are_of_the_rows_of_the_batch(monkeypatch):
-    """Groups keep their place in the running order of rows, whichever were replaced; a failed one gives nothing."""
+    """Groups keep their place in the order of prompts, whichever were replaced; a failed one gives nothing."""
     asked = []
 
-    def run_groups(engine, params, agent, groups, *, sampling, policy_version, limits):
+    def run_groups(engine, params, agent, groups, *, sampling, policy_version, **options):
         if not groups:
             return
         asked.extend((g.row, [name.uid for name in g.identities]) for g in groups)
-        assert sampling.temperature == 0 and policy_version == 7 and params == "view"
+        assert sampling.temperature == 0 and policy_version == 7 and params == "own"
         for group, outcome in ((1, Outcome.ANSWERED), (5, Outcome.ENV_FAILURE)):
             made = trajectory(np.random.default_rng(0), [2], group=group)
             yield [dataclasses.replace(made, outcome=outcome)]
 
-    monkeypatch.setattr(circle, "run_groups", run_groups)
+    monkeypatch.setattr(collect, "run_groups", run_groups)
     some = types.SimpleNamespace(name="t", row=lambda split, index: (split, index))
-    run = types.SimpleNamespace(
-        config=quickstart.get_config(),
+    setup = types.SimpleNamespace(
+        settings=read_settings(quickstart.get_config()),
         task=some,
         engine=None,
         agent=None,
         frozen={},
-        view=lambda *_: "view",
+        rollout_params=lambda *_: "own",
     )
     batch = [trajectory(np.random.default_rng(1), [1], group=group, sample=i) for group in (1, 5) for i in range(2)]
-    out = circle.with_greedy_rewards(run, {}, batch, range(40, 44), version=7)
+    out = collect.add_greedy_returns(setup, {}, batch, 40, version=7)
     assert [row for row, _ in asked] == [("train", 41), ("train", 45)]
     assert len({uid for _, uids in asked for uid in uids}) == 2
     reward = trajectory(np.random.default_rng(0), [2], group=1).total_reward
     assert [t.greedy_return for t in out] == [reward, reward, None, None]
-    assert circle.with_greedy_rewards(run, {}, [], range(40, 44), version=7) == []
+    assert collect.add_greedy_returns(setup, {}, [], 40, version=7) == []
 
 
 def test_an_arm_without_a_mask_gets_rows_for_what_it_reads():
@@ -157,7 +161,7 @@ def test_an_arm_without_a_mask_gets_rows_for_what_it_reads():
     assert masked.config.learner.row_loss_tokens == 48 and unmasked.config.learner.row_loss_tokens == 224
     assert "row_loss_tokens" in unmasked.note and "critic=shared_trunk" in unmasked.note
     for cell in (masked, unmasked):
-        checks.check(dataclasses.replace(cell).config, jax.devices()[:1])
+        check_placement(read_settings(cell.config), jax.devices()[:1])
 
 
 def test_an_arm_cannot_be_asked_other_questions():
@@ -189,10 +193,9 @@ def test_a_user_s_file_may_hold_dataclasses_and_register_what_it_imports(registr
     assert "mine" not in registry
 
 
-def test_a_critic_is_trained_where_the_scheme_uses_it():
-    config = changed(keydoor, credit__name="state_baseline")
-    assert not build.learns_values(config)
-    config.critic = "shared_trunk"
-    assert build.learns_values(config)
-    config.credit.name = "grpo"
-    assert not build.learns_values(config)
+@pytest.mark.parametrize(
+    ("name", "critic", "learns"),
+    [("state_baseline", "none", False), ("state_baseline", "shared_trunk", True), ("grpo", "shared_trunk", False)],
+)
+def test_a_critic_is_trained_where_the_scheme_uses_it(name, critic, learns):
+    assert read_settings(changed(keydoor, credit__name=name, critic=critic)).learns_values == learns

@@ -11,8 +11,9 @@ import pytest
 from agentr1_jax.errors import UserError
 from agentr1_jax.policy.params import init_decoder
 from agentr1_jax.runtime.config import flatten, load_config
+from agentr1_jax.train import build
 from configs import presets
-from experiments import build, checks
+from experiments.setup import check_placement, read_settings
 
 FOLDER = pathlib.Path(presets.__file__).parent
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
@@ -39,7 +40,7 @@ def test_every_preset_that_the_house_names_is_there():
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_preset_works_on_a_task_and_changes_the_algorithm_alone(name, task):
-    checks.check(load_config(f"{FOLDER / name}.py:{task}"), jax.devices()[:1])
+    check_placement(read_settings(load_config(f"{FOLDER / name}.py:{task}")), jax.devices()[:1])
     assert all(key in SHARED or key.split(".")[0] in presets.ALGORITHM for key in changed(name, task))
 
 
@@ -47,7 +48,7 @@ def test_a_preset_works_on_a_task_and_changes_the_algorithm_alone(name, task):
 def test_the_policies_of_real_questions_have_the_size_that_they_are_said_to_have(task, least, most):
     config = load_config(f"{FOLDER / 'grpo'}.py:{task}")
     assert config.tokenizer.path.endswith("minimind-6400")
-    policy = build.policy(config, types.SimpleNamespace(vocab_size=6400, name="minimind-6400"))
+    policy = build.make_policy(read_settings(config), types.SimpleNamespace(vocab_size=6400, name="minimind-6400"))
     shapes = jax.eval_shape(lambda key: init_decoder(policy, key), jax.random.key(0))
     assert least < sum(x.size for x in jax.tree.leaves(shapes)) < most
 
