@@ -13,13 +13,19 @@ import tiny
 from builders import LONGEST, trajectory, with_logprobs
 from examples import POLICY, WIDE, outputs_of, parameters
 
+from agentr1_jax.credit.shaping import RunningMeanStd
+from agentr1_jax.learner.optimizer import make_optimizer
 from agentr1_jax.learner.update import init_state
 from agentr1_jax.policy.sharding import shardings
+from agentr1_jax.train import phases, train_step
+from agentr1_jax.train.parts import Phase, Setup
+from agentr1_jax.train.progress import Progress
 from configs import base
-from experiments import build, learning, phases
-from experiments.circle import Run
+from experiments.setup import read_settings
 
 SMALL = {
+    "policy.preset": "tiny",
+    "budget.context_tokens": LONGEST,
     "rollout.groups": 4,
     "rollout.samples": 2,
     "rollout.temperature": 0.8,
@@ -45,50 +51,69 @@ EVERYTHING = {
 CAPO = {"loss.ratio": "capo", "optimizer.name": "adamw", "optimizer.eps": 1e-3}
 TWICE = {"learner.minibatches": 2, "learner.epochs": 2}
 RATES = {"decoder": 0.02, "value": 0.02}
+NO_RETURNS = RunningMeanStd()
 MICROBATCHES = 10
 """So many of four rows hold a batch in any mode: all modes share their programs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """A run that has no rollout half, its learner, and a function that makes a fresh state."""
+    """A setup without its rollout half, a phase of it, and a function that makes the state training starts from."""
 
-    run: Run
-    learner: phases.Learner
+    config: Any
+    setup: Setup
+    phase: Phase
     fresh: Any
     wide: bool
 
-    def learn(self, trajectories, state=None, kl_coef=0.0, moments=learning.NOTHING_SEEN, **programs):
-        """(new state, metrics, trajectories), with other programs in the learner where they are given."""
-        learner = dataclasses.replace(self.learner, **programs)
+    def learn(self, trajectories, state=None, *, kl_coef=None, statistics=NO_RETURNS, rates=RATES, **programs):
+        """(new state, metrics, trajectories) of one train step; `programs` replace those of the phase."""
         with jax.enable_x64(self.wide):
-            state = self.fresh() if state is None else state
-            rates = {part: RATES[part] for part in state.params}
-            state, pending, out = learning.learn(self.run, learner, state, trajectories, rates, kl_coef, moments)
-            return state, pending.result(), out
+            state, metrics, out, _ = self.step(trajectories, state, kl_coef, statistics, rates, **programs)
+            return state, metrics.fetch(), out
+
+    def step(self, trajectories, state=None, kl_coef=None, statistics=NO_RETURNS, rates=RATES, **programs):
+        """As `learn`, without waiting for the device; also the credit."""
+        setup, phase = self.setup, dataclasses.replace(self.phase, **programs)
+        state = self.fresh() if state is None else state
+        batch = train_step.pack(setup, phase, trajectories)
+        outputs = train_step.token_outputs(setup, phase, state.params, batch)
+        progress = Progress(kl_coef=kl_coef, return_statistics=statistics)
+        credit = train_step.assign_credit(setup, phase, batch, outputs, progress)
+        rates = {part: rates[part] for part in state.params}
+        state, metrics = train_step.update(setup, phase, state, batch, outputs, credit, rates)
+        return state, metrics, train_step.with_advantages(batch, credit), credit
+
+    def sift(self, trajectories, *, critic):
+        """Usable and dropped trajectories, and how many of these were malformed."""
+        return train_step.sift(self.setup, dataclasses.replace(self.phase, critic=critic), trajectories)
 
     def under(self, changes):
-        """The same programs under a config in which only what they do not depend on is changed."""
-        config = self.run.config.copy_and_resolve_references()
+        """The same programs under settings in which only what they do not depend on is changed."""
+        config = self.config.copy_and_resolve_references()
         config.update_from_flattened_dict(changes)
-        packing = dataclasses.replace(self.learner.packing, mode=config.learner.packing)
-        learner = dataclasses.replace(self.learner, packing=packing)
-        return dataclasses.replace(self, run=dataclasses.replace(self.run, config=config), learner=learner)
+        settings = read_settings(config)
+        packing = dataclasses.replace(self.phase.packing, mode=settings.learner.packing)
+        phase = dataclasses.replace(self.phase, packing=packing)
+        return dataclasses.replace(
+            self, config=config, setup=dataclasses.replace(self.setup, settings=settings), phase=phase
+        )
 
 
-def make(changes, *, wide=False, make_learner=phases.reinforced, shards=1):
-    """All who ask for the same config share its programs."""
-    return _made(tuple(sorted({**SMALL, **changes}.items())), wide, make_learner, shards)
+def make(changes, *, wide=False, make_phase=phases.reinforcement, shards=1):
+    """All who ask for the same settings share its programs."""
+    return _made(tuple(sorted({**SMALL, **changes}.items())), wide, make_phase, shards)
 
 
 @functools.cache
-def _made(settings, wide, make_learner, shards):
-    config = base.get_config().unlock()
-    config.update_from_flattened_dict(dict(settings))
+def _made(changes, wide, make_phase, shards):
+    config = base.get_config("hopworld").unlock()
+    config.update_from_flattened_dict(dict(changes))
+    settings = read_settings(config.lock())
     mesh, none = tiny.mesh(shards), None
-    run = Run(config.lock(), none, none, none, WIDE if wide else POLICY, {}, none, mesh, none, none)
-    optimizer = build.optimizer_of(config)
-    params = parameters(config.critic != "none")
+    setup = Setup(settings, none, none, none, WIDE if wide else POLICY, {}, mesh, none, none, none)
+    optimizer = make_optimizer(settings.optimizer)
+    params = parameters(settings.run.critic != "none")
 
     def fresh():
         copies = jax.tree.map(lambda x: jnp.array(x, jnp.float64 if wide else x.dtype), params)
@@ -98,13 +123,13 @@ def _made(settings, wide, make_learner, shards):
     with jax.enable_x64(wide):
         state = fresh()
         layout = shardings(state, mesh)
-        if make_learner in (phases.supervised, phases.pretraining):
-            learner = make_learner(run, optimizer, layout)
+        if make_phase is phases.reinforcement:
+            start = None if settings.kl.kind == "none" else state.params["decoder"]
+            phase = phases.reinforcement(setup, optimizer, layout, start)
         else:
-            start = None if config.kl.kind == "none" else state.params["decoder"]
-            learner = phases.reinforced(run, optimizer, layout, start)
-    capacity = MICROBATCHES * 4 // config.learner.rows
-    return Made(run, dataclasses.replace(learner, microbatches=capacity), fresh, wide)
+            phase = make_phase(setup, optimizer, layout)
+    capacity = MICROBATCHES * 4 // settings.learner.rows
+    return Made(config, setup, dataclasses.replace(phase, microbatches=capacity), fresh, wide)
 
 
 def batch(seed=0, context="append"):

@@ -48,7 +48,7 @@ def loss_tokens_of(trajectories, changes, mode="trajectory", value=0.0):
         seen.append(jax.device_get(batch.loss_tokens))
         return state, {"loss": jnp.zeros(())}
 
-    _, _, out = made.learn(trajectories, update=update, token_outputs=token_outputs if made.learner.critic else None)
+    _, _, out = made.learn(trajectories, update=update, token_outputs=token_outputs if made.phase.critic else None)
     (loss_tokens,) = seen
     return loss_tokens, out
 
@@ -155,7 +155,7 @@ def test_fault_8_neither_the_split_nor_copies_of_rows_as_padding_change_an_updat
 
     def update(state, frozen, batch, count, rates):
         seen.append(jax.device_get(batch))
-        return made.learner.update(state, frozen, batch, count, rates)
+        return made.phase.update(state, frozen, batch, count, rates)
 
     data = [rewarded([2, 4, 1], [0, 0, 1]), rewarded([3, 1], [0, 0], sample=1)]
     expected, metrics, _ = made.learn(with_logprobs(data, sampled(data)[0] - 1), update=update)
@@ -170,12 +170,12 @@ def test_fault_8_neither_the_split_nor_copies_of_rows_as_padding_change_an_updat
     copies = copies.replace(loss_tokens=copies.loss_tokens.replace(weight=weight))
     for other in (apart, copies):
         with jax.enable_x64(True):
-            other = global_batch(other, made.run.learner_mesh)
+            other = global_batch(other, made.setup.learner_mesh)
             state = made.fresh()
-            log_ratio = made.learner.log_ratio(state.params, {}, other, np.int32(shape[0]))
+            log_ratio = made.phase.log_ratio(state.params, {}, other, np.int32(shape[0]))
             other = other.replace(loss_tokens=other.loss_tokens.replace(log_ratio=log_ratio))
             rates = {"decoder": np.float32(RATES["decoder"])}
-            got, other_metrics = made.learner.update(state, {}, other, np.int32(shape[0]), rates)
+            got, other_metrics = made.phase.update(state, {}, other, np.int32(shape[0]), rates)
             check_close(got.params, expected.params, 1e-9)
         np.testing.assert_allclose(other_metrics["loss"], metrics["learner/loss"], rtol=1e-9)
 

@@ -12,10 +12,8 @@ from builders import LONGEST
 
 from agentr1_jax.credit import shaping
 from agentr1_jax.credit.batch import flatten
-from agentr1_jax.credit.scheme import ShapingConfig
 from agentr1_jax.credit.shaping import RunningMeanStd
-from agentr1_jax.learner.config import PackingConfig
-from experiments import learning
+from agentr1_jax.train import train_step
 
 ALL = {"learner.row_loss_tokens": LONGEST}
 NO_LOSS_MASK = {**ALL, "learner.loss_mask": False}
@@ -31,7 +29,7 @@ NO_ADVANTAGE_MASK = {
 def updated(made, trajectories, **arguments):
     """The batch that the update saw, as flat arrays of its loss tokens, and the metrics."""
     seen = []
-    update = learners.recording(made.learner.update, seen)
+    update = learners.recording(made.phase.update, seen)
     _, metrics, out = made.learn(trajectories, update=update, **arguments)
     (_, batch), *_ = seen
     return batch.loss_tokens, metrics, out
@@ -101,10 +99,8 @@ def test_without_the_advantage_mask_credit_passes_through_every_token():
 
 
 def _final_values(made, trajectories):
-    rows = PackingConfig("trajectory", LONGEST, LONGEST, rows=1)
-    pack = learning.pack(trajectories, rows, final_values=True, observations=True)
-    state = made.fresh()
-    return learning._score(made.run, made.learner, state.params, [pack]).final_values
+    batch = train_step.pack(made.setup, made.phase, trajectories)
+    return train_step.token_outputs(made.setup, made.phase, made.fresh().params, batch).final_values
 
 
 def test_remax_compares_with_the_greedy_rollout_and_drops_rows_that_have_none(caplog):
@@ -124,16 +120,16 @@ def test_a_state_seen_by_no_other_is_compared_with_earlier_batches():
     returns = shaping.discounted_returns(flatten(trajectories), 1.0)
     per_token = np.repeat(returns, [len(s.response_ids) for t in trajectories for s in t.steps])
     for moments in (RunningMeanStd(), RunningMeanStd(10.0, 0.5, 3.0)):
-        loss_tokens, _, _ = updated(made, trajectories, moments=moments)
+        loss_tokens, _, _ = updated(made, trajectories, statistics=moments)
         np.testing.assert_allclose(learners.stream(loss_tokens, "advantage"), per_token - moments.mean, atol=1e-5)
 
 
 def test_moments_of_returns_are_handed_on():
     made, trajectories = learners.make({"credit.name": "state_baseline"}), learners.exact()
-    _, pending, _ = learning.learn(made.run, made.learner, made.fresh(), trajectories, learners.RATES)
+    *_, credit = made.step(trajectories)
     returns = shaping.discounted_returns(flatten(trajectories), 1.0)
-    assert pending.moments == pytest.approx(RunningMeanStd().update(returns))
-    assert RunningMeanStd(*list(pending.moments)) == pending.moments  # as a checkpoint keeps them
+    assert credit.return_statistics == pytest.approx(RunningMeanStd().update(returns))
+    assert RunningMeanStd(*list(credit.return_statistics)) == credit.return_statistics  # as a checkpoint keeps them
 
 
 def test_a_state_baseline_with_a_critic_asks_and_teaches_it():
@@ -152,7 +148,7 @@ def test_a_state_baseline_with_a_critic_asks_and_teaches_it():
 def test_scaled_rewards_scale_advantages():
     made, trajectories = learners.make({"credit.name": "dr_grpo"}), learners.exact()
     plain, _, _ = updated(made, trajectories)
-    scaled, _, _ = updated(made, trajectories, shaping=ShapingConfig(scale_returns=True))
+    scaled, _, _ = updated(made.under({"shaping.scale_returns": True}), trajectories)
     std = shaping.discounted_returns(flatten(trajectories), 1.0).std(ddof=1)
     np.testing.assert_allclose(scaled.advantage * std, plain.advantage, atol=1e-5)
 

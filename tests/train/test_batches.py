@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import types
 
 import jax
-import ml_collections
 import pytest
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from programs import program
 from schedules import POLICY, Planned, all_ids, assert_exact, engine_of, planned
 
-from agentr1_jax.errors import UserError
 from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.tools.wrappers import ToolMetrics
-from configs import quickstart
-from experiments import checks
-from experiments.batches import Ahead, InTurn, ages
-from experiments.journal import Position, Stopped
-
-train_script = program("train")
+from agentr1_jax.train.collect import AsynchronousRollouts, SynchronousRollouts
+from agentr1_jax.train.metrics import policy_ages
+from agentr1_jax.train.parts import Setup
+from agentr1_jax.train.progress import Progress
+from configs import base
+from experiments.setup import read_settings
 
 GROUPS, SAMPLES, UPDATES = 3, 2, 5
-NEVER = bool
 
 
 class Rows:
@@ -43,49 +37,70 @@ class Rows:
         return planned([visit % 60, 7], {"max_tokens": 6, "delay": self.delays[visit % len(self.delays)]}, {})
 
 
-def run_of(staleness, delays=(None,)):
+def setup_of(staleness, delays=(None,), agent=None):
     """The parts of a run that batches need; the parameters of an update are those of the seed of its number."""
     engine, _ = engine_of(3)
-    c = {"groups": GROUPS, "samples": SAMPLES, "staleness": staleness, "dynamic_sampling_groups": 0, "attempts": 1}
-    sampling = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
-    config = types.SimpleNamespace(
-        rollout=ml_collections.ConfigDict(c | sampling),
-        budget=types.SimpleNamespace(trajectory_seconds=None, max_steps=4),
-        task=types.SimpleNamespace(curriculum=()),
-        mesh=types.SimpleNamespace(rollout_devices=0),
-        updates=UPDATES,
-        seed=0,
-    )
+    config = base.get_config("hopworld")
+    changes = {"groups": GROUPS, "samples": SAMPLES, "staleness": staleness, "attempts": 1}
+    config.rollout.update(changes)
+    config.policy.preset, config.updates, config.seed = "tiny", UPDATES, 0
     # Laid out as the engine was compiled for, which other tests share; else it compiles its programs again.
     layout = NamedSharding(tiny.mesh(1), P())
-    view = lambda params, frozen: jax.device_put(jax.tree.map(jax.numpy.copy, params), layout)  # noqa: E731
-    parts = {
-        "engine": engine,
-        "agent": Planned(),
-        "task": Rows(delays),
-        "tools": ToolMetrics(),
-        "view": view,
-        "frozen": {},
-    }
-    return types.SimpleNamespace(config=config, **parts)
+    rollout_params = lambda params, frozen: jax.device_put(jax.tree.map(jax.numpy.copy, params), layout)  # noqa: E731
+    return Setup(
+        settings=read_settings(config),
+        task=Rows(delays),
+        tokenizer=None,
+        agent=agent or Planned(),
+        policy=POLICY,
+        frozen={},
+        learner_mesh=tiny.mesh(1),
+        engine=engine,
+        rollout_params=rollout_params,
+        tool_metrics=ToolMetrics(),
+    )
+
+
+class Stop:
+    """A request to stop that comes when `when` says so."""
+
+    def __init__(self, when=bool):
+        self._when = when
+
+    @property
+    def requested(self):
+        return self._when()
+
+    def requested_anywhere(self):
+        return self._when()
+
+
+NEVER = Stop()
 
 
 def params_of(update):
     return tiny.decoder_params(POLICY, update)
 
 
-def visits(update):
+def prompts(update):
     return range(update * GROUPS, (update + 1) * GROUPS)
 
 
-def train(made, start=0, stop_at=UPDATES):
-    """The batches of all updates, as the circle asks for them."""
+def take(source, update, stop=NEVER):
+    """The trajectories of the batch of an update; None where it is aborted."""
+    rollouts = source.next(params_of(update), Progress(update=update, prompt_index=update * GROUPS), stop)
+    if rollouts is None:
+        return None
+    assert not rollouts.zero_variance and rollouts.prompts_used == GROUPS
+    return rollouts.trajectories
+
+
+def train(source, start=0, stop_at=UPDATES):
+    """The batches of all updates, as the training loop asks for them."""
     out = []
     for update in range(start, stop_at):
-        trajectories, dull = made.take(params_of(update), update, visits(update), NEVER)
-        assert not dull
-        out.append(trajectories)
-        made.learnt(params_of(update + 1), update + 1)
+        out.append(take(source, update))
+        source.publish(params_of(update + 1), update + 1)
     return out
 
 
@@ -94,17 +109,17 @@ def names(trajectories):
 
 
 def expected(update):
-    return [f"rl/{visit:06d}/{sample}" for visit in visits(update) for sample in range(SAMPLES)]
+    return [f"rl/{visit:06d}/{sample}" for visit in prompts(update) for sample in range(SAMPLES)]
 
 
 @settings(max_examples=8, deadline=None)
 @given(st.integers(1, 3), st.lists(st.sampled_from([None, 0.0, 0.003, 0.03]), min_size=1, max_size=4))
 def test_each_group_comes_once_in_its_batch_and_no_step_is_older_than_allowed(staleness, delays):
-    run = run_of(staleness, delays)
-    made = Ahead(run, params_of(0), 0)
+    setup = setup_of(staleness, delays)
+    made = AsynchronousRollouts(setup, params_of(0), 0)
     try:
         out = train(made)
-        assert made.unused() == []
+        assert made.pending() == []
     finally:
         made.close()
     for update, batch in enumerate(out):
@@ -113,36 +128,36 @@ def test_each_group_comes_once_in_its_batch_and_no_step_is_older_than_allowed(st
         assert all(update - staleness <= version <= update for version in versions)
         for version in versions:
             assert_exact(batch, version=version, seed=version)
-        shares = ages(batch, update, staleness)
+        shares = policy_ages(batch, update, staleness)
         assert set(shares) == {f"rollout/age_{age}" for age in range(staleness + 1)}
         assert sum(shares.values()) == pytest.approx(1)
 
 
 def test_the_first_batch_is_what_is_sampled_in_turn():
-    run = run_of(1)
-    made = Ahead(run, params_of(0), 0)
+    setup = setup_of(1)
+    made = AsynchronousRollouts(setup, params_of(0), 0)
     try:
-        ahead, _ = made.take(params_of(0), 0, visits(0), NEVER)
+        ahead = take(made, 0)
     finally:
         made.close()
-    in_turn, _ = InTurn(run).take(params_of(0), 0, visits(0), NEVER)
+    in_turn = take(SynchronousRollouts(setup), 0)
     assert names(ahead) == names(in_turn) == expected(0)
     assert all_ids(ahead) == all_ids(in_turn)
-    assert ages(in_turn, 0, 0) == {}
+    assert policy_ages(in_turn, 0, 0) == {}
 
 
 def test_what_is_sampled_and_not_trained_is_kept_and_not_sampled_again(tmp_path):
-    run = run_of(2)
-    made = Ahead(run, params_of(0), 0)
+    setup = setup_of(2)
+    made = AsynchronousRollouts(setup, params_of(0), 0)
     train(made, stop_at=2)
     for _, future in made._batches.values():
         future.result(60)
-    kept = made.unused()
+    kept = made.pending()
     made.close()
     assert names(kept) == [*expected(2), *expected(3), *expected(4)]
     folder = RunFolder(str(tmp_path))
     folder.write_pending(7, kept[:-3])  # One group of two, and half of another, are lost.
-    again = Ahead(run, params_of(2), 2, folder.read_pending(7))
+    again = AsynchronousRollouts(setup, params_of(2), 2, folder.read_pending(7))
     try:
         out = train(again, start=2)
     finally:
@@ -154,21 +169,21 @@ def test_what_is_sampled_and_not_trained_is_kept_and_not_sampled_again(tmp_path)
 
 
 def test_a_stop_breaks_off_at_once_and_keeps_complete_groups():
-    run = run_of(1, delays=(None, None, 60.0))
-    made = Ahead(run, params_of(0), 0)
+    setup = setup_of(1, delays=(None, None, 60.0))
+    made = AsynchronousRollouts(setup, params_of(0), 0)
     polls = iter(range(100))
-    assert made.take(params_of(0), 0, visits(0), lambda: next(polls) > 5) is None
-    assert {t.group for t in made.unused()} <= {0, 1}
+    assert take(made, 0, Stop(lambda: next(polls) > 5)) is None
+    assert {t.group for t in made.pending()} <= {0, 1}
     made.close()
-    assert_exact(InTurn(run_of(0)).take(params_of(0), 0, visits(0), NEVER)[0])
+    assert_exact(take(SynchronousRollouts(setup_of(0)), 0))
 
 
 def test_a_stop_of_one_batch_after_the_other_keeps_complete_groups_for_the_next_start():
-    run = run_of(0, delays=(None, None, 60.0))
-    made, done = InTurn(run), []
+    setup = setup_of(0, delays=(None, None, 60.0))
+    made, done = SynchronousRollouts(setup), []
     polls = iter(range(1000))
-    assert made.take(params_of(0), 0, visits(0), lambda: next(polls) > 10 or len(made.unused()) == 2 * SAMPLES) is None
-    kept = made.unused()
+    assert take(made, 0, Stop(lambda: next(polls) > 10 or len(made.pending()) == 2 * SAMPLES)) is None
+    kept = made.pending()
     assert names(kept) == expected(0)[: 2 * SAMPLES]
 
     class Counting(Planned):
@@ -176,34 +191,18 @@ def test_a_stop_of_one_batch_after_the_other_keeps_complete_groups_for_the_next_
             done.append(session.identity.uid)
             await super().run(session, row)
 
-    quick = run_of(0)
-    quick.agent = Counting()
-    again = InTurn(quick, kept)
-    batch, _ = again.take(params_of(0), 0, visits(0), NEVER)
-    assert names(batch) == expected(0) and again.unused() == []
+    quick = setup_of(0, agent=Counting())
+    again = SynchronousRollouts(quick, kept)
+    batch = take(again, 0)
+    assert names(batch) == names(again.pending()) == expected(0)
+    again.publish(params_of(1), 1)
+    assert again.pending() == []
     assert sorted(done) == expected(0)[2 * SAMPLES :]
     assert [t for t in batch if t.uid not in done] == kept
     # A group of which one was lost is sampled whole again.
     done.clear()
-    InTurn(quick, kept[1:]).take(params_of(0), 0, visits(0), NEVER)
+    take(SynchronousRollouts(quick, kept[1:]), 0)
     assert sorted(done) == expected(0)[:SAMPLES] + expected(0)[2 * SAMPLES :]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"rollout.staleness": -1}, r"rollout\.staleness is -1; it must be"),
-        ({"rollout.staleness": 1, "rollout.deterministic": True}, "set one of them only"),
-        ({"rollout.staleness": 1, "rollout.dynamic_sampling_groups": 4}, "settled before those of the batch before"),
-        ({"rollout.staleness": 1, "credit.name": "remax", "credit.args.lam": None}, r"set rollout\.staleness=0"),
-    ],
-)
-def test_what_cannot_run_ahead_is_refused(changes, message):
-    config = quickstart.get_config()
-    with config.unlocked():
-        config.update_from_flattened_dict(changes)
-    with pytest.raises(UserError, match=message):
-        checks.check(config)
 
 
 class Patient(Planned):
@@ -220,57 +219,11 @@ class Patient(Planned):
 
 
 def test_a_slow_group_does_not_hold_up_the_batches_behind_its_own():
-    run = run_of(1)
-    run.agent = Patient()
-    run.agent.made = made = Ahead(run, params_of(0), 0)
+    agent = Patient()
+    setup = setup_of(1, agent=agent)
+    agent.made = made = AsynchronousRollouts(setup, params_of(0), 0)
     try:
-        assert names(made.take(params_of(0), 0, visits(0), NEVER)[0]) == expected(0)
-        assert names(made.unused()) == expected(1)
+        assert names(take(made, 0)) == expected(0)
+        assert sorted(names(made.pending())) == [*expected(0), *expected(1)]
     finally:
         made.close()
-
-
-def test_all_processes_ask_whether_to_stop_also_who_was_told_to():
-    """One that did not would leave the others waiting for its answer."""
-    asked = []
-    stop = types.SimpleNamespace(requested=True, requested_anywhere=lambda: asked.append(True) or True)
-    journal = types.SimpleNamespace(stop=stop, position=types.SimpleNamespace(update=0))
-    run = run_of(0)
-    run.config.eval = types.SimpleNamespace(questions=2, split="eval")
-    with pytest.raises(Stopped):
-        train_script.evaluate(run, journal, types.SimpleNamespace(params=params_of(0)), "eval_before", 0.0)
-    assert asked == [True]
-
-
-@pytest.mark.parametrize("broken_off", [False, True])
-def test_an_evaluation_on_the_way_is_made_once_and_again_where_it_was_broken_off(monkeypatch, broken_off):
-    made, saved = [], []
-
-    def evaluate(run, journal, state, name, temperature, questions, within):
-        made.append((name, questions))
-        if broken_off:
-            raise Stopped
-
-    monkeypatch.setattr(train_script, "evaluate", evaluate)
-    run = types.SimpleNamespace(config=types.SimpleNamespace(eval=types.SimpleNamespace(every=2, quick_questions=7)))
-    position = Position(update=4)
-    journal = types.SimpleNamespace(position=position, save=lambda state, unused: saved.append(unused))
-    batches = types.SimpleNamespace(background=None, unused=lambda: ["kept"])
-    if broken_off:
-        with pytest.raises(Stopped):
-            train_script.evaluate_if_due(run, journal, None, batches)
-        assert saved == [["kept"]] and position.evaluated == 0
-        return
-    for position.update in (0, 4, 4, 5):
-        train_script.evaluate_if_due(run, journal, None, batches)
-    assert made == [("eval_000004", 7)] and not saved and position.evaluated == 4
-
-
-def test_a_checkpoint_of_a_newer_version_is_refused():
-    record = dataclasses.asdict(Position(update=3))
-    assert Position.of(record, "runs/x").update == 3
-    for old in ({}, {"format": 1}):  # They were saved after the evaluation of their update.
-        first = {k: v for k, v in record.items() if k not in ("format", "evaluated")}
-        assert Position.of(first | old, "runs/x") == Position(update=3, evaluated=3)
-    with pytest.raises(UserError, match=r"runs/x: its checkpoints have format 9, this version knows 2"):
-        Position.of(record | {"format": 9, "what": "is this"}, "runs/x")

@@ -12,8 +12,9 @@ from agentr1_jax.errors import UserError
 from agentr1_jax.policy import presets
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.tasks import make_task
+from agentr1_jax.train import build
 from configs import quickstart
-from experiments import build
+from experiments.setup import read_settings
 
 
 def tokenizer(vocab_size):
@@ -29,47 +30,42 @@ def config():
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_refused(config):
-    assert build.policy(config, tokenizer(151_665)).vocab_size == 151_936
-    assert build.policy(config, tokenizer(151_936)).vocab_size == 151_936
+    assert build.make_policy(read_settings(config), tokenizer(151_665)).vocab_size == 151_936
+    assert build.make_policy(read_settings(config), tokenizer(151_936)).vocab_size == 151_936
     message = (
         r"tokenizer some/tokenizer has ids up to 151936, .* has 151936 rows \(qwen2\.5-0\.5b\): .*set tokenizer\.path"
     )
     with pytest.raises(UserError, match=message):
-        build.policy(config, tokenizer(151_937))
+        build.make_policy(read_settings(config), tokenizer(151_937))
 
 
 def test_a_tokenizer_larger_than_the_embedding_of_weights_is_refused(config, monkeypatch):
     shape = DecoderConfig(vocab_size=100, width=8, layers=1, heads=2, kv_heads=1, head_dim=4, hidden=8)
     monkeypatch.setattr(presets, "read_config", lambda path: dataclasses.replace(shape))
     config.policy.preset, config.policy.weights = "", "owner/name"
-    assert build.policy(config, tokenizer(100)).vocab_size == 100
+    assert build.make_policy(read_settings(config), tokenizer(100)).vocab_size == 100
     with pytest.raises(UserError, match=r"has ids up to 100, but the policy's embedding has 100 rows \(owner/name\)"):
-        build.policy(config, tokenizer(101))
+        build.make_policy(read_settings(config), tokenizer(101))
 
 
 def test_a_preset_without_a_vocabulary_gets_the_tokenizers_padded(config):
     config.policy.preset = "tiny"
-    assert [build.policy(config, tokenizer(n)).vocab_size for n in (1, 128, 129)] == [128, 128, 256]
+    assert [build.make_policy(read_settings(config), tokenizer(n)).vocab_size for n in (1, 128, 129)] == [128, 128, 256]
 
 
 def test_a_tokenizer_that_cannot_serve_an_agent_with_tools_is_refused(config):
     without_tags = Letters()
     with pytest.raises(UserError, match=r"tokenizer\.path: letters: its chat template writes no tool calls"):
-        build.agent(config, make_task("hopworld"), without_tags)
+        build.make_agent(read_settings(config), make_task("hopworld"), without_tags)
     many = Letters()
     many.added = {**Letters.added, "<tool_call>": 2, "</tool_call>": 3}
-    assert build.agent(config, make_task("hopworld"), many).call_format.name == "hermes"
+    assert build.make_agent(read_settings(config), make_task("hopworld"), many).call_format.name == "hermes"
     many.stop_ids = (1, 2, 3, 4, 5)
     with pytest.raises(UserError, match="letters has 5 stop ids, the engine knows at most 4; shorten eos_token_id"):
-        build.agent(config, make_task("hopworld"), many)
+        build.make_agent(read_settings(config), make_task("hopworld"), many)
 
 
 def test_the_call_format_and_how_strictly_it_is_read_come_from_the_config(config):
     config.agent.call_format, config.tools.lenient = "react", True
-    agent = build.agent(config, make_task("hopworld"), Letters())
+    agent = build.make_agent(read_settings(config), make_task("hopworld"), Letters())
     assert agent.call_format.name == "react" and agent.lenient
-    config.agent.call_format = "xml"
-    with pytest.raises(
-        UserError, match=r"unknown agent\.call_format 'xml'; choose one of auto, hermes, llama3, code, react"
-    ):
-        build.agent(config, make_task("hopworld"), Letters())

@@ -26,21 +26,29 @@ from agentr1_jax.policy.config import LoraConfig
 from agentr1_jax.policy.sharding import shardings
 from agentr1_jax.runtime.compile_cache import CompileCounter
 from configs import base, quickstart
-from experiments import build, checks, learning
+from experiments.setup import read_settings
 
 LORA = dataclasses.replace(POLICY, lora=LoraConfig(rank=2, alpha=3.0, targets=("query", "value")))
 CASES = [(POLICY, "shared_trunk"), (POLICY, "separate"), (LORA, "separate")]
 WARMUP = 2
 
 
-def config(**changes):
-    """The base config with some keys (`__` for the dots) changed, by which rates are made."""
-    with ml_collections.ConfigDict(base.get_config()).unlocked() as c:
+def settings_with(**changes):
+    """Settings of the base config with some keys (`__` for the dots) changed."""
+    with ml_collections.ConfigDict(base.get_config("hopworld")).unlocked() as c:
+        c.policy.preset = "tiny"
         c.update_from_flattened_dict({key.replace("__", "."): x for key, x in changes.items()})
-    return c
+    return read_settings(c)
 
 
-RUN = config(updates=6, optimizer__critic_warmup=WARMUP, optimizer__lr=1e-2, optimizer__value_lr=1e-1)
+CRITIC = {"critic": "shared_trunk", "credit__name": "step_gae"}
+RUN = settings_with(
+    updates=6,
+    optimizer__critic_warmup=WARMUP,
+    optimizer__lr=1e-2,
+    optimizer__value_lr=1e-1,
+    **CRITIC,
+)
 
 
 @functools.cache
@@ -56,7 +64,7 @@ def learn(case, state, update, batch=None):
     """The state after an update of RUN."""
     program, _, frozen, _ = made(*case)
     batch = example("append").batch(rows=8) if batch is None else batch
-    rates = {part: np.float32(x) for part, x in build.rates(RUN, update, state.params).items()}
+    rates = {part: np.float32(x) for part, x in RUN.learning_rates(update, state.params).items()}
     state, metrics = program(state, frozen, jax.tree.map(jnp.asarray, batch), np.int32(1), rates)
     assert int(state.skipped) == 0
     return state, metrics
@@ -99,7 +107,7 @@ def test_the_first_update_of_the_policy_is_that_of_a_run_started_there(case):
     check_equal(after.opt_state["decoder"], started.opt_state["decoder"])
     moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), after.params["decoder"], warm.params["decoder"])
     # The first step of Adam is the rate, whichever way, beside the decay of the weight.
-    assert max(jax.tree.leaves(moved)) == pytest.approx(build.rates(RUN, WARMUP, ["decoder"])["decoder"], rel=0.2)
+    assert max(jax.tree.leaves(moved)) == pytest.approx(RUN.learning_rates(WARMUP, ["decoder"])["decoder"], rel=0.2)
     assert made(*case)[0]._cache_size() == 1
 
 
@@ -122,8 +130,8 @@ def test_the_whole_learner_compiles_nothing_when_the_warm_up_ends():
     state, counter = small.fresh(), CompileCounter()
     start, norms = jax.device_get(state.params), []
     for update in range(4):
-        rates = build.rates(small.run.config, update, state.params)
-        state, _, _ = learning.learn(small.run, small.learner, state, exact(), rates)
+        rates = small.setup.settings.learning_rates(update, state.params)
+        state, _, _ = small.learn(exact(), state, rates=rates)
         if update < 2:
             check_equal(state.params["decoder"], start["decoder"])
         if update == 0:
@@ -134,12 +142,14 @@ def test_the_whole_learner_compiles_nothing_when_the_warm_up_ends():
 
 @pytest.mark.parametrize("schedule", ["constant", "linear"])
 def test_rates_of_the_policy_begin_after_the_warm_up(schedule):
-    shared = {"optimizer__schedule": schedule, "optimizer__warmup": 2}
-    late = config(updates=10, optimizer__critic_warmup=3, **shared)
-    started_there = config(updates=7, **shared)
-    made = [build.rates(late, update, ("decoder", "critic", "value")) for update in range(10)]
+    shared = {"optimizer__schedule": schedule, "optimizer__warmup": 2, **CRITIC}
+    late = settings_with(updates=10, optimizer__critic_warmup=3, **shared)
+    started_there = settings_with(updates=7, **shared)
+    made = [late.learning_rates(update, ("decoder", "critic", "value")) for update in range(10)]
     assert [r["decoder"] for r in made[:3]] == [0, 0, 0]
-    assert [r["decoder"] for r in made[3:]] == [build.rates(started_there, u, ["decoder"])["decoder"] for u in range(7)]
+    assert [r["decoder"] for r in made[3:]] == [
+        started_there.learning_rates(u, ["decoder"])["decoder"] for u in range(7)
+    ]
     assert {r[part] for r in made for part in ("critic", "value")} == {late.optimizer.value_lr}
     assert made[3]["decoder"] > 0
 
@@ -159,8 +169,8 @@ def test_a_warm_up_without_critic_or_end_is_refused(changes, message):
         c.update_from_flattened_dict({"critic": "shared_trunk", "credit.name": "step_gae"})
         c.credit.args = base.get_config().credit.args
         c.optimizer.critic_warmup = 5
-    checks.check(c, jax.devices()[:1])
+    read_settings(c)
     with ml_collections.ConfigDict(c).unlocked() as wrong:
         wrong.update_from_flattened_dict(changes)
     with pytest.raises(UserError, match=message):
-        checks.check(wrong, jax.devices()[:1])
+        read_settings(wrong)

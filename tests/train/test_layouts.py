@@ -16,15 +16,19 @@ from jax.sharding import PartitionSpec as P
 from pair import run
 
 from agentr1_jax.agents.session import ScriptedSession
-from agentr1_jax.credit.shaping import RunningMeanStd
+from agentr1_jax.credit import get_scheme
 from agentr1_jax.learner.config import PackingConfig
 from agentr1_jax.learner.packing import pack
 from agentr1_jax.runtime import processes
+from agentr1_jax.tools.wrappers import ToolMetrics
+from agentr1_jax.train import build, phases, train_step
+from agentr1_jax.train.collect import identities, process_shard
+from agentr1_jax.train.parts import Setup
+from agentr1_jax.train.progress import Progress
 from agentr1_jax.trajectory import Outcome, Trajectory
 from agentr1_jax.trajectory_io import read_jsonl, write_jsonl
 from configs import quickstart
-from experiments import build, checks, learning, phases, tasks
-from experiments.circle import Run
+from experiments.setup import make_task, read_settings, use_compile_cache
 
 UPDATES = 3
 SMALL = {
@@ -58,14 +62,23 @@ def config_of(folder, changes):
     return config
 
 
+def setup_of(folder, changes, *, resumes):
+    """The parts of a run that learns from recorded trajectories."""
+    settings, nothing = read_settings(config_of(folder, changes)), None  # Nothing rolls out here.
+    use_compile_cache(settings)
+    task = make_task(settings, ToolMetrics(), nothing)
+    tokenizer = build.make_tokenizer(settings, task, resumes=resumes)
+    agent, policy = build.make_agent(settings, task, tokenizer), build.make_policy(settings, tokenizer)
+    mesh = build.make_learner_mesh(settings)
+    return Setup(settings, task, tokenizer, agent, policy, {}, mesh, nothing, nothing, nothing)
+
+
 def recorded(folder) -> list[list[Trajectory]]:
     """Batches of the expert's trajectories, as a run might have sampled them: ended, cut, failed, of unequal shares."""
-    config = config_of(folder, {})
-    task = tasks.make_task(config)
-    tokenizer = build.tokenizer(config, task, resumes=False)
-    agent = build.agent(config, task, tokenizer)
+    setup = setup_of(folder, {}, resumes=False)
+    task, tokenizer, agent = setup.task, setup.tokenizer, setup.agent
     rng = np.random.default_rng(0)
-    c = config.rollout
+    c = setup.settings.rollout
 
     async def play(row, identity):
         session = ScriptedSession(identity, task.expert(row, identity.seed), tokenizer, agent.call_format)
@@ -85,12 +98,11 @@ def recorded(folder) -> list[list[Trajectory]]:
 
     batches = []
     for update in range(UPDATES):
-        visits = range(update * c.groups, (update + 1) * c.groups)
-        names = build.identities(task, config.seed, "rl", range(c.groups), visits, c.samples)
         batch = [
-            asyncio.run(play(task.row("train", visit), identity))
-            for visit, group in zip(visits, names, strict=True)
-            for identity in group
+            asyncio.run(play(task.row("train", prompt), identity))
+            for group in range(c.groups)
+            for prompt in [update * c.groups + group]
+            for identity in identities(setup, "rl", group, prompt, c.samples)
         ]
         batch = [cut(t) if t.group == 2 and len(t.steps) > 1 else t for t in batch]
         failed = {(1, 0), (3, 1), (3, 3)}
@@ -108,36 +120,28 @@ def child(folder: str, layout: str) -> None:
     processes.initialize()
     out = {}
     for name, changes in OPTIMIZERS.items():
-        config = config_of(folder, changes | LAYOUTS[layout][2])
-        checks.check(config)
-        build.keep_programs(config)
-        tokenizer = build.tokenizer(config, tasks.make_task(config), resumes=True)
-        policy, mesh = build.policy(config, tokenizer), build.learner_mesh(config)
-        fresh, _, (optimizer, _, shardings) = build.learner_state(config, policy, mesh)
-        nobody = None  # Rolls out here.
-        run = Run(config, nobody, tokenizer, nobody, policy, {}, nobody, mesh, nobody, nobody)
-        learner = phases.reinforced(run, optimizer, shardings, None)
-        whole = jax.jit(lambda params: params, out_shardings=NamedSharding(mesh, P()))
+        setup = setup_of(folder, changes | LAYOUTS[layout][2], resumes=True)
+        settings = setup.settings
+        builder = build.make_state_builder(settings, setup.policy, setup.learner_mesh)
+        rl = phases.reinforcement(setup, builder.optimizer, builder.layout, None)
+        whole = jax.jit(lambda params: params, out_shardings=NamedSharding(setup.learner_mesh, P()))
         for kind, scheme in SCHEMES.items():
-            assign = jax.jit(get_scheme(scheme, **build.credit_scheme(config).arguments).assign)
-            state, moments, seen = fresh(), RunningMeanStd(), []
+            phase = dataclasses.replace(rl, assign=jax.jit(get_scheme(scheme, **settings.scheme.arguments).assign))
+            state, progress, seen = builder.init(), Progress(), []
             for update in range(UPDATES + 1):
                 seen.append(np.concatenate([np.ravel(x) for x in jax.tree.leaves(jax.device_get(whole(state.params)))]))
                 if update == UPDATES:
                     break
-                mine = build.dealt(config.rollout.groups)
-                batch = [t for t in read_jsonl(f"{folder}/rl_{update:06d}.jsonl.gz") if t.group in mine]
-                state, pending, _ = learning.learn(
-                    run,
-                    dataclasses.replace(learner, credit=assign),
-                    state,
-                    batch,
-                    build.rates(config, update, state.params),
-                    moments=moments,
-                )
-                moments, metrics = pending.moments, pending.result()
-                assert metrics["learner/grad_norm"] > config.optimizer.max_grad_norm and not metrics["learner/skipped"]
-                assert 0 < metrics["learner/clip_fraction"] < 1
+                own = process_shard(settings.rollout.groups)
+                trajectories = [t for t in read_jsonl(f"{folder}/rl_{update:06d}.jsonl.gz") if t.group in own]
+                batch = train_step.pack(setup, phase, trajectories)
+                outputs = train_step.token_outputs(setup, phase, state.params, batch)
+                credit = train_step.assign_credit(setup, phase, batch, outputs, progress)
+                rates = settings.learning_rates(update, state.params)
+                state, metrics = train_step.update(setup, phase, state, batch, outputs, credit, rates)
+                progress, record = progress.after(0, credit.return_statistics), metrics.fetch()
+                assert record["learner/grad_norm"] > settings.optimizer.max_grad_norm and not record["learner/skipped"]
+                assert 0 < record["learner/clip_fraction"] < 1
             out[f"{name}/{kind}"] = np.stack(seen)
     if processes.process_index() == 0:
         np.savez(f"{folder}/{layout}.npz", **out)

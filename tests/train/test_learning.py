@@ -1,4 +1,4 @@
-"""The learning half of the circle: what it drops, how it fills its updates, and what must not change them."""
+"""The train step: what it drops, what its updates hold, and what must not change them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from examples import POLICY, check_close, outputs_of, parameters
 from learners import (
     CAPO,
     EVERYTHING,
-    RATES,
     TWICE,
     bad,
     batch,
@@ -32,9 +31,10 @@ from pair import run_two
 
 from agentr1_jax.learner.config import PACKING_MODES
 from agentr1_jax.runtime.compile_cache import CompileCounter
+from agentr1_jax.train import phases
+from agentr1_jax.train.train_step import StepMetrics
 from agentr1_jax.trajectory import POLICIES, Outcome, OutcomePolicy
 from agentr1_jax.trajectory_io import read_jsonl, write_jsonl
-from experiments import learning, phases
 
 MALFORMED = {
     "no step": (dataclasses.replace(bad(), steps=()), "no step"),
@@ -55,7 +55,7 @@ def test_a_malformed_trajectory_is_dropped_and_the_others_are_trained_as_if_it_h
     made, good = make(CAPO, wide=True), exact()
     t, fault = MALFORMED[name]
     t = dataclasses.replace(t, uid="the/bad/one", group=0)
-    usable, dropped, malformed = learning.sift(made.run, [*good[:3], t, *good[3:]], critic=False)
+    usable, dropped, malformed = made.sift([*good[:3], t, *good[3:]], critic=False)
     assert usable == good and dropped == [t] and malformed == 1
     (warning,) = [r.getMessage() for r in caplog.records]
     assert warning.startswith("trajectory the/bad/one is dropped: ")
@@ -74,25 +74,25 @@ def test_what_an_outcome_drops_is_no_malformed_trajectory(outcome, caplog):
     made, good = make(CAPO, wide=True), exact()
     failed = dataclasses.replace(bad(reward=None, logprobs=np.float32([np.nan, np.nan])), outcome=outcome)
     unborn = dataclasses.replace(failed, steps=())
-    assert learning.sift(made.run, [failed, *good, unborn], critic=True) == (good, [failed, unborn], 0)
+    assert made.sift([failed, *good, unborn], critic=True) == (good, [failed, unborn], 0)
     assert not caplog.records
 
 
 def test_what_only_a_programmer_can_mend_is_an_error():
     made = make(CAPO, wide=True)
     cut = dataclasses.replace(bad(), uid="the/cut/one", outcome=Outcome.MAX_STEPS)
-    assert learning.sift(made.run, [cut], critic=False) == ([cut], [], 0)
-    with pytest.raises(ValueError, match=r"the/cut/one was cut \(max_steps\) without final_prompt_ids.*finish\(\)"):
-        learning.sift(made.run, [cut], critic=True)
+    assert made.sift([cut], critic=False) == ([cut], [], 0)
+    with pytest.raises(ValueError, match=r"the/cut/one was truncated .* without final_prompt_ids.*finish\(\)"):
+        made.sift([cut], critic=True)
     with pytest.raises(ValueError, match=r"\(answered\): steps \[1\] have no reward"):
-        learning.sift(made.run, [bad(reward=None)], critic=False)
+        made.sift([bad(reward=None)], critic=False)
 
 
 def test_a_final_prompt_that_fits_no_row_is_malformed_for_a_critic_alone():
     made = make(CAPO, wide=True)
     cut = dataclasses.replace(bad(), outcome=Outcome.MAX_STEPS, final_prompt_ids=np.zeros(LONGEST + 1, np.int32))
-    assert learning.sift(made.run, [cut], critic=False) == ([cut], [], 0)
-    assert learning.sift(made.run, [cut], critic=True) == ([], [cut], 1)
+    assert made.sift([cut], critic=False) == ([cut], [], 0)
+    assert made.sift([cut], critic=True) == ([], [cut], 1)
 
 
 def test_what_was_dropped_can_be_written_down(tmp_path):
@@ -105,7 +105,7 @@ def test_what_was_dropped_can_be_written_down(tmp_path):
 
 def test_a_reward_beyond_single_precision_is_malformed():
     huge = bad(reward=1e39)
-    assert learning.sift(make(CAPO, wide=True).run, [huge], critic=False) == ([], [huge], 1)
+    assert make(CAPO, wide=True).sift([huge], critic=False) == ([], [huge], 1)
 
 
 @pytest.mark.parametrize("trajectories", [[], [t for t, _ in MALFORMED.values()]], ids=["empty", "all malformed"])
@@ -133,7 +133,7 @@ def test_a_minibatch_of_nothing_is_no_update():
 
 def test_a_minibatch_that_is_masked_is_no_update(monkeypatch):
     table = {**POLICIES, Outcome.TIME_LIMIT: OutcomePolicy("use", False, "mask")}
-    for module in ("agentr1_jax.trajectory", "agentr1_jax.credit.batch", "experiments.learning"):
+    for module in ("agentr1_jax.trajectory", "agentr1_jax.credit.batch", "agentr1_jax.train.train_step"):
         monkeypatch.setattr(f"{module}.POLICIES", table)
     made = make(CAPO, wide=True)
     state, _, _ = made.learn(exact())
@@ -146,7 +146,7 @@ def test_metrics_of_several_updates_are_joined():
     names = ("loss", "logprob_gap", "max_logprob_gap", "max_ratio", "skipped", "skipped_in_a_row")
     numbers = ((1.0, 0.5, 3.0, 1.0, 0, 1), (4.0, 1.5, 9.0, 5.0, 2, 0), (4.0, 2.5, 1.0, 2.0, 3, 0))
     updates = [dict(zip(names, x, strict=True)) for x in numbers]
-    assert learning.Pending({"batch/steps": 7.0, "learner/ref_kl": 0.25}, updates).result() == {
+    assert StepMetrics({"batch/steps": 7.0, "learner/ref_kl": 0.25}, updates).fetch() == {
         "learner/loss": 3.0,
         "learner/logprob_gap": 0.5,
         "learner/max_logprob_gap": 3.0,
@@ -156,7 +156,7 @@ def test_metrics_of_several_updates_are_joined():
         "batch/steps": 7.0,
         "learner/ref_kl": 0.25,
     }
-    assert learning.Pending({"batch/dropped": 2.0}, []).result() == {"batch/dropped": 2.0}
+    assert StepMetrics({"batch/dropped": 2.0}, []).fetch() == {"batch/dropped": 2.0}
 
 
 def test_the_gap_is_that_of_the_first_update():
@@ -182,18 +182,18 @@ def test_the_gap_is_that_of_the_first_update():
     ],
 )
 def test_a_learner_has_the_programs_that_its_config_needs(changes, score, log_ratio, critic):
-    learner = make(changes).learner
-    assert (learner.token_outputs is not None, learner.log_ratio is not None, learner.critic) == (
+    phase = make(changes).phase
+    assert (phase.token_outputs is not None, phase.log_ratio is not None, phase.critic) == (
         score,
         log_ratio,
         critic,
     )
-    assert (learner.reference is not None) == ("kl.kind" in changes) and learner.credit is not None
+    assert (phase.reference is not None) == ("kl.kind" in changes) and phase.assign is not None
 
 
 def test_demonstrations_are_learned_by_cross_entropy_whatever_rl_will_do():
-    made = make(EVERYTHING, make_learner=phases.supervised)
-    assert made.learner.token_outputs is made.learner.log_ratio is made.learner.credit is None
+    made = make(EVERYTHING, make_phase=phases.warm_start)
+    assert made.phase.token_outputs is made.phase.log_ratio is made.phase.assign is None
     shown = batch()
     shown = with_logprobs(shown, np.zeros_like(outputs_of(shown)[0]))
     state, metrics, out = made.learn(shown)
@@ -224,7 +224,7 @@ def test_kl_in_the_reward_is_a_reward_of_tokens():
 
     def credit(streams):
         seen.append(streams)
-        return made.learner.credit(streams)
+        return made.phase.assign(streams)
 
     def no_update(state, frozen, batch, count, rates):
         assert batch.loss_tokens.ref_logprob is None, "it would be in the loss, too"
@@ -233,7 +233,7 @@ def test_kl_in_the_reward_is_a_reward_of_tokens():
     other = {"decoder": tiny.decoder_params(POLICY, seed=5)}
     with jax.enable_x64(True):
         reference = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), other["decoder"])
-    _, metrics, _ = made.learn(trajectories, kl_coef=0.3, credit=credit, update=no_update, reference=reference)
+    _, metrics, _ = made.learn(trajectories, kl_coef=0.3, assign=credit, update=no_update, reference=reference)
     x = slow_logprobs(parameters(), trajectories) - slow_logprobs(other, trajectories)
     assert np.abs(x).max() > 1
     np.testing.assert_allclose(seen[0].token_rewards[: len(x)], -0.3 * x, rtol=1e-5, atol=1e-6)
@@ -268,12 +268,12 @@ def test_the_correction_is_a_weight_of_each_tokens_policy_loss(kind, unit):
     assert len(np.unique(factor)) > 1
 
     def weighted(streams):
-        credit = made.learner.credit(streams)
+        credit = made.phase.assign(streams)
         factors = np.pad(factor, (0, len(credit.advantages) - len(factor))).astype(np.float32)
         return dataclasses.replace(credit, advantages=credit.advantages * factors)
 
     got, _, _ = made.learn(with_logprobs(right, logprob - d))
-    expected, _, _ = made.learn(right, credit=weighted)
+    expected, _, _ = made.learn(right, assign=weighted)
     unweighted, _, _ = made.learn(right)
     moved, wanted, other = (
         jax.tree.map(lambda new, old: np.asarray(new) - np.asarray(old), state.params, parameters())
@@ -290,15 +290,15 @@ def test_ratios_of_a_minibatch_in_every_update_of_two_passes(changes):
     made, trajectories, seen, advantages, losses = make(changes, wide=True), exact(), [], [], []
 
     def credit(streams):
-        advantages.append(np.asarray((found := made.learner.credit(streams)).advantages))
+        advantages.append(np.asarray((found := made.phase.assign(streams)).advantages))
         return found
 
     def update(*args):
-        state, metrics = recording(made.learner.update, seen)(*args)
+        state, metrics = recording(made.phase.update, seen)(*args)
         losses.append(metrics)
         return state, metrics
 
-    made.under(TWICE).learn(trajectories, credit=credit, update=update)
+    made.under(TWICE).learn(trajectories, assign=credit, update=update)
     assert len(losses) == 4
     old, _, owner = sampled(trajectories)
     changed = 0
@@ -383,10 +383,10 @@ def test_no_update_is_waited_for():
             raise TimeoutError("waited")
 
     with jax.enable_x64(True):
-        programs = dataclasses.replace(made.learner, update=lambda state, *_: (state, {"loss": Unread()}))
-        _, pending, _ = learning.learn(made.under(TWICE).run, programs, made.fresh(), exact(), RATES)
+        update = lambda state, *_: (state, {"loss": Unread()})  # noqa: E731
+        _, metrics, _, _ = made.under(TWICE).step(exact(), update=update)
         with pytest.raises(TimeoutError, match="waited"):
-            pending.result()
+            metrics.fetch()
 
 
 def test_batches_of_any_kind_and_size_run_the_same_programs():
@@ -400,6 +400,6 @@ def test_batches_of_any_kind_and_size_run_the_same_programs():
         if update == 1:
             compiled = counter.count
     assert counter.count == compiled
-    programs = (made.learner.update, made.learner.token_outputs, made.learner.log_ratio, made.learner.credit)
+    programs = (made.phase.update, made.phase.token_outputs, made.phase.log_ratio, made.phase.assign)
     assert [program._cache_size() for program in programs] == [1] * 4
     assert int(state.skipped) == 0 and all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get(state.params)))

@@ -13,7 +13,7 @@ from agentr1_jax.errors import UserError
 from agentr1_jax.policy.sharding import shardings
 from agentr1_jax.runtime import mesh as meshes
 from configs import quickstart
-from experiments import checks
+from experiments.setup import check_placement, read_settings
 
 EVERYTHING_FITS = {
     "pretrain.updates": 4,
@@ -38,7 +38,7 @@ def config(**changes):
 
 @pytest.mark.parametrize("counts", [(1,), (8,), (1, 1), (2, 2), (4, 4, 4, 4)])
 def test_what_fits_is_not_refused(counts):
-    checks.check(config(), machines(*counts))
+    check_placement(read_settings(config()), machines(*counts))
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,8 @@ def test_what_fits_is_not_refused(counts):
     [
         ((1, 1, 1), {}, r"rollout\.groups \(16\) must be a multiple of processes x learner\.minibatches \(3 x 1\)"),
         ((2, 2), {"learner__minibatches": 3}, r"rollout\.groups \(16\) must be .* \(2 x 3\)"),
-        ((1,) * 4, {"pretrain__batch": 42}, r"pretrain\.batch \(42\) must be a positive multiple of the 4 processes"),
-        ((1,) * 4, {"warm_start__batch": 42}, r"warm_start\.batch \(42\) must be a positive multiple of the 4"),
+        ((1,) * 4, {"pretrain__batch": 42}, r"pretrain\.batch \(42\) must be a multiple of the 4 processes"),
+        ((1,) * 4, {"warm_start__batch": 42}, r"warm_start\.batch \(42\) must be a multiple of the 4"),
         ((1,), {"learner__rows": 0}, r"learner\.rows is 0; it must be greater than or equal to 1"),
         (
             (2, 2),
@@ -76,16 +76,18 @@ def test_what_fits_is_not_refused(counts):
 )
 def test_what_does_not_fit_the_devices_is_refused(counts, changes, message):
     with pytest.raises(UserError, match=message):
-        checks.check(config(**changes), machines(*counts))
+        check_placement(read_settings(config(**changes)), machines(*counts))
 
 
 def test_devices_for_rollouts_alone_hold_no_rows_of_a_batch():
     apart = {"mesh__rollout_devices": 2, "pretrain__updates": 0}
-    checks.check(config(learner__rows=6, rollout__slots=2, rollout__swap_slots=0, **apart), machines(8))
+    check_placement(
+        read_settings(config(learner__rows=6, rollout__slots=2, rollout__swap_slots=0, **apart)), machines(8)
+    )
     with pytest.raises(UserError, match=r"learner\.rows \(8\) must be a multiple of the 6 shards"):
-        checks.check(config(learner__rows=8, **apart), machines(8))
+        check_placement(read_settings(config(learner__rows=8, **apart)), machines(8))
     with pytest.raises(UserError, match=r"rollout\.slots \(3\) must be a multiple of the 2 data shards"):
-        checks.check(config(learner__rows=6, rollout__slots=3, **apart), machines(8))
+        check_placement(read_settings(config(learner__rows=6, rollout__slots=3, **apart)), machines(8))
 
 
 @pytest.mark.parametrize("sizes", [(-1, 1, 1), (-1, 1, 2), (-1, 2, 2), (-1, 4, 1), (-1, 4, 4), (-1, 8, 1), (-1, 8, 2)])

@@ -26,10 +26,13 @@ from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.checkpoint import Checkpoints
 from agentr1_jax.runtime.metrics import read_metrics
 from agentr1_jax.runtime.run_folder import RunFolder
+from agentr1_jax.tools.wrappers import ToolMetrics
+from agentr1_jax.train import build
+from agentr1_jax.train.init_from import restore_decoder
 from agentr1_jax.trajectory import Outcome, Trajectory
 from agentr1_jax.trajectory_io import read_jsonl
 from configs import quickstart
-from experiments import build, inherited, tasks
+from experiments.setup import check_init_from, make_task, read_settings
 
 
 def in_order(run_dir: Path) -> list[tuple]:
@@ -49,9 +52,10 @@ def test_the_quickstart_budget_lets_the_right_way_through(tmp_path: Path) -> Non
     with quickstart.get_config().unlocked() as config:
         config.run_dir = str(tmp_path)
         config.task.hopworld.flaws = dict.fromkeys(config.task.hopworld.flaws, 0.0)
-    task = tasks.make_task(config)
-    tokenizer = build.tokenizer(config, task, resumes=False)
-    agent = build.agent(config, task, tokenizer)
+    settings = read_settings(config)
+    task = make_task(settings, ToolMetrics(), None)
+    tokenizer = build.make_tokenizer(settings, task, resumes=False)
+    agent = build.make_agent(settings, task, tokenizer)
 
     async def play(split: str, index: int) -> Trajectory:
         row = task.row(split, index)
@@ -78,8 +82,9 @@ def source(tmp_path: Path) -> Path:
 
 def save_start(config):
     """Checkpoints what a run would start from; returns it."""
-    policy = build.policy(config, types.SimpleNamespace(vocab_size=128, name="t"))
-    state = build.learner_state(config, policy, build.learner_mesh(config))[0]()
+    settings = read_settings(config)
+    policy = build.make_policy(settings, types.SimpleNamespace(vocab_size=128, name="t"))
+    state = build.make_state_builder(settings, policy, build.make_learner_mesh(settings)).init()
     checkpoints = Checkpoints(config.run_dir, keep=2)
     checkpoints.save(4, state, {})
     checkpoints.close()
@@ -89,8 +94,8 @@ def save_start(config):
 def test_the_decoder_of_another_run_comes_whatever_the_critics(tmp_path: Path, source: Path) -> None:
     theirs = save_start(small_config(source, critic="separate", seed=5)).params["decoder"]
     for critic, parts in (("none", {"decoder"}), ("separate", {"decoder", "critic", "value"})):
-        run = small_config(tmp_path / critic, critic=critic, seed=6, warm_start__run=str(source))
-        inherited.check(run)
+        run = small_config(tmp_path / critic, critic=critic, seed=6, warm_start__init_from=str(source))
+        check_init_from(run)
         params = save_start(run).params
         assert set(params) == parts
         for part in parts - {"value"}:
@@ -102,10 +107,10 @@ def test_the_decoder_of_another_run_comes_whatever_the_critics(tmp_path: Path, s
         return jax.ShapeDtypeStruct(shape, np.float32, sharding=jax.numpy.zeros(1).sharding)
 
     with pytest.raises(UserError, match="lacks parameters of this policy"):
-        inherited.decoder(str(source), {"other": like(2)})
+        restore_decoder(str(source), {"other": like(2)})
     for wrong in (like(2, 2), {"embedding": like(2, 2)}):
         with pytest.raises(UserError, match=r"source/checkpoints/4/state: "):
-            inherited.decoder(str(source), {"embed": wrong})
+            restore_decoder(str(source), {"embed": wrong})
 
 
 def test_adapters_of_another_run_come_with_the_weights_under_them(tmp_path: Path) -> None:
@@ -115,11 +120,11 @@ def test_adapters_of_another_run_come_with_the_weights_under_them(tmp_path: Path
     (tmp_path / "source" / "tokenizer.model").write_bytes(b"pieces")
     (tmp_path / "source" / "summary.json").touch()
     theirs = save_start(config)
-    run = small_config(tmp_path / "run", seed=5, warm_start__run=config.run_dir, **lora)
-    inherited.check(run)
+    run = small_config(tmp_path / "run", seed=5, warm_start__init_from=config.run_dir, **lora)
+    check_init_from(run)
     jax.tree.map(np.testing.assert_array_equal, save_start(run).params, theirs.params)
     with pytest.raises(UserError, match=r"(?s)another policy:\n  seed: 5 there, 6 here\n"):
-        inherited.check(small_config(tmp_path / "run", seed=6, warm_start__run=config.run_dir, **lora))
+        check_init_from(small_config(tmp_path / "run", seed=6, warm_start__init_from=config.run_dir, **lora))
 
 
 @pytest.mark.parametrize(
@@ -130,9 +135,9 @@ def test_adapters_of_another_run_come_with_the_weights_under_them(tmp_path: Path
             r"(?s)qk_norm: None there, True here\n  policy.width: 32 there",
         ),
         ({"tokenizer__vocab_size": 99}, "tokenizer.vocab_size: 1536 there, 99 here"),
-        ({"control": True}, "control learns from demonstrations alone"),
+        ({"warm_start__control_seconds": 1.0}, "a control run learns from demonstrations alone"),
         ({"run_dir": "{source}/../source"}, "the run's own folder"),
-        ({"warm_start__run": "nowhere"}, "nowhere: no run"),
+        ({"warm_start__init_from": "nowhere"}, "nowhere: no run"),
     ],
 )
 def test_a_run_that_rl_cannot_start_from_is_refused(
@@ -140,31 +145,31 @@ def test_a_run_that_rl_cannot_start_from_is_refused(
 ) -> None:
     given = {k: v.format(source=source) if isinstance(v, str) else v for k, v in overrides.items()}
     with pytest.raises(UserError, match=message):
-        inherited.check(small_config(**{"run_dir": tmp_path / "run", "warm_start__run": str(source), **given}))
+        check_init_from(small_config(**{"run_dir": tmp_path / "run", "warm_start__init_from": str(source), **given}))
 
 
 def test_how_a_policy_is_computed_may_differ(tmp_path: Path, source: Path) -> None:
-    inherited.check(small_config(tmp_path / "run", warm_start__run=str(source), policy__remat="full", seed=8))
+    check_init_from(small_config(tmp_path / "run", warm_start__init_from=str(source), policy__remat="full", seed=8))
 
 
 def test_a_run_that_was_stopped_half_way_is_refused(tmp_path: Path, source: Path) -> None:
     (source / "summary.json").unlink()
     with pytest.raises(UserError, match=r"source is not finished .* by the command that started it"):
-        inherited.check(small_config(tmp_path / "run", warm_start__run=str(source)))
+        check_init_from(small_config(tmp_path / "run", warm_start__init_from=str(source)))
 
 
 def test_a_run_with_parts_gone_is_refused(tmp_path: Path, source: Path) -> None:
-    run = small_config(tmp_path / "run", warm_start__run=str(source))
+    run = small_config(tmp_path / "run", warm_start__init_from=str(source))
     (source / "tokenizer.model").rename(source / "gone")
     with pytest.raises(UserError, match=r"its tokenizer\.model is gone"):
-        inherited.check(run)
+        check_init_from(run)
     (source / "gone").rename(source / "tokenizer.model")
     (source / "checkpoints").rename(source / "gone")
     with pytest.raises(UserError, match="has no checkpoint yet"):
-        inherited.check(run)
+        check_init_from(run)
     (source / "config.json").write_text("[]")
     with pytest.raises(UserError, match="not a config"):
-        inherited.check(run)
+        check_init_from(run)
 
 
 @pytest.mark.slow
@@ -288,7 +293,7 @@ def test_a_run_of_failures_alone_goes_on(tmp_path: Path) -> None:
 def test_a_control_run_learns_from_demonstrations_until_its_time_is_up(tmp_path: Path) -> None:
     run = tmp_path / "run"
     for _ in range(2):  # A finished run that is started again only writes its report anew.
-        done = train("quickstart", run, control=True, control_seconds=20.0, checkpoint__every=1)
+        done = train("quickstart", run, warm_start__control_seconds=20.0, checkpoint__every=1)
         assert done.returncode == 0, done.stderr[-3000:]
         summary = json.loads((run / "summary.json").read_text())
         assert summary["updates"] == 0 and 20 <= summary["warm_start_seconds"] < summary["seconds"]
@@ -305,7 +310,7 @@ def test_rl_starts_from_another_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads((source / "summary.json").read_text())
     assert summary["updates"] == 0 and "em_before_greedy" in summary and "em_after" not in summary
-    kept = {"warm_start__run": source, "critic": "separate", "checkpoint.every": 1}
+    kept = {"warm_start__init_from": source, "critic": "separate", "checkpoint__every": 1}
     started = subprocess.Popen(
         [sys.executable, "-m", "experiments.train", *command("quickstart", run, updates=3, **kept)],
         cwd=ROOT,
