@@ -93,13 +93,13 @@ def _run(c: ConfigDict) -> None:
     c.updates = 100  # Batches of reinforcement learning. 0 ends after the warm start.
     c.critic = "none"  # (none | shared_trunk | separate) A value head on the policy's trunk, or a decoder of its own.
     c.profile_updates = ""  # "a:b" writes a jax.profiler trace of RL batches a to b-1 to the run folder.
-    c.compilation_cache = "{runs}/.programs"  # Folder of compiled programs. {runs} is the folder of run_dir. "": none.
+    c.compilation_cache = "{runs}/.programs"  # Folder of compiled programs. "": none. {runs} is the folder of run_dir.
 
     c.checkpoint = ConfigDict()
     c.checkpoint.every = 10  # RL batches between checkpoints; 100 times as many updates before RL.
     c.checkpoint.keep = 2  # Newest checkpoints that are not removed.
 
-    c.sinks = ConfigDict()  # Where metrics go beside metrics.jsonl; see docs/metrics.md.
+    c.sinks = ConfigDict()  # Where metrics go beside metrics.jsonl; see docs/durability.md.
     c.sinks.tensorboard = False  # Write event files to run_dir/tensorboard. Needs the extra tensorboard.
     c.sinks.wandb_project = ""  # Project of Weights & Biases; "" for none. Needs the extra wandb.
     c.sinks.wandb_mode = "online"  # (online | offline) Offline files are sent later by `wandb sync`.
@@ -126,7 +126,7 @@ def _agent(c: ConfigDict) -> None:
     c.tools.max_batch = 32  # Calls in one batch, for a tool that takes batches.
     c.tools.batch_milliseconds = 2.0  # Time for which calls are collected for a batch.
     c.tools.max_characters = 20_000  # Length of a result; the rest is truncated.
-    c.tools.lenient = False  # Repair calls whose JSON is broken, and count them; see docs/formats.md.
+    c.tools.lenient = False  # Repair calls whose JSON is broken, and count them; see docs/context.md.
 
     c.agent = ConfigDict()
     c.agent.call_format = "auto"  # (auto | hermes | llama3 | code | react) auto: as the chat template writes calls.
@@ -144,7 +144,7 @@ def _agent(c: ConfigDict) -> None:
     c.budget.trajectory_seconds = placeholder(float)  # Time limit of a trajectory.
 
     c.context = ConfigDict()  # How the next prompt is built; see docs/context.md.
-    c.context.rule = "append"  # append, window(k), token_budget(n), evidence, strip_thinking, summary(turns), or yours.
+    c.context.rule = "append"  # Name and arguments of a rule, e.g. window(3).
     c.context.file = ""  # Python file of your own that registers rules; "" for none.
     c.context.summary_tokens = 64  # Most tokens of a summary.
     c.context.train_summary = True  # False leaves summaries out of the loss (an ablation).
@@ -159,17 +159,22 @@ def _policy(c: ConfigDict) -> None:
 
     c.policy = ConfigDict()
     c.policy.weights = ""  # Hugging Face folder or hub id of published weights; "" for random parameters of a preset.
-    c.policy.preset = ""  # Shape of random parameters: a name of agentr1_jax/policy/presets.py.
-    for key in ("width", "layers", "heads", "kv_heads", "head_dim", "hidden"):
-        c.policy[key] = placeholder(int)  # Changes the preset's shape.
+    c.policy.preset = ""  # Shape of random parameters, a name of policy/presets.py; the next nine keys change it.
+    c.policy.width = placeholder(int)  # Size of the residual stream.
+    c.policy.layers = placeholder(int)  # Number of layers.
+    c.policy.heads = placeholder(int)  # Query heads.
+    c.policy.kv_heads = placeholder(int)  # Key and value heads; a divisor of heads.
+    c.policy.head_dim = placeholder(int)  # Size of a head.
+    c.policy.hidden = placeholder(int)  # Inner size of the SwiGLU.
     c.policy.rope_theta = placeholder(float)  # Base of the rotary frequencies.
     c.policy.norm_eps = placeholder(float)  # Epsilon of RMSNorm.
-    for key in ("tied", "qkv_bias", "qk_norm"):
-        c.policy[key] = placeholder(bool)  # Tied embedding, bias of query/key/value (Qwen2), normalised heads (Qwen3).
+    c.policy.tied = placeholder(bool)  # The output head is the embedding.
+    c.policy.qkv_bias = placeholder(bool)  # Query, key and value have a bias (Qwen2).
+    c.policy.qk_norm = placeholder(bool)  # Query and key heads are normalised (Qwen3).
     c.policy.dtype = "float32"  # (float32 | bfloat16) Of activations and matmuls; bfloat16 on accelerators.
     c.policy.param_dtype = "float32"  # (float32 | bfloat16) Of parameters.
     c.policy.remat = "none"  # (none | dots | full) What the backward pass computes again.
-    c.policy.attention = "xla"  # (xla | dense | splash | splash_tree) The last two need a TPU; see docs/learner.md.
+    c.policy.attention = "xla"  # (xla | dense | splash | splash_tree) The last two need a TPU; see docs/performance.md.
     c.policy.lora = ConfigDict()  # Low-rank adapters; they are then all that is trained of the decoder.
     c.policy.lora.rank = 0  # Rank of the adapters; 0 for none.
     c.policy.lora.alpha = 16.0  # The adapters' output is scaled by alpha / rank.
@@ -177,7 +182,7 @@ def _policy(c: ConfigDict) -> None:
 
 
 def _rollout(c: ConfigDict) -> None:
-    """Groups of a batch, sampling, and the engine; see docs/rollout.md."""
+    """Groups of a batch, sampling, and the engine; see docs/performance.md."""
     c.rollout = ConfigDict()
     c.rollout.groups = 16  # Task rows per batch, over all processes.
     c.rollout.samples = 8  # Trajectories per row.
@@ -234,12 +239,12 @@ def _credit(c: ConfigDict) -> None:
 
 
 def _loss(c: ConfigDict) -> None:
-    """From advantages to gradients; see docs/learner.md."""
+    """From advantages to gradients; see docs/performance.md."""
     c.loss = ConfigDict()
-    c.loss.ratio = "token"  # (token | step | trajectory | capo) The last two take one more forward pass per update.
+    c.loss.ratio = "token"  # (token | step | trajectory | capo) Its unit. The last two take one more forward pass.
     c.loss.clip = "ppo"  # (ppo | asymmetric | dual | cispo | sapo | none) none: plain policy gradient, no ratio.
-    c.loss.clip_low = 0.2  # The ratio is clipped at 1 - clip_low ...
-    c.loss.clip_high = 0.2  # ... and at 1 + clip_high.
+    c.loss.clip_low = 0.2  # The ratio is clipped below at 1 - clip_low.
+    c.loss.clip_high = 0.2  # The ratio is clipped above at 1 + clip_high.
     c.loss.dual_c = 3.0  # Bound of `dual` for negative advantages.
     c.loss.sapo_positive = 1.0  # Temperature of `sapo` for positive advantages.
     c.loss.sapo_negative = 1.05  # Temperature of `sapo` for other advantages.
@@ -252,7 +257,7 @@ def _loss(c: ConfigDict) -> None:
 
     c.kl = ConfigDict()  # KL to the policy that RL starts from.
     c.kl.kind = "none"  # (none | k1 | k2 | k3) Estimate. k1 has no gradient in the loss.
-    c.kl.where = "loss"  # (loss | reward)
+    c.kl.where = "loss"  # (loss | reward) Part of the loss, or of the reward of each token.
     c.kl.coef = 0.001  # Weight of the KL.
     c.kl.target = placeholder(float)  # KL per token at which an adaptive coefficient aims, in the reward.
     c.kl.horizon = 10_000.0  # Trajectories in which an adaptive coefficient changes by at most 20 %.
@@ -268,7 +273,7 @@ def _loss(c: ConfigDict) -> None:
 def _learner(c: ConfigDict) -> None:
     """Packed rows, passes over a batch, and the optimizer."""
     c.learner = ConfigDict()
-    c.learner.packing = "trajectory"  # (trajectory | prefix_tree | per_step | per_step_padded) See docs/learner.md.
+    c.learner.packing = "trajectory"  # (trajectory | prefix_tree | per_step | per_step_padded) Layout of the rows.
     c.learner.row_tokens = 512  # Length of a packed row.
     c.learner.row_loss_tokens = 192  # Most loss tokens of a row.
     c.learner.rows = 8  # Rows of a microbatch, over all processes.
@@ -279,7 +284,7 @@ def _learner(c: ConfigDict) -> None:
     c.learner.epochs = 1  # Passes over a batch.
 
     c.optimizer = ConfigDict()
-    c.optimizer.name = "adamw"  # adamw, muon (for kernels; AdamW for the rest), or another optimizer of optax.
+    c.optimizer.name = "adamw"  # An optimizer: adamw, muon (for kernels; AdamW for the rest), or another one of optax.
     c.optimizer.args = ConfigDict()  # Other arguments of the optimizer, by optax's names.
     c.optimizer.lr = 1e-4  # Learning rate of the policy in RL.
     c.optimizer.value_lr = 1e-3  # Learning rate of the value head, and of a separate critic.
@@ -325,7 +330,7 @@ def _evaluation(c: ConfigDict) -> None:
 
 
 def _devices(c: ConfigDict) -> None:
-    """Processes and devices; see docs/launching.md."""
+    """Processes and devices; see docs/pods.md."""
     c.processes = ConfigDict()
     c.processes.start_seconds = 300  # Time in which all processes must have started.
     c.processes.heartbeat_seconds = 30  # A process that is silent for so long counts as lost, and the others end.

@@ -1,4 +1,4 @@
-"""The same as configs/multihop_small.py with 27M parameters, for one accelerator: docs/multihop.md. Never run yet.
+"""`multihop_small` with 27M parameters, for one accelerator: docs/results/multihop.md. Never run yet.
 
 CONFIG=multihop_medium bash launch/multihop_small.sh runs/multihop_medium
 """

@@ -1,4 +1,4 @@
-"""A policy of 1.6M parameters learns to search for real multi-hop questions, on a laptop CPU: docs/multihop.md.
+"""A policy of 1.6M parameters learns to search for real multi-hop questions, on a laptop CPU: docs/results/multihop.md.
 
     bash launch/multihop_small.sh        (warm start, five algorithms from it, evaluations, table: two hours)
     python -m experiments.train --config=configs/multihop_small.py --config.run_dir=... --config.updates=0

@@ -271,7 +271,7 @@ def write(
         ],
     )
     index = np.array([number for _, number, _ in step_positions(result.trajectories)])
-    plots.plot_strips(pictures["strips"], result.schemes, stats.scaled(result.steps), index, above_mean(result))
+    plots.plot_strips(pictures["strips"], result.schemes, stats.scale_by_rms(result.steps), index, above_mean(result))
     write_page(
         os.path.join(out, "report.html"),
         "credit.html",

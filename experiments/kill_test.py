@@ -125,8 +125,8 @@ def main(argv: Sequence[str]) -> None:
     command = [sys.executable, "-m", "experiments.train", *arguments(argv[1:])]
 
     first, straight = out / "first", out / "straight"
-    run_undisturbed(command, first)
-    times = run_undisturbed(command, straight)  # This run loads its programs, as the killed ones do.
+    run_reference(command, first)
+    times = run_reference(command, straight)  # This run loads its programs, as the killed ones do.
     console.print(f"undisturbed: {times.all:.0f} s; a rollout {times.rollout:.2f} s, an update {times.learn:.2f} s")
     kills: collections.Counter[str] = collections.Counter()
     tries: collections.Counter[str] = collections.Counter()  # A run may end before the moment.
@@ -175,7 +175,7 @@ def check_end(child: subprocess.Popen[str], run: Path) -> None:
         )
 
 
-def run_undisturbed(command: Sequence[str], run: Path) -> Times:
+def run_reference(command: Sequence[str], run: Path) -> Times:
     """Run from start to end, and return the durations."""
     begin = time.perf_counter()
     check_end(start(command, run), run)
@@ -298,8 +298,8 @@ def batch_faults(run: Path, config: Mapping[str, Any], finished: Sequence[Trajec
     trained, written = dict[str, Trajectory](), RunFolder(str(run)).batch_files()
     for update in range(config["updates"]):
         batch = read_trajectories(written.get(update, ()))
-        visits = range(update * c["groups"], (update + 1) * c["groups"])
-        expected = sorted(f"rl/{visit:06d}/{sample}" for visit in visits for sample in range(c["samples"]))
+        prompts = range(update * c["groups"], (update + 1) * c["groups"])
+        expected = sorted(f"rl/{prompt:06d}/{sample}" for prompt in prompts for sample in range(c["samples"]))
         if sorted(t.uid for t in batch) != expected:
             faults.append(f"{run}: batch {update} has {sorted(t.uid for t in batch)}")
         if ages := {update - s.policy_version for t in batch for s in t.steps} - set(range(c["staleness"] + 1)):

@@ -220,7 +220,7 @@ def run_phase(
     bar = progress_bar(phase.name.replace("_", " "), progress.update, phase.updates, first)
     warm, since, timed_from = False, progress.update, time.perf_counter()
     with bar as show, trace_updates(settings.run.run_dir, traced, first) as trace:
-        while (done := share_done(settings, phase, progress, logger.seconds)) < 1:
+        while (done := elapsed_share(settings, phase, progress, logger.seconds)) < 1:
             if rl:
                 progress = evaluate_if_due(setup, state, progress, logger, batches)
             trace(progress.update)
@@ -253,7 +253,7 @@ def run_phase(
                 progress = adapt_kl(settings, progress, record) if rl else progress
                 logger.log(progress, record)
                 show(progress.update, progress_text(record))
-                check_skipped(record)
+                check_skips(record)
             recompiles = logger.count_recompiles(programs) if warm else 0
             progress = progress.add_totals(record if rl else {}, recompiles)
             warm = warm or bool(metrics.updates)  # A batch without signal compiles no update.
@@ -261,7 +261,7 @@ def run_phase(
     return state, progress
 
 
-def share_done(settings: Settings, phase: Phase, progress: Progress, seconds: float) -> float:
+def elapsed_share(settings: Settings, phase: Phase, progress: Progress, seconds: float) -> float:
     """Return the share of a phase that is done: of its updates, or of the time of a control run."""
     limit = settings.warm_start.control_seconds
     return seconds / limit if phase.name == "warm_start" and limit else progress.update / max(phase.updates, 1)
@@ -303,7 +303,7 @@ def progress_text(record: Mapping[str, float]) -> str:
     return f"{quality}, {tokens_per_second(record)}"
 
 
-def check_skipped(record: Mapping[str, float]) -> None:
+def check_skips(record: Mapping[str, float]) -> None:
     """End a run whose updates are not finite any more."""
     if record.get("learner/skipped_in_a_row", 0) >= MOST_SKIPPED:
         raise UserError(

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The learning result of docs/multihop.md on this machine's CPU: a warm start, reinforcement learning from it by five
+# The learning result of docs/results/multihop.md on this machine's CPU: a warm start, reinforcement learning from it by five
 # algorithms, an evaluation of each, one table. `bash launch/multihop_small.sh [FOLDER]`; the same command resumes it.
 # Needs the data folder (AGENTR1_DATA). CONFIG=multihop_medium is the same for one accelerator.
 # shellcheck source=launch/environment.sh

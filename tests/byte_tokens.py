@@ -6,7 +6,7 @@ from agentr1_jax.agents.context import context_rule
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.tasks import qa
 from agentr1_jax.text.chat import chat_format
-from agentr1_jax.text.tokenizer import encode_parts, split_added
+from agentr1_jax.text.tokenizer import encode_parts, split_at_tokens
 from agentr1_jax.tools.base import failure
 from agentr1_jax.tools.search import BM25, Passage, SearchTool
 from agentr1_jax.trajectory import Budget
@@ -27,7 +27,7 @@ class Bytes:
         return [3 + byte for byte in text.encode()]
 
     def encode_template(self, text):
-        return encode_parts(self, split_added(text, self.added))
+        return encode_parts(self, split_at_tokens(text, self.added))
 
     def decode(self, ids):
         return bytes(int(i) - 3 for i in ids if i > 2).decode(errors="replace")

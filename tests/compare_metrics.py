@@ -16,6 +16,8 @@ RENAMED = {
     "batch/dead_groups": "batch/zero_variance_groups",
     "batch/fill": "batch/row_occupancy",
     "batch/refills": "batch/dynamic_sampling_groups",
+    "eval/kept": "eval/summary_score",
+    "rollout/kept": "rollout/summary_score",
     "rollout/moved_tokens": "rollout/copied_tokens",
     "tools/threads_left_behind": "tools/abandoned_threads",
 }

@@ -15,7 +15,7 @@ from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.envs.base import Action, Observation, Transition
 from agentr1_jax.rollout import runner
 from agentr1_jax.text.chat import chat_format
-from agentr1_jax.text.tokenizer import encode_parts, split_added
+from agentr1_jax.text.tokenizer import encode_parts, split_at_tokens
 from agentr1_jax.trajectory import Budget
 
 PIECES = ["the", "ab", "cd", "ing", *"abcdefghijklmnopqrstuvwxyz0123456789 \n.,?[]\\NG"]
@@ -33,7 +33,7 @@ class Letters:
         return [3 + PIECES.index(piece) for piece in found]
 
     def encode_template(self, text: str) -> list[int]:
-        return encode_parts(self, split_added(text, self.added))
+        return encode_parts(self, split_at_tokens(text, self.added))
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         strings = {3 + i: piece for i, piece in enumerate(PIECES)} | {i: s for s, i in self.added.items()}

@@ -1,4 +1,4 @@
-"""The code in the README runs as it is printed there."""
+"""The code in docs/extending.md and the README runs as it is printed there."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ from agentr1_jax.envs.base import Action, Row
 from agentr1_jax.envs.registry import TASKS
 from agentr1_jax.tasks import qa
 from agentr1_jax.text.tool_calls import render_answer, render_call
-from agentr1_jax.tools import base
+from agentr1_jax.tools.base import Tool, call
+from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.trajectory import Outcome, Step, Trajectory
-from configs import base as base_config
-from experiments import tasks
+from configs import base
+from experiments import setup
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parent.parent
 
 
-def block(heading: str) -> str:
-    """The Python below a heading."""
-    found = re.search(rf"## {heading}\n.*?```python\n(.*?)```", README, re.DOTALL)
+def block(heading: str, page: str = "docs/extending.md") -> str:
+    """The Python below a heading of a page."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found = re.search(rf"## {heading}\n.*?```python\n(.*?)```", text, re.DOTALL)
     assert found and found[1].count("\n") < 40
     return found[1]
 
@@ -59,10 +61,10 @@ def own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], str]
 
 def test_tool() -> None:
     tool = code("Add a tool")["WordCount"]()
-    assert isinstance(tool, base.Tool)
-    assert asyncio.run(base.call(tool, {"text": "one two"})).content == "2"
-    assert asyncio.run(base.call(tool, {"text": " "})).error.kind == "empty"
-    assert asyncio.run(base.call(tool, {})).error.kind == "bad_arguments"
+    assert isinstance(tool, Tool)
+    assert asyncio.run(call(tool, {"text": "one two"})).content == "2"
+    assert asyncio.run(call(tool, {"text": " "})).error.kind == "empty"
+    assert asyncio.run(call(tool, {})).error.kind == "bad_arguments"
 
 
 def episode(env: Any, row: Row, texts: Sequence[str]) -> list:
@@ -76,14 +78,10 @@ def episode(env: Any, row: Row, texts: Sequence[str]) -> list:
 
 
 def test_environment(own: Callable[[str], str]) -> None:
-    config = changed(
-        base_config.get_config(),
-        task__file=own("Add an environment"),
-        task__name="guess",
-    )
+    config = changed(base.get_config(), task__file=own("Add an environment"), task__name="guess", policy__preset="tiny")
     with config.unlocked():
         config.task.args.most = 7
-    task = tasks.make_task(config)
+    task = setup.make_task(setup.read_settings(config), ToolMetrics())
     assert task.size("train") == task.size("eval") == 4 and task.row("eval", 3)["answers"] == ["7"]
     wrong, right = episode(task.env(), task.row("eval", 3), ["5", "7"])
     assert wrong.observation.text == "Not that." and wrong.reward == -0.1
@@ -113,6 +111,7 @@ def test_context_rule(own: Callable[[str], str]) -> None:
 
 @pytest.mark.usefixtures("registry")
 def test_credit_scheme() -> None:
+    assert block("Add your own", "README.md") == block("Add a credit scheme")
     scheme = code("Add a credit scheme")["batch_mean"]
     ids = np.arange(2, dtype=np.int32)
     rewards = (1.0, 0.0)

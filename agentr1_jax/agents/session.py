@@ -46,7 +46,7 @@ class RecordedSession:
         return tuple(self._steps)
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """True after `finish`."""
         return self._trajectory is not None
 

@@ -73,7 +73,7 @@ class Scheme:
             if name not in known:
                 has = f"it has {', '.join(known)}" if known else "it has none"
                 raise UserError(f"credit scheme {self.name!r} has no argument {name!r}; {has}")
-        checked = from_section(_arguments_class(self.function), "credit.args", arguments)
+        checked = from_section(arguments_class(self.function), "credit.args", arguments)
         return dataclasses.replace(self, arguments={name: getattr(checked, name) for name in arguments})
 
 
@@ -129,7 +129,7 @@ def _parameters(function: Callable[..., Credit]) -> Mapping[str, inspect.Paramet
 
 
 @functools.cache
-def _arguments_class(function: Callable[..., Credit]) -> type[Any]:
+def arguments_class(function: Callable[..., Credit]) -> type[Any]:
     """Make a dataclass of a scheme's arguments, which checks their types and ranges.
 
     An argument without annotation has the type of its default.

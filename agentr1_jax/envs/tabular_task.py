@@ -128,7 +128,7 @@ class TabularEnv:
         """Starts an episode; the first observation is the row's rules and its first state."""
         self._row, self._seed, self._game = row, seed, self._make(row)
         self._state, self._return, self._success = self._game.start, 0.0, 0.0
-        self._visits: collections.Counter[State] = collections.Counter()
+        self._draws: collections.Counter[State] = collections.Counter()
         opening = f"{row['question']}\n{self._game.tell(self._state)}"
         return Observation(messages=[{"role": "user", "content": opening}], **self._anchor())
 
@@ -168,9 +168,9 @@ class TabularEnv:
         return {"state_key": key, "potential": self._game.potential(self._state), "evidence": told}
 
     def _draw(self, chances: Sequence[Chance]) -> Chance:
-        visit = self._visits[self._state]
-        self._visits[self._state] += 1
-        rng = random.Random(f"{self._row['id']}/{self._seed}/{self._state}/{visit}")
+        index = self._draws[self._state]
+        self._draws[self._state] += 1
+        rng = random.Random(f"{self._row['id']}/{self._seed}/{self._state}/{index}")
         return rng.choices(chances, [chance.probability for chance in chances])[0]
 
 

@@ -1,8 +1,8 @@
 """Reports of runs: trajectory inspector, learning curves, timeline of decode slots, comparisons, tables, statistics."""
 
 from agentr1_jax.report.curves import plot_learning_curve
-from agentr1_jax.report.inspector import write_report
+from agentr1_jax.report.inspector import PageHead, write_report
 from agentr1_jax.report.tables import summary_table
 from agentr1_jax.report.timeline import plot_timeline, state_shares
 
-__all__ = ["plot_learning_curve", "plot_timeline", "state_shares", "summary_table", "write_report"]
+__all__ = ["PageHead", "plot_learning_curve", "plot_timeline", "state_shares", "summary_table", "write_report"]

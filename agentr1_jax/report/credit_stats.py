@@ -52,7 +52,7 @@ def cosines(gram: Matrix) -> Matrix:
         return np.clip(gram / np.outer(norm, norm), -1, 1)
 
 
-def scaled(x: PerStep) -> PerStep:
+def scale_by_rms(x: PerStep) -> PerStep:
     """Advantages over their root mean square; a scheme of zeros stays 0.
 
     They are not centred, since the sign of an advantage is what it says: more of this, or less.
@@ -63,7 +63,7 @@ def scaled(x: PerStep) -> PerStep:
 
 def disagreement(x: PerStep) -> Float[np.ndarray, "steps"]:
     """Standard deviation over the schemes of each step's scaled advantage."""
-    return scaled(x).std(0)
+    return scale_by_rms(x).std(0)
 
 
 def similarity_order(similarity: Matrix) -> list[int]:

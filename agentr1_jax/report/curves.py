@@ -49,8 +49,8 @@ def series(records: Iterable[Mapping[str, Any]], phase: str, key: str) -> Series
         if record.get("phase") != phase or record.get(key) is None or record.get("update") is None:
             continue
         values[int(record["update"])] = float(record[key])
-    kept = sorted((update, value) for update, value in values.items() if math.isfinite(value))
-    return np.array([u for u, _ in kept], np.int64), np.array([v for _, v in kept], np.float64)
+    finite = sorted((update, value) for update, value in values.items() if math.isfinite(value))
+    return np.array([u for u, _ in finite], np.int64), np.array([v for _, v in finite], np.float64)
 
 
 def smooth(values: np.ndarray, width: int) -> np.ndarray:

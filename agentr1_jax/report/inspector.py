@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import numbers
@@ -167,18 +168,32 @@ def script_json(value: Any) -> Markup:
     return htmlsafe_json_dumps(value, separators=(",", ":"), allow_nan=False)
 
 
+@dataclasses.dataclass(frozen=True)
+class PageHead:
+    """What stands above the trajectories.
+
+    Attributes:
+      summary: numbers; nested names are dotted.
+      table: rows of text, all with the same columns.
+      curve_png, timeline_png: PNG files to inline; None for none.
+      config: configuration of the run, shown folded; None for none.
+    """
+
+    summary: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    table: Sequence[Mapping[str, str]] = ()
+    curve_png: str | os.PathLike[str] | None = None
+    timeline_png: str | os.PathLike[str] | None = None
+    config: Mapping[str, Any] | None = None
+
+
 def write_report(
     path: str | os.PathLike[str],
     trajectories: Sequence[Trajectory],
     *,
     decode: Decode,
     title: str,
-    summary: Mapping[str, Any] | None = None,
-    table: Sequence[Mapping[str, str]] = (),
-    curve_png: str | os.PathLike[str] | None = None,
-    timeline_png: str | os.PathLike[str] | None = None,
+    head: PageHead | None = None,
     advantages: Mapping[str, StepAdvantages | None] | None = None,
-    config: Mapping[str, Any] | None = None,
     template_ids: Collection[int] = (),
 ) -> None:
     """Write the inspector as one self-contained HTML file, which appears whole.
@@ -189,24 +204,22 @@ def write_report(
         `answers` and `kind`. A few hundred trajectories make a page of a few megabytes.
       decode: token ids -> text; called with one or two ids at a time.
       title: heading of the page.
-      summary: numbers for the top of the page; nested names are dotted.
-      table: rows of text for the top of the page, all with the same columns.
-      curve_png, timeline_png: PNG files to inline.
+      head: what stands above the trajectories; None for nothing.
       advantages: uid -> per step float [R] or None; a uid that is absent is shown without.
-      config: configuration of the run, shown folded.
       template_ids: ids that only templates put into prompts (`tokenizer.added.values()`), for their colour.
 
     Raises:
       ValueError: advantages do not fit their trajectory's steps.
     """
+    head = head or PageHead()
     write_page(
         path,
         "inspector.html",
         title=title,
-        numbers=flatten(summary or {}),
-        table=table,
-        curve=curve_png,
-        timeline=timeline_png,
-        config=None if config is None else json.dumps(plain(config), indent=2, ensure_ascii=False),
+        numbers=flatten(head.summary),
+        table=head.table,
+        curve=head.curve_png,
+        timeline=head.timeline_png,
+        config=None if head.config is None else json.dumps(plain(head.config), indent=2, ensure_ascii=False),
         data=script_json(page_data(trajectories, decode, advantages, template_ids)),
     )

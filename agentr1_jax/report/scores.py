@@ -38,7 +38,7 @@ class Score:
     metrics: Mapping[str, float]
 
 
-def infrastructure_failed(trajectory: Trajectory) -> bool:
+def is_infrastructure_failure(trajectory: Trajectory) -> bool:
     """Return True if the infrastructure ended it; a mistake of the policy is a wrong answer instead."""
     return POLICIES[trajectory.outcome].training == "drop"
 
@@ -50,7 +50,7 @@ def score(trajectory: Trajectory) -> Score:
     """
     row, measured = trajectory.row, trajectory.metrics
     metrics = {}
-    if not infrastructure_failed(trajectory):
+    if not is_infrastructure_failure(trajectory):
         metrics = {
             "em": measured.get("em", 0.0),
             "f1": measured.get("f1", 0.0),
@@ -94,7 +94,7 @@ class Gallery:
 
 def verdict(trajectory: Trajectory) -> str:
     """Return `right`, `wrong` or `failed`."""
-    if infrastructure_failed(trajectory):
+    if is_infrastructure_failure(trajectory):
         return "failed"
     return "right" if trajectory.metrics.get("em") == 1.0 else "wrong"
 

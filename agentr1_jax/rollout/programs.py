@@ -271,12 +271,12 @@ def truncate_logits(
     """Return the logits with −inf outside the k most likely ids, and outside the nucleus of mass p among those."""
     vocab = logits.shape[1]
     ranked = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
-    kept = jnp.arange(vocab) < jnp.where(top_k > 0, top_k, vocab)[:, None]
-    probabilities = jax.nn.softmax(jnp.where(kept, ranked, -jnp.inf), axis=-1)
+    allowed = jnp.arange(vocab) < jnp.where(top_k > 0, top_k, vocab)[:, None]
+    probabilities = jax.nn.softmax(jnp.where(allowed, ranked, -jnp.inf), axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    kept &= (before < top_p[:, None]) | (top_p >= 1)[:, None]
+    allowed &= (before < top_p[:, None]) | (top_p >= 1)[:, None]
     # The most likely id stays, also where p rounds to 0 in float32.
-    last = jnp.take_along_axis(ranked, jnp.maximum(kept.sum(-1, keepdims=True), 1) - 1, axis=-1)
+    last = jnp.take_along_axis(ranked, jnp.maximum(allowed.sum(-1, keepdims=True), 1) - 1, axis=-1)
     return jnp.where(logits >= last, logits, -jnp.inf)
 
 

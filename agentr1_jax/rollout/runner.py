@@ -249,7 +249,7 @@ async def _attempt(
     if error is not None and not isinstance(error, AgentTimeout):
         return session.fail(Outcome.ENV_FAILURE, error)
     try:
-        if error is not None and not session.finished:
+        if error is not None and not session.is_finished:
             if not session.steps:
                 raise TimeoutError(f"no step within {seconds} s")
             session.abort(Outcome.TIME_LIMIT, str(error))

@@ -20,7 +20,7 @@ import numpy as np
 
 from agentr1_jax.text.call_formats import CallFormat, hermes
 from agentr1_jax.text.call_formats.base import Schemas
-from agentr1_jax.text.tokenizer import Tokenizer, encode_parts, match_any, split_added
+from agentr1_jax.text.tokenizer import Tokenizer, encode_parts, match_any, split_at_tokens
 
 TRUNCATION_MARKER = " [cut]"
 MOST_CHARACTERS_PER_TOKEN = 64
@@ -131,7 +131,7 @@ class ChatFormat:
         return truncate(self.tokenizer, escaped, max_tokens, written, whole=len(bounded) == len(text))
 
     def _encode(self, text: str, mark: str) -> np.ndarray:
-        parts = [part.replace(mark, "") for part in split_added(text, self.tokenizer.added, mark)]
+        parts = [part.replace(mark, "") for part in split_at_tokens(text, self.tokenizer.added, mark)]
         return np.asarray(encode_parts(self.tokenizer, parts), np.int32)
 
     def _escape_result_marks(self, text: str) -> str:

@@ -17,7 +17,7 @@ import tokenizers
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 import transformers
 
-from agentr1_jax.text.tokenizer import encode_parts, replace_surrogates, split_added
+from agentr1_jax.text.tokenizer import encode_parts, replace_surrogates, split_at_tokens
 
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 RESPONSE = "\U000f0000"
@@ -98,7 +98,7 @@ class HFTokenizer:
         self.pad_id = self.stop_id if self._hf.pad_token_id is None else self._hf.pad_token_id
 
     def encode_template(self, text: str) -> list[int]:
-        return encode_parts(self, split_added(text, self.added))
+        return encode_parts(self, split_at_tokens(text, self.added))
 
     def encode_data(self, text: str) -> list[int]:
         ids = self._encode_plain(replace_surrogates(text))

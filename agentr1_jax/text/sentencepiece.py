@@ -14,7 +14,7 @@ import numpy as np
 import sentencepiece
 
 from agentr1_jax import files
-from agentr1_jax.text.tokenizer import encode_parts, match_any, replace_surrogates, split_added
+from agentr1_jax.text.tokenizer import encode_parts, match_any, replace_surrogates, split_at_tokens
 
 PAD, TURN_START, TURN_END = "<pad>", "<|im_start|>", "<|im_end|>"
 ADDED = (
@@ -76,7 +76,7 @@ class SentencePieceTokenizer:
         self.pad_id = self.added.get(PAD, self.stop_id)
 
     def encode_template(self, text: str) -> list[int]:
-        return encode_parts(self, split_added(text, self.added))
+        return encode_parts(self, split_at_tokens(text, self.added))
 
     def encode_data(self, text: str) -> list[int]:
         # One by one: for a list the library starts threads, which takes longer than the work itself.

@@ -92,7 +92,7 @@ def match_any(strings: Iterable[str]) -> str:
     return "|".join(re.escape(s) for s in sorted(strings, key=len, reverse=True)) or r"(?!)"
 
 
-def split_added(text: str, added: Iterable[str], mark: str | None = None) -> list[str]:
+def split_at_tokens(text: str, added: Iterable[str], mark: str | None = None) -> list[str]:
     """Split template text at added-token strings: [text, added, text, ..., text]; joined again it is `text`.
 
     A string right behind the character `mark` is not split off.
@@ -102,7 +102,7 @@ def split_added(text: str, added: Iterable[str], mark: str | None = None) -> lis
 
 
 def encode_parts(tokenizer: Tokenizer, parts: Sequence[str]) -> list[int]:
-    """Return the ids of the parts from `split_added`: added tokens at odd places, data text at even ones."""
+    """Return the ids of the parts from `split_at_tokens`: added tokens at odd places, data text at even ones."""
     ids = []
     for place, part in enumerate(parts):
         ids += [tokenizer.added[part]] if place % 2 else tokenizer.encode_data(part)

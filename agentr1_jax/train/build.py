@@ -273,10 +273,10 @@ def make_state_builder(settings: Settings, policy: DecoderConfig, mesh: Mesh) ->
     """Return how the learner's state is made; the decoder of `warm_start.init_from` is its start where that is set."""
     optimizer, critic = make_optimizer(settings.optimizer), settings.run.critic
 
-    def init_trained(key: jax.Array) -> Params:
+    def init_parameters(key: jax.Array) -> Params:
         return split(policy, init_params(policy, key, critic))[0]
 
-    shapes = jax.eval_shape(lambda key: init_state(init_trained(key), optimizer), jax.random.key(0))
+    shapes = jax.eval_shape(lambda key: init_state(init_parameters(key), optimizer), jax.random.key(0))
     layout = shardings(shapes, mesh)
 
     @functools.partial(cached_jit, mesh=mesh, out_shardings=layout)

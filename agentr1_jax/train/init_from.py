@@ -89,7 +89,7 @@ def load_run_decoder(run: str, policy: DecoderConfig, mesh: Mesh, frozen: Params
     Raises:
       UserError: there is no checkpoint, or it does not hold this decoder.
     """
-    return _merge(policy, restore_decoder(run, _sharded(_trained_shapes(policy), mesh)), frozen)
+    return _merge(policy, restore_decoder(run, _add_shardings(_trained_shapes(policy), mesh)), frozen)
 
 
 def has_reference(run: str) -> bool:
@@ -105,7 +105,7 @@ def reference_decoder(run: str, policy: DecoderConfig, mesh: Mesh, frozen: Param
     """
     like = jax.eval_shape(lambda decoder: cast_for_compute(policy, decoder), _trained_shapes(policy))
     with contextlib.closing(Checkpoints(run, keep=1, name=REFERENCE)) as stored:
-        restored = stored.restore(_sharded(like, mesh))
+        restored = stored.restore(_add_shardings(like, mesh))
     if restored is None:
         raise UserError(f"{run}/{REFERENCE} is gone, the policy that RL began with; restore it")
     return _merge(policy, restored[0], frozen)
@@ -115,7 +115,7 @@ def _trained_shapes(policy: DecoderConfig) -> Params:
     return jax.eval_shape(lambda key: split(policy, init_params(policy, key))[0]["decoder"], jax.random.key(0))
 
 
-def _sharded(shapes: Params, mesh: Mesh) -> Params:
+def _add_shardings(shapes: Params, mesh: Mesh) -> Params:
     return sharded_shapes(shapes, shardings(shapes, mesh))
 
 

@@ -64,10 +64,9 @@ def write_summary(setup: Setup, progress: Progress, config: Mapping[str, Any]) -
         trajectories,
         decode=setup.tokenizer.decode,
         title=folder.path,
-        summary=summary,
-        curve_png=curve,
-        timeline_png=timeline if files.exists(timeline) else None,
-        config=config,
+        head=report.PageHead(
+            summary, curve_png=curve, timeline_png=timeline if files.exists(timeline) else None, config=config
+        ),
         template_ids=setup.tokenizer.added.values(),
     )
     console = Console()

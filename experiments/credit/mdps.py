@@ -230,6 +230,6 @@ def score_gradient(paths: Paths, logits: Float[np.ndarray, "nodes vocabulary"]) 
     """Σ_m p_m·R_m·∇log p_m by the flat logits, with ∂log π(a)/∂zᵥ = 1[v = a] − π(v)."""
     log_pi = log_policy(logits)
     taken = np.stack([np.bincount(a[a >= 0], minlength=log_pi.size) for a in paths.action])
-    visits = np.repeat(taken.reshape(len(taken), -1, VOCABULARY).sum(axis=-1), VOCABULARY, axis=1)
-    score = taken - visits * np.exp(log_pi)
+    counts = np.repeat(taken.reshape(len(taken), -1, VOCABULARY).sum(axis=-1), VOCABULARY, axis=1)
+    score = taken - counts * np.exp(log_pi)
     return (probabilities(paths, log_pi) * paths.outcome / paths.rows) @ score

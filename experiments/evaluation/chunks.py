@@ -48,7 +48,7 @@ class Chunk:
     path: str
 
     @property
-    def done(self) -> bool:
+    def is_complete(self) -> bool:
         """True if its file exists; the file is renamed into place."""
         return files.exists(self.path)
 

@@ -56,8 +56,7 @@ def write(out: str, tokenizer: Tokenizer, config: Mapping[str, Any], record: Map
         gallery.shown,
         decode=tokenizer.decode,
         title=out,
-        table=quality_rows(evaluation),
-        config=evaluation["config"],
+        head=report.PageHead(table=quality_rows(evaluation), config=evaluation["config"]),
         template_ids=tokenizer.added.values(),
     )
     return evaluation
@@ -73,7 +72,7 @@ def complete(out: str, record: Mapping[str, Any]) -> tuple[list[Chunk], list[dic
     for mode in (mode for mode in MODES if mode in record["policies"]):
         for split, count in record["splits"].items():
             of_split = chunks_of(out, mode, {split: count}, record["chunk"])
-            answered = sum(len(chunk.rows) for chunk in of_split if chunk.done)
+            answered = sum(len(chunk.rows) for chunk in of_split if chunk.is_complete)
             if answered == count:
                 chunks += of_split
             else:

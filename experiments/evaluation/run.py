@@ -157,7 +157,7 @@ def evaluate(config: ml_collections.ConfigDict | None, source: str, request: Req
             own = [mode for mode in request.modes_of(role) if mode in agents]
             names = {"policies": dict.fromkeys(own, digest), "sources": dict.fromkeys(own, origin.name)}
             record = claim(out, {**record, **names})
-            for chunk in (chunk for mode in own for chunk in chunks[mode] if not chunk.done):
+            for chunk in (chunk for mode in own for chunk in chunks[mode] if not chunk.is_complete):
                 before = compiles.count
                 try:
                     answer(chunk, evaluation, params, stop, functools.partial(advance, chunk))
@@ -358,7 +358,7 @@ def answer(
 def progress_display(chunks: Mapping[str, Sequence[Chunk]]) -> Iterator[Callable[[Chunk], None]]:
     """Show the progress in questions; yield a function to call, as each is answered, with the chunk that it is of."""
     every = [chunk for of_mode in chunks.values() for chunk in of_mode]
-    done = sum(len(chunk.rows) for chunk in every if chunk.done)
+    done = sum(len(chunk.rows) for chunk in every if chunk.is_complete)
     with progress_bar("evaluate", done, sum(len(chunk.rows) for chunk in every), True) as show:
 
         def advance(chunk: Chunk) -> None:

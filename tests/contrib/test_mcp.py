@@ -272,12 +272,12 @@ def test_a_server_with_unusable_tools_is_refused_at_start(pids, how, says):
 
 def test_settings_that_make_no_sense_are_refused(monkeypatch):
     for settings, says in [
-        ({}, "is a command"),
-        ({"command": "server --flag"}, "as a list"),
-        ({"command": ["server"], "url": "http://localhost/mcp"}, "or a url"),
-        ({"url": "localhost:8000"}, "is no URL"),
-        ({"command": ["server"], "seconds": 0}, "seconds is 0"),
-        ({"command": ["server"], "start_seconds": float("nan")}, "start_seconds is nan"),
+        ({"server": []}, "is a command"),
+        ({"server": ""}, "is a command"),
+        ({"server": "server --flag"}, "is no URL"),
+        ({"server": "localhost:8000"}, "is no URL"),
+        ({"server": ["server"], "seconds": 0}, "seconds is 0"),
+        ({"server": ["server"], "start_seconds": float("nan")}, "start_seconds is nan"),
     ]:
         with pytest.raises(ValueError, match=says):
             McpTools(**settings)
@@ -359,7 +359,7 @@ def test_a_server_behind_http_is_reached_again_after_it_died():
     with contextlib.ExitStack() as stack:
         with http_server(port):
             tools = stack.enter_context(
-                McpTools(url=f"http://127.0.0.1:{port}/mcp", seconds=5, headers={"Authorization": "Bearer x"})
+                McpTools(f"http://127.0.0.1:{port}/mcp", seconds=5, headers={"Authorization": "Bearer x"})
             )
             offered = {tool.name: tool for tool in tools}
             assert run(offered["add"], {"a": 2, "b": 3}).content == "5"
@@ -373,10 +373,10 @@ def test_a_server_behind_http_is_reached_again_after_it_died():
 
 def test_a_url_without_a_server_is_refused_at_start():
     with pytest.raises(ValueError, match="the connection ended in the start"):
-        McpTools(url=f"http://127.0.0.1:{free_port()}/mcp", start_seconds=5)
+        McpTools(f"http://127.0.0.1:{free_port()}/mcp", start_seconds=5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         with pytest.raises(ValueError, match="the start took more than 0.5 s"):
-            McpTools(url=f"http://127.0.0.1:{silent.getsockname()[1]}/mcp", start_seconds=0.5)
+            McpTools(f"http://127.0.0.1:{silent.getsockname()[1]}/mcp", start_seconds=0.5)
 
 
 def test_what_is_no_server_behind_a_url_is_refused_at_start(tmp_path):
@@ -391,7 +391,7 @@ def test_what_is_no_server_behind_a_url_is_refused_at_start(tmp_path):
                 break
             time.sleep(0.05)
         with pytest.raises(ValueError, match=f"MCP server http://127.0.0.1:{port}/mcp: "):
-            McpTools(url=f"http://127.0.0.1:{port}/mcp", start_seconds=5)
+            McpTools(f"http://127.0.0.1:{port}/mcp", start_seconds=5)
     finally:
         web.kill()
         web.wait()

@@ -128,7 +128,7 @@ def test_what_is_wrong_with_the_code_comes_back_to_the_policy(python, mark, code
     result = does(python, code)
     assert result.error == ToolError(kind, "model")
     assert last in result.content.splitlines()[-1]
-    assert "site-packages" not in result.content and "sandboxed" not in result.content  # No frames of the tool's own.
+    assert "site-packages" not in result.content and "first_process" not in result.content  # Only frames of the code.
     if "so far" in code:
         assert result.content.startswith("so far\nTraceback") and "return 1 / 0" in result.content
 

@@ -82,7 +82,7 @@ def test_signs_oppose_only_where_both_are_set():
 
 def test_disagreement_is_of_the_direction_and_not_of_the_scale():
     x = np.array([[1.0, -1, 1, 1], [10.0, -10, 10, -10], [0, 0, 0, 0]])
-    scaled = stats.scaled(x)
+    scaled = stats.scale_by_rms(x)
     np.testing.assert_allclose((scaled**2).mean(1), [1, 1, 0])
     np.testing.assert_array_equal(np.sign(scaled), np.sign(x))
     assert stats.disagreement(x).argmax() == 3
@@ -483,7 +483,7 @@ def test_the_page_runs_nothing_and_shows_everything(tmp_path):
     pictures = {name: tmp_path / f"{name}.png" for name in ("heatmaps", "noise", "strips")}
     plots.plot_heatmaps(pictures["heatmaps"], names, [("a", stats.pearson(x)), ("b", np.full((2, 2), np.nan))])
     plots.plot_noise(pictures["noise"], names, [("a", np.array([0.5, np.nan])), ("b", np.zeros(2))])
-    plots.plot_strips(pictures["strips"], names, stats.scaled(x), np.arange(40) % 3, x[0])
+    plots.plot_strips(pictures["strips"], names, stats.scale_by_rms(x), np.arange(40) % 3, x[0])
     shown = StepView(
         "Step 2 of 3",
         HOSTILE,

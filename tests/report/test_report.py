@@ -179,24 +179,26 @@ def write_sample(folder) -> None:
         trajectories,
         decode=words.decode,
         title="quickstart: HopWorld, seed 0",
-        summary={
-            "em_before": 0.313,
-            "em_after": 0.941,
-            "em_after_sampled": 0.926,
-            "f1_after": 0.953,
-            "questions": 256,
-            "seconds": 412.53,
-            "warm_start_seconds": 61.2,
-            "updates": 40,
-            "decode_tokens_per_s": 5312.4,
-            "learner_tokens_per_s": 15804.0,
-            "recompiles_after_warmup": 0,
-            "em_by_kind": {"bridge": 0.93, "comparison": 0.96, "yes_no": 1.0},
-        },
-        curve_png=curve_png,
-        timeline_png=timeline_png,
+        head=inspector.PageHead(
+            summary={
+                "em_before": 0.313,
+                "em_after": 0.941,
+                "em_after_sampled": 0.926,
+                "f1_after": 0.953,
+                "questions": 256,
+                "seconds": 412.53,
+                "warm_start_seconds": 61.2,
+                "updates": 40,
+                "decode_tokens_per_s": 5312.4,
+                "learner_tokens_per_s": 15804.0,
+                "recompiles_after_warmup": 0,
+                "em_by_kind": {"bridge": 0.93, "comparison": 0.96, "yes_no": 1.0},
+            },
+            curve_png=curve_png,
+            timeline_png=timeline_png,
+            config={"seed": 0, "updates": 40, "algo": {"credit": "step_gae", "clip": [0.2, 0.28]}, "note": HOSTILE},
+        ),
         advantages=advantages,
-        config={"seed": 0, "updates": 40, "algo": {"credit": "step_gae", "clip": [0.2, 0.28]}, "note": HOSTILE},
         template_ids=words.added.values(),
     )
 
@@ -256,7 +258,7 @@ def test_pictures_are_shown_only_where_there_are_any(page, tmp_path):
 
 def test_a_table_heads_the_page(tmp_path):
     rows = [{"mode": "agent", "EM": "0.5 <0.4>"}, {"mode": "rag", "EM": "-"}]
-    inspector.write_report(tmp_path / "page.html", [], decode=str, title="t", table=rows)
+    inspector.write_report(tmp_path / "page.html", [], decode=str, title="t", head=inspector.PageHead(table=rows))
     cells = re.findall(r"<t[hd]>(.*?)</t[hd]>", (tmp_path / "page.html").read_text("utf-8"))
     assert cells == ["mode", "EM", "agent", "0.5 &lt;0.4&gt;", "rag", "-"]
 

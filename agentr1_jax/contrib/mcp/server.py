@@ -89,7 +89,7 @@ class Connection:
         """End the connection; a server that it started ends, too."""
         self._ending.set()
 
-    async def wait_closed(self) -> None:
+    async def wait_for_end(self) -> None:
         """Wait until the connection has ended."""
         if self._life is not None:
             await asyncio.wait([self._life])

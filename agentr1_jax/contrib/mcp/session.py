@@ -170,7 +170,7 @@ class Session:
         if self._connection is connection:
             self._connection = None
         connection.drop()
-        closing = asyncio.create_task(connection.wait_closed())
+        closing = asyncio.create_task(connection.wait_for_end())
         self._dropped.add(closing)
         closing.add_done_callback(self._dropped.discard)
 

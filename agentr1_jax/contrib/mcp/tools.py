@@ -56,8 +56,8 @@ class McpTools(Sequence[McpTool]):
     with a `with` block, or at the latest with this process.
 
     Args:
-      command: program and arguments of a server that speaks over its stdin and stdout.
-      url: of a server that speaks streamable HTTP, in address of `command`.
+      server: program and arguments of a server that speaks over its stdin and stdout, or the URL of one that speaks
+        streamable HTTP.
       environment: of the program, beside PATH, HOME and the like; all else of this process's is kept from it.
       folder: in which the program runs.
       headers: of the requests, such as an authorisation.
@@ -74,8 +74,7 @@ class McpTools(Sequence[McpTool]):
 
     def __init__(
         self,
-        command: Sequence[str] = (),
-        url: str = "",
+        server: Sequence[str] | str,
         environment: Mapping[str, str] | None = None,
         folder: str | None = None,
         headers: Mapping[str, str] | None = None,
@@ -84,6 +83,7 @@ class McpTools(Sequence[McpTool]):
         start_seconds: float = 30.0,
         seconds: float = 60.0,
     ) -> None:
+        command, url = ((), server) if isinstance(server, str) else (server, "")
         address = ServerAddress(command, url, environment or {}, folder, headers or {})
         for name, value in {"start_seconds": start_seconds, "seconds": seconds}.items():
             if not 0 < value < math.inf:

@@ -40,7 +40,7 @@ _VISIBLE = (
 """Paths of the system that are visible inside, those that exist. Not all of /usr: containers keep projects there."""
 
 _PROBE = "import json, sys; print(json.dumps([sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix]))"
-_PROGRAM = pathlib.Path(__file__).with_name("sandboxed.py")
+_PROGRAM = pathlib.Path(__file__).with_name("first_process.py")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +83,7 @@ def find_interpreter(path: str | None) -> Interpreter:
 
 
 def make_command(python: Interpreter, visible: Sequence[str], limits: SandboxLimits) -> Command:
-    """Return the command that runs `sandboxed.py` in a sandbox.
+    """Return the command that runs `first_process.py` in a sandbox.
 
     Args:
       python: interpreter inside.
