@@ -97,8 +97,8 @@ def render_page() -> str:
     for name in sorted(base.TASK_MODULES):
         cls = base.find_task(name).config
         if cls is not None:
-            keys = list(section_keys(f"task.{name}", to_section(cls), read_fields([cls]), {}))
-            parts.append(f"### `task.{name}`\n\n{render_table(keys)}")
+            of_task = section_keys(f"task.{name}", to_section(cls), read_fields([cls]), {})
+            parts.append(f"### `task.{name}`\n\n{render_table(of_task)}")
     return "\n".join(parts)
 
 

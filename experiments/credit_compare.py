@@ -206,7 +206,7 @@ def advantage_rows(result: Effects) -> list[dict[str, Any]]:
 
 def disputed_steps(result: Effects, tokenizer: Tokenizer) -> list[StepView]:
     """Return the steps on which schemes disagree most, at most one of each trajectory."""
-    scaled, split = stats.scaled(result.steps), stats.disagreement(result.steps)
+    scaled, split = stats.scale_by_rms(result.steps), stats.disagreement(result.steps)
     steps, seen = step_positions(result.trajectories), set()
     out: list[StepView] = []
     for place in np.argsort(-split, kind="stable"):
