@@ -34,6 +34,12 @@ MUTATIONS: tuple[Any, ...] = (
     True,
     None,
 )
+REQUIRED = {
+    "gymnasium": {"id": "CartPole-v1"},
+    "http": {"url": "http://localhost:8100"},
+    "verifiers": {"source": "env"},
+}
+"""Keys without which a task cannot run."""
 LISTS: tuple[Any, ...] = ((), ("nonsense(",), (-1,), ("a", "b"), (0, 0), [3.5])
 
 
@@ -70,6 +76,8 @@ def test_a_mutated_key_is_read_or_refused_by_name(key):
 def test_mutated_keys_of_a_task_are_read_or_refused_by_name(task):
     config = base.get_config(task)
     config.policy.preset, config.credit.name = "tiny", "reinforce"
+    if task in config.task:
+        config.task[task].update(REQUIRED.get(task, {}))
     for key in leaves(config.task[task]) if task in config.task else ():
         for value in (*MUTATIONS, *LISTS):
             try:

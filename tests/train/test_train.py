@@ -80,6 +80,10 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "source"
 
 
+GRPO = {"credit__name": "grpo", "credit__args__lam": None}
+"""A scheme that works with and without a critic."""
+
+
 def save_start(config):
     """Checkpoints what a run would start from; returns it."""
     settings = read_settings(config)
@@ -94,13 +98,13 @@ def save_start(config):
 def test_the_decoder_of_another_run_comes_whatever_the_critics(tmp_path: Path, source: Path) -> None:
     theirs = save_start(small_config(source, critic="separate", seed=5)).params["decoder"]
     for critic, parts in (("none", {"decoder"}), ("separate", {"decoder", "critic", "value"})):
-        run = small_config(tmp_path / critic, critic=critic, seed=6, warm_start__init_from=str(source))
+        run = small_config(tmp_path / critic, critic=critic, seed=6, warm_start__init_from=str(source), **GRPO)
         check_init_from(run)
         params = save_start(run).params
         assert set(params) == parts
         for part in parts - {"value"}:
             jax.tree.map(np.testing.assert_array_equal, params[part], theirs)
-    own = save_start(small_config(tmp_path / "own", critic="none", seed=6)).params["decoder"]
+    own = save_start(small_config(tmp_path / "own", critic="none", seed=6, **GRPO)).params["decoder"]
     assert any((a != b).any() for a, b in zip(jax.tree.leaves(own), jax.tree.leaves(theirs), strict=True))
 
     def like(*shape: int) -> jax.ShapeDtypeStruct:
@@ -114,7 +118,7 @@ def test_the_decoder_of_another_run_comes_whatever_the_critics(tmp_path: Path, s
 
 
 def test_adapters_of_another_run_come_with_the_weights_under_them(tmp_path: Path) -> None:
-    lora = {"policy__lora__rank": 2, "critic": "none"}
+    lora = {"policy__lora__rank": 2, "critic": "none", **GRPO}
     config = small_config(tmp_path / "source", seed=5, **lora)
     RunFolder(str(config.run_dir)).write_config(configs.resolve(config))
     (tmp_path / "source" / "tokenizer.model").write_bytes(b"pieces")
@@ -419,7 +423,7 @@ def test_a_mixture_under_a_curriculum(tmp_path: Path) -> None:
         ("quickstart", {"policy__weights": "models/x"}, "policy: set one of weights and preset"),
         ("quickstart", {"policy__heads": 3}, "policy: kv_heads (2) must divide heads (3)"),
         ("quickstart", {"rollout__tensor": 3}, "rollout.tensor is 3; it must divide the 1 devices of a process"),
-        ("quickstart", {"critic": "shared"}, "unknown critic 'shared'; choose one of none, shared_trunk, separate"),
+        ("quickstart", {"critic": "shared"}, "critic is 'shared'; it must be 'none', 'shared_trunk' or 'separate'"),
         ("multihop_tiny", {"task__data_dir": "nowhere"}, "nowhere"),
         ("quickstart", {"tokenizer__path": "nowhere/t.model"}, "nowhere/t.model: no such SentencePiece model"),
     ],
