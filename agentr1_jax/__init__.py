@@ -24,7 +24,7 @@ __all__ = [
     "roll_out",
     "update",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _ELSEWHERE = {"make_task": "agentr1_jax.tasks", "markdown_table": "agentr1_jax.report.tables"}
 

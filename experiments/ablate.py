@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     cache = compile_cache.cache_folder(run.compilation_cache, out)  # One for all arms.
     config = change_config(config, {"compilation_cache": cache})
     warm_starts, cells = grid.make_grid(config, arms, grid.parse_seeds(SEEDS.value), out)
-    todo = [cell for cell in (*warm_starts, *cells) if not cell.finished]
+    todo = [cell for cell in (*warm_starts, *cells) if not cell.is_finished]
     backend = cost.check_apart([cell.config for cell in todo]) if todo else ""
     cost.check_folders([*warm_starts, *cells])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

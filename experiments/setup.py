@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from agentr1_jax.tools.search import Corpus, Retriever
 
 T = TypeVar("T")
+Config = ml_collections.ConfigDict
+"""A config, which other scripts only hand on to the functions below."""
 OPENINGS_CHECKED = 8
 """Rows of each split whose first prompt must fit the budget."""
 IN_BUCKETS = ("run_dir", "warm_start.init_from", "tokenizer.path", "compilation_cache")

@@ -156,10 +156,9 @@ def sift(
     """
     usable, dropped, malformed = [], [], 0
     for t in trajectories:
-        fault = training_fault(setup, phase, t)
         if POLICIES[t.outcome].training == "drop":
             dropped.append(t)
-        elif fault:
+        elif fault := training_fault(setup, phase, t):
             logging.warning("trajectory %s is dropped: %s", t.uid, fault)
             dropped.append(t)
             malformed += 1
@@ -184,7 +183,7 @@ def training_fault(setup: Setup, phase: Phase, t: Trajectory) -> str | None:
     if fault:
         return fault
     rewards = [s.reward for s in t.steps if s.reward is not None] if POLICIES[t.outcome].reward == "use" else []
-    for reward in [t.total_reward, *rewards] if rewards else []:
+    for reward in (t.total_reward, *rewards):
         if not abs(reward) <= LARGEST:  # Statistics are float32; NaN compares as False.
             return f"its reward is {reward}"
     if phase.scheme and phase.scheme.needs_greedy and (t.greedy_return is None or not math.isfinite(t.greedy_return)):

@@ -25,8 +25,8 @@ def compare(out: str, cells: Sequence[Cell], metric: str, title: str, console: C
     arms = [
         ArmResult(
             arm,
-            {cell.seed: run_result(cell, metric) for cell in cells if cell.arm == arm and cell.finished},
-            missing=[cell.seed for cell in cells if cell.arm == arm and not cell.finished],
+            {cell.seed: run_result(cell, metric) for cell in cells if cell.arm == arm and cell.is_finished},
+            missing=[cell.seed for cell in cells if cell.arm == arm and not cell.is_finished],
             note=next(cell.note for cell in cells if cell.arm == arm),
         )
         for arm in dict.fromkeys(cell.arm for cell in cells)
@@ -57,12 +57,12 @@ def results_table(arms: Sequence[ArmResult], metric: str) -> Table:
 
 def remarks(cells: Sequence[Cell], metric: str) -> list[str]:
     """Return remarks that a reader of the table needs."""
-    done = [summary(cell) for cell in cells if cell.finished]
+    done = [summary(cell) for cell in cells if cell.is_finished]
     out = ["Seconds are those of a run without its warm start, beside the other runs of the grid."]
     if metric == "em" and all("em_before" in s and "em_before_greedy" in s for s in done):
         greedy, sampled = (np.mean([s[key] for s in done]) for key in ("em_before_greedy", "em_before"))
         out.append(f"Before RL: {greedy:.3f} greedy, {sampled:.3f} sampled.")
-    missing = [jobs.title(cell) for cell in cells if not cell.finished]
+    missing = [jobs.title(cell) for cell in cells if not cell.is_finished]
     if missing:
         out.append(f"**Not finished, and not in the table: {', '.join(missing)}.**")
     return out

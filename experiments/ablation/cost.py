@@ -8,7 +8,6 @@ import os
 from collections.abc import Sequence
 
 import jax
-import ml_collections
 import numpy as np
 from rich.table import Table
 
@@ -19,10 +18,10 @@ from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.train.config import RunConfig
 from agentr1_jax.train.settings import Settings
 from experiments.ablation.grid import Cell, summary
-from experiments.setup import check_placement, check_task, make_task, read_section, read_settings
+from experiments.setup import Config, check_placement, check_task, make_task, read_section, read_settings
 
 
-def check_apart(runs: Sequence[ml_collections.ConfigDict]) -> str:
+def check_apart(runs: Sequence[Config]) -> str:
     """Check the config of every run as it would itself; return the kind of devices.
 
     The checks run in another process: this one must not hold the accelerator that the runs need.
@@ -35,7 +34,7 @@ def check_apart(runs: Sequence[ml_collections.ConfigDict]) -> str:
         return apart.submit(check_all, runs).result()
 
 
-def check_all(runs: Sequence[ml_collections.ConfigDict]) -> str:
+def check_all(runs: Sequence[Config]) -> str:
     """See `check_apart`."""
     for config in runs:
         try:
@@ -51,7 +50,7 @@ def check_folders(cells: Sequence[Cell]) -> None:
     """Refuse folders with runs of another config; finished runs may have been moved since."""
     for cell in cells:
         if os.path.exists(os.path.join(cell.folder, "config.json")):
-            may_differ = ("run_dir", "warm_start.init_from") if cell.finished else ("run_dir",)
+            may_differ = ("run_dir", "warm_start.init_from") if cell.is_finished else ("run_dir",)
             try:
                 RunFolder(cell.folder).check_same_config(configs.resolve(cell.config), may_differ)
             except UserError as error:
@@ -64,7 +63,7 @@ def grid_table(warm_starts: Sequence[Cell], cells: Sequence[Cell]) -> Table:
     for arm in dict.fromkeys(cell.arm for cell in (*warm_starts, *cells)):
         own = [cell for cell in (*warm_starts, *cells) if cell.arm == arm]
         seeds = ", ".join(str(cell.seed) for cell in own)
-        done = f"{sum(cell.finished for cell in own)} of {len(own)}"
+        done = f"{sum(cell.is_finished for cell in own)} of {len(own)}"
         table.add_row(arm, seeds, done, os.path.dirname(own[0].folder), own[0].note)
     return table
 
@@ -102,7 +101,7 @@ def cost(s: Settings) -> tuple[int, int, int]:
 
 def hours_left(cells: Sequence[Cell], parallel: int) -> float | None:
     """Estimate the hours left from the finished runs; None without any, 0 where nothing is left."""
-    seconds = [summary(cell)["seconds"] for cell in cells if cell.finished]
+    seconds = [summary(cell)["seconds"] for cell in cells if cell.is_finished]
     left = len(cells) - len(seconds)
     if not left:
         return 0.0

@@ -11,8 +11,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import ml_collections
-
 from agentr1_jax.credit import get_scheme
 from agentr1_jax.credit.scheme import SCHEMES, CreditConfig
 from agentr1_jax.errors import UserError
@@ -22,7 +20,7 @@ from agentr1_jax.runtime import config as configs
 from agentr1_jax.train.config import RunConfig, WarmStartConfig
 from agentr1_jax.train.settings import Settings, load_file
 from agentr1_jax.trajectory import Budget
-from experiments.setup import change_config, differing_policy_keys, read_section, read_settings
+from experiments.setup import Config, change_config, differing_policy_keys, read_section, read_settings
 
 WARM_START = "warm_start"
 SAME_FOR_ALL = ("seed", "run_dir", "compilation_cache", "warm_start.control_seconds", "eval", "task")
@@ -67,7 +65,7 @@ class Cell:
     arm: str
     seed: int
     folder: str
-    config: ml_collections.ConfigDict
+    config: Config
     after: str = ""
     note: str = ""
 
@@ -77,7 +75,7 @@ class Cell:
         return read_settings(self.config)
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """True if the run has finished."""
         return is_finished(self.folder)
 
@@ -126,9 +124,7 @@ def parse_seeds(texts: Sequence[str]) -> list[int]:
     return [int(text) for text in texts]
 
 
-def make_grid(
-    config: ml_collections.ConfigDict, arms: Sequence[Arm], seeds: Sequence[int], out: str
-) -> tuple[list[Cell], list[Cell]]:
+def make_grid(config: Config, arms: Sequence[Arm], seeds: Sequence[int], out: str) -> tuple[list[Cell], list[Cell]]:
     """Make the runs of a grid, seed by seed.
 
     Args:
@@ -166,7 +162,7 @@ def make_grid(
     return list(warm_starts.values()), cells
 
 
-def configure(config: ml_collections.ConfigDict, arm: Arm) -> tuple[ml_collections.ConfigDict, str]:
+def configure(config: Config, arm: Arm) -> tuple[Config, str]:
     """Return the config of an arm, and a remark on it for the table.
 
     Arguments of the config's own scheme stay where the arm's scheme has them, too. A scheme that needs a critic gets
@@ -220,13 +216,13 @@ def summary(cell: Cell) -> Mapping[str, float]:
         return json.load(lines)
 
 
-def _reset_arguments(config: ml_collections.ConfigDict, keep: Sequence[str]) -> ml_collections.ConfigDict:
+def _reset_arguments(config: Config, keep: Sequence[str]) -> Config:
     """Return a copy of a config whose arguments of the credit scheme, but for some, are unset."""
     arguments = read_section(config, CreditConfig).args
     return change_config(config, {f"credit.args.{key}": None for key in arguments if key not in keep})
 
 
-def _warm_start(config: ml_collections.ConfigDict, arm: Arm, seed: int, out: str) -> Cell:
+def _warm_start(config: Config, arm: Arm, seed: int, out: str) -> Cell:
     """Return the warm start of an arm's run: that of the config, with the prompts of the arm."""
     present = dict(configs.flatten(configs.resolve(config)))
     changes = {
@@ -240,7 +236,7 @@ def _warm_start(config: ml_collections.ConfigDict, arm: Arm, seed: int, out: str
     return Cell(name, seed, folder, change_config(start, {**unused, "seed": seed, "run_dir": folder}))
 
 
-def _check_same_start(arm: Arm, own: ml_collections.ConfigDict, start: ml_collections.ConfigDict) -> None:
+def _check_same_start(arm: Arm, own: Config, start: Config) -> None:
     """Refuse an arm whose runs cannot start from the warm start that all share."""
     different = differing_policy_keys(own, configs.resolve(start))
     useless = [key for key in arm.changes if key.partition(".")[0] in WARM_START_SECTIONS]

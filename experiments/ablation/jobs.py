@@ -57,7 +57,7 @@ def run_all(
       the runs that failed, each with the end of its log or why it was not started.
     """
     command = program or (sys.executable, "-m", "experiments.train")
-    waiting, running, failed = [cell for cell in cells if not cell.finished], list[Running](), dict[Cell, str]()
+    waiting, running, failed = [cell for cell in cells if not cell.is_finished], list[Running](), dict[Cell, str]()
     free, stopping = core_shares(parallel), False
     with progress_display(console) as show:
         try:
@@ -135,7 +135,7 @@ def bind_to_cores(cores: frozenset[int]) -> Iterator[None]:
 def fault_of(job: Running, stopping: bool) -> str:
     """Return why a run that has ended failed; "" if it did not."""
     code = job.process.returncode
-    if (job.cell.finished and code == 0) or (stopping and code in (0, -signal.SIGTERM)):
+    if (job.cell.is_finished and code == 0) or (stopping and code in (0, -signal.SIGTERM)):
         return ""
     ended = f"exit status {code}" if code >= 0 else f"ended by signal {-code}"
     with open(log_path(job.cell), encoding="utf-8", errors="replace") as lines:
@@ -161,7 +161,7 @@ def status(cell: Cell) -> str:
             em = record.get(key, em) if em is None else em
         if phase == "set-up" and record.get("phase") in ("warm_start", "rl"):
             phase, update = record["phase"], record["update"]
-    if cell.finished:
+    if cell.is_finished:
         phase = "finished"
     total = {"warm_start": cell.settings.warm_start.updates, "rl": cell.settings.run.updates}.get(phase)
     where = phase.replace("_", " ") + (f" {update}/{total}" if total else "")

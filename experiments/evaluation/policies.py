@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable
 
 import jax
-import ml_collections
 import numpy as np
 from absl import logging
 from jax.sharding import Mesh
@@ -24,6 +23,7 @@ from agentr1_jax.train import build
 from agentr1_jax.train.init_from import has_reference, load_run_decoder, newest_checkpoint, reference_decoder
 from agentr1_jax.train.settings import Settings
 from experiments.setup import (
+    Config,
     change_config,
     differing_policy_keys,
     is_run,
@@ -47,7 +47,7 @@ class Source:
     load: Callable[[Tokenizer, Mesh], Params]
 
 
-def find_config(config: ml_collections.ConfigDict | None, source: str) -> ml_collections.ConfigDict:
+def find_config(config: Config | None, source: str) -> Config:
     """Return the config of an evaluation: that of the run, or `config` with the policy and tokenizer of the source.
 
     Args:
@@ -72,7 +72,7 @@ def find_config(config: ml_collections.ConfigDict | None, source: str) -> ml_col
     return change_config(config, {"tokenizer.path": path})
 
 
-def trained_policy(config: ml_collections.ConfigDict, source: str) -> Source:
+def trained_policy(config: Config, source: str) -> Source:
     """Return the trained policy: the newest checkpoint of a run, or weights.
 
     Args:
@@ -90,7 +90,7 @@ def trained_policy(config: ml_collections.ConfigDict, source: str) -> Source:
     return Source(source, functools.partial(_load_weights, source, read_settings(config)))
 
 
-def first_policy(config: ml_collections.ConfigDict, other: str = "", *, source: str = "") -> Source:
+def first_policy(config: Config, other: str = "", *, source: str = "") -> Source:
     """Return the policy that training began with.
 
     It is what `other` names; else the checkpoint of `warm_start.init_from`, published weights, or the initial
@@ -151,7 +151,7 @@ def without_adapters(policy: DecoderConfig) -> DecoderConfig:
     return dataclasses.replace(policy, lora=LoraConfig())
 
 
-def _load_run(run: str, config: ml_collections.ConfigDict, tokenizer: Tokenizer, mesh: Mesh) -> Params:
+def _load_run(run: str, config: Config, tokenizer: Tokenizer, mesh: Mesh) -> Params:
     """Load the decoder of a run's newest checkpoint; refuse another policy or tokenizer than that of the evaluation."""
     stored = read_run(run)
     different = differing_policy_keys(config, configs.resolve(stored))

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import ml_collections
 from absl import logging
 from jax.sharding import Mesh
 from rich.console import Console
@@ -42,6 +41,7 @@ from experiments.evaluation.chunks import SECTIONS, Chunk, chunks_of, claim, ide
 from experiments.evaluation.modes import START, check_mode, make_agent, role_of
 from experiments.evaluation.policies import Source
 from experiments.setup import (
+    Config,
     change_config,
     check_openings,
     is_run,
@@ -131,7 +131,7 @@ class Evaluation:
         }
 
 
-def evaluate(config: ml_collections.ConfigDict | None, source: str, request: Request, console: Console) -> int:
+def evaluate(config: Config | None, source: str, request: Request, console: Console) -> int:
     """Set an evaluation up, answer its chunks of questions, write its results.
 
     Args:
@@ -175,9 +175,7 @@ def evaluate(config: ml_collections.ConfigDict | None, source: str, request: Req
     return recompiles
 
 
-def resolve_sources(
-    config: ml_collections.ConfigDict | None, source: str, request: Request
-) -> tuple[ml_collections.ConfigDict, dict[str, Source], str]:
+def resolve_sources(config: Config | None, source: str, request: Request) -> tuple[Config, dict[str, Source], str]:
     """Resolve config and sources of an evaluation; the argument `config` is not changed.
 
     Returns:
@@ -217,7 +215,7 @@ def leave_out(request: Request, modes: Sequence[str], error: UserError) -> None:
     logging.warning("left out: %s. %s", ", ".join(modes), error)
 
 
-def set_up(config: ml_collections.ConfigDict, request: Request, modes: Sequence[str]) -> Evaluation:
+def set_up(config: Config, request: Request, modes: Sequence[str]) -> Evaluation:
     """Make the parts of an evaluation.
 
     Args:
