@@ -40,7 +40,7 @@ def test_every_compilation_is_counted_and_nothing_else():
     counter = CompileCounter()
     f = jax.jit(lambda x: x * 3 + 1)
     f(x)
-    assert counter.count == 1 and counter.seconds > 0
+    assert counter.count == 1 and (counter.seconds > 0 or counter.loaded == 1)
     f(x)
     assert counter.count == 1
     f(np.ones((2, 3), np.float32))
