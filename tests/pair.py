@@ -40,7 +40,9 @@ def start(processes: int, devices: int, program: str, *arguments: str) -> list[s
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
+        "PYTHONPATH": os.pathsep.join(
+            map(str, [TESTS.parent, TESTS, *sorted(path for path in TESTS.iterdir() if path.is_dir())])
+        ),
         "JAX_PLATFORMS": "cpu",
         "AGENTR1_CPU_DEVICES": str(devices),
     }
