@@ -383,7 +383,7 @@ def test_summaries_are_steps_of_a_run(tmp_path: Path, trained: bool) -> None:
     assert {t.steps[place].trainable for t, place in summaries} == {trained}
     assert any(a for t, place in summaries for a in t.steps[place].advantages)
     (record,) = (r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["phase"] == "rl")
-    assert record["learner/grad_norm"] > 0 and "rollout/kept" in record
+    assert record["learner/grad_norm"] > 0 and "rollout/summary_score" in record
 
 
 @pytest.mark.slow
