@@ -282,9 +282,9 @@ def test_a_grid_is_run_resumed_and_left_alone_when_finished(config, tmp_path, pr
     assert list(failed) == [("rloo", 1)]
     assert "exit status 1" in failed["rloo", 1] and failed["rloo", 1].endswith("no luck")
     assert "rloo seed 1: failed" in said and "grpo seed 1: finished" in said
-    assert [cell.finished for cell in cells] == [True, True, True, False]
+    assert [cell.is_finished for cell in cells] == [True, True, True, False]
     monkeypatch.delenv("FAKE_FAILURE")
-    assert run_all([*starts, *cells], program)[0] == {} and cells[3].finished
+    assert run_all([*starts, *cells], program)[0] == {} and cells[3].is_finished
     begun = [len(Path(cell.folder, "starts").read_text().splitlines()) for cell in (*starts, *cells)]
     assert begun == [1, 1, 1, 1, 1, 2]
     assert Path(jobs.log_path(cells[3])).read_text().count("hello from") == 2
@@ -306,7 +306,7 @@ def test_what_needs_a_failed_warm_start_is_not_started(config, tmp_path, program
     monkeypatch.setenv("FAKE_FAILURE", "warm_start/seed0")
     failed, _ = run_all([*starts, *cells], program, parallel=1)
     assert set(failed) == {("warm_start", 0), ("grpo", 0)} and "its warm start failed" in failed["grpo", 0]
-    assert cells[1].finished and not os.path.exists(cells[0].folder)
+    assert cells[1].is_finished and not os.path.exists(cells[0].folder)
 
 
 def test_a_false_start_is_cleared_away(config, tmp_path, program):
@@ -315,7 +315,7 @@ def test_a_false_start_is_cleared_away(config, tmp_path, program):
     os.makedirs(cell.folder)
     left = Path(cell.folder, "tokenizer.model")
     left.write_text("of a run that was killed before it began")
-    assert run_all([cell], program)[0] == {} and not left.exists() and cell.finished
+    assert run_all([cell], program)[0] == {} and not left.exists() and cell.is_finished
 
 
 def test_a_stop_is_passed_on_and_nothing_more_starts(config, tmp_path, program, monkeypatch):
@@ -337,7 +337,7 @@ def test_a_stop_is_passed_on_and_nothing_more_starts(config, tmp_path, program, 
     failed, said = run_all(cells, program, stop=stop)
     assert failed == {} and "stopping" in said and time.monotonic() - began < 50
     assert [os.path.exists(cell.folder) for cell in cells] == [True, True, False, False]
-    assert not any(cell.finished for cell in cells)
+    assert not any(cell.is_finished for cell in cells)
 
 
 def test_cores_are_shared_out(monkeypatch):
