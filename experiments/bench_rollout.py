@@ -198,7 +198,7 @@ def engines() -> Iterator[tuple[str, Engine]]:
 
 
 def figures(counters: Counters, sampled: int, rounds: int) -> dict[str, float]:
-    """What a mode took for one round, on average."""
+    """Return the means of a mode over one round."""
     return {
         "seconds": round(counters.seconds / rounds, 3),
         "decode_tokens_per_s": round(sampled * rounds / counters.seconds, 1),

@@ -181,15 +181,15 @@ class Task(Protocol):
 
 
 def has_expert(task: Task) -> bool:
-    """Whether a task has experts to imitate; a task without says `has_expert = False`."""
+    """Return True if a task has experts to imitate; a task without says `has_expert = False`."""
     return bool(getattr(task, "has_expert", True))
 
 
 def has_texts(task: Task) -> bool:
-    """Whether a task has texts to train a tokenizer on; a task without says `has_texts = False`."""
+    """Return True if a task has texts to train a tokenizer on; one without says `has_texts = False`."""
     return bool(getattr(task, "has_texts", True))
 
 
 def writes_summaries(task: Task) -> bool:
-    """Whether a task's experts answer `SUMMARY_REQUEST` with a summary."""
+    """Return True if a task's experts answer `SUMMARY_REQUEST` with a summary."""
     return bool(getattr(task, "expert_writes_summaries", False))

@@ -122,17 +122,17 @@ class MixtureTask:
 
     @property
     def expert_writes_summaries(self) -> bool:
-        """Whether the experts of all tasks do."""
+        """True if the experts of all tasks write summaries."""
         return all(writes_summaries(task) for task in self._tasks.values())
 
     @property
     def has_expert(self) -> bool:
-        """Whether all tasks have one."""
+        """True if all tasks have an expert."""
         return all(has_expert(task) for task in self._tasks.values())
 
     @property
     def has_texts(self) -> bool:
-        """Whether all tasks have some."""
+        """True if all tasks have texts."""
         return all(has_texts(task) for task in self._tasks.values())
 
     @property
@@ -193,7 +193,7 @@ class MixtureEnv:
         return await self._current().step(action)
 
     def judge_summary(self, text: str) -> Mapping[str, float]:
-        """What a summary earns in the row's task."""
+        """Return the weighted reward parts of a summary in the row's task."""
         return summary_rewards(self._current(), text)
 
     def truncate(self) -> Mapping[str, float]:

@@ -66,7 +66,7 @@ class TabularTask:
 
     @property
     def reward_parts(self) -> Sequence[str]:
-        """What is paid at the goal, and beside it."""
+        """Names of the rewards paid at the goal, and beside it."""
         return REWARD_PARTS
 
     def row(self, split: str, index: int) -> Row:

@@ -42,7 +42,7 @@ class SinksConfig:
 
     @property
     def active(self) -> bool:
-        """Whether metrics go anywhere else; `runtime/sinks.py` is needed only then."""
+        """True if metrics go anywhere else; `runtime/sinks.py` is needed only then."""
         return self.tensorboard or bool(self.wandb_project)
 
 

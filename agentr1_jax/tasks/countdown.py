@@ -163,7 +163,7 @@ class CountdownTask:
 
 
 def solves(answer: str | None, row: Row) -> bool:
-    """Whether an answer is an expression of exactly the row's numbers, with its operators, that comes to its target."""
+    """Return True if an answer uses exactly the row's numbers, with its operators, and comes to its target."""
     if answer is None or not _plays_by_rules(answer, row):
         return False
     try:

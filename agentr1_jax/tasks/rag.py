@@ -83,6 +83,6 @@ class RagEnv:
 
 
 def searches(opening: Observation) -> bool:
-    """Whether an environment that opens so has what Naive RAG needs: a tool `search` that takes a `query`."""
+    """Return True if an opening offers what Naive RAG needs: a tool `search` that takes a `query`."""
     functions = [schema["function"] for schema in opening.tools]
     return any(f["name"] == "search" and "query" in f["parameters"].get("properties", {}) for f in functions)

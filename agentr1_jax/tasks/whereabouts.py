@@ -192,7 +192,7 @@ class WhereaboutsEnv:
         return Transition(Observation(text=text, role="user", state_key=self._key(), evidence=evidence), 0.0)
 
     def judge_summary(self, text: str) -> Mapping[str, float]:
-        """What a summary of all but the newest report earns."""
+        """Return the reward parts of a summary of all but the newest report."""
         facts = last_places(self._row["reports"][: self._shown - 1])
         score = score_summary(text, facts)
         self._summaries.append(score)

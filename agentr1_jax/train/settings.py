@@ -131,7 +131,7 @@ class Settings:
 
     @property
     def objective(self) -> Objective:
-        """What an update of RL minimises."""
+        """The objective that an update of RL minimises."""
         return Objective(self.loss, self.kl, self.sampling.temperature)
 
     @property

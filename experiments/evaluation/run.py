@@ -120,7 +120,7 @@ class Evaluation:
 
     @property
     def record(self) -> dict[str, Any]:
-        """What makes two evaluations the same one, as plain JSON, except for `policies` and `sources`."""
+        """The facts that make two evaluations the same one, as plain JSON, except for `policies` and `sources`."""
         return {
             "samples": self.request.samples,
             "temperature": self.request.temperature,

@@ -124,7 +124,7 @@ def test_a_repeated_request_finds_its_own_marker(bucket, monkeypatch):
 
     monkeypatch.setattr(files, "create", create_twice)
     with lock_folder(bucket):
-        pass
+        assert files.list_names(bucket) == [NAME]
 
 
 def test_a_bucket_that_does_not_exist_is_named(bucket):

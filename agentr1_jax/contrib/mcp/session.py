@@ -75,7 +75,7 @@ class Session:
             raise
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> Any:
-        """What the server answers to a call, as the library has it. May be used from any event loop.
+        """Return the answer of the server to a call, as the library has it. May be used from any event loop.
 
         Raises:
           CallError: it does not.

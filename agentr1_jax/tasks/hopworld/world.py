@@ -108,7 +108,7 @@ def world(key: str) -> World:
 
 @functools.lru_cache(maxsize=64)
 def retriever(key: str) -> BM25:
-    """What finds a world's passages."""
+    """Return the retriever of a world's passages."""
     return BM25(world(key).passages)
 
 
