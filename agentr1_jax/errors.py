@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+from collections.abc import Iterator
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 """Values of `OSError.errno` for a full disk or an exhausted quota."""
@@ -19,3 +21,12 @@ class RetryableError(UserError):
     """Failure that another attempt may not meet, such as a lost connection: launchers start the program again."""
 
     status = 1
+
+
+@contextlib.contextmanager
+def user_error(prefix: str = "") -> Iterator[None]:
+    """Turn a ValueError or FileNotFoundError of the block into a UserError whose message begins with `prefix`."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError) as error:
+        raise UserError(f"{prefix}{error}") from error

@@ -39,11 +39,11 @@ from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.text.tokenizer import Tokenizer
 from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.train import build, collect, phases, train_step
-from agentr1_jax.train.config import TaskConfig
-from agentr1_jax.train.init_from import restore_params
-from agentr1_jax.train.parts import Phase, Setup
+from agentr1_jax.train.build import Setup
+from agentr1_jax.train.phases import Phase
 from agentr1_jax.train.progress import Progress
-from agentr1_jax.train.settings import Settings, settings_from_dict
+from agentr1_jax.train.restore import restore_params
+from agentr1_jax.train.settings import Settings, TaskConfig, settings_from_dict
 from agentr1_jax.trajectory import Trajectory
 
 Group = list[Trajectory]

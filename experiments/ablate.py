@@ -32,7 +32,7 @@ from agentr1_jax.errors import UserError
 from agentr1_jax.runtime import compile_cache
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.processes import StopRequest
-from agentr1_jax.train.config import RunConfig
+from agentr1_jax.train.settings import RunConfig
 from experiments.ablation import cost, grid, jobs
 from experiments.ablation.comparison import compare
 from experiments.setup import change_config, read_section

@@ -36,7 +36,7 @@ from agentr1_jax.text.tokenizer import Tokenizer
 from agentr1_jax.text.tool_calls import extract_answer
 from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.train import build
-from agentr1_jax.train.init_from import load_run_decoder
+from agentr1_jax.train.restore import load_run_decoder
 from agentr1_jax.train.settings import Settings
 from agentr1_jax.trajectory import Outcome, Step, Trajectory
 from experiments.setup import make_task, read_run, read_settings, use_compile_cache, with_weights

@@ -22,8 +22,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from agentr1_jax.credit.scheme import SCHEMES, CreditConfig, arguments_class
 from agentr1_jax.policy.config import PolicyConfig
-from agentr1_jax.train.config import RunConfig, TaskConfig
-from agentr1_jax.train.settings import ROLLOUT, SECTIONS
+from agentr1_jax.train.settings import ROLLOUT, SECTIONS, RunConfig, TaskConfig
 from agentr1_jax.validation import to_section
 from configs import base
 

@@ -35,7 +35,8 @@ from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.text.tokenizer import Tokenizer
 from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.train import build, phases, train_step
-from agentr1_jax.train.parts import Phase, Setup
+from agentr1_jax.train.build import Setup
+from agentr1_jax.train.phases import Phase
 from agentr1_jax.trajectory import POLICIES, Step, Trajectory
 from experiments.credit import recording
 from experiments.credit.choice import choose

@@ -29,7 +29,7 @@ from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.text.sentencepiece import SentencePieceTokenizer
 from agentr1_jax.text.tokenizer import Tokenizer
 from agentr1_jax.train import build
-from agentr1_jax.train.init_from import load_run_decoder
+from agentr1_jax.train.restore import load_run_decoder
 from experiments.setup import read_run, read_settings
 
 DTYPE = flags.DEFINE_enum(

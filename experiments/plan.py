@@ -27,7 +27,8 @@ from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime.checkpoint import sharded_shapes
 from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.train import build, phases
-from agentr1_jax.train.parts import Phase, Setup
+from agentr1_jax.train.build import Setup
+from agentr1_jax.train.phases import Phase
 from agentr1_jax.train.settings import Settings
 from experiments import topology
 from experiments.setup import check_attention, check_placement, make_task

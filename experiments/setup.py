@@ -38,10 +38,9 @@ from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.tools.base import Tool
 from agentr1_jax.tools.wrappers import ToolMetrics, wrap_tool
 from agentr1_jax.train import build
-from agentr1_jax.train.config import RunConfig, TaskConfig
-from agentr1_jax.train.init_from import newest_checkpoint
-from agentr1_jax.train.parts import Setup
-from agentr1_jax.train.settings import SECTIONS, Settings, load_file, settings_from_dict
+from agentr1_jax.train.build import Setup
+from agentr1_jax.train.restore import newest_checkpoint
+from agentr1_jax.train.settings import SECTIONS, RunConfig, Settings, TaskConfig, load_file, settings_from_dict
 from agentr1_jax.validation import from_section, to_section
 from configs import base
 

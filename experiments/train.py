@@ -31,21 +31,13 @@ from agentr1_jax.runtime.metrics import MetricsWriter, Sink
 from agentr1_jax.runtime.monitoring import parse_profile_updates, progress_bar, trace_updates
 from agentr1_jax.runtime.run_folder import RunFolder, batch_name, check_common_folder
 from agentr1_jax.train import build, phases, train_step
-from agentr1_jax.train.collect import (
-    Batches,
-    Examples,
-    Request,
-    make_demonstrations,
-    make_documents,
-    open_rollouts,
-    roll_out,
-)
-from agentr1_jax.train.logger import RunLogger, Stopped
-from agentr1_jax.train.metrics import tokens_per_second, trajectory_means
-from agentr1_jax.train.parts import Phase, Setup
-from agentr1_jax.train.progress import Progress, read_progress
+from agentr1_jax.train.build import Setup
+from agentr1_jax.train.collect import Request, open_rollouts, roll_out
+from agentr1_jax.train.phases import Batches, Examples, Phase, make_demonstrations, make_documents
+from agentr1_jax.train.progress import Progress, RunLogger, Stopped, read_progress
+from agentr1_jax.train.restore import make_reference
 from agentr1_jax.train.settings import Settings
-from agentr1_jax.train.summary import write_summary
+from agentr1_jax.train.summary import trajectory_means, write_summary
 from agentr1_jax.trajectory import Trajectory
 from experiments.setup import check_init_from, make_setup, read_settings, use_compile_cache
 
@@ -196,7 +188,7 @@ def reinforce(
 ) -> tuple[LearnerState, Progress]:
     """Learn from rollouts, then evaluate the policy."""
     settings, starts = setup.settings, progress.update == 0
-    reference = build.make_reference(settings, setup.policy, setup.learner_mesh, state.params, first=starts)
+    reference = make_reference(settings, setup.policy, setup.learner_mesh, state.params, first=starts)
     phase = phases.reinforcement(setup, builder.optimizer, builder.layout, reference)
     with open_rollouts(setup, state.params, progress, logger.folder) as rollouts:
         state, progress = run_phase(setup, phase, rollouts, state, progress, logger)
@@ -301,6 +293,15 @@ def progress_text(record: Mapping[str, float]) -> str:
     if "rollout/reward" in record:
         quality = f"reward {record['rollout/reward']:.3f} em {record.get('rollout/em', 0):.3f}"
     return f"{quality}, {tokens_per_second(record)}"
+
+
+def tokens_per_second(metrics: Mapping[str, float]) -> str:
+    """Return the rates of an update, for the progress line."""
+    rates = []
+    for what, tokens, seconds in (("learned", "learner_tokens", "learn"), ("decoded", "decode_tokens", "rollout")):
+        if metrics.get(f"time/{seconds}") and f"time/{tokens}" in metrics:
+            rates.append(f"{metrics[f'time/{tokens}'] / metrics[f'time/{seconds}']:,.0f} {what}")
+    return f"tokens/s: {', '.join(rates)}"
 
 
 def check_skips(record: Mapping[str, float]) -> None:

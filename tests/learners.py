@@ -18,7 +18,8 @@ from agentr1_jax.learner.optimizer import make_optimizer
 from agentr1_jax.learner.update import init_state
 from agentr1_jax.policy.sharding import shardings
 from agentr1_jax.train import phases, train_step
-from agentr1_jax.train.parts import Phase, Setup
+from agentr1_jax.train.build import Setup
+from agentr1_jax.train.phases import Phase
 from agentr1_jax.train.progress import Progress
 from configs import base
 from experiments.setup import read_settings

@@ -1,4 +1,4 @@
-"""From settings to the parts of a run: tokenizer, agent, policy, meshes, engine, the learner's state."""
+"""The parts of a run, and how they are made from its settings: tokenizer, agent, policy, meshes, engine, parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from agentr1_jax import files
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.envs.base import Task
 from agentr1_jax.envs.datasets import data_folder
-from agentr1_jax.errors import UserError
+from agentr1_jax.errors import UserError, user_error
 from agentr1_jax.learner.optimizer import make_optimizer
 from agentr1_jax.learner.update import LearnerState, init_state
 from agentr1_jax.policy import weights
@@ -46,17 +46,41 @@ from agentr1_jax.text.call_formats import make_call_format
 from agentr1_jax.text.chat import chat_format
 from agentr1_jax.text.sentencepiece import train_sentencepiece
 from agentr1_jax.text.tokenizer import Tokenizer, load_tokenizer
-from agentr1_jax.train.init_from import REFERENCE, restore_decoder
+from agentr1_jax.tools.wrappers import ToolMetrics
+from agentr1_jax.train.restore import restore_decoder
 from agentr1_jax.train.settings import Settings
 
 
-def make_learner_mesh(settings: Settings, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Make the learner's mesh over all devices of all processes but those for rollouts alone.
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """The parts of a run that do not change while it runs.
 
-    Args:
-      settings: of the run.
-      devices: stand for all devices; None for those there are.
+    Attributes:
+      agent: the workflow of one trajectory.
+      policy: shape of the decoder.
+      frozen: parameters that LoRA does not train; empty without LoRA.
+      rollout_params: (trained, frozen parameters) -> the decoder's on the engine's mesh, in compute dtype.
+      tool_metrics: counts of what the tools do.
+      dispatch: calls a compiled program of the learner: (program, *arguments) -> its result. Where the engine samples
+        at the same time on the same devices, it does so on the engine's dispatch thread: a program over several devices
+        waits for all of them, so that two threads which dispatch in different orders could wait for ever.
     """
+
+    settings: Settings
+    task: Task
+    tokenizer: Tokenizer
+    agent: EnvLoop
+    policy: DecoderConfig
+    frozen: Params
+    learner_mesh: Mesh
+    engine: Engine
+    rollout_params: Callable[[Params, Params], Params]
+    tool_metrics: ToolMetrics
+    dispatch: Callable[..., Any] = processes.call
+
+
+def make_learner_mesh(settings: Settings, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Make the learner's mesh over all devices (None: those there are) but those for rollouts alone."""
     c = settings.mesh
     learner_devices, _ = meshes.split_devices(jax.devices() if devices is None else devices, c.rollout_devices)
     return meshes.learner_mesh(c.data, c.fsdp, c.tensor, learner_devices)
@@ -99,7 +123,8 @@ def make_tokenizer(settings: Settings, task: Task | None, *, resumes: bool) -> T
     """
     path = os.path.expanduser(settings.tokenizer.path)
     if "{data}" in path:
-        path = path.replace("{data}", str(find_data_folder(settings)))
+        with user_error():
+            path = path.replace("{data}", str(data_folder(settings.task.data_dir)))
     if not path:
         path = os.path.join(settings.run.run_dir, "tokenizer.model")
         if processes.process_index() == 0 and not resumes:
@@ -108,18 +133,8 @@ def make_tokenizer(settings: Settings, task: Task | None, *, resumes: bool) -> T
             elif task is not None:
                 train_sentencepiece(task.texts(settings.tokenizer.texts), path, settings.tokenizer.vocab_size)
         processes.barrier()
-    try:
+    with user_error("tokenizer.path: "):
         return load_tokenizer(path)
-    except (ValueError, FileNotFoundError) as error:
-        raise UserError(f"tokenizer.path: {error}") from error
-
-
-def find_data_folder(settings: Settings) -> str:
-    """Return the folder of real data. Raises UserError where there is none."""
-    try:
-        return str(data_folder(settings.task.data_dir))
-    except FileNotFoundError as error:
-        raise UserError(str(error)) from error
 
 
 def remove_tokenizer(run_dir: str) -> None:
@@ -131,11 +146,9 @@ def remove_tokenizer(run_dir: str) -> None:
 
 def make_agent(settings: Settings, task: Task, tokenizer: Tokenizer) -> EnvLoop:
     """Make the default agent on a task's environments."""
-    try:
+    with user_error("tokenizer.path: "):
         call_format = make_call_format(settings.agent.call_format, tokenizer)
         chat = chat_format(tokenizer, call_format)
-    except ValueError as error:
-        raise UserError(f"tokenizer.path: {error}") from error
     if len(tokenizer.stop_ids) > settings.engine.stop_sequences:
         raise UserError(
             f"tokenizer.path: {tokenizer.name} has {len(tokenizer.stop_ids)} stop ids, the engine knows at most "
@@ -158,11 +171,8 @@ def make_agent(settings: Settings, task: Task, tokenizer: Tokenizer) -> EnvLoop:
 def make_policy(settings: Settings, tokenizer: Tokenizer | None) -> DecoderConfig:
     """Return the decoder's shape: that of its weights or of a preset, with the changes that the settings name.
 
-    A preset without a vocabulary gets the tokenizer's, padded to a multiple of 128, which every mesh divides.
-
-    Args:
-      settings: of the run.
-      tokenizer: of the policy; None (in a dry run) leaves the vocabulary unchecked.
+    A preset without a vocabulary gets the tokenizer's, padded to a multiple of 128, which every mesh divides; without a
+    tokenizer (in a dry run) the vocabulary is not checked.
 
     Raises:
       UserError: no shape is named, or it does not fit tokenizer, budget or mesh.
@@ -192,10 +202,8 @@ def make_policy(settings: Settings, tokenizer: Tokenizer | None) -> DecoderConfi
 
 def make_engine(settings: Settings, policy: DecoderConfig, mesh: Mesh, dispatcher: Dispatcher | None = None) -> Engine:
     """Make the rollout engine of this process. Raises UserError if its shapes do not fit the mesh."""
-    try:
+    with user_error():
         return Engine(policy, settings.engine, mesh, dispatcher)
-    except ValueError as error:
-        raise UserError(str(error)) from error
 
 
 def rollout_params(policy: DecoderConfig, trained: Params, frozen: Params) -> Params:
@@ -226,11 +234,7 @@ def make_frozen(settings: Settings, policy: DecoderConfig, mesh: Mesh) -> Params
 
 
 def make_decoder(settings: Settings, policy: DecoderConfig, mesh: Mesh) -> Params:
-    """Make the decoder that training starts from in place on the mesh: published weights, or random ones.
-
-    Raises:
-      UserError: the weights cannot be read, or are not of this shape.
-    """
+    """Make the decoder that training starts from in place on the mesh: published weights, or random parameters."""
     if settings.policy.weights:
         return load_decoder(settings.policy.weights, policy, mesh, "policy.weights: ")
     return _init(lambda key: init_decoder(policy, key), settings.run.seed, mesh)
@@ -238,10 +242,8 @@ def make_decoder(settings: Settings, policy: DecoderConfig, mesh: Mesh) -> Param
 
 def load_decoder(source: str, policy: DecoderConfig, mesh: Mesh, prefix: str = "") -> Params:
     """Load published weights. Raises UserError, its message after `prefix`, if they are not of this shape."""
-    try:
+    with user_error(prefix):
         return weights.load(source, policy, functools.partial(shardings, mesh=mesh))
-    except (ValueError, FileNotFoundError) as error:
-        raise UserError(f"{prefix}{error}") from error
 
 
 def _init(init: Callable[[jax.Array], Params], seed: int, mesh: Mesh) -> Params:
@@ -293,40 +295,3 @@ def make_state_builder(settings: Settings, policy: DecoderConfig, mesh: Mesh) ->
 
     restart = cached_jit(lambda params: init_state(params, optimizer), mesh, out_shardings=layout)
     return StateBuilder(init, restart, optimizer, checkpoint.sharded_shapes(shapes, layout), layout)
-
-
-def make_reference(
-    settings: Settings, policy: DecoderConfig, mesh: Mesh, params: Params, *, first: bool
-) -> Params | None:
-    """Return the reference policy of the KL: the decoder's trained parameters as RL starts, in compute dtype.
-
-    They are stored in the run folder, beside the checkpoints.
-
-    Args:
-      settings: of the run.
-      policy: shape of the decoder.
-      mesh: of the learner.
-      params: of the learner.
-      first: True if RL starts now; else the stored ones are read.
-
-    Returns:
-      the parameters; None without a KL term.
-
-    Raises:
-      UserError: a resumed run has lost them.
-    """
-    if settings.kl.kind == "none":
-        return None
-    cast = functools.partial(cast_for_compute, policy)
-    layout = shardings(jax.eval_shape(cast, params["decoder"]), mesh)
-    run_dir = settings.run.run_dir
-    with contextlib.closing(checkpoint.Checkpoints(run_dir, keep=1, name=REFERENCE)) as stored:
-        restored = stored.restore(checkpoint.sharded_shapes(jax.eval_shape(cast, params["decoder"]), layout))
-        if restored is not None:
-            return restored[0]
-        if not first:
-            raise UserError(f"{run_dir}/{REFERENCE} is gone, to which the KL of this run is measured; restore it")
-        copy = cached_jit(lambda decoder: jax.tree.map(jnp.copy, cast(decoder)), mesh, out_shardings=layout)
-        reference = copy(params["decoder"])
-        stored.save(0, reference, {})
-    return reference

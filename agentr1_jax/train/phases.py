@@ -1,18 +1,68 @@
 """The three phases of a run: language modelling on texts, imitation of an expert, reinforcement learning.
 
 All three take the same train step. A document, and a demonstration, is a trajectory whose responses somebody else
-wrote: there every advantage is 1 and nothing is clipped.
+wrote: there every advantage is 1 and nothing is clipped. They are made once, before the phase.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
+import jax
+import numpy as np
+
+from agentr1_jax.agents.session import ScriptedSession
+from agentr1_jax.credit.batch import Credit, TokenBatch
+from agentr1_jax.credit.scheme import Scheme
+from agentr1_jax.learner.config import PackingConfig
 from agentr1_jax.learner.losses import MINIBATCH_RATIOS
-from agentr1_jax.learner.update import make_log_ratio, make_token_outputs, make_update
+from agentr1_jax.learner.update import LearnerState, TokenOutputs, make_log_ratio, make_token_outputs, make_update
 from agentr1_jax.policy.decoder import Params
+from agentr1_jax.runtime import processes
 from agentr1_jax.runtime.compile_cache import cached_jit
-from agentr1_jax.train.parts import Phase, Setup
+from agentr1_jax.runtime.seeds import generator
+from agentr1_jax.train.build import Setup
+from agentr1_jax.train.collect import AsynchronousRollouts, Rollouts, SynchronousRollouts, identities, process_shard
+from agentr1_jax.train.progress import Progress
+from agentr1_jax.trajectory import Outcome, Step, Trajectory
+
+PRACTICE = "practice"
+"""Split of a task for demonstrations alone, where it has one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """How a phase of a run trains: its compiled programs and the shape of its batches.
+
+    Attributes:
+      updates: train steps of the phase.
+      packing: layout and size of the rows of a microbatch.
+      microbatches: most microbatches that a minibatch can fill.
+      update: one optimizer step.
+      token_outputs: forward pass for values, recomputed and reference log-probs; None where nothing needs it.
+      log_ratio: the pass that the ratio needs before each update; None where the ratio needs none.
+      reference: the decoder's trained parameters as RL started, in compute dtype; None without a KL term.
+      scheme: credit scheme; None where every advantage is 1.
+      assign: the scheme's function, compiled.
+      critic: True if values are computed and trained.
+      observations: True if observation tokens are loss tokens too, as the mask ablations need.
+    """
+
+    name: Literal["pretraining", "warm_start", "rl"]
+    updates: int
+    packing: PackingConfig
+    microbatches: int
+    update: Callable[..., tuple[LearnerState, dict[str, jax.Array]]]
+    token_outputs: Callable[..., TokenOutputs] | None = None
+    log_ratio: Callable[..., jax.Array] | None = None
+    reference: Params | None = None
+    scheme: Scheme | None = None
+    assign: Callable[[TokenBatch], Credit] | None = None
+    critic: bool = False
+    observations: bool = False
 
 
 def pretraining(setup: Setup, optimizer: Any, layout: Any) -> Phase:
@@ -46,10 +96,7 @@ def warm_start(setup: Setup, optimizer: Any, layout: Any) -> Phase:
 
 
 def reinforcement(setup: Setup, optimizer: Any, layout: Any, reference: Params | None) -> Phase:
-    """Return the phase of reinforcement learning; see `pretraining` for the arguments.
-
-    `reference` is the policy that the KL is measured to; None without a KL term.
-    """
+    """Return the phase of reinforcement learning; see `pretraining` and `Phase` for the arguments."""
     settings, objective, mesh = setup.settings, setup.settings.objective, setup.learner_mesh
     learner, critic = settings.learner, settings.learns_values
     needs_outputs = critic or reference is not None or learner.old_logprobs == "learner" or learner.observations
@@ -68,3 +115,79 @@ def reinforcement(setup: Setup, optimizer: Any, layout: Any, reference: Params |
         critic=critic,
         observations=learner.observations,
     )
+
+
+def make_demonstrations(setup: Setup) -> list[Trajectory]:
+    """Make this process's share of the expert trajectories, some of them on the task's practice split."""
+    c, seed = setup.settings.warm_start, setup.settings.run.seed
+    practice = generator(seed, "practice").random(c.demonstrations) < c.practice
+
+    async def play() -> list[Trajectory]:
+        trajectories = []
+        for index in process_shard(c.demonstrations):
+            (identity,) = identities(setup, "demonstration", index, index, 1)
+            row = setup.task.row(PRACTICE if practice[index] else "train", index)
+            expert = setup.task.expert(row, identity.seed)
+            session = ScriptedSession(identity, expert, setup.tokenizer, setup.agent.call_format)
+            session.begin(row)
+            await setup.agent.run(session, row)
+            trajectories.append(session.trajectory())
+        return trajectories
+
+    return asyncio.run(play())
+
+
+def make_documents(setup: Setup) -> list[Trajectory]:
+    """Make this process's share of the task's texts, in pieces; each is a trajectory whose one response is the text.
+
+    A piece begins and ends with the stop token, as a piece of a longer text does too.
+    """
+    c, stop = setup.settings.pretrain, setup.tokenizer.stop_id
+    texts = setup.task.texts(c.texts)
+    pieces = [
+        np.asarray([*ids[at : at + c.tokens - 2], stop], np.int32)
+        for ids in (setup.tokenizer.encode_data(texts[i]) for i in process_shard(len(texts)))
+        for at in range(0, len(ids), c.tokens - 2)
+    ]
+    prompt = np.asarray([stop], np.int32)
+    return [
+        Trajectory(
+            uid=f"text/{i:06d}",
+            group=i,
+            sample=0,
+            task=setup.task.name,
+            seed=0,
+            steps=(Step(prompt, piece, np.zeros(len(piece), np.float32), reward=0.0),),
+            outcome=Outcome.ENV_DONE,
+        )
+        for i, piece in enumerate(pieces)
+    ]
+
+
+class Examples:
+    """Batches of documents or demonstrations: `size` of this process's in each, in an order keyed by the run's seed.
+
+    See `collect` for the methods.
+    """
+
+    background = None
+
+    def __init__(self, trajectories: Sequence[Trajectory], size: int, seed: int) -> None:
+        self._trajectories, self._size, self._seed = trajectories, size, seed
+
+    def next(self, params: Params, progress: Progress, stop: processes.StopRequest) -> Rollouts:
+        """Return the batch of an update: passes over the examples, each in an order of its own."""
+        per_epoch = max(len(self._trajectories) // self._size, 1)
+        epoch, place = divmod(progress.update, per_epoch)
+        order = generator(self._seed, "demonstration order", epoch).permutation(len(self._trajectories))
+        return Rollouts([self._trajectories[i] for i in order[place * self._size :][: self._size]])
+
+    def publish(self, params: Params, update: int) -> None:
+        """Do nothing: nothing is sampled."""
+
+    def pending(self) -> Sequence[Trajectory]:
+        """Return nothing."""
+        return ()
+
+
+Batches = Examples | SynchronousRollouts | AsynchronousRollouts

@@ -1,17 +1,23 @@
-"""All settings of a run, each section checked by itself, and checked against each other here."""
+"""Settings of a run: one dataclass for each section of a config, checked by itself and against the others.
+
+`configs/base.py` says what each key means; the sections of a package, such as `LossConfig`, are declared there.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import typing
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
+
+from pydantic.dataclasses import dataclass
 
 from agentr1_jax.agents.context import RULES, ContextConfig, ContextRule
 from agentr1_jax.agents.loop import AgentConfig
 from agentr1_jax.credit.scheme import CreditConfig, Scheme, ShapingConfig
 from agentr1_jax.envs.curriculum import Stage, parse_curriculum
-from agentr1_jax.errors import UserError
+from agentr1_jax.errors import UserError, user_error
 from agentr1_jax.learner.config import (
     CorrectionConfig,
     KLConfig,
@@ -29,21 +35,101 @@ from agentr1_jax.rollout.config import AttemptLimits, EngineConfig, RolloutConfi
 from agentr1_jax.runtime.checkpoint import CheckpointConfig
 from agentr1_jax.runtime.mesh import MeshConfig
 from agentr1_jax.runtime.metrics import SinksConfig
+from agentr1_jax.runtime.monitoring import parse_profile_updates
 from agentr1_jax.runtime.processes import ProcessesConfig
 from agentr1_jax.tools.wrappers import ToolsConfig
-from agentr1_jax.train.config import EvalConfig, PretrainConfig, RunConfig, TaskConfig, TokenizerConfig, WarmStartConfig
 from agentr1_jax.trajectory import Budget
-from agentr1_jax.validation import from_section
+from agentr1_jax.validation import STRICT, Count, Fraction, NonNegative, Positive, Seed, Whole, from_section
+
+
+@dataclass(frozen=True, config=STRICT)
+class RunConfig:
+    """Keys at the top of the config."""
+
+    seed: Seed = 0
+    run_dir: str = "runs/base"
+    updates: Whole = 100
+    critic: Literal["none", "shared_trunk", "separate"] = "none"
+    profile_updates: str = ""
+    compilation_cache: str = "{runs}/.programs"
+
+    def __post_init__(self) -> None:
+        if not self.run_dir:
+            raise ValueError("run_dir is empty; name the folder of the run")
+        parse_profile_updates(self.profile_updates)
+
+
+@dataclass(frozen=True, config=STRICT)
+class TokenizerConfig:
+    """Section `tokenizer`."""
+
+    path: str = ""
+    vocab_size: Count = 1024
+    texts: Count = 4000
+
+
+@dataclass(frozen=True, config=STRICT)
+class PretrainConfig:
+    """Section `pretrain`: language modelling on texts of the task, before the warm start."""
+
+    updates: Whole = 0
+    texts: Count = 100_000
+    tokens: Count = 256
+    batch: Count = 64
+    lr: Positive = 3e-3
+    rows: Count = 8
+    row_tokens: Count = 512
+
+    def __post_init__(self) -> None:
+        if not 3 <= self.tokens <= self.row_tokens:
+            raise ValueError(
+                f"pretrain.tokens is {self.tokens}; a piece of text has at least 3 tokens, and at most "
+                f"pretrain.row_tokens ({self.row_tokens})"
+            )
+
+
+@dataclass(frozen=True, config=STRICT)
+class WarmStartConfig:
+    """Section `warm_start`: imitation of expert trajectories, before reinforcement learning."""
+
+    init_from: str = ""
+    updates: Whole = 0
+    control_seconds: NonNegative = 0.0
+    lr: Positive = 3e-3
+    demonstrations: Count = 4096
+    practice: Fraction = 0.25
+    batch: Count = 64
+
+
+@dataclass(frozen=True, config=STRICT)
+class EvalConfig:
+    """Section `eval`."""
+
+    split: str = "eval"
+    questions: Count = 256
+    every: Whole = 10
+    quick_questions: Count = 64
+
+
+@dataclass(frozen=True, config=STRICT)
+class TaskConfig:
+    """Section `task`; `sections` has the keys of each task that brings some, by its name."""
+
+    name: str = ""
+    file: str = ""
+    args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    data_dir: str = ""
+    mixture: tuple[str, ...] = ()
+    curriculum: tuple[str, ...] = ()
+    sections: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """Settings of a run, one field for each section of its config.
 
-    Attributes:
-      run: keys at the top of the config.
-      scheme: the credit scheme that `credit` names, with its arguments.
-      others: sections of the same names; `engine` and `sampling` are parts of section `rollout`.
+    `run` has the keys at the top; `rollout`, `engine` and `sampling` share the section `rollout`; `scheme` is the
+    credit scheme that `credit` names, with its arguments.
     """
 
     run: RunConfig
@@ -75,7 +161,6 @@ class Settings:
 
     def __post_init__(self) -> None:
         _ = self.stages
-        _check_context(self)
         _check_credit(self)
         _check_critic_warmup(self)
         _check_kl(self)
@@ -90,10 +175,8 @@ class Settings:
     @functools.cached_property
     def stages(self) -> Sequence[Stage]:
         """Stages of the curriculum. Raises UserError if one cannot be read."""
-        try:
-            return parse_curriculum(self.task.curriculum, self.budget.max_steps) if self.task.curriculum else ()
-        except ValueError as error:
-            raise UserError(str(error)) from error
+        with user_error():
+            return parse_curriculum(self.task.curriculum, self.budget.max_steps)
 
     @property
     def batch_trajectories(self) -> int:
@@ -162,30 +245,14 @@ class Settings:
         return learning_rates(self.optimizer, update, self.run.updates, parts)
 
 
-SECTIONS: Mapping[str, type] = {
-    "checkpoint": CheckpointConfig,
-    "sinks": SinksConfig,
-    "tools": ToolsConfig,
-    "agent": AgentConfig,
-    "budget": Budget,
-    "context": ContextConfig,
-    "tokenizer": TokenizerConfig,
-    "policy": PolicyConfig,
-    "shaping": ShapingConfig,
-    "loss": LossConfig,
-    "kl": KLConfig,
-    "correction": CorrectionConfig,
-    "learner": LearnerConfig,
-    "optimizer": OptimizerConfig,
-    "pretrain": PretrainConfig,
-    "warm_start": WarmStartConfig,
-    "eval": EvalConfig,
-    "processes": ProcessesConfig,
-    "mesh": MeshConfig,
-}
-"""Sections whose keys are the fields of one dataclass."""
 ROLLOUT = {"rollout": RolloutConfig, "engine": EngineConfig, "sampling": SamplingConfig}
 """Fields of `Settings` that share the section `rollout`."""
+SECTIONS: Mapping[str, type] = {
+    name: cls
+    for name, cls in typing.get_type_hints(Settings).items()
+    if name not in ("run", "task", "credit", "scheme", *ROLLOUT)
+}
+"""Sections whose keys are the fields of one dataclass."""
 
 
 def settings_from_dict(values: Mapping[str, Any], task: TaskConfig) -> Settings:
@@ -194,7 +261,7 @@ def settings_from_dict(values: Mapping[str, Any], task: TaskConfig) -> Settings:
     Imports the user's files that register credit schemes and context rules.
 
     Args:
-      values: section -> key -> value, and the keys at the top; a key that is missing has its dataclass's default.
+      values: section -> key -> value, and the keys at the top; a missing key has its dataclass's default.
       task: the section `task`, which is read where the tasks are known.
 
     Raises:
@@ -211,39 +278,26 @@ def settings_from_dict(values: Mapping[str, Any], task: TaskConfig) -> Settings:
         task=task,
         credit=credit_config,
         scheme=credit_config.bind(),
-        **_split_section("rollout", values.get("rollout", {}), ROLLOUT),
+        **_split_rollout(values.get("rollout", {})),
         **{name: from_section(cls, name, values.get(name, {})) for name, cls in SECTIONS.items()},
     )
 
 
 def load_file(registry: Registry[Any], path: str) -> None:
     """Import a user's file that registers something. Raises UserError if it cannot be imported."""
-    try:
+    with user_error():
         registry.load(path)
-    except ValueError as error:
-        raise UserError(str(error)) from error
 
 
-def _split_section(section: str, values: Mapping[str, Any], parts: Mapping[str, type]) -> dict[str, Any]:
-    """Make several dataclasses from the keys of one section, each of its own fields."""
-    fields = {name: {f.name for f in dataclasses.fields(cls)} for name, cls in parts.items()}
-    known = set().union(*fields.values())
-    for key in values:
-        if key not in known:
-            raise UserError(f"unknown key '{section}.{key}'")
+def _split_rollout(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Make the dataclasses of section `rollout`, each from its own fields."""
+    fields = {name: {f.name for f in dataclasses.fields(cls)} for name, cls in ROLLOUT.items()}
+    if unknown := values.keys() - set().union(*fields.values()):
+        raise UserError(f"unknown key 'rollout.{min(unknown)}'")
     return {
-        name: from_section(cls, section, {key: x for key, x in values.items() if key in fields[name]})
-        for name, cls in parts.items()
+        name: from_section(cls, "rollout", {key: x for key, x in values.items() if key in fields[name]})
+        for name, cls in ROLLOUT.items()
     }
-
-
-def _check_context(s: Settings) -> None:
-    """Refuse summaries longer than the context."""
-    if s.context_rule.makes_summaries and not s.context.summary_tokens < s.budget.context_tokens:
-        raise UserError(
-            f"context.summary_tokens ({s.context.summary_tokens}) must be less than budget.context_tokens "
-            f"({s.budget.context_tokens})"
-        )
 
 
 def _check_credit(s: Settings) -> None:
@@ -268,16 +322,10 @@ def _check_credit(s: Settings) -> None:
         "overlong_buffer": s.shaping.overlong_buffer,
         "process_norm": s.shaping.process_norm != "none",
     }
-    for key in (key for key, active in shaping.items() if active and scheme.needs_greedy):
+    if scheme.needs_greedy and any(shaping.values()):
         raise UserError(
             f"credit scheme {scheme.name!r} compares with greedy rollouts, whose rewards are not shaped; leave "
-            f"shaping.{key} at its default"
-        )
-    if s.learner.observations and s.learner.row_loss_tokens < s.budget.context_tokens:
-        raise UserError(
-            f"learner.loss_mask or learner.advantage_mask is False: a step then has up to budget.context_tokens "
-            f"({s.budget.context_tokens}) loss tokens, and learner.row_loss_tokens is {s.learner.row_loss_tokens}; "
-            "raise it"
+            f"{', '.join(f'shaping.{key}' for key, active in shaping.items() if active)} at the default"
         )
 
 
@@ -304,10 +352,8 @@ def _check_kl(s: Settings) -> None:
         return
     if c.kind == "none" or c.where != "reward":
         raise UserError("kl.target adapts the coefficient of a KL in the reward; set kl.kind and kl.where=reward")
-    try:
+    with user_error("kl.target, kl.horizon: "):
         next_kl_coef(c.coef, c.target, s.batch_trajectories, target=c.target, horizon=c.horizon)
-    except ValueError as error:
-        raise UserError(f"kl.target, kl.horizon: {error}") from error
 
 
 def _check_sampling(s: Settings) -> None:
@@ -339,7 +385,12 @@ def _check_sampling(s: Settings) -> None:
 
 
 def _check_lengths(s: Settings) -> None:
-    """Refuse rows and cache slots that a trajectory within the budget would not fit."""
+    """Refuse rows, cache slots and contexts that a step within the budget would not fit."""
+    if s.context_rule.makes_summaries and not s.context.summary_tokens < s.budget.context_tokens:
+        raise UserError(
+            f"context.summary_tokens ({s.context.summary_tokens}) must be less than budget.context_tokens "
+            f"({s.budget.context_tokens})"
+        )
     for key, tokens in (("learner.row_tokens", s.learner.row_tokens), ("rollout.slot_tokens", s.engine.slot_tokens)):
         if tokens < s.budget.context_tokens:
             raise UserError(
@@ -352,4 +403,10 @@ def _check_lengths(s: Settings) -> None:
         raise UserError(
             f"learner.row_loss_tokens is {s.learner.row_loss_tokens}; a step can have {s.most_response_tokens} "
             f"({key}), and one more for the critic"
+        )
+    if s.learner.observations and s.learner.row_loss_tokens < s.budget.context_tokens:
+        raise UserError(
+            f"learner.loss_mask or learner.advantage_mask is False: a step then has up to budget.context_tokens "
+            f"({s.budget.context_tokens}) loss tokens, and learner.row_loss_tokens is {s.learner.row_loss_tokens}; "
+            "raise it"
         )

@@ -1,20 +1,60 @@
-"""What a finished run leaves for its reader: summary, learning curve and report."""
+"""Figures of a run: means over trajectories, and what a finished run leaves for its reader."""
 
 from __future__ import annotations
 
+import collections
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 
 from agentr1_jax import files
+from agentr1_jax.envs.rewards import totals
+from agentr1_jax.runtime import processes
 from agentr1_jax.runtime.metrics import read_metrics
 from agentr1_jax.runtime.run_folder import RunFolder
-from agentr1_jax.train.parts import Setup
+from agentr1_jax.train.build import Setup
 from agentr1_jax.train.progress import Progress
+from agentr1_jax.trajectory import POLICIES, Trajectory
 
 SHOWN_PER_FILE = 24
+
+
+def trajectory_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return means over the trajectories of all processes. Collective.
+
+    They are of metrics, reward and its parts, steps, tokens and outcomes; `em` is also given for each kind of question
+    and each task of a mixture. A metric is averaged over the trajectories that have it, an outcome over all.
+    """
+    own: dict[str, list[float]] = collections.defaultdict(list)
+    for t in trajectories:
+        for key, value in _figures(t):
+            own[key].append(float(value))
+    values: dict[str, list[float]] = collections.defaultdict(list)
+    for of_process in processes.all_gather_json(own):
+        for key, part in of_process.items():
+            values[key] += part
+    return {
+        key: sum(of_key) / len(values["steps"] if key.startswith("outcome/") else of_key)
+        for key, of_key in sorted(values.items())
+    }
+
+
+def _figures(t: Trajectory) -> Iterator[tuple[str, float]]:
+    """Yield the names and values that a trajectory adds to the means."""
+    yield from t.metrics.items()
+    if "em" in t.metrics:
+        for kind in (t.row.get("kind"), t.row.get("task")):
+            if kind is not None:
+                yield f"em_{kind}", t.metrics["em"]
+    if POLICIES[t.outcome].reward == "use":
+        yield "reward", t.total_reward
+        for part, value in totals(step.raw_reward_parts for step in t.steps).items():
+            yield f"reward/{part}", value
+    yield "steps", len(t.steps)
+    yield "response_tokens", sum(len(s.response_ids) for s in t.steps)
+    yield f"outcome/{t.outcome}", 1.0
 
 
 def draw_timeline(setup: Setup) -> None:

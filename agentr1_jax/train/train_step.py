@@ -28,7 +28,8 @@ from agentr1_jax.learner.update import LearnerState
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime import processes
-from agentr1_jax.train.parts import Phase, Setup
+from agentr1_jax.train.build import Setup
+from agentr1_jax.train.phases import Phase
 from agentr1_jax.train.progress import Progress
 from agentr1_jax.trajectory import POLICIES, Trajectory
 

@@ -15,8 +15,7 @@ from agentr1_jax.errors import UserError
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.tools.wrappers import ToolMetrics
-from agentr1_jax.train.config import RunConfig
-from agentr1_jax.train.settings import Settings
+from agentr1_jax.train.settings import RunConfig, Settings
 from experiments.ablation.grid import Cell, summary
 from experiments.setup import Config, check_placement, check_task, make_task, read_section, read_settings
 

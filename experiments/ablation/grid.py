@@ -17,8 +17,7 @@ from agentr1_jax.errors import UserError
 from agentr1_jax.learner.config import LearnerConfig
 from agentr1_jax.registry import Value, parse_call, split_list
 from agentr1_jax.runtime import config as configs
-from agentr1_jax.train.config import RunConfig, WarmStartConfig
-from agentr1_jax.train.settings import Settings, load_file
+from agentr1_jax.train.settings import RunConfig, Settings, WarmStartConfig, load_file
 from agentr1_jax.trajectory import Budget
 from experiments.setup import Config, change_config, differing_policy_keys, read_section, read_settings
 

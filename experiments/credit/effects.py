@@ -25,7 +25,7 @@ from agentr1_jax.learner.update import batch_gradient
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.report import credit_stats as stats
 from agentr1_jax.runtime.monitoring import progress_bar
-from agentr1_jax.train.parts import Setup
+from agentr1_jax.train.build import Setup
 from agentr1_jax.trajectory import Trajectory
 from experiments.credit.parts import Part, microbatches, to_device
 

@@ -17,7 +17,7 @@ from agentr1_jax.learner.packing import Packing, gather, gather_final, pack, sca
 from agentr1_jax.learner.update import make_token_outputs
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.runtime import mesh as meshes
-from agentr1_jax.train.parts import Setup
+from agentr1_jax.train.build import Setup
 from agentr1_jax.trajectory import Trajectory
 
 SHAPED = ("rewards", "returns", "token_rewards", "greedy_return")

@@ -20,9 +20,10 @@ from agentr1_jax.rollout.runner import is_zero_variance
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.run_folder import RunFolder, read_trajectories
 from agentr1_jax.train import train_step
-from agentr1_jax.train.init_from import restore_params
-from agentr1_jax.train.parts import Phase, Setup
+from agentr1_jax.train.build import Setup
+from agentr1_jax.train.phases import Phase
 from agentr1_jax.train.progress import Progress, read_progress
+from agentr1_jax.train.restore import restore_params
 from agentr1_jax.train.settings import Settings
 from agentr1_jax.trajectory import Trajectory
 from experiments.setup import read_run, read_settings

@@ -20,7 +20,7 @@ from agentr1_jax.policy.decoder import Params
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.text.tokenizer import Tokenizer, load_tokenizer
 from agentr1_jax.train import build
-from agentr1_jax.train.init_from import has_reference, load_run_decoder, newest_checkpoint, reference_decoder
+from agentr1_jax.train.restore import has_reference, load_run_decoder, newest_checkpoint, reference_decoder
 from agentr1_jax.train.settings import Settings
 from experiments.setup import (
     Config,

@@ -126,25 +126,19 @@ def test_greedy_rollouts_are_of_the_rows_of_the_batch(monkeypatch):
     """Groups keep their place in the order of prompts, whichever were replaced; a failed one gives nothing."""
     asked = []
 
-    def run_groups(engine, params, agent, groups, *, sampling, policy_version, **options):
-        if not groups:
-            return
-        asked.extend((g.row, [name.uid for name in g.identities]) for g in groups)
-        assert sampling.temperature == 0 and policy_version == 7 and params == "own"
-        for group, outcome in ((1, Outcome.ANSWERED), (5, Outcome.ENV_FAILURE)):
+    def roll_out(setup, params, request, *, batch):
+        assert (request.sampling.temperature, request.version, batch.size) == (0, 7, len(batch.tasks))
+        outcomes = {1: Outcome.ANSWERED, 5: Outcome.ENV_FAILURE}
+        for task in batch.tasks:
+            asked.append((task.row, [name.uid for name in task.identities]))
+            group = task.identities[0].group
             made = trajectory(np.random.default_rng(0), [2], group=group)
-            yield [dataclasses.replace(made, outcome=outcome)]
+            batch.complete.append([dataclasses.replace(made, outcome=outcomes[group])])
+        return batch
 
-    monkeypatch.setattr(collect, "run_groups", run_groups)
+    monkeypatch.setattr(collect, "roll_out", roll_out)
     some = types.SimpleNamespace(name="t", row=lambda split, index: (split, index))
-    setup = types.SimpleNamespace(
-        settings=read_settings(quickstart.get_config()),
-        task=some,
-        engine=None,
-        agent=None,
-        frozen={},
-        rollout_params=lambda *_: "own",
-    )
+    setup = types.SimpleNamespace(settings=read_settings(quickstart.get_config()), task=some)
     batch = [trajectory(np.random.default_rng(1), [1], group=group, sample=i) for group in (1, 5) for i in range(2)]
     out = collect.add_greedy_returns(setup, {}, batch, 40, version=7)
     assert [row for row, _ in asked] == [("train", 41), ("train", 45)]

@@ -38,7 +38,7 @@ from agentr1_jax.report.page import write_page
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.train import build, phases, train_step
-from agentr1_jax.train.parts import Setup
+from agentr1_jax.train.build import Setup
 from agentr1_jax.train.progress import Progress
 from agentr1_jax.trajectory_io import write_jsonl
 from configs import base, quickstart

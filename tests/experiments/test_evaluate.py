@@ -27,6 +27,7 @@ from agentr1_jax.policy.params import join, merge_adapters
 from agentr1_jax.text.sentencepiece import train_sentencepiece
 from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.train import build
+from agentr1_jax.train.restore import make_reference
 from agentr1_jax.trajectory import Outcome
 from agentr1_jax.trajectory_io import read_jsonl, write_jsonl
 from configs import keydoor, quickstart
@@ -293,7 +294,7 @@ def test_the_reference_of_a_kl_is_what_training_began_with(tmp_path, rank):
     policy = build.make_policy(settings, tokenizer)
     params = build.make_state_builder(settings, policy, mesh).init().params
     params = {**params, "decoder": jax.tree.map(lambda x: x + 0.25, params["decoder"])}
-    build.make_reference(settings, policy, mesh, params, first=True)
+    make_reference(settings, policy, mesh, params, first=True)
     frozen = build.make_frozen(settings, policy, mesh)
     expected = merge_adapters(policy, join({"decoder": params["decoder"]}, frozen)["decoder"])
     for gone in ("", str(tmp_path / "gone")):

@@ -22,7 +22,7 @@ from agentr1_jax.runtime import bucket as bucket_files
 from agentr1_jax.runtime.checkpoint import COMMITTED, INVENTORY, Checkpoints, find_newest_intact
 from agentr1_jax.runtime.lock import NAME, lock_folder
 from agentr1_jax.runtime.metrics import MetricsWriter, read_metrics
-from agentr1_jax.train.init_from import newest_checkpoint
+from agentr1_jax.train.restore import newest_checkpoint
 from agentr1_jax.trajectory_io import read_jsonl
 from configs import quickstart
 from experiments.setup import read_settings

@@ -15,9 +15,8 @@ from schedules import POLICY, Planned, all_ids, assert_exact, engine_of, planned
 
 from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.tools.wrappers import ToolMetrics
-from agentr1_jax.train.collect import AsynchronousRollouts, SynchronousRollouts
-from agentr1_jax.train.metrics import policy_ages
-from agentr1_jax.train.parts import Setup
+from agentr1_jax.train.build import Setup
+from agentr1_jax.train.collect import AsynchronousRollouts, SynchronousRollouts, policy_ages
 from agentr1_jax.train.progress import Progress
 from configs import base
 from experiments.setup import read_settings
@@ -143,7 +142,6 @@ def test_the_first_batch_is_what_is_sampled_in_turn():
     in_turn = take(SynchronousRollouts(setup), 0)
     assert names(ahead) == names(in_turn) == expected(0)
     assert all_ids(ahead) == all_ids(in_turn)
-    assert policy_ages(in_turn, 0, 0) == {}
 
 
 def test_what_is_sampled_and_not_trained_is_kept_and_not_sampled_again(tmp_path):

@@ -22,8 +22,8 @@ from agentr1_jax.learner.packing import pack
 from agentr1_jax.runtime import processes
 from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.train import build, phases, train_step
+from agentr1_jax.train.build import Setup
 from agentr1_jax.train.collect import identities, process_shard
-from agentr1_jax.train.parts import Setup
 from agentr1_jax.train.progress import Progress
 from agentr1_jax.trajectory import Outcome, Trajectory
 from agentr1_jax.trajectory_io import read_jsonl, write_jsonl

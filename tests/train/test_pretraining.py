@@ -13,7 +13,7 @@ from learners import check_equal, make
 
 from agentr1_jax.learner.config import PackingConfig
 from agentr1_jax.train import phases
-from agentr1_jax.train.collect import make_documents
+from agentr1_jax.train.phases import make_documents
 from agentr1_jax.trajectory import Outcome
 from configs import base
 from experiments.setup import read_settings

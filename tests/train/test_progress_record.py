@@ -9,7 +9,7 @@ import pytest
 
 from agentr1_jax.credit.shaping import RunningMeanStd
 from agentr1_jax.errors import UserError
-from agentr1_jax.train.collect import Examples
+from agentr1_jax.train.phases import Examples
 from agentr1_jax.train.progress import Progress, read_progress
 from agentr1_jax.trajectory import Outcome, Trajectory
 

@@ -28,7 +28,7 @@ from agentr1_jax.runtime.metrics import read_metrics
 from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.train import build
-from agentr1_jax.train.init_from import restore_decoder
+from agentr1_jax.train.restore import restore_decoder
 from agentr1_jax.trajectory import Outcome, Trajectory
 from agentr1_jax.trajectory_io import read_jsonl
 from configs import quickstart

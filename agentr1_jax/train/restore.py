@@ -1,12 +1,14 @@
-"""Parameters of another run: those of its newest checkpoint, or the reference of its KL."""
+"""Parameters that runs have stored: those of the newest checkpoint, and the reference of the KL."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
@@ -17,6 +19,8 @@ from agentr1_jax.policy.decoder import Params
 from agentr1_jax.policy.params import cast_for_compute, init_params, join, merge_adapters, split
 from agentr1_jax.policy.sharding import shardings
 from agentr1_jax.runtime.checkpoint import Checkpoints, find_newest_intact, sharded_shapes
+from agentr1_jax.runtime.compile_cache import cached_jit
+from agentr1_jax.train.settings import Settings
 
 REFERENCE = "reference"
 """Folder of a run that holds the reference of its KL."""
@@ -56,7 +60,7 @@ def restore_params(run: str, like: Params, prefix: str = "") -> tuple[Params, di
       the parameters, and the record of the run's progress.
 
     Raises:
-      UserError: the checkpoint does not hold them.
+      UserError: there is no checkpoint, or it does not hold them.
     """
     checkpoint = newest_checkpoint(run, prefix)
     path = os.path.join(checkpoint, "state")
@@ -78,18 +82,13 @@ def restore_params(run: str, like: Params, prefix: str = "") -> tuple[Params, di
 
 
 def load_run_decoder(run: str, policy: DecoderConfig, mesh: Mesh, frozen: Params) -> Params:
-    """Load the whole decoder of a run's newest checkpoint, adapters merged.
-
-    Args:
-      run: run folder.
-      policy: shape of the decoder, with its adapters.
-      mesh: devices that the parameters are spread over.
-      frozen: parameters that LoRA does not train, as `build.make_frozen` makes them; empty without LoRA.
+    """Load the whole decoder of a run's newest checkpoint, adapters merged with the `frozen` weights under them.
 
     Raises:
       UserError: there is no checkpoint, or it does not hold this decoder.
     """
-    return _merge(policy, restore_decoder(run, _add_shardings(_trained_shapes(policy), mesh)), frozen)
+    like = _with_shardings(_trained_shapes(policy), mesh)
+    return _merge(policy, restore_decoder(run, like), frozen)
 
 
 def has_reference(run: str) -> bool:
@@ -98,24 +97,52 @@ def has_reference(run: str) -> bool:
 
 
 def reference_decoder(run: str, policy: DecoderConfig, mesh: Mesh, frozen: Params) -> Params:
-    """Load the whole decoder that RL began with, in compute dtype; see `load_run_decoder` for the arguments.
+    """Load the whole decoder that RL began with, in compute dtype. Raises UserError if the run has not stored it."""
+    shapes = jax.eval_shape(functools.partial(cast_for_compute, policy), _trained_shapes(policy))
+    stored = _read_reference(run, _with_shardings(shapes, mesh))
+    if stored is None:
+        raise UserError(f"{run}/{REFERENCE} is gone, the policy that RL began with; restore it")
+    return _merge(policy, stored, frozen)
+
+
+def make_reference(
+    settings: Settings, policy: DecoderConfig, mesh: Mesh, params: Params, *, first: bool
+) -> Params | None:
+    """Return the reference of the KL: the decoder's trained parameters as RL starts, in compute dtype; None without KL.
+
+    They are stored in the run folder, beside the checkpoints; unless RL starts now (`first`), those are read.
 
     Raises:
-      UserError: the run has not stored it.
+      UserError: a resumed run has lost them.
     """
-    like = jax.eval_shape(lambda decoder: cast_for_compute(policy, decoder), _trained_shapes(policy))
-    with contextlib.closing(Checkpoints(run, keep=1, name=REFERENCE)) as stored:
-        restored = stored.restore(_add_shardings(like, mesh))
-    if restored is None:
-        raise UserError(f"{run}/{REFERENCE} is gone, the policy that RL began with; restore it")
-    return _merge(policy, restored[0], frozen)
+    if settings.kl.kind == "none":
+        return None
+    run, cast = settings.run.run_dir, functools.partial(cast_for_compute, policy)
+    shapes = jax.eval_shape(cast, params["decoder"])
+    stored = _read_reference(run, _with_shardings(shapes, mesh))
+    if stored is not None:
+        return stored
+    if not first:
+        raise UserError(f"{run}/{REFERENCE} is gone, to which the KL of this run is measured; restore it")
+    layout = shardings(shapes, mesh)
+    copy = cached_jit(lambda decoder: jax.tree.map(jnp.copy, cast(decoder)), mesh, out_shardings=layout)
+    reference = copy(params["decoder"])
+    with contextlib.closing(Checkpoints(run, keep=1, name=REFERENCE)) as checkpoints:
+        checkpoints.save(0, reference, {})
+    return reference
+
+
+def _read_reference(run: str, like: Params) -> Params | None:
+    with contextlib.closing(Checkpoints(run, keep=1, name=REFERENCE)) as checkpoints:
+        restored = checkpoints.restore(like)
+    return None if restored is None else restored[0]
 
 
 def _trained_shapes(policy: DecoderConfig) -> Params:
     return jax.eval_shape(lambda key: split(policy, init_params(policy, key))[0]["decoder"], jax.random.key(0))
 
 
-def _add_shardings(shapes: Params, mesh: Mesh) -> Params:
+def _with_shardings(shapes: Params, mesh: Mesh) -> Params:
     return sharded_shapes(shapes, shardings(shapes, mesh))
 
 
