@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,9 +20,8 @@ from absl import flags
 from rich.console import Console
 from rich.text import Text
 
-from agentr1_jax.agents.base import Completion, Session, StepFacts
 from agentr1_jax.agents.loop import EnvLoop
-from agentr1_jax.agents.session import Identity
+from agentr1_jax.agents.session import Completion, Identity, Session
 from agentr1_jax.envs.base import Row, Task
 from agentr1_jax.errors import UserError
 from agentr1_jax.policy.config import LoraConfig
@@ -38,7 +37,7 @@ from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.train import build
 from agentr1_jax.train.restore import load_run_decoder
 from agentr1_jax.train.settings import Settings
-from agentr1_jax.trajectory import Outcome, Step, Trajectory
+from agentr1_jax.trajectory import Outcome, Trajectory
 from experiments.setup import make_task, read_run, read_settings, use_compile_cache, with_weights
 
 CONFIG = configs.define_config_flag()
@@ -147,17 +146,20 @@ class AgentDisplay:
 
     async def run(self, session: Session, row: Row) -> None:
         """Run one episode on a task row."""
-        await self.agent.run(SessionDisplay(session, self.agent.tokenizer, self.console), row)
+        display: Any = SessionDisplay(session, self.agent.tokenizer, self.console)
+        await self.agent.run(display, row)
 
 
 class SessionDisplay:
     """A session that prints each response and its results."""
 
     def __init__(self, session: Session, tokenizer: Tokenizer, console: Console) -> None:
-        self.seed = session.seed
         self._session = session
         self._tokenizer = tokenizer
         self._console = console
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
 
     async def generate(self, prompt_ids: np.ndarray, max_tokens: int, stop: Sequence[Sequence[int]] = ()) -> Completion:
         """See `Session.generate`."""
@@ -167,24 +169,11 @@ class SessionDisplay:
         show(self._console, f"Agent{truncated}", decode_response(completion.ids, self._tokenizer))
         return completion
 
-    @property
-    def steps(self) -> Sequence[Step]:
-        """See `Session.steps`."""
-        return self._session.steps
-
-    def abort(self, *args: Any, **kwargs: Any) -> None:
-        """See `Session.abort`."""
-        self._session.abort(*args, **kwargs)
-
-    def record(self, reward: float | None, **facts: Unpack[StepFacts]) -> None:
+    def record(self, reward: float | None, **facts: Any) -> None:
         """See `Session.record`."""
         self._session.record(reward, **facts)
         for label, text in describe_results(facts.get("observation", ""), facts.get("tool_calls", ())):
             show(self._console, label, text)
-
-    def finish(self, *args: Any, **kwargs: Any) -> None:
-        """See `Session.finish`."""
-        self._session.finish(*args, **kwargs)
 
 
 def decode_response(ids: np.ndarray, tokenizer: Tokenizer) -> str:

@@ -18,7 +18,7 @@ import asyncio
 import collections
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -26,14 +26,15 @@ from absl import app, flags
 from rich.console import Console
 from rich.table import Table
 
-from agentr1_jax.agents.base import Row, Session
-from agentr1_jax.agents.session import Identity
+from agentr1_jax.agents.session import Identity, Session
+from agentr1_jax.envs.base import Row
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.policy.params import init_decoder
 from agentr1_jax.policy.sharding import shardings
+from agentr1_jax.rollout.background import BackgroundEngine
 from agentr1_jax.rollout.config import EngineConfig, SamplingConfig
-from agentr1_jax.rollout.device import Counters
+from agentr1_jax.rollout.device import Counters, ResponseRequest
 from agentr1_jax.rollout.engine import Engine
 from agentr1_jax.rollout.runner import TaskGroup, run_groups
 from agentr1_jax.runtime.compile_cache import CompileCounter
@@ -133,9 +134,9 @@ def run_engine(engine: Engine, params: Params, episodes: Sequence[Episode]) -> i
 def run_lockstep(engine: Engine, params: Params, episodes: Sequence[Episode]) -> int:
     """Batch after batch, turn after turn; returns the tokens sampled."""
 
-    async def batches() -> AsyncIterator[int]:
-        for start in range(0, len(episodes), engine.config.slots):
-            yield await batch(episodes[start : start + engine.config.slots])
+    async def batches() -> int:
+        slots = engine.config.slots
+        return sum([await batch(episodes[at : at + slots]) for at in range(0, len(episodes), slots)])
 
     async def batch(part: Sequence[Episode]) -> int:
         leases = [await engine.acquire((e.group, e.sample)) for e in part]
@@ -148,11 +149,12 @@ def run_lockstep(engine: Engine, params: Params, episodes: Sequence[Episode]) ->
                 *(
                     engine.generate(
                         leases[i],
-                        contexts[i],
-                        turn.response,
-                        sampling=SamplingConfig(),
-                        key=np.random.SeedSequence([part[i].seed, index]).generate_state(2, np.uint32),
-                        stop=(),
+                        ResponseRequest(
+                            prompt=contexts[i],
+                            max_tokens=turn.response,
+                            sampling=SamplingConfig(),
+                            key=np.random.SeedSequence([part[i].seed, index]).generate_state(2, np.uint32),
+                        ),
                     )
                     for i, turn in zip(going, turns, strict=True)
                 )
@@ -165,7 +167,8 @@ def run_lockstep(engine: Engine, params: Params, episodes: Sequence[Episode]) ->
             engine.release(lease)
         return sampled
 
-    return sum(engine.stream(params, batches))
+    with BackgroundEngine(engine, params, version=0) as background:
+        return background.start(batches()).result()
 
 
 def engines() -> Iterator[tuple[str, Engine]]:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from agentr1_jax.agents.context import context_rule
-from agentr1_jax.agents.isolation import Isolation
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.envs.base import Action, Observation, Transition
@@ -103,7 +102,7 @@ def play(texts: Sequence[str], env, rule: str = "append", row=ROW, **budget):
 def attempt(task, row, text: str):
     """The trajectory that the runner makes of an episode whose policy always says `text`."""
     session = ScriptedSession(Identity("u", 0, 0, "letters", 7), lambda observation: text, TOKENIZER)
-    return asyncio.run(runner._attempt(Isolation(), loop(task.env), session, row, None))
+    return asyncio.run(runner.attempt_episode(loop(task.env), session, row))
 
 
 def observed(text: str, stopped: bool = True, limit: int = BUDGET["observation_tokens"]) -> list[int]:

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from agentr1_jax.agents.session import Identity
+from agentr1_jax.rollout.background import BackgroundEngine
 from agentr1_jax.rollout.config import AttemptLimits, EngineConfig, SamplingConfig
 from agentr1_jax.rollout.engine import Engine
 from agentr1_jax.rollout.runner import TaskGroup, run_groups
@@ -53,16 +54,10 @@ def run_work(engine, params, work):
     """Run coroutines that use `acquire`, `generate` and `release` of an engine; their results, in order."""
 
     async def gather():
-        tasks = [asyncio.ensure_future(w) for w in work]
-        try:
-            yield await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        return await asyncio.gather(*work)
 
-    (results,) = engine.stream(params, gather)
-    return results
+    with BackgroundEngine(engine, params, version=0) as background:
+        return background.start(gather()).result(60)
 
 
 class Planned:
@@ -105,7 +100,18 @@ def episodes(delays):
     )
 
 
-def sampled(rows, slots=3, temperature=1.0, devices=1, agent=None, order=None, samples=1, limits=ONCE, **engine):
+def sampled(
+    rows,
+    slots=3,
+    temperature=1.0,
+    devices=1,
+    agent=None,
+    order=None,
+    samples=1,
+    limits=ONCE,
+    sampling=None,
+    **engine,
+):
     """The trajectories of `rows`, keyed by the row's place, admitted in another order where one is given."""
     engine, params = engine_of(slots, devices, **engine)
     engine.reset_counters()
@@ -119,7 +125,7 @@ def sampled(rows, slots=3, temperature=1.0, devices=1, agent=None, order=None, s
         params,
         agent or Planned(),
         groups,
-        sampling=SamplingConfig(temperature),
+        sampling=sampling or SamplingConfig(temperature),
         policy_version=0,
         limits=limits,
     )

@@ -1,7 +1,7 @@
 """Conversion and checks of everything that environments, tools and agents return.
 
-numpy scalars become Python numbers. Any other value that training could not compute with, or that JSON could not
-store, raises `BoundaryError`, which ends its trajectory as `env_failure`. Past this module all types are right.
+Each function returns the value with numpy scalars as Python numbers. A value that training could not compute with, or
+that JSON could not store, raises `BoundaryError`, which ends its trajectory as `env_failure`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -24,15 +24,13 @@ MOST_DIGITS = 4000
 """Decimal digits of an integer that Python converts to text."""
 ERROR_CHARACTERS = 2000
 
-E = TypeVar("E")
-
 
 class BoundaryError(ValueError):
     """An environment, tool or agent returned a value of the wrong type or range."""
 
 
 def check_number(value: Any, name: str, largest: float = math.inf) -> float:
-    """Return a finite number of magnitude <= `largest` as a float. Raises BoundaryError for any other value."""
+    """Return a finite number of magnitude <= `largest` as a float."""
     plain = _from_numpy(value)
     if not isinstance(plain, int | float):
         raise BoundaryError(f"{name} is {_show(value)}; it must be a number")
@@ -47,7 +45,7 @@ def check_number(value: Any, name: str, largest: float = math.inf) -> float:
 
 
 def check_numbers(values: Any, name: str, largest: float = math.inf) -> dict[str, float]:
-    """Return a mapping from names to numbers; see `check_number`. None is an empty mapping."""
+    """Return a mapping from names to numbers; None is an empty one."""
     if values is None:
         return {}
     if not isinstance(values, Mapping):
@@ -58,14 +56,14 @@ def check_numbers(values: Any, name: str, largest: float = math.inf) -> dict[str
 
 
 def check_text(value: Any, name: str) -> str:
-    """Return a text. Raises BoundaryError for any other value."""
+    """Return a text."""
     if not isinstance(value, str):
         raise BoundaryError(f"{name} is {_show(value)}; it must be a text")
     return str(value)
 
 
 def check_flag(value: Any, name: str) -> bool:
-    """Return a bool. Raises BoundaryError for any other value."""
+    """Return a bool."""
     plain = _from_numpy(value)
     if not isinstance(plain, bool):
         raise BoundaryError(f"{name} is {_show(value)}; it must be True or False")
@@ -73,7 +71,7 @@ def check_flag(value: Any, name: str) -> bool:
 
 
 def check_outcome(value: Any) -> Outcome:
-    """Return an outcome, which may be given by its name. Raises BoundaryError for any other value."""
+    """Return an outcome, which may be given by its name."""
     try:
         return Outcome(value)
     except ValueError:
@@ -81,7 +79,7 @@ def check_outcome(value: Any) -> Outcome:
 
 
 def check_json(value: Any, name: str, levels: int = MOST_NESTED) -> Any:
-    """Return JSON with numpy values as plain ones. Raises BoundaryError for what JSON cannot store."""
+    """Return JSON of plain values."""
     plain = _from_numpy(value)
     if plain is None or isinstance(plain, bool | float):
         return plain
@@ -101,15 +99,17 @@ def check_json(value: Any, name: str, levels: int = MOST_NESTED) -> Any:
 
 
 def check_records(values: Any, name: str) -> tuple[dict[str, Any], ...]:
-    """Return JSON objects, such as the records of tool calls. Raises BoundaryError for any other value."""
+    """Return JSON objects, such as the records of tool calls."""
     if not isinstance(values, Sequence) or not all(isinstance(record, Mapping) for record in values):
         raise BoundaryError(f"{name} is {_show(values)}; it must be a list of mappings")
     return tuple(check_json(record, name) for record in values)
 
 
 def check_observation(observation: Any) -> Observation:
-    """Return an observation with every field checked. Raises BoundaryError."""
-    o = _instance(observation, Observation, "an observation")
+    """Return an observation with every field checked."""
+    if not isinstance(observation, Observation):
+        raise BoundaryError(f"an observation is {_show(observation)}; it must be an Observation")
+    o = observation
     if o.messages is not None:
         for message in check_records(o.messages, "messages of an observation"):
             for key in ("role", "content"):
@@ -118,24 +118,21 @@ def check_observation(observation: Any) -> Observation:
         raise BoundaryError(f"token_ids of an observation are {_show(o.token_ids)}; they must be integers [N]")
     return dataclasses.replace(
         o,
-        text=_optional(check_text, o.text, "text of an observation"),
+        text=check_optional_text(o.text, "text of an observation"),
         texts=None if o.texts is None else [check_text(text, "one of the texts of an observation") for text in o.texts],
         role=check_text(o.role, "role of an observation"),
         tools=check_records(o.tools, "tools of an observation"),
-        state_key=_optional(check_text, o.state_key, "state_key"),
-        evidence=_optional(check_text, o.evidence, "evidence of an observation"),
-        potential=_optional(check_potential, o.potential, "potential"),
+        state_key=check_optional_text(o.state_key, "state_key"),
+        evidence=check_optional_text(o.evidence, "evidence of an observation"),
+        potential=check_reward(o.potential, "potential"),
     )
 
 
-def check_potential(value: Any, name: str) -> float:
-    """Return a potential; see `check_number`."""
-    return check_number(value, name, LARGEST_REWARD)
-
-
 def check_transition(transition: Any) -> Transition:
-    """Return a transition with every field checked. Raises BoundaryError."""
-    t = _instance(transition, Transition, "the result of step()")
+    """Return a transition with every field checked."""
+    if not isinstance(transition, Transition):
+        raise BoundaryError(f"the result of step() is {_show(transition)}; it must be a Transition")
+    t = transition
     terminated, truncated = check_flag(t.terminated, "terminated"), check_flag(t.truncated, "truncated")
     if t.observation is None and not terminated and not truncated:
         raise BoundaryError("the episode goes on without an observation")
@@ -156,59 +153,66 @@ TRANSITION_FACTS = ("reward_parts", "raw_reward_parts", "tool_calls", "action_ke
 
 
 def check_step(reward: Any, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a step that its environment or agent determines, checked.
-
-    Args:
-      reward: reward of the step; None while unknown.
-      facts: fields of `StepFacts` by name.
+    """Return the fields of a step that its environment or agent determines, from its reward and `STEP_CHECKS` by name.
 
     Raises:
-      BoundaryError: a value has the wrong type or range.
       TypeError: `facts` has an unknown name.
     """
     unknown = facts.keys() - STEP_CHECKS.keys()
     if unknown:
         raise TypeError(f"a step has no {min(unknown)!r}; it has reward, {', '.join(STEP_CHECKS)}")
     checked = {name: STEP_CHECKS[name](value, name) for name, value in facts.items()}
-    return {"reward": None if reward is None else check_number(reward, "reward", LARGEST_REWARD), **checked}
+    return {"reward": check_reward(reward, "reward"), **checked}
 
 
-def _rewards(value: Any, name: str) -> dict[str, float]:
+def check_reward(value: Any, name: str) -> float | None:
+    """Return a reward or a potential; None where it is unknown."""
+    return None if value is None else check_number(value, name, LARGEST_REWARD)
+
+
+def check_rewards(value: Any, name: str) -> dict[str, float]:
+    """Return rewards by name."""
     return check_numbers(value, name, LARGEST_REWARD)
 
 
-def _json_object(value: Any, name: str) -> dict[str, Any]:
+def check_optional_text(value: Any, name: str) -> str | None:
+    """Return a text or None."""
+    return None if value is None else check_text(value, name)
+
+
+def check_object(value: Any, name: str) -> dict[str, Any]:
+    """Return a JSON object; None is an empty one."""
     if value is not None and not isinstance(value, Mapping):
         raise BoundaryError(f"{name} is {_show(value)}; it must be a mapping")
     return dict(check_json(value or {}, name))
 
 
 STEP_CHECKS = {
-    "reward_parts": _rewards,
-    "raw_reward_parts": _rewards,
+    "reward_parts": check_rewards,
+    "raw_reward_parts": check_rewards,
     "observation": check_text,
     "tool_calls": check_records,
-    "state_key": lambda value, name: _optional(check_text, value, name),
-    "action_key": lambda value, name: _optional(check_text, value, name),
-    "potential": lambda value, name: _optional(check_potential, value, name),
-    "next_potential": lambda value, name: _optional(check_potential, value, name),
+    "state_key": check_optional_text,
+    "action_key": check_optional_text,
+    "potential": check_reward,
+    "next_potential": check_reward,
     "trainable": check_flag,
     "context_rule": check_text,
-    "info": _json_object,
+    "info": check_object,
 }
 
 
 def check_ending(outcome: Any, metrics: Any, info: Any) -> dict[str, Any]:
-    """Return the fields of a trajectory that its agent determines at the end, checked. Raises BoundaryError."""
+    """Return the fields of a trajectory that its agent determines at the end."""
     return {
         "outcome": check_outcome(outcome),
         "metrics": check_numbers(metrics, "metrics"),
-        "info": _json_object(info, "info"),
+        "info": check_object(info, "info"),
     }
 
 
 def check_row(row: Any) -> dict[str, Any]:
-    """Return the facts of a task row that its trajectories keep. Raises BoundaryError if it is no mapping."""
+    """Return the facts of a task row that its trajectories keep."""
     if not isinstance(row, Mapping):
         raise BoundaryError(f"a task row is {_show(row)}; it must be a mapping")
     return {key: check_json(row[key], f"row[{key!r}]") for key in ROW_FACTS if key in row}
@@ -223,18 +227,7 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {message[:ERROR_CHARACTERS]}"
 
 
-def _optional(check: Any, value: Any, name: str) -> Any:
-    return None if value is None else check(value, name)
-
-
-def _instance(value: Any, kind: type[E], name: str) -> E:
-    if not isinstance(value, kind):
-        raise BoundaryError(f"{name} is {_show(value)}; it must be a {kind.__name__}")
-    return value
-
-
 def _from_numpy(value: Any) -> Any:
-    """Return a scalar or array of numpy as Python values, and any other value as it is."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value

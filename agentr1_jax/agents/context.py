@@ -9,12 +9,15 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 import pydantic.dataclasses
 
 from agentr1_jax.registry import Registry, parse_call
 from agentr1_jax.validation import STRICT, Count
+
+F = TypeVar("F", bound=Callable[..., np.ndarray])
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
@@ -34,8 +37,7 @@ class ContextConfig:
     train_summary: bool = True
 
     def __post_init__(self) -> None:
-        makes_summaries = self.bound_rule.makes_summaries
-        if not self.train_summary and not makes_summaries:
+        if not self.train_summary and not self.bound_rule.makes_summaries:
             raise ValueError(f"train_summary is False, and the rule {self.rule!r} makes no summaries")
 
     @functools.cached_property
@@ -83,32 +85,19 @@ class History:
 
 
 @dataclasses.dataclass(frozen=True)
-class RuleDefinition:
-    """A registered rule.
+class ContextRule:
+    """A rule. `register` makes it, and `context_rule` binds its arguments.
 
     Attributes:
+      name: as in the config, e.g. `window(3)`.
       next_prompt: (history, **arguments) -> int32 ids of the next prompt.
       summary_due: (history, **arguments) -> True if the policy is to write a summary first; None for never.
       needs_evidence: True if environments must give `Observation.evidence`.
     """
 
+    name: str
     next_prompt: Callable[..., np.ndarray]
     summary_due: Callable[..., bool] | None = None
-    needs_evidence: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class ContextRule:
-    """A rule with its arguments bound; made by `context_rule`.
-
-    Attributes:
-      name: as in the config, e.g. `window(3)`.
-      next_prompt, summary_due, needs_evidence: see `RuleDefinition`.
-    """
-
-    name: str
-    next_prompt: Callable[[History], np.ndarray]
-    summary_due: Callable[[History], bool] | None = None
     needs_evidence: bool = False
 
     @property
@@ -121,18 +110,16 @@ class ContextRule:
         return 2 * responses - 1 if self.makes_summaries else responses
 
 
-RULES: Registry[RuleDefinition] = Registry("context rule", "context.file")
-
-Function = Callable[..., np.ndarray]
+RULES: Registry[ContextRule] = Registry("context rule", "context.file")
 
 
 def register(
     name: str, *, summary_due: Callable[..., bool] | None = None, needs_evidence: bool = False
-) -> Callable[[Function], Function]:
-    """Return a decorator that adds a rule; see `RuleDefinition`. Raises ValueError if the name is taken."""
+) -> Callable[[F], F]:
+    """Return a decorator that adds a rule; see `ContextRule`. Raises ValueError if the name is taken."""
 
-    def add(next_prompt: Function) -> Function:
-        RULES.add(name, RuleDefinition(next_prompt, summary_due, needs_evidence), next_prompt)
+    def add(next_prompt: F) -> F:
+        RULES.add(name, ContextRule(name, next_prompt, summary_due, needs_evidence), next_prompt)
         return next_prompt
 
     return add
@@ -212,20 +199,17 @@ def context_rule(spec: str) -> ContextRule:
       ValueError: unknown name or wrong argument; the message says what there is.
     """
     call = parse_call(spec, "context.rule")
-    definition = RULES.get_entry(call.name)
-    parameters = list(inspect.signature(definition.next_prompt).parameters)[1:]
+    rule = RULES.get_entry(call.name)
+    parameters = list(inspect.signature(rule.next_prompt).parameters)[1:]
     form = f"{call.name}({', '.join(parameters)})" if parameters else call.name
     try:
         arguments = call.bind(parameters)
-    except ValueError as error:
-        raise ValueError(f"context.rule is {spec!r}; write {form}, with whole numbers") from error
-    wrong = [value for value in arguments.values() if type(value) is not int or value < 0]
-    if wrong:
-        raise ValueError(f"context.rule is {spec!r}; {str(wrong[0])!r} is no whole number: write {form}")
-    next_prompt = functools.partial(definition.next_prompt, **arguments)
-    try:
-        next_prompt(History(np.zeros(1, np.int32)))
+        for value in arguments.values():
+            if type(value) is not int or value < 0:
+                raise ValueError(f"{str(value)!r} is no whole number")
+        next_prompt = functools.partial(rule.next_prompt, **arguments)
+        next_prompt(History(np.zeros(1, np.int32)))  # Finds arguments that are missing, or of no use to the rule.
     except (TypeError, ValueError) as error:
         raise ValueError(f"context.rule is {spec!r}; write {form}, with whole numbers ({error})") from error
-    due = functools.partial(definition.summary_due, **arguments) if definition.summary_due else None
-    return ContextRule(spec, next_prompt, due, definition.needs_evidence)
+    due = functools.partial(rule.summary_due, **arguments) if rule.summary_due else None
+    return ContextRule(spec, next_prompt, due, rule.needs_evidence)

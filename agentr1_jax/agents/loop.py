@@ -14,8 +14,8 @@ import numpy as np
 import pydantic.dataclasses
 
 from agentr1_jax.agents import boundary
-from agentr1_jax.agents.base import Completion, Session
 from agentr1_jax.agents.context import ContextRule, History, Turn, append
+from agentr1_jax.agents.session import Completion, Session
 from agentr1_jax.envs.base import SUMMARY_REQUEST, Action, Env, Observation, Row, summary_rewards
 from agentr1_jax.text.call_formats import CallFormat, hermes
 from agentr1_jax.text.chat import MOST_CHARACTERS_PER_TOKEN, ChatFormat

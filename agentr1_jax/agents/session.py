@@ -1,16 +1,15 @@
-"""Sessions that keep the record of their trajectory, and one whose responses are an expert's texts."""
+"""Sessions: one trajectory's view of what generates its tokens, and all that an agent sees of it."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from agentr1_jax.agents import boundary
-from agentr1_jax.agents.base import Completion, Row, StepFacts
-from agentr1_jax.envs.base import Expert
+from agentr1_jax.envs.base import Expert, Row
 from agentr1_jax.text.call_formats import CallFormat, hermes
 from agentr1_jax.text.tokenizer import Tokenizer
 from agentr1_jax.trajectory import POLICIES, Outcome, Step, Trajectory
@@ -27,8 +26,32 @@ class Identity:
     seed: int
 
 
-class RecordedSession:
-    """The part of `Session` that does not depend on the source of responses; children implement `respond`."""
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """One generated response.
+
+    Attributes:
+      ids: int32 [R] sampled ids, with the stop token where one was sampled.
+      logprobs: float32 [R], log-probabilities under the distribution that was sampled from.
+      finish_reason: `stop` (a stop token or sequence) or `length` (the token limit).
+      policy_version: number of updates that the sampling parameters had seen.
+    """
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+    finish_reason: Literal["stop", "length"]
+    policy_version: int = 0
+
+
+class Session:
+    """Record of one trajectory: `generate` opens a step, `record` completes it, `finish` ends it all.
+
+    A source of responses is a child with a `respond`. Calls in another order raise RuntimeError, and values of the
+    wrong type or range BoundaryError.
+
+    Attributes:
+      seed: seed of the environment.
+    """
 
     def __init__(self, identity: Identity) -> None:
         self.identity = identity
@@ -42,7 +65,7 @@ class RecordedSession:
 
     @property
     def steps(self) -> Sequence[Step]:
-        """See `Session.steps`."""
+        """Steps completed so far."""
         return tuple(self._steps)
 
     @property
@@ -51,15 +74,21 @@ class RecordedSession:
         return self._trajectory is not None
 
     def begin(self, row: Row) -> None:
-        """Keep the facts of the task row; see `Trajectory.row`. Raises BoundaryError if they are no JSON."""
+        """Keep the facts of the task row; see `Trajectory.row`."""
         self._row = boundary.check_row(row)
 
     async def respond(self, prompt_ids: np.ndarray, max_tokens: int, stop: Sequence[Sequence[int]]) -> Completion:
-        """Return the response to a prompt."""
+        """Return the response to a prompt; the arguments are those of `generate`."""
         raise NotImplementedError
 
     async def generate(self, prompt_ids: np.ndarray, max_tokens: int, stop: Sequence[Sequence[int]] = ()) -> Completion:
-        """See `Session.generate`."""
+        """Sample a response.
+
+        Args:
+          prompt_ids: int32 [P].
+          max_tokens: most tokens of the response, its stop token included.
+          stop: id sequences that end the response.
+        """
         if self._generating or self._open is not None or self._trajectory is not None:
             raise RuntimeError(f"{self.identity.uid}: generate() before record() or after finish()")
         prompt_ids = np.array(prompt_ids, np.int32)  # A copy: the agent may go on writing in its own.
@@ -76,8 +105,8 @@ class RecordedSession:
         )
         return completion
 
-    def record(self, reward: float | None, **facts: Unpack[StepFacts]) -> None:
-        """See `Session.record`."""
+    def record(self, reward: float | None, **facts: Any) -> None:
+        """Complete the open step; `facts` are further fields of `Step`, those of `boundary.STEP_CHECKS`."""
         if self._open is None:
             raise RuntimeError(f"{self.identity.uid}: record() without generate()")
         self._steps.append(dataclasses.replace(self._open, **boundary.check_step(reward, facts)))
@@ -90,7 +119,7 @@ class RecordedSession:
         metrics: Mapping[str, float] | None = None,
         info: Mapping[str, Any] | None = None,
     ) -> None:
-        """See `Session.finish`."""
+        """End the trajectory; the arguments are fields of `Trajectory`."""
         if self._trajectory is not None:
             raise RuntimeError(f"{self.identity.uid}: finish() was called twice")
         if self._generating or self._open is not None:
@@ -109,9 +138,7 @@ class RecordedSession:
         )
 
     def abort(self, outcome: Outcome, reason: str, metrics: Mapping[str, float] | None = None) -> None:
-        """See `Session.abort`."""
-        if self._trajectory is not None:
-            raise RuntimeError(f"{self.identity.uid}: abort() after finish()")
+        """End the trajectory within a step, which is left out; its prompt becomes the final one."""
         final = self._prompt
         if final is None and self._steps:  # Between two steps: the next prompt is unknown.
             final = np.concatenate([self._steps[-1].prompt_ids, self._steps[-1].response_ids])
@@ -132,7 +159,15 @@ class RecordedSession:
         return self._trajectory
 
 
-class ScriptedSession(RecordedSession):
+class Agent(Protocol):
+    """A workflow over one task row; it talks to the policy only through its session."""
+
+    async def run(self, session: Session, row: Row) -> None:
+        """Run one episode: any number of generate / record pairs, then one finish."""
+        ...
+
+
+class ScriptedSession(Session):
     """A session whose responses are an expert's texts, in the policy's call format: a source of demonstrations.
 
     Log-probabilities are 0: demonstrations are trained with clip `none`, which does not use them.
@@ -154,7 +189,7 @@ class ScriptedSession(RecordedSession):
         logprobs = np.zeros(len(response), np.float32)
         return Completion(response, logprobs, finish_reason="stop" if len(ids) <= max_tokens else "length")
 
-    def record(self, reward: float | None, **facts: Unpack[StepFacts]) -> None:
+    def record(self, reward: float | None, **facts: Any) -> None:
         """Keep the observation for the expert's next turn, and the step."""
         self._observation = facts.get("observation", "")
         super().record(reward, **facts)

@@ -9,6 +9,11 @@ from pydantic.dataclasses import dataclass
 
 from agentr1_jax.validation import STRICT, Count, NonNegative, Positive, Share, Whole
 
+MOST_STOP_SEQUENCES = 4
+"""Most stop sequences of a request."""
+STOP_WIDTH = 4
+"""Most ids of a stop sequence."""
+
 
 @dataclass(frozen=True, config=STRICT)
 class SamplingConfig:
@@ -46,8 +51,6 @@ class EngineConfig:
       fetch_lag: 0: the host fetches a chunk before it dispatches the next one; 1: it dispatches the next one first.
       prefix_reuse: cached prefixes that are not computed again: those of `all` KV slots, of the `own` slot of the
         sequence, or `none`. The last two exist for comparison.
-      stop_sequences: most stop sequences of a request.
-      stop_width: most ids of a stop sequence.
       deterministic: wait for all running tools before each cycle, so that the composition of every device call depends
         on seeds alone and not on the speed of tools.
     """
@@ -63,8 +66,6 @@ class EngineConfig:
     early_exit_after: Whole = 1
     fetch_lag: Literal[0, 1] = 0
     prefix_reuse: Literal["all", "own", "none"] = "all"
-    stop_sequences: Count = 4
-    stop_width: Count = 4
     deterministic: bool = False
 
     def __post_init__(self) -> None:

@@ -121,7 +121,7 @@ class ResponseRequest:
     max_tokens: int
     sampling: SamplingConfig
     key: np.ndarray
-    stop: Sequence[Sequence[int]]
+    stop: Sequence[Sequence[int]] = ()
 
 
 class Device:

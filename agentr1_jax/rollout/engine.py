@@ -11,25 +11,26 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
 
-from agentr1_jax.agents.base import Completion
+from agentr1_jax.agents.session import Completion
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
-from agentr1_jax.rollout.config import EngineConfig, SamplingConfig
+from agentr1_jax.rollout.config import MOST_STOP_SEQUENCES, STOP_WIDTH, EngineConfig
 from agentr1_jax.rollout.device import Counters, Device, ResponseRequest
 from agentr1_jax.rollout.scheduler import CacheCopy, Scheduler, SlotLease
-from agentr1_jax.rollout.timeline import Timeline
 from agentr1_jax.runtime.dispatch import Dispatcher
 
-T = TypeVar("T")
+TIMELINE_SPANS = 20_000
+"""Most spans of a timeline."""
 
 
 class RequestError(ValueError):
@@ -53,19 +54,39 @@ class PendingResponse:
         return Completion(ids, logprobs, "stop" if self.stopped else "length", version)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Chunk:
-    """A decode call in flight.
-
-    Attributes:
-      responses: by decode slot, the responses that it samples.
-      others_waited: whether other trajectories waited for a slot.
-      started: time of its dispatch.
-    """
+class Chunk(NamedTuple):
+    """A decode call in flight, dispatched at the time `started`: the responses that it samples, by decode slot."""
 
     responses: dict[int, PendingResponse]
-    others_waited: bool
+    others_wait: bool
     started: float
+
+
+class Timeline:
+    """Use of the decode slots during one rollout: its first `TIMELINE_SPANS` spans.
+
+    Attributes:
+      spans: records `{"slot", "state", "start", "end"}`, in seconds since the rollout began.
+    """
+
+    def __init__(self) -> None:
+        self.spans: list[dict[str, Any]] = []
+        self._began = time.perf_counter()
+        self._tool_since: dict[int, float] = {}
+
+    def add(self, slots: list[int], state: Literal["decode", "prefill", "tool"], start: float, end: float) -> None:
+        """Add a span of this state for each slot; start and end by `time.perf_counter`."""
+        room = max(TIMELINE_SPANS - len(self.spans), 0)
+        times = {"start": start - self._began, "end": end - self._began}
+        self.spans += [{"slot": slot, "state": state, **times} for slot in slots[:room]]
+
+    def set_tool_slots(self, slots: set[int]) -> None:
+        """Set the slots whose sequences wait for their tool now, and end the tool spans of all other slots."""
+        now = time.perf_counter()
+        for slot in [slot for slot in self._tool_since if slot not in slots]:
+            self.add([slot], "tool", self._tool_since.pop(slot), now)
+        for slot in slots:
+            self._tool_since.setdefault(slot, now)
 
 
 class Engine:
@@ -79,8 +100,6 @@ class Engine:
         retriever, must go through it.
 
     Attributes:
-      dispatcher: thread of its programs.
-      device: its programs and arrays.
       version: version of the policy that samples: the number of updates of its parameters.
       timeline: timeline of the current or last rollout; None unless `record_timeline`.
       record_timeline: whether to record one. The host then waits for every prefill, which costs a little time.
@@ -91,11 +110,11 @@ class Engine:
     ) -> None:
         self.config = config
         self.device = Device(policy, config, mesh)
+        self.dispatcher = dispatcher or Dispatcher()
         self.version = 0
         self.record_timeline = False
         self.timeline: Timeline | None = None
         self._vocab_size = policy.vocab_size
-        self.dispatcher = dispatcher or Dispatcher()
         self._reset()
 
     def _reset(self) -> None:
@@ -103,7 +122,7 @@ class Engine:
         self._scheduler = Scheduler(self.config, self.device.shards)
         self._waiting: list[PendingResponse] = []  # For a decode slot.
         self._decoding: dict[int, PendingResponse] = {}  # By decode slot.
-        self._chunks: collections.deque[_Chunk] = collections.deque()  # In flight.
+        self._chunks: collections.deque[Chunk] = collections.deque()  # In flight.
         self._free_leases = self.config.slots + self.config.swap_slots
         self._admission_queue: collections.deque[asyncio.Future[None]] = collections.deque()
         self._leases_to_release: list[SlotLease] = []
@@ -121,45 +140,38 @@ class Engine:
         """Count from zero."""
         self.device.counters = Counters()
 
-    def stream(
-        self, params: Params, main: Callable[[], AsyncIterator[T]], version: int = 0
-    ) -> Generator[T, None, None]:
-        """Run the engine beneath an async generator, and yield its items.
+    @contextlib.asynccontextmanager
+    async def open(self, params: Params, version: int) -> AsyncIterator[None]:
+        """Serve the coroutines of the body, which use `acquire`, `generate` and `release`.
 
-        The KV cache is allocated here and freed at the end, so that the learner has the memory to itself. Between two
-        items the host does nothing; the device completes the call that is in flight.
+        The KV cache is allocated here and freed at the end, so that the learner has the memory to itself. What breaks
+        the engine cancels the body, and is raised here.
 
         Args:
           params: decoder parameters on the engine's mesh.
-          main: async generator whose coroutines use `acquire` / `generate` / `release`; its exceptions end the stream.
           version: version of the policy.
 
         Raises:
-          RuntimeError: the engine has another stream that has not ended.
+          RuntimeError: the engine is open already.
         """
         if self._wake_up is not None:
-            raise RuntimeError("the engine is rolling out already; take that stream to its end or close it first")
+            raise RuntimeError("the engine is rolling out already; take that rollout to its end or close it first")
         self._wake_up, self.version = asyncio.Event(), version
-        self.timeline = Timeline(self.config.slots) if self.record_timeline else None
+        started = time.perf_counter()
+        self.timeline = Timeline() if self.record_timeline else None
         try:
             self.device.open(params)
-            with asyncio.Runner() as runner:
-                items = main()
-                cycles = runner.get_loop().create_task(self._run_cycles())
-                try:
-                    while True:
-                        started = time.perf_counter()
-                        item = runner.run(_next_item(items, cycles))
-                        self.counters.seconds += time.perf_counter() - started
-                        if item is None:
-                            return
-                        yield item[0]
-                finally:
-                    runner.run(_close(items, cycles))
+            async with asyncio.TaskGroup() as tasks:
+                cycles = tasks.create_task(self._run_cycles())
+                yield
+                cycles.cancel()
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
         finally:
             self.dispatcher.call(lambda: None)  # A cycle in progress ends first.
+            self.counters.seconds += time.perf_counter() - started
             if self.timeline is not None:
-                self.timeline.finish()
+                self.timeline.set_tool_slots(set())
             self._reset()
 
     def compile(self, params: Params) -> int:
@@ -210,30 +222,12 @@ class Engine:
         if self._wake_up is not None:
             self._wake_up.set()
 
-    async def generate(
-        self,
-        lease: SlotLease,
-        prompt: np.ndarray,
-        max_tokens: int,
-        *,
-        sampling: SamplingConfig,
-        key: np.ndarray,
-        stop: Sequence[Sequence[int]],
-    ) -> Completion:
+    async def generate(self, lease: SlotLease, request: ResponseRequest) -> Completion:
         """Sample a response; the longest cached prefix of the prompt is not computed again.
-
-        Args:
-          lease: from `acquire`.
-          prompt: int32 [P], P ≥ 1.
-          max_tokens: most tokens to sample.
-          sampling: distribution of each token.
-          key: uint32 [2], keys the random numbers of this response.
-          stop: id sequences that end the response, which includes them.
 
         Raises:
           RequestError: the request does not fit the engine.
         """
-        request = ResponseRequest(np.asarray(prompt, np.int32), max_tokens, sampling, key, stop)
         self._check(request)
         done = asyncio.get_running_loop().create_future()
         self._waiting.append(PendingResponse(lease, request, done))
@@ -245,14 +239,10 @@ class Engine:
             self._in_tools += done.cancelled()  # Otherwise `_run_cycles` counted it when it set the result.
 
     def adopt(self, params: Params, version: int) -> None:
-        """Sample with other parameters from now on; called in the loop of the stream.
+        """Sample with other parameters from now on; called in the loop in which the engine is open.
 
         Responses in progress end first, and until then none begins: a response has one policy. The contents of the
         cache, computed with the old parameters, become void.
-
-        Args:
-          params: decoder parameters on the engine's mesh.
-          version: version of the policy.
         """
         self._next_policy = params, version
         self._notify()
@@ -268,14 +258,14 @@ class Engine:
             raise RequestError(
                 f"prompt ids must lie in [0, {self._vocab_size}), got {np.min(prompt)}..{np.max(prompt)}"
             )
-        if len(r.stop) > c.stop_sequences or any(not 1 <= len(s) <= c.stop_width or min(s) < 0 for s in r.stop):
+        if len(r.stop) > MOST_STOP_SEQUENCES or any(not 1 <= len(s) <= STOP_WIDTH or min(s) < 0 for s in r.stop):
             raise RequestError(
-                f"at most {c.stop_sequences} stop sequences of 1 to {c.stop_width} ids each, "
+                f"at most {MOST_STOP_SEQUENCES} stop sequences of 1 to {STOP_WIDTH} ids each, "
                 f"got {list(map(list, r.stop))}"
             )
 
     async def _run_cycles(self) -> None:
-        """Run cycles for as long as the stream lasts. Only cycles, and this task between them, change the scheduler."""
+        """Run cycles while the engine is open. Only cycles, and this task between them, change the scheduler."""
         assert self._wake_up is not None
         while True:
             for _ in range(8):  # Lets agents whose tools answered at once come back with their next request.
@@ -317,18 +307,11 @@ class Engine:
             self._scheduler.release(lease)
 
     def _device_cycle(self, waiting: list[PendingResponse]) -> tuple[list[PendingResponse], list[PendingResponse]]:
-        """Assign slots, prefill, dispatch a chunk and fetch one.
-
-        Args:
-          waiting: responses that wait for a slot.
-
-        Returns:
-          the responses that still wait for a slot, and those that are complete.
-        """
+        """Assign slots, prefill, dispatch a chunk and fetch one; return the still unassigned and complete responses."""
         unassigned = self._assign(waiting)
         if self._decoding:
             others_wait = bool(unassigned or self._admission_queue)
-            self._chunks.append(_Chunk(dict(self._decoding), others_wait, time.perf_counter()))
+            self._chunks.append(Chunk(dict(self._decoding), others_wait, time.perf_counter()))
             self.device.decode()
         if len(self._chunks) > (self.config.fetch_lag if self._decoding else 0):
             return unassigned, self._fetch()
@@ -392,34 +375,9 @@ class Engine:
                 cached = np.concatenate([r.request.prompt, *r.ids])[:-1]
                 self._scheduler.set_cached_ids(self._scheduler.kv_slot(slot), cached)
                 r.lease.idle_since = self._cycle
-        if chunk.others_waited:
+        if chunk.others_wait:
             self.counters.waiting_tokens += int(out.count.sum())
             self.counters.waiting_slot_steps += int(out.iterations.max()) * self.config.slots
         if self.timeline is not None:
             self.timeline.add(list(chunk.responses), "decode", chunk.started, time.perf_counter())
         return complete
-
-
-async def _next_item(items: AsyncIterator[T], cycles: asyncio.Task[None]) -> tuple[T] | None:
-    """Return the next item, in a tuple, or None after the last. Raise the exception of `cycles` if it ends."""
-
-    async def next_or_none() -> tuple[T] | None:
-        try:
-            return (await anext(items),)
-        except StopAsyncIteration:
-            return None
-
-    item = asyncio.create_task(next_or_none())
-    await asyncio.wait([item, cycles], return_when=asyncio.FIRST_COMPLETED)
-    if not item.done():
-        item.cancel()
-        await asyncio.gather(item, return_exceptions=True)
-        cycles.result()
-    return item.result()
-
-
-async def _close(items: Any, cycles: asyncio.Task[None]) -> None:
-    """Close the generator, then end the cycles."""
-    await items.aclose()
-    cycles.cancel()
-    await asyncio.gather(cycles, return_exceptions=True)

@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Decoder, Params, output_logits
 from agentr1_jax.rollout.cache import CacheView, KVCache, cache_sharding, copy_slots
-from agentr1_jax.rollout.config import EngineConfig
+from agentr1_jax.rollout.config import MOST_STOP_SEQUENCES, STOP_WIDTH, EngineConfig
 from agentr1_jax.runtime.compile_cache import cached_jit
 
 NO_TOKEN = -1
@@ -61,7 +61,7 @@ class SlotState:
 
 def idle_slot_state(config: EngineConfig) -> SlotState:
     """State of slots that decode nothing, as numpy arrays."""
-    n, c = config.slots, config
+    n = config.slots
     return SlotState(
         token=np.zeros(n, np.int32),
         position=np.zeros(n, np.int32),
@@ -72,8 +72,8 @@ def idle_slot_state(config: EngineConfig) -> SlotState:
         top_p=np.ones(n, np.float32),
         key=np.zeros((n, 2), np.uint32),
         active=np.zeros(n, bool),
-        tail=np.full((n, c.stop_width), NO_TOKEN, np.int32),
-        stops=np.full((n, c.stop_sequences, c.stop_width), NO_TOKEN, np.int32),
+        tail=np.full((n, STOP_WIDTH), NO_TOKEN, np.int32),
+        stops=np.full((n, MOST_STOP_SEQUENCES, STOP_WIDTH), NO_TOKEN, np.int32),
     )
 
 

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Sequence
+import queue
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any
 
 import numpy as np
 from absl import logging
 
-from agentr1_jax.agents.base import Agent, Completion, Row
 from agentr1_jax.agents.boundary import BoundaryError
-from agentr1_jax.agents.isolation import AgentTimeout, Isolation
-from agentr1_jax.agents.session import Identity, RecordedSession
+from agentr1_jax.agents.session import Agent, Completion, Identity, Session
+from agentr1_jax.envs.base import Row
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.rollout.background import BackgroundEngine
 from agentr1_jax.rollout.config import AttemptLimits, SamplingConfig
+from agentr1_jax.rollout.device import ResponseRequest
 from agentr1_jax.rollout.engine import Engine, RequestError
 from agentr1_jax.rollout.scheduler import SlotLease
 from agentr1_jax.trajectory import POLICIES, Outcome, Trajectory
@@ -28,6 +30,11 @@ RETRIED = (Outcome.TOOL_FAILURE, Outcome.ENV_FAILURE)
 """Failures of the infrastructure, after which the same row and seed are tried again."""
 
 ONE_ATTEMPT = AttemptLimits()
+
+CANCEL_SECONDS = 1.0
+"""Time that a cancelled agent has to end."""
+CANCELLATIONS = 3
+"""Cancellations of an agent that goes on regardless, before its coroutine is closed."""
 
 Group = list[Trajectory]
 """Trajectories sampled from one task row, in order of sample."""
@@ -46,7 +53,11 @@ class TaskGroup:
     identities: Sequence[Identity]
 
 
-class EngineSession(RecordedSession):
+class AgentTimeout(Exception):
+    """An agent did not end within its time."""
+
+
+class EngineSession(Session):
     """A session whose responses come from the engine."""
 
     def __init__(self, engine: Engine, lease: SlotLease, identity: Identity, sampling: SamplingConfig) -> None:
@@ -57,87 +68,8 @@ class EngineSession(RecordedSession):
 
     async def respond(self, prompt_ids: np.ndarray, max_tokens: int, stop: Sequence[Sequence[int]]) -> Completion:
         key = np.random.SeedSequence([self.seed, len(self._steps)]).generate_state(2, np.uint32)
-        return await self._engine.generate(
-            self._lease, prompt_ids, max_tokens, sampling=self._sampling, key=key, stop=stop
-        )
-
-
-def run_groups(
-    engine: Engine, params: Params, agent: Agent, tasks: Iterable[TaskGroup], *, policy_version: int, **options: Any
-) -> Generator[Group, None, None]:
-    """Open the engine, sample groups, and yield each when it is complete.
-
-    Args:
-      engine: must have no stream open.
-      params: decoder parameters on the engine's mesh.
-      agent: workflow of one trajectory.
-      tasks: groups to sample; taken when they are started.
-      policy_version: version of the parameters, recorded in every step.
-      **options: of `sample_groups`.
-    """
-    return engine.stream(params, lambda: sample_groups(engine, agent, tasks, **options), policy_version)
-
-
-async def sample_groups(
-    engine: Engine,
-    agent: Agent,
-    tasks: Iterable[TaskGroup],
-    *,
-    sampling: SamplingConfig,
-    count: int | None = None,
-    accept: Callable[[Group], bool] = lambda group: True,
-    limits: AttemptLimits = ONE_ATTEMPT,
-    on_finish: Callable[[Trajectory], None] = lambda trajectory: None,
-) -> AsyncIterator[Group]:
-    """Sample groups, and yield each when it is complete.
-
-    No group is ever aborted because others were faster, which would favour short trajectories. For each group that
-    `accept` refuses, the next one of `tasks` is started.
-
-    Args:
-      engine: with an open stream, in whose loop this runs.
-      agent: workflow of one trajectory.
-      tasks: groups to sample; taken when they are started.
-      sampling: distribution of the responses.
-      count: number of groups to accept; None for all tasks.
-      accept: whether a complete group counts towards `count`; it is yielded in any case.
-      limits: attempts and seconds of each trajectory.
-      on_finish: called with each trajectory when it ends.
-
-    Yields:
-      complete groups, sorted by sample. What an agent, environment or tool raises ends its own trajectory only, as
-      `env_failure` (`engine_failure` where the engine refused its request), with the error in `info`.
-    """
-    source = iter(tasks)
-    running: set[asyncio.Task[Group]] = set()
-    isolation = Isolation()
-    accepted = 0
-
-    def start(most: int | None) -> None:
-        for task in itertools.islice(source, most):
-            running.add(asyncio.create_task(run(task)))
-
-    async def run(task: TaskGroup) -> Group:
-        episodes = (episode(task.row, identity) for identity in task.identities)
-        return sorted(await asyncio.gather(*episodes), key=lambda t: t.sample)
-
-    async def episode(row: Row | Exception, identity: Identity) -> Trajectory:
-        trajectory = await _episode(engine, isolation, agent, row, identity, sampling, limits)
-        on_finish(trajectory)
-        return trajectory
-
-    try:
-        start(count)
-        while running:
-            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            for group in sorted(done, key=lambda group: group.result()[0].group):
-                running.discard(group)
-                accepted += accept(group.result())
-                if count is not None:
-                    start(max(count - accepted - len(running), 0))
-                yield group.result()
-    finally:
-        await isolation.close(running)
+        request = ResponseRequest(prompt_ids, max_tokens, self._sampling, key, stop)
+        return await self._engine.generate(self._lease, request)
 
 
 @dataclasses.dataclass
@@ -171,6 +103,43 @@ class GroupBatch:
         return accepted, zero_variance
 
 
+def is_zero_variance(group: Sequence[Trajectory]) -> bool:
+    """Return whether all trained trajectories of a group have equal returns, so that comparing them teaches nothing."""
+    returns = {t.total_reward for t in group if POLICIES[t.outcome].training != "drop"}
+    return len({r for r in returns if math.isfinite(r)}) <= 1
+
+
+def run_groups(
+    engine: Engine,
+    params: Params,
+    agent: Agent,
+    tasks: Sequence[TaskGroup],
+    *,
+    sampling: SamplingConfig,
+    policy_version: int,
+    limits: AttemptLimits = ONE_ATTEMPT,
+) -> Generator[Group, None, None]:
+    """Open the engine, sample groups, and yield each when it is complete.
+
+    Args:
+      engine: must not be open.
+      params: decoder parameters on the engine's mesh.
+      agent: workflow of one trajectory.
+      tasks: groups to sample.
+      sampling: distribution of the responses.
+      policy_version: version of the parameters, recorded in every step.
+      limits: attempts and seconds of each trajectory.
+    """
+    complete: queue.SimpleQueue[Group | None] = queue.SimpleQueue()
+    with BackgroundEngine(engine, params, policy_version) as background:
+        batch = GroupBatch(len(tasks), tasks)
+        work = start_batch(background, agent, batch, sampling=sampling, limits=limits, on_complete=complete.put)
+        work.add_done_callback(lambda _: complete.put(None))
+        while (group := complete.get()) is not None:
+            yield group
+        work.result()
+
+
 def start_batch(
     background: BackgroundEngine,
     agent: Agent,
@@ -178,8 +147,14 @@ def start_batch(
     *,
     sampling: SamplingConfig,
     limits: AttemptLimits = ONE_ATTEMPT,
+    on_complete: Callable[[Group], object] = lambda group: None,
 ) -> concurrent.futures.Future[list[Group]]:
     """Start sampling the missing groups of a batch on an engine that rolls out in the background.
+
+    No group is ever aborted because others were faster, which would favour short trajectories. In place of each group
+    that the batch does not accept, the next one of its tasks is started. What an agent, environment or tool raises ends
+    its own trajectory only, as `env_failure` (`engine_failure` where the engine refused its request), with the error in
+    `info`.
 
     Args:
       background: the engine.
@@ -187,32 +162,41 @@ def start_batch(
       batch: the groups; its `complete` grows as groups become complete.
       sampling: distribution of the responses.
       limits: attempts and seconds of each trajectory.
+      on_complete: called with each complete group, in the thread of the engine.
 
     Returns:
-      future that is done when the batch is complete, and raises what made it impossible.
+      future of all complete groups, each sorted by sample.
     """
-    count = max(batch.size - sum(map(batch.accept, batch.complete)), 0)
 
-    async def sample() -> AsyncIterator[Group]:
-        groups = sample_groups(
-            background.engine,
-            agent,
-            batch.tasks,
-            sampling=sampling,
-            count=count,
-            accept=batch.accept,
-            limits=limits,
+    async def sample_group(task: TaskGroup) -> Group:
+        episodes = (
+            _episode(background.engine, agent, task.row, identity, sampling, limits) for identity in task.identities
         )
-        async for group in groups:
-            batch.complete.append(group)
-            yield group
+        return sorted(await asyncio.gather(*episodes), key=lambda t: t.sample)
 
-    return background.start(sample)
+    async def sample() -> list[Group]:
+        tasks = iter(batch.tasks)
+        running: set[asyncio.Task[Group]] = set()
+        try:
+            while True:
+                missing = batch.size - sum(map(batch.accept, batch.complete)) - len(running)
+                running |= {asyncio.create_task(sample_group(t)) for t in itertools.islice(tasks, max(missing, 0))}
+                if not running:
+                    return batch.complete
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for group in sorted((task.result() for task in done), key=lambda group: group[0].group):
+                    batch.complete.append(group)
+                    on_complete(group)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    return background.start(sample())
 
 
 async def _episode(
     engine: Engine,
-    isolation: Isolation,
     agent: Agent,
     row: Row | Exception,
     identity: Identity,
@@ -225,25 +209,25 @@ async def _episode(
         failures: list[str] = []
         for attempt in range(limits.attempts):
             session = EngineSession(engine, lease, identity, sampling)
-            trajectory = await _attempt(isolation, agent, session, row, limits.seconds)
+            trajectory = await attempt_episode(agent, session, row, limits.seconds)
             if POLICIES[trajectory.outcome].training != "drop":
                 break
             failures.append(f"{trajectory.outcome}: {trajectory.info.get('error', 'no details')}")
             logging.warning("%s, attempt %d of %d: %s", identity.uid, attempt + 1, limits.attempts, failures[-1])
             if trajectory.outcome not in RETRIED:
                 break
-        return (
-            dataclasses.replace(trajectory, info={**trajectory.info, "failures": failures}) if failures else trajectory
-        )
+        if failures:
+            return dataclasses.replace(trajectory, info={**trajectory.info, "failures": failures})
+        return trajectory
     finally:
         engine.release(lease)
 
 
-async def _attempt(
-    isolation: Isolation, agent: Agent, session: EngineSession, row: Row | Exception, seconds: float | None
+async def attempt_episode(
+    agent: Agent, session: Session, row: Row | Exception, seconds: float | None = None
 ) -> Trajectory:
-    """Run one attempt. A bad rollout is data, not a crash."""
-    error = await isolation.run(agent, session, row, seconds)
+    """Return the trajectory of one attempt, however it ends: a bad rollout is data, not a crash."""
+    error = await _run_agent(agent, session, row, seconds)
     if isinstance(error, RequestError):
         return session.fail(Outcome.ENGINE_FAILURE, error)
     if error is not None and not isinstance(error, AgentTimeout):
@@ -258,7 +242,49 @@ async def _attempt(
         return session.fail(Outcome.ENV_FAILURE, fault)
 
 
-def is_zero_variance(group: Sequence[Trajectory]) -> bool:
-    """Return whether all trained trajectories of a group have equal returns, so that comparing them teaches nothing."""
-    returns = {t.total_reward for t in group if POLICIES[t.outcome].training != "drop"}
-    return len({r for r in returns if math.isfinite(r)}) <= 1
+async def _run_agent(
+    agent: Agent, session: Session, row: Row | Exception, seconds: float | None
+) -> BaseException | None:
+    """Return what an agent raised, or `AgentTimeout` after its time.
+
+    It has a task of its own: an environment may raise anything, cancel its task, or ignore a cancellation.
+    """
+
+    async def run() -> BaseException | None:
+        try:
+            if isinstance(row, Exception):
+                raise row
+            session.begin(row)
+            await agent.run(session, row)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            return error  # A task would raise SystemExit in the loop.
+        return None
+
+    coroutine = run()
+    task = asyncio.create_task(coroutine)
+    try:
+        await asyncio.wait([task], timeout=seconds)
+        in_time = task.done()
+    finally:
+        await _end(task, coroutine)
+    if not in_time:
+        return AgentTimeout(f"no end within {seconds} s")
+    return asyncio.CancelledError() if task.cancelled() else task.result()
+
+
+async def _end(task: asyncio.Task[Any], coroutine: Coroutine[Any, Any, Any]) -> None:
+    """Cancel the task of an agent until it ends; close the coroutine of one that goes on regardless."""
+    for _ in range(CANCELLATIONS):
+        if task.done():
+            break
+        task.cancel()
+        await asyncio.wait([task], timeout=CANCEL_SECONDS)
+    if not task.done():
+        with contextlib.suppress(Exception):  # RuntimeError where it catches even GeneratorExit.
+            coroutine.close()
+        task.cancel()
+        await asyncio.wait([task], timeout=CANCEL_SECONDS)
+    if task.done() and not task.cancelled():
+        task.exception()  # Retrieved, so that the event loop does not report it.

@@ -36,6 +36,7 @@ from agentr1_jax.policy.params import (
 )
 from agentr1_jax.policy.presets import decoder_config
 from agentr1_jax.policy.sharding import shardings
+from agentr1_jax.rollout.config import MOST_STOP_SEQUENCES
 from agentr1_jax.rollout.engine import Engine
 from agentr1_jax.runtime import checkpoint, processes
 from agentr1_jax.runtime import mesh as meshes
@@ -149,10 +150,10 @@ def make_agent(settings: Settings, task: Task, tokenizer: Tokenizer) -> EnvLoop:
     with user_error("tokenizer.path: "):
         call_format = make_call_format(settings.agent.call_format, tokenizer)
         chat = chat_format(tokenizer, call_format)
-    if len(tokenizer.stop_ids) > settings.engine.stop_sequences:
+    if len(tokenizer.stop_ids) > MOST_STOP_SEQUENCES:
         raise UserError(
             f"tokenizer.path: {tokenizer.name} has {len(tokenizer.stop_ids)} stop ids, the engine knows at most "
-            f"{settings.engine.stop_sequences}; shorten eos_token_id in its generation_config.json"
+            f"{MOST_STOP_SEQUENCES}; shorten eos_token_id in its generation_config.json"
         )
     return EnvLoop(
         task.env,

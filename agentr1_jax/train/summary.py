@@ -64,7 +64,7 @@ def draw_timeline(setup: Setup) -> None:
 
         path = RunFolder(setup.settings.run.run_dir).file("timeline.png")
         slots = setup.settings.engine.slots
-        report.plot_timeline(path, setup.engine.timeline.records(), slots=slots, title="last RL batch")
+        report.plot_timeline(path, setup.engine.timeline.spans, slots=slots, title="last RL batch")
 
 
 def write_summary(setup: Setup, progress: Progress, config: Mapping[str, Any]) -> None:

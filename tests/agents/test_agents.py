@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from letters import BUDGET, ROW, TOKENIZER, ScriptedEnv, observed, play
 
-from agentr1_jax.agents.base import Completion
 from agentr1_jax.agents.context import History, Turn, context_rule
 from agentr1_jax.agents.loop import FINAL_REQUEST
-from agentr1_jax.agents.session import Identity, RecordedSession, ScriptedSession
+from agentr1_jax.agents.session import Completion, Identity, ScriptedSession, Session
 from agentr1_jax.envs.base import Observation
 from agentr1_jax.trajectory import POLICIES, Outcome
 
@@ -310,7 +309,7 @@ def test_the_final_answer_is_asked_for_in_one_step_more():
     assert len(crowded.steps[1].prompt_ids) - len(ids_after(crowded, 0)) <= limit + len(observed(""))
 
 
-class Echo(RecordedSession):
+class Echo(Session):
     """A session that answers at once."""
 
     async def respond(self, prompt_ids, max_tokens, stop):

@@ -128,7 +128,7 @@ STEPS = {
     "a huge integer in info": ({"info": {"a": 10**5000}}, FAILED, "more than 4000 digits"),
     "not a number in info": ({"info": {"a": float("nan")}}, DONE, ""),
     "no observation": ({"observation": None}, FAILED, "goes on without an observation"),
-    "a text as observation": ({"observation": "so?"}, FAILED, "it must be a Observation"),
+    "a text as observation": ({"observation": "so?"}, FAILED, "it must be an Observation"),
     "a number as text": (told(text=5), FAILED, "text of an observation is 5"),
     "a number among texts": (told(texts=["a", 5]), FAILED, "one of the texts"),
     "messages later": (told(messages=[{"role": "user", "content": "a"}]), FAILED, "must hold text or token ids"),

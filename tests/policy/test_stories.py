@@ -8,6 +8,7 @@ from schedules import run_work
 from stories import text_of, write_folder
 
 from agentr1_jax.rollout.config import EngineConfig, SamplingConfig
+from agentr1_jax.rollout.device import ResponseRequest
 from agentr1_jax.rollout.engine import Engine
 
 STORY = " Once upon a time, there was a little girl named Lily. She loved to play outside in the park."
@@ -44,11 +45,10 @@ def test_stories_are_told_by_the_engine(checkpoint):
 
     async def story(prompt):
         lease = await engine.acquire()
-        told = await engine.generate(
-            lease, np.array(prompt), 40, sampling=SamplingConfig(0.0), key=np.zeros(2, np.uint32), stop=[]
-        )
+        request = ResponseRequest(np.int32(prompt), 40, SamplingConfig(0.0), key=np.zeros(2, np.uint32))
+        completion = await engine.generate(lease, request)
         engine.release(lease)
-        return [*prompt, *told.ids]
+        return [*prompt, *completion.ids]
 
     (whole,) = run_work(engine, params, [story([1])])
     assert text_of(tokenizer, whole[1:]).startswith(STORY)

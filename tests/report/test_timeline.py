@@ -12,8 +12,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 from agentr1_jax.report import plot_timeline, state_shares, timeline
-from agentr1_jax.rollout import timeline as rollout_timeline
-from agentr1_jax.rollout.timeline import Timeline
+from agentr1_jax.rollout import engine
+from agentr1_jax.rollout.engine import Timeline
 
 TICKS = 24
 
@@ -117,18 +117,18 @@ def test_timelines_of_all_sizes_are_drawn(tmp_path, count, slots):
 
 def test_an_engine_records_spans_until_the_rollout_is_over(monkeypatch):
     clock = iter([10.0, 12.0, 13.0, 14.5])
-    monkeypatch.setattr(rollout_timeline.time, "perf_counter", lambda: next(clock))
-    made = Timeline(2)
+    monkeypatch.setattr(engine.time, "perf_counter", lambda: next(clock))
+    made = Timeline()
     made.add([0, 1], "decode", 10.5, 11.5)
     made.set_tool_slots({0, 1})
     made.set_tool_slots({1})
-    made.finish()
-    assert made.records() == [
+    made.set_tool_slots(set())
+    assert made.spans == [
         span(0, "decode", 0.5, 1.5),
         span(1, "decode", 0.5, 1.5),
         span(0, "tool", 2.0, 3.0),
         span(1, "tool", 2.0, 4.5),
     ]
-    assert state_shares(made.records(), made.slots) == pytest.approx(
+    assert state_shares(made.spans, 2) == pytest.approx(
         {"decode": 2 / 9, "prefill": 0.0, "tool": 3.5 / 9, "idle": 3.5 / 9}
     )

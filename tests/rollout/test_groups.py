@@ -1,4 +1,4 @@
-"""Groups of trajectories as a stream: what comes when, what is started in whose place, and what is tried again."""
+"""Groups of trajectories: what comes when, what is started in whose place, what ends them, and what is tried again."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ import collections
 
 import numpy as np
 import pytest
-from schedules import MANY, Planned, all_ids, assert_exact, engine_of, planned, sampled
+from schedules import MANY, Planned, all_ids, assert_exact, engine_of, planned, run_work, sampled
 
 from agentr1_jax.agents.session import Identity
+from agentr1_jax.rollout.background import BackgroundEngine, wait
 from agentr1_jax.rollout.config import AttemptLimits, SamplingConfig
-from agentr1_jax.rollout.runner import TaskGroup, is_zero_variance, run_groups
-from agentr1_jax.trajectory import Outcome, Step, Trajectory
-
-FOREVER = 60.0
+from agentr1_jax.rollout.runner import GroupBatch, TaskGroup, is_zero_variance, run_groups, start_batch
+from agentr1_jax.trajectory import POLICIES, Outcome, Step, Trajectory
 
 
 class Watched(Planned):
-    """Does what is planned, keeps count of who began and ended, and holds the groups that it is told to hold."""
+    """Does what is planned, keeps count of who began and ended, and holds the groups that it is told to hold.
+
+    The reward of a sample is its number in groups of odd number, and 0 in the others.
+    """
 
     def __init__(self, held=()):
         self.held = set(held)
@@ -27,109 +29,49 @@ class Watched(Planned):
         self.tasks = []
 
     async def run(self, session, row):
+        group, sample = session.identity.group, session.identity.sample
         self.tasks.append(asyncio.current_task())
-        self.began[session.identity.group] += 1
-        await super().run(session, row)
-        while session.identity.group in self.held:
+        self.began[group] += 1
+        await session.generate(np.int32(row["opening"]), 3 + group % 4)
+        await asyncio.sleep(0.001 * (group % 3))
+        session.record(float(sample * (group % 2)))
+        while group in self.held:
             await asyncio.sleep(0.001)
-        self.ended[session.identity.group] += 1
+        session.finish(Outcome.ENV_DONE)
+        self.ended[group] += 1
 
     def nobody_is_left(self):
         return bool(self.tasks) and all(task.done() for task in self.tasks)
 
 
-def groups_of(count, samples=2, taken=None):
-    for i in range(count):
-        if taken is not None:
-            taken.append(i)
-        row = planned([1 + i % 50, 2, 3], {"max_tokens": 3 + i % 4, "delay": 0.001 * (i % 3)}, {"max_tokens": 4})
-        yield TaskGroup(row, [Identity(f"g/{i}/{k}", i, k, "planned", 500 + 10 * i + k) for k in range(samples)])
+def groups_of(numbers, samples=2):
+    return [
+        TaskGroup(
+            planned([1 + g, 2, 3], {}), [Identity(f"g/{g}/{k}", g, k, "t", 500 + 10 * g + k) for k in range(samples)]
+        )
+        for g in numbers
+    ]
 
 
 def stream(agent, groups, **options):
     engine, params = engine_of(3)
-    return run_groups(engine, params, agent, groups, sampling=SamplingConfig(), policy_version=0, **options)
+    return run_groups(engine, params, agent, groups, sampling=SamplingConfig(), policy_version=6, **options)
 
 
-def test_a_group_comes_as_soon_as_it_is_complete():
+def test_a_group_comes_as_soon_as_it_is_complete_with_its_samples_in_order():
     agent = Watched(held=[0])
-    out = stream(agent, groups_of(3))
+    out = stream(agent, groups_of(range(3)))
     early = [next(out), next(out)]
     assert {group[0].group for group in early} == {1, 2}
     assert agent.began[0] == 2 and agent.ended == {1: 2, 2: 2}
     agent.held.clear()
     (late,) = out
-    assert [(t.group, t.sample) for t in late] == [(0, 0), (0, 1)]
     for group in (*early, late):
-        assert len({t.group for t in group}) == 1
+        assert [(t.group, t.sample) for t in group] == [(group[0].group, 0), (group[0].group, 1)]
+        assert {s.policy_version for t in group for s in t.steps} == {6}
+        assert all_ids(group)[0] != all_ids(group)[1]
         assert_exact(group)
-
-
-def test_samples_come_in_order_however_they_end():
-    class Backwards(Planned):
-        """The last sample ends first."""
-
-        over = 0
-
-        async def run(self, session, row):
-            await super().run(session, row)
-            while self.over < 3 - session.identity.sample:
-                await asyncio.sleep(0.001)
-            self.over += 1
-
-    ended = []
-    (group,) = stream(Backwards(), groups_of(1, samples=4), on_finish=lambda t: ended.append(t.sample))
-    assert [t.sample for t in group] == [0, 1, 2, 3] and ended == [3, 2, 1, 0]
-
-
-@pytest.mark.parametrize("held", [(), (0, 1)])
-def test_refused_groups_are_made_up_for_and_nobody_is_broken_off(held):
-    """Never more are under way or kept than wanted, and whoever was started is yielded."""
-    wanted, taken, kept, complete, out = 4, [], [], [], []
-    agent = Watched(held)
-
-    def keep(group):
-        assert [t.sample for t in group] == [0, 1]
-        complete.append(group[0].group)
-        kept.extend([group[0].group] * (group[0].group % 3 != 1))
-        return group[0].group % 3 != 1
-
-    def source():
-        for group in groups_of(30, taken=taken):
-            under_way = len(taken) - len(complete)
-            assert len(kept) + under_way <= wanted
-            yield group
-
-    for group in stream(agent, source(), count=wanted, accept=keep):
-        out.append(group[0].group)
-        if len(out) >= 2:
-            agent.held.clear()
-        assert all(t.outcome is Outcome.ENV_DONE and len(t.steps) == 2 for t in group)
-        assert_exact(group)
-    assert sorted(out) == taken == list(range(len(out)))
-    assert len(kept) == wanted and len(taken) == wanted + sum(i % 3 == 1 for i in taken) > wanted
-    assert agent.began == agent.ended == dict.fromkeys(taken, 2)
-
-
-def test_groups_that_end_together_are_made_up_for_once():
-    """All of them end between two looks of the consumer."""
-    taken = []
-    out = stream(Planned(), groups_of(40, taken=taken), count=3, accept=lambda group: group[0].group >= 6)
-    assert sorted(group[0].group for group in out) == taken == list(range(9))
-
-
-def test_a_source_may_run_dry():
-    refused = list(stream(Planned(), groups_of(5), count=2, accept=lambda group: False))
-    assert sorted(group[0].group for group in refused) == [0, 1, 2, 3, 4]
-    assert len(list(stream(Planned(), groups_of(2), count=5))) == 2
-    assert list(stream(Planned(), groups_of(0), count=5)) == list(stream(Planned(), groups_of(4), count=0)) == []
-
-
-def test_no_more_is_taken_from_the_source_than_is_started():
-    taken = []
-    out = stream(Planned(), groups_of(50, taken=taken), count=2)
-    assert taken == []
-    assert len(list(out)) == 2 and taken == [0, 1]
+    assert list(stream(agent, [])) == []
 
 
 def test_groups_of_equal_returns_have_zero_variance():
@@ -143,53 +85,60 @@ def test_groups_of_equal_returns_have_zero_variance():
     assert is_zero_variance([*group(1.0, 1.0), *dropped]) and not is_zero_variance([*group(1.0, 0.0), *dropped])
 
 
-def test_dynamic_sampling_goes_on_until_enough_groups_have_variance():
-    class Scored(Planned):
-        """Half the groups earn the same whatever they do."""
+@pytest.mark.parametrize("held", [(), (0, 1)])
+def test_zero_variance_groups_are_replaced_and_nobody_is_broken_off(held):
+    """Never more are under way or accepted than wanted, and whoever was started comes."""
+    engine, params = engine_of(3)
+    agent = Watched(held)
+    batch = GroupBatch(3, groups_of(range(20)), dynamic_sampling=True)
 
-        async def run(self, session, row):
-            done = await session.generate(np.int32(row["opening"]), 4)
-            i, k = session.identity.group, session.identity.sample
-            session.record(float(len(done.ids) * 0 + k * (i % 2)))
-            session.finish(Outcome.ENV_DONE)
+    def look(_):
+        accepted = sum(map(batch.accept, batch.complete))
+        assert accepted + len(agent.began) - len(batch.complete) <= 3
+        if len(batch.complete) >= 1:
+            agent.held.clear()
 
-    out = list(stream(Scored(), groups_of(20), count=3, accept=lambda group: not is_zero_variance(group)))
-    assert sum(not is_zero_variance(group) for group in out) == 3
-    assert {group[0].group for group in out} == set(range(len(out))) and len(out) >= 5
+    with BackgroundEngine(engine, params, version=0) as background:
+        start_batch(background, agent, batch, sampling=SamplingConfig(), on_complete=look).result(60)
+    numbers = sorted(group[0].group for group in batch.complete)
+    accepted, zero_variance = batch.trajectories()
+    assert numbers == list(range(len(numbers))) and agent.began == agent.ended == dict.fromkeys(numbers, 2)
+    assert len(accepted) == 6 and all(t.group % 2 == 1 for t in accepted)
+    assert all(t.group % 2 == 0 for t in zero_variance)
+    assert accepted == sorted(accepted, key=lambda t: (t.group, t.sample))
+    assert_exact([*accepted, *zero_variance])
 
 
-def test_a_consumer_may_stop_early():
+def test_a_batch_keeps_complete_groups_and_its_tasks_may_run_dry():
+    engine, params = engine_of(3)
+    first, agent = GroupBatch(1, groups_of([1])), Watched()
+    with BackgroundEngine(engine, params, version=0) as background:
+        start_batch(background, agent, first, sampling=SamplingConfig()).result(60)
+        batch = GroupBatch(3, groups_of([0, 2, 3, 4]), dynamic_sampling=True, complete=list(first.complete))
+        start_batch(background, agent, batch, sampling=SamplingConfig()).result(60)
+        assert sorted(group[0].group for group in batch.complete) == [0, 1, 2, 3, 4] and agent.began[1] == 2
+        stopped = GroupBatch(3, groups_of([1, 2, 3]))
+        agent.held.add(2)
+        work = start_batch(background, agent, stopped, sampling=SamplingConfig())
+        assert wait(work, lambda: len(stopped.complete) == 2) is None and not work.done()
+    assert {group[0].group for group in stopped.complete} == {1, 3} and agent.nobody_is_left()
+
+
+def test_a_consumer_may_stop_early_and_the_engine_does_one_thing_at_a_time():
     agent = Watched(held=[1])
-    out = stream(agent, groups_of(12))
-    first = next(out)
-    assert first[0].group != 1 and not agent.nobody_is_left()
+    out = stream(agent, groups_of(range(12)))
+    assert next(out)[0].group != 1 and not agent.nobody_is_left()
+    with pytest.raises(RuntimeError, match="rolling out already"):
+        next(stream(Watched(), groups_of([0])))
     out.close()
     assert agent.nobody_is_left() and agent.ended[1] == 0
     assert list(out) == []
-    assert_exact(sampled(MANY))
-
-
-def test_an_engine_rolls_out_one_thing_at_a_time():
-    first = stream(Watched(), groups_of(2))
-    next(first)
-    with pytest.raises(RuntimeError, match="rolling out already"):
-        next(stream(Watched(), groups_of(1)))
-    assert len(list(first)) == 1
-    assert len(list(stream(Watched(), groups_of(1)))) == 1
-
-
-def test_a_stream_that_is_never_read_starts_nothing():
-    taken, agent = [], Watched()
-    stream(agent, groups_of(3, taken=taken)).close()
-    assert not agent.tasks and not taken
-    assert_exact(sampled(MANY[:3]))
-
-
-def test_an_error_of_the_consumer_ends_the_rollout():
-    agent = Watched(held=[0])
+    unread = Watched()
+    stream(unread, groups_of([0])).close()
+    assert not unread.tasks
 
     def consume():
-        for _ in stream(agent, groups_of(9)):
+        for _ in stream(agent, groups_of(range(9))):
             raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
@@ -198,22 +147,84 @@ def test_an_error_of_the_consumer_ends_the_rollout():
     assert_exact(sampled(MANY))
 
 
-@pytest.mark.parametrize("where", ["accept", "on_finish", "groups"])
-def test_an_error_of_the_callers_own_functions_is_raised(where):
-    agent = Watched()
+def test_what_is_no_agents_fault_is_raised_and_the_engine_stays_usable():
+    engine, params = engine_of(3)
 
-    def fails(*_):
-        raise OSError(where)
+    async def broken():
+        await engine.acquire()
+        raise SystemError("of the caller")
 
-    def source():
-        yield from groups_of(3)
-        fails()
+    with pytest.raises(SystemError, match="of the caller"):
+        run_work(engine, params, [broken(), asyncio.sleep(60)])
+    assert_exact(sampled(MANY[:4]))
 
-    options = {where: fails} if where != "groups" else {}
-    with pytest.raises(OSError, match=where):
-        list(stream(agent, source() if where == "groups" else groups_of(3), **options))
-    assert all(task.done() for task in agent.tasks)
-    assert_exact(sampled(MANY[:3]))
+
+class Unreliable(Planned):
+    """Fails as its row says, anywhere in an episode; else does what is planned."""
+
+    async def run(self, session, row):
+        fault = row.get("fault")
+        if fault == "at once":
+            raise OSError("no environment")
+        if fault == "bad prompt":
+            await session.generate(np.asarray([1, 99], np.int32), 4)
+        if fault == "after a step":
+            await session.generate(np.asarray(row["opening"], np.int32), 4)
+            session.record(1.0)
+            await asyncio.sleep(0.001)
+            await session.generate(np.asarray(row["opening"], np.int32), 4)
+            raise KeyError("tool")
+        if fault == "impatient":
+            async with asyncio.timeout(0):
+                await session.generate(np.asarray([60, 61, 62], np.int32), 12)
+        if fault == "impatient, then again":
+            try:
+                async with asyncio.timeout(0.002):
+                    await session.generate(np.asarray(row["opening"] * 9, np.int32), 12)
+            except TimeoutError:
+                pass
+            else:
+                session.record(0.0)
+        if fault != "unfinished":
+            await super().run(session, row)
+
+
+FAULTS = {
+    "at once": "OSError: no environment",
+    "bad prompt": "RequestError: prompt ids must lie in",
+    "after a step": "KeyError: 'tool'",
+    "impatient": "TimeoutError",
+    "unfinished": "RuntimeError: t/4: the agent returned without finish",
+}
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_fault_9_an_exception_ends_its_own_trajectory_only(slots, caplog):
+    rows = list(MANY)
+    for i, fault in enumerate(FAULTS):
+        rows[i] = {**rows[i], "fault": fault}
+    out = sampled(rows, slots, agent=Unreliable())
+    healthy = sampled(MANY, slots)
+    for t, fault in zip(out, FAULTS, strict=False):
+        blamed = Outcome.ENGINE_FAILURE if fault == "bad prompt" else Outcome.ENV_FAILURE
+        assert t.outcome is blamed and POLICIES[t.outcome].training == "drop"
+        assert t.info["error"].startswith(FAULTS[fault]) and t.uid in caplog.text
+        assert len(t.steps) == (fault == "after a step")
+    assert all_ids(out[5:]) == all_ids(healthy[5:])
+    assert_exact([t for t in out if t.steps])
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_request_nobody_waits_for_leaves_no_trace(slots):
+    rows = [{**row, "fault": "impatient, then again"} if i % 2 else row for i, row in enumerate(MANY)]
+    out = sampled(rows, slots, agent=Unreliable())
+    assert all(t.outcome is Outcome.ENV_DONE for t in out)
+    assert_exact(out)
+    # The forgotten prompt is the shorter one, so that it would be written over the other.
+    rows = [planned(list(range(12)), {}, {}) | ({"fault": "impatient"} if i % 2 == 0 else {}) for i in range(6)]
+    out = sampled(rows, slots, agent=Unreliable())
+    assert [t.outcome for t in out] == [Outcome.ENV_FAILURE, Outcome.ENV_DONE] * 3
+    assert_exact(out[1::2])
 
 
 class Recovering(Planned):
@@ -231,52 +242,40 @@ class Recovering(Planned):
                 raise OSError(f"attempt {attempt}")
             if row["how"] == "cancelled":
                 raise asyncio.CancelledError
-            if row["how"] == "bad prompt":
-                session.record(0.0)
-                await session.generate(np.int32([]), 6)
             session.record(0.0, observation=f"{len(done.ids)}")
+            if row["how"] == "bad prompt":
+                await session.generate(np.int32([]), 6)
             session.finish(Outcome.TOOL_FAILURE)
             return
         await super().run(session, row)
 
 
-@pytest.mark.parametrize("how", ["agent", "cancelled", "tool"])
-def test_a_failure_of_the_infrastructure_is_tried_again_with_the_same_seed(how):
+@pytest.mark.parametrize(
+    ("how", "slots", "failure"),
+    [
+        ("agent", 3, "env_failure: OSError: attempt 1"),
+        ("cancelled", 3, "env_failure: CancelledError: "),
+        ("tool", 1, "tool_failure: no details"),
+    ],
+)
+def test_a_failure_of_the_infrastructure_is_tried_again_with_the_same_seed_and_lease(how, slots, failure):
     rows = [row | {"bad": i % 3, "how": how} for i, row in enumerate(MANY)]
     agent = Recovering()
-    out = sampled(rows, agent=agent, limits=AttemptLimits(attempts=3))
-    fine = sampled(MANY)
-    assert all_ids(out) == all_ids(fine)
+    out = sampled(rows, slots, agent=agent, limits=AttemptLimits(attempts=3))
+    assert all_ids(out) == all_ids(sampled(MANY))
     assert_exact(out)
     for t, row in zip(out, rows, strict=True):
         assert t.outcome is Outcome.ENV_DONE and agent.attempts[t.uid] == row["bad"] + 1
         assert len(t.info.get("failures", [])) == row["bad"]
-    said = {"agent": "env_failure: OSError: attempt 1", "cancelled": "env_failure: CancelledError: "}
-    assert out[2].info["failures"][1] == said.get(how, "tool_failure: no details")
+    assert out[2].info["failures"][1] == failure
 
 
-def test_the_last_attempt_stands():
-    rows = [row | {"bad": 2, "how": "agent"} for row in MANY[:3]]
-    ended = []
-    engine, params = engine_of(3)
-    groups = [TaskGroup(row, [Identity(f"t/{i}", i, 0, "planned", 1000 + i)]) for i, row in enumerate(rows)]
-    usual = {"sampling": SamplingConfig(), "policy_version": 0, "limits": AttemptLimits(attempts=2)}
-    out = list(run_groups(engine, params, Recovering(), groups, on_finish=ended.append, **usual))
-    assert len(out) == len(ended) == 3
-    for (t,) in out:
-        assert t.outcome is Outcome.ENV_FAILURE and t.info["error"] == "OSError: attempt 1"
-        assert t.info["failures"] == ["env_failure: OSError: attempt 0", "env_failure: OSError: attempt 1"]
-
-
-def test_a_request_that_cannot_be_served_is_not_made_again():
+def test_the_last_attempt_stands_and_a_request_that_cannot_be_served_is_not_made_again():
     agent = Recovering()
-    out = sampled([MANY[0] | {"bad": 1, "how": "bad prompt"}], agent=agent, limits=AttemptLimits(attempts=5))
-    assert out[0].outcome is Outcome.ENGINE_FAILURE and agent.attempts.total() == 1 and len(out[0].steps) == 1
-    assert out[0].info["failures"] == [f"engine_failure: {out[0].info['error']}"]
-
-
-def test_attempts_share_one_lease():
-    """Attempts reuse the lease of their trajectory."""
-    rows = [row | {"bad": 2, "how": "tool"} for row in MANY]
-    out = sampled(rows, slots=1, agent=Recovering(), limits=AttemptLimits(attempts=3))
-    assert all_ids(out) == all_ids(sampled(MANY))
+    rows = [MANY[0] | {"bad": 2, "how": "agent"}, MANY[1] | {"bad": 1, "how": "bad prompt"}]
+    failing, refused = sampled(rows, agent=agent, limits=AttemptLimits(attempts=2))
+    assert failing.outcome is Outcome.ENV_FAILURE and failing.info["error"] == "OSError: attempt 1"
+    assert failing.info["failures"] == ["env_failure: OSError: attempt 0", "env_failure: OSError: attempt 1"]
+    assert refused.outcome is Outcome.ENGINE_FAILURE and len(refused.steps) == 1
+    assert agent.attempts == {"t/0": 2, "t/1": 1}
+    assert refused.info["failures"] == [f"engine_failure: {refused.info['error']}"]

@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from letters import BUDGET, ROW, ScriptedEnv
 
-from agentr1_jax.agents.base import Completion
 from agentr1_jax.agents.context import context_rule
 from agentr1_jax.agents.loop import EnvLoop
-from agentr1_jax.agents.session import Identity, RecordedSession, ScriptedSession
+from agentr1_jax.agents.session import Completion, Identity, ScriptedSession, Session
 from agentr1_jax.text.call_formats import hermes, make_call_format
 from agentr1_jax.text.call_formats.hermes import COMMON, CallTags, call_tags
 from agentr1_jax.text.chat import chat_format
@@ -111,7 +110,7 @@ def test_data_text_never_becomes_an_added_token(llama, text):
     assert llama.decode(ids) == text
 
 
-class Speaker(RecordedSession):
+class Speaker(Session):
     """Says prepared ids, and keeps the stop sequences that it was given."""
 
     def __init__(self, responses):

@@ -111,21 +111,17 @@ def expected_of(plans, seed):
 class Watcher(Planned):
     """A trajectory more, which looks round when all others are over."""
 
-    def __init__(self, agent, engine, others):
-        self.agent, self.engine, self.others = agent, engine, others
-        self.over = asyncio.Event()
+    def __init__(self, agent, engine):
+        self.agent, self.engine = agent, engine
+        self.over = False
         self.seen = None
-
-    def finished(self, trajectory):
-        self.others -= 1
-        if self.others == 0:
-            self.over.set()
 
     async def run(self, session, row):
         if not row.get("watches"):
             await self.agent.run(session, row)
             return
-        await self.over.wait()
+        while not self.over:
+            await asyncio.sleep(0.05)
         await asyncio.sleep(0.05)  # What was cancelled ends.
         tasks = sorted(task.get_coro().__qualname__.split(".")[-1] for task in asyncio.all_tasks())
         leases = [owner for owner in self.engine._scheduler._leases if owner is not None]
@@ -143,31 +139,19 @@ def rollout(agent, groups, **options):
     """Trajectories by group and sample, and what was left when all were over."""
     engine, params = engine_of(SLOTS)
     engine.reset_counters()
-    watcher = Watcher(agent, engine, sum(len(g.identities) for g in groups))
+    watcher = Watcher(agent, engine)
     watch = TaskGroup({"watches": True}, [Identity("watcher", 10**6, 0, "faults", 0)])
     threads, tasks_before = set(threading.enumerate()), pending_tasks()
     began = time.perf_counter()
-    out = list(
-        run_groups(
-            engine,
-            params,
-            watcher,
-            [watch, *groups],
-            sampling=SamplingConfig(),
-            policy_version=0,
-            on_finish=watcher.finished,
-            **options,
-        )
-    )
+    out = []
+    usual = {"sampling": SamplingConfig(), "policy_version": 0}
+    for group in run_groups(engine, params, watcher, [watch, *groups], **usual, **options):
+        out.append(group)
+        watcher.over = len(out) == len(groups)
     seconds = time.perf_counter() - began
     tasks, open_slots, waiting, leases, room = watcher.seen
-    assert tasks == [
-        "_next_item",
-        "_run_cycles",
-        "episode",
-        "next_or_none",
-        "run",
-    ]  # Those that the watcher itself needs.
+    own = ["_episode", "_run", "_run_cycles", "run", "run", "sample_group"]
+    assert tasks == own  # Those that the watcher itself needs.
     assert not open_slots and not waiting and not leases and room == 2 * SLOTS - 1
     assert no_thread_is_left()
     assert {t for t in threading.enumerate() if not t.name.startswith("dispatch")} <= threads
