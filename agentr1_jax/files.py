@@ -1,7 +1,8 @@
 """Files of run folders, on disks and in buckets (`gs://BUCKET/FOLDER`).
 
 `etils.epath` reads, writes and lists both kinds. This module adds what it lacks: atomic writes of whole files on disks,
-listings that are never out of date, sizes of all files of a folder, and creation that fails where something exists.
+listings that are never out of date, sizes of all files of a folder, creation that fails where something exists, and
+clear errors where `gcsfs` (the extra `gcs`) or the credentials are missing.
 
 Paths are strings or path objects; `os.path.join` and `os.path.basename` hold for both kinds. A bucket has objects and
 no folders: a folder exists while there are objects below it. An object appears whole or not at all and cannot be
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import importlib.util
 import io
 import os
 import tempfile
@@ -20,24 +23,66 @@ from typing import IO, Any
 
 from etils import epath
 
-from agentr1_jax import buckets
+from agentr1_jax.errors import UserError
 
 PathLike = str | os.PathLike[str]
+
+PREFIX = "gs://"
+
+
+@functools.cache
+def prepare() -> None:
+    """Set up the access to buckets. Raises UserError if the extra `gcs` is not installed."""
+    if importlib.util.find_spec("gcsfs") is None:
+        raise UserError(f"{PREFIX} paths need gcsfs, which is not installed: pip install 'agentr1_jax[gcs]'")
+    import fsspec.config
+
+    # TensorStore and other processes write there too, so cached listings would be out of date.
+    fsspec.config.conf.setdefault("gs", {})["use_listings_cache"] = False
+    # Where TensorFlow is installed epath would use it instead of gcsfs, and raise other errors.
+    os.environ.setdefault("EPATH_USE_TF", "false")
+
+
+def _bucket_files() -> Any:
+    """Return the fsspec file system under epath, for operations that epath lacks."""
+    prepare()
+    import fsspec
+
+    return fsspec.filesystem("gs")
+
+
+def check_reachable(where: PathLike, name: str) -> None:
+    """Refuse a path in a bucket, which need not exist, that cannot be read from this host.
+
+    Args:
+      where: path of a file or folder.
+      name: config key or flag that holds the path, for the message.
+
+    Raises:
+      UserError: the extra `gcs` is not installed, the bucket does not answer, or wants other credentials.
+    """
+    if not is_remote(where):
+        return
+    try:
+        exists(where)
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from error
+    except Exception as error:  # gcsfs, aiohttp and google-auth each raise their own exceptions.
+        raise UserError(
+            f"{name}: {os.fspath(where)} cannot be reached ({type(error).__name__}: {error}); this host needs "
+            "credentials for the bucket: those of its service account, or `gcloud auth application-default login`"
+        ) from error
 
 
 def is_remote(path: PathLike) -> bool:
     """Return True for a path in a bucket."""
-    return os.fspath(path).startswith(buckets.PREFIX)
+    return os.fspath(path).startswith(PREFIX)
 
 
 def path(where: PathLike) -> epath.Path:
-    """Return an `epath.Path`; for a path in a bucket, set up the access to buckets first.
-
-    Raises:
-      UserError: the path lies in a bucket, and the extra `gcs` is not installed.
-    """
+    """Return an `epath.Path`. Raises UserError for a path in a bucket if the extra `gcs` is not installed."""
     if is_remote(where):
-        buckets.prepare()
+        prepare()
     return epath.Path(os.fspath(where))
 
 
@@ -72,9 +117,10 @@ def list_names(folder: PathLike) -> list[str]:
     try:
         if not is_remote(folder):
             return sorted(os.listdir(folder))
-        files, own = buckets.file_system(), absolute_path(folder).removeprefix(buckets.PREFIX)
+        own = absolute_path(folder).removeprefix(PREFIX)
+        names = _bucket_files().ls(own, detail=False)
         # An empty object that stands for the folder is listed under the folder's own name.
-        return sorted(os.path.basename(name) for name in files.ls(own, detail=False) if name.rstrip("/") != own)
+        return sorted(os.path.basename(name) for name in names if name.rstrip("/") != own)
     except (FileNotFoundError, NotADirectoryError):
         return []
 
@@ -82,8 +128,8 @@ def list_names(folder: PathLike) -> list[str]:
 def file_sizes(folder: PathLike) -> dict[str, int]:
     """Return the sizes in bytes of all files below a folder, by their paths relative to it."""
     if is_remote(folder):
-        own = absolute_path(folder).removeprefix(buckets.PREFIX)
-        entries = buckets.file_system().find(own, detail=True)
+        own = absolute_path(folder).removeprefix(PREFIX)
+        entries = _bucket_files().find(own, detail=True)
         return {os.path.relpath(name, own): entry["size"] for name, entry in entries.items()}
     paths = [os.path.join(root, name) for root, _, inside in os.walk(folder) for name in inside]
     return {os.path.relpath(each, folder): os.path.getsize(each) for each in paths}
@@ -145,13 +191,9 @@ def atomic_write(where: PathLike, mode: str = "w", **options: Any) -> Iterator[I
     os.replace(partial, where)
 
 
-def create(where: PathLike, data: bytes) -> None:
-    """Write a new file. Raises FileExistsError if there is one; of several processes, one alone succeeds."""
-    if is_remote(where):
-        buckets.file_system().pipe_file(absolute_path(where), data, mode="create")
-    else:
-        with open(where, "xb") as file:
-            file.write(data)
+def create_object(where: str, data: bytes) -> None:
+    """Write a new object in a bucket. Raises FileExistsError if there is one; of several processes one succeeds."""
+    _bucket_files().pipe_file(absolute_path(where), data, mode="create")
 
 
 def copy(source: PathLike, to: PathLike) -> None:
@@ -175,7 +217,7 @@ def remove_if_empty(folder: PathLike) -> None:
 def move_folder(source: PathLike, to: PathLike) -> None:
     """Move a folder to a free path: by a rename, or in a bucket object by object."""
     if is_remote(source):
-        buckets.file_system().mv(absolute_path(source), absolute_path(to), recursive=True)
+        _bucket_files().mv(absolute_path(source), absolute_path(to), recursive=True)
     else:
         os.makedirs(os.path.dirname(to), exist_ok=True)
         os.rename(source, to)

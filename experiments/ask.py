@@ -29,7 +29,7 @@ from agentr1_jax.rollout.config import SamplingConfig
 from agentr1_jax.rollout.runner import TaskGroup, run_groups
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import mesh as meshes
-from agentr1_jax.runtime.dispatch import Dispatcher
+from agentr1_jax.runtime.processes import Dispatcher
 from agentr1_jax.tasks.hopworld.world import world_key
 from agentr1_jax.text.tokenizer import Tokenizer
 from agentr1_jax.text.tool_calls import extract_answer

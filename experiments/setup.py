@@ -21,7 +21,7 @@ import jax
 import ml_collections
 from jax.sharding import Mesh
 
-from agentr1_jax import buckets, contrib, files
+from agentr1_jax import contrib, files
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.credit.scheme import CreditConfig
 from agentr1_jax.envs.base import Observation, Row, Task, has_expert, has_texts, writes_summaries
@@ -33,7 +33,7 @@ from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.runtime import compile_cache, processes
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import mesh as meshes
-from agentr1_jax.runtime.dispatch import Dispatcher
+from agentr1_jax.runtime.processes import Dispatcher
 from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.tools.base import Tool
 from agentr1_jax.tools.wrappers import ToolMetrics, wrap_tool
@@ -150,7 +150,7 @@ def read_run(run: str) -> ml_collections.ConfigDict:
     Raises:
       UserError: there is no run, or one of another version of the config.
     """
-    buckets.check_reachable(run, "RUN")
+    files.check_reachable(run, "RUN")
     stored = RunFolder(run).read_config()
     config = base.get_config(*(name for name in stored.get("task", {}) if name in base.TASK_MODULES))
     try:
@@ -164,7 +164,7 @@ def read_run(run: str) -> ml_collections.ConfigDict:
 
 def is_run(source: str) -> bool:
     """Return whether a folder is that of a run that may have a checkpoint."""
-    buckets.check_reachable(source, "RUN")
+    files.check_reachable(source, "RUN")
     parts = (os.path.join(source, "config.json"), os.path.join(source, "checkpoints"))
     return bool(source) and files.is_file(parts[0]) and files.is_folder(parts[1])
 
@@ -238,7 +238,7 @@ def check_init_from(config: ml_collections.ConfigDict) -> None:
         )
     if files.same_path(source, config.run_dir):
         raise UserError(f"{key}{source} is the run's own folder; name the run that RL starts from")
-    buckets.check_reachable(source, "warm_start.init_from")
+    files.check_reachable(source, "warm_start.init_from")
     different = differing_policy_keys(config, RunFolder(source).read_config())
     if different:
         listed = "\n".join(different)

@@ -27,7 +27,7 @@ from agentr1_jax.policy.decoder import Params
 from agentr1_jax.rollout.config import MOST_STOP_SEQUENCES, STOP_WIDTH, EngineConfig
 from agentr1_jax.rollout.device import Counters, Device, ResponseRequest
 from agentr1_jax.rollout.scheduler import CacheCopy, Scheduler, SlotLease
-from agentr1_jax.runtime.dispatch import Dispatcher
+from agentr1_jax.runtime.processes import Dispatcher
 
 TIMELINE_SPANS = 20_000
 """Most spans of a timeline."""

@@ -44,13 +44,7 @@ class CheckpointConfig:
 
 
 class Checkpoints:
-    """Checkpoints of one run folder; all processes call every method.
-
-    Args:
-      run_dir: run folder.
-      keep: number of newest checkpoints that are not removed.
-      name: name of their folder in the run folder.
-    """
+    """Checkpoints of one run folder, in its folder `name`; all processes call every method."""
 
     def __init__(self, run_dir: str | os.PathLike[str], keep: int, name: str = "checkpoints") -> None:
         self._folder = files.absolute_path(os.path.join(run_dir, name))
@@ -64,15 +58,12 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(self._folder, options=options)
 
     def restore(self, like: Any) -> tuple[Any, dict[str, Any]] | None:
-        """Read the newest intact checkpoint.
+        """Read the newest intact checkpoint, (state, record); None if there is none.
 
         Newer checkpoints that are damaged are reported by a warning and moved to another folder.
 
         Args:
           like: state whose structure, shapes and shardings the result gets; its leaves are arrays or shape structs.
-
-        Returns:
-          (state, record), or None if there is no checkpoint.
 
         Raises:
           UserError: no checkpoint is intact, or the newest intact one does not hold such a state.
@@ -91,17 +82,18 @@ class Checkpoints:
         try:
             restored = self._manager.restore(step, args=args)
         except Exception as error:  # Orbax and TensorStore raise many types, bare `Exception` among them.
+            sentence = str(error).partition(". ")[0].partition("\n")[0] or type(error).__name__
             raise UserError(
-                f"{os.path.join(self._folder, str(step))}: cannot be read ({_first_sentence(error)}); if another "
+                f"{os.path.join(self._folder, str(step))}: cannot be read ({sentence}); if another "
                 "version of the code wrote it, go on with that one; else remove it to go on from the one before"
             ) from error
         return restored.state, restored.record
 
     def save(self, step: int, state: Any, record: dict[str, Any]) -> None:
-        """Write a checkpoint in the background; the state may be donated once this returns.
+        """Write a checkpoint in the background, unless it exists; the state may be donated once this returns.
 
         Args:
-          step: number of the checkpoint, larger than all earlier ones; nothing happens if it exists already.
+          step: number of the checkpoint, not less than all earlier ones.
           state: state of the learner.
           record: progress of the run, as plain JSON.
 
@@ -132,7 +124,9 @@ class Checkpoints:
             name = str(self._saving)
             if not files.is_remote(self._folder):
                 (name,) = (each for each in files.list_names(self._folder) if each.startswith(f"{name}."))
-            write_inventory(os.path.join(self._folder, name))
+            checkpoint = os.path.join(self._folder, name)
+            with files.atomic_write(os.path.join(checkpoint, INVENTORY)) as out:
+                json.dump(_sizes(checkpoint), out, indent=1, sort_keys=True)
 
 
 def sharded_shapes(shapes: Any, shardings: Any) -> Any:
@@ -141,10 +135,7 @@ def sharded_shapes(shapes: Any, shardings: Any) -> Any:
 
 
 def find_newest_intact(folder: str) -> tuple[int | None, list[int]]:
-    """Find the newest intact checkpoint. One without an inventory counts as intact.
-
-    Args:
-      folder: folder of the checkpoints.
+    """Find the newest intact checkpoint in a folder. One without an inventory counts as intact.
 
     Returns:
       its number, None if there is no checkpoint; and the numbers of newer ones, which are damaged.
@@ -165,12 +156,6 @@ def find_newest_intact(folder: str) -> tuple[int | None, list[int]]:
     if damaged:
         raise UserError(f"{folder}: all checkpoints are damaged ({damaged}); restore one, or remove them all")
     return None, []
-
-
-def write_inventory(checkpoint: str) -> None:
-    """Write the names and sizes (bytes) of a checkpoint's files to its `inventory.json`."""
-    with files.atomic_write(os.path.join(checkpoint, INVENTORY)) as out:
-        json.dump(_sizes(checkpoint), out, indent=1, sort_keys=True)
 
 
 def _sizes(checkpoint: str) -> dict[str, int]:
@@ -216,7 +201,3 @@ def _room_on_disk(folder: str) -> Iterator[None]:
             f"{folder}: the disk is full, and the checkpoint under way is lost; the last one is intact. Free some "
             "space, or lower checkpoint.keep; the same command goes on from there"
         ) from error
-
-
-def _first_sentence(error: Exception) -> str:
-    return str(error).partition(". ")[0].partition("\n")[0] or type(error).__name__

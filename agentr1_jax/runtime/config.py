@@ -7,6 +7,7 @@ exist there is an error wherever it is written. This module does not import JAX,
 from __future__ import annotations
 
 import copy
+import difflib
 import functools
 import importlib.util
 import logging as python_logging
@@ -23,8 +24,7 @@ import numpy as np
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from agentr1_jax.errors import UserError
-from agentr1_jax.runtime import config_messages as messages
+from agentr1_jax.errors import DISK_FULL, UserError
 
 HELP = (
     "Set keys by --config=FILE --config.a.b=value, e.g. --config=configs/quickstart.py --config.updates=20; "
@@ -57,23 +57,30 @@ def run_main(main: Callable[[Sequence[str]], Any], arguments: Sequence[str] = ()
         _print_error(str(error))
         status = error.status
     except (Exception, KeyboardInterrupt) as error:
-        message = messages.file_system_message(error)
-        if message:
+        if message := _file_system_message(error):
             _print_error(message)
-        elif not one_of_many:
-            raise
-        else:
+        elif one_of_many:
             status = 1
             traceback.print_exc()
-            sys.stderr.flush()
-            from agentr1_jax.runtime.coordinator import wait_for_lost_process  # Imports JAX.
-
-            wait_for_lost_process(error)
+        else:
+            raise
     if one_of_many:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
     sys.exit(status)
+
+
+def _file_system_message(error: BaseException) -> str | None:
+    """Return a message for an error of the file system that the user can act on; None for any other error."""
+    if isinstance(error, FileNotFoundError):
+        return f"{error.filename or error}: no such file or folder"
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
+        return (
+            f"{error.filename or 'the disk'}: {error.strerror}; what was saved before is intact. Free some space: the "
+            "same command goes on from the last checkpoint"
+        )
+    return None
 
 
 def _print_error(message: str) -> None:
@@ -94,33 +101,39 @@ def parse_flags(argv: Sequence[str], arguments: Sequence[str] = ()) -> list[str]
     """
     argv, path, config = list(argv), "", ml_collections.ConfigDict()
     unset: list[str] = []
-    if "config" in flags.FLAGS and _asks_for_help(argv):
+    if "config" in flags.FLAGS and any(re.fullmatch(r"--?(help\w*|h|\?)", argument) for argument in argv[1:]):
         sys.stdout.write(HELP)
     elif "config" in flags.FLAGS:
         path = _config_argument(argv) or flags.FLAGS["config"].default or ""
+        matches = [re.match(r"--?(?:no)?config\.([^=]+)", argument) for argument in argv[1:]]
+        overrides = [match[1] for match in matches if match]
         if path:
             config = load_config(path)
-            for key in _overridden_keys(argv):
+            for key in overrides:
                 _check_key(path, key, config)
             argv, unset = _split_unset(argv, config)
-        elif not arguments or _overridden_keys(argv):
+        elif not arguments or overrides:
             raise UserError("no config given; add --config=FILE, e.g. --config=configs/quickstart.py")
     try:
         rest = flags.FLAGS(argv)
     except flags.IllegalFlagValueError as error:
-        raise UserError(messages.describe_illegal_value(error, path, config)) from error
+        raise UserError(_describe_illegal_value(error, path, config)) from error
     except flags.Error as error:
-        raise UserError(messages.first_line(error).partition(". ")[0]) from error
+        raise UserError(_first_line(error).partition(". ")[0]) from error
     for key in unset:
         section, name = _section_of(flags.FLAGS["config"].value, key)
         section[name] = None
-    count = len(rest) - 1
-    if count > len(arguments) and not (arguments and arguments[-1].endswith(("...", "...]"))):
-        raise UserError(f"unexpected argument {rest[1 + len(arguments)]!r}; flags are written --name=value")
-    if count < len([name for name in arguments if not name.startswith("[")]):
-        raise UserError(f"{arguments[count]} is missing; the command takes {' '.join(arguments)}")
+    _check_arguments(rest[1:], arguments)
     _show_info_logs()
     return rest
+
+
+def _check_arguments(given: Sequence[str], expected: Sequence[str]) -> None:
+    """Raise UserError if there are too many or too few positional arguments; see `run_main`."""
+    if len(given) > len(expected) and not (expected and expected[-1].endswith(("...", "...]"))):
+        raise UserError(f"unexpected argument {given[len(expected)]!r}; flags are written --name=value")
+    if len(given) < len([name for name in expected if not name.startswith("[")]):
+        raise UserError(f"{expected[len(given)]} is missing; the command takes {' '.join(expected)}")
 
 
 def load_config(path: str) -> ml_collections.ConfigDict:
@@ -131,7 +144,7 @@ def load_config(path: str) -> ml_collections.ConfigDict:
     """
     file, *argument = path.split(":", 1)
     if not os.path.isfile(file):
-        raise UserError(f"{file}: no such config file{messages.list_config_files(file)}")
+        raise UserError(f"{file}: no such config file{_list_config_files(file)}")
     spec = importlib.util.spec_from_file_location("config_file", file)
     if spec is None or spec.loader is None:
         raise UserError(f"{file}: not a Python file; a config file is named *.py")
@@ -142,7 +155,7 @@ def load_config(path: str) -> ml_collections.ConfigDict:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(messages.describe_config_error(file, error)) from error
+        raise UserError(_describe_config_error(file, error)) from error
     if not isinstance(config, ml_collections.ConfigDict):
         raise UserError(f"{file}: get_config() returned a {type(config).__name__}; return an ml_collections.ConfigDict")
     return config.lock()
@@ -159,10 +172,8 @@ def override(config: ml_collections.ConfigDict, changes: Mapping[str, Any], wher
     Raises:
       UserError: an unknown key (the nearest is named) or a value of another type.
     """
-    known = [key for key, _ in flatten(config.to_dict())]
     for key in changes:
-        if key not in known:
-            raise UserError(messages.unknown_key(where, key, known))
+        _check_key(where, key, config)
     values, argv = flags.FlagValues(), ["", *(f"--config.{key}={value}" for key, value in changes.items())]
     config_flags.DEFINE_config_dict("config", copy.deepcopy(config), flag_values=values, sys_argv=argv)
     try:
@@ -205,10 +216,6 @@ def _plain(value: Any, key: str) -> Any:
     )
 
 
-def _asks_for_help(argv: Sequence[str]) -> bool:
-    return any(re.fullmatch(r"--?(help|helpfull|helpshort|helpxml|h|\?)", argument) for argument in argv[1:])
-
-
 def _config_argument(argv: Sequence[str]) -> str | None:
     """Return the last value of `--config`, which is the one that absl uses."""
     value = None
@@ -217,11 +224,6 @@ def _config_argument(argv: Sequence[str]) -> str | None:
         if match:
             value = match[1] if match[1] is not None else next(iter(argv[i + 1 : i + 2]), None)
     return value
-
-
-def _overridden_keys(argv: Sequence[str]) -> list[str]:
-    matches = (re.match(r"--?(?:no)?config\.([^=]+)", argument) for argument in argv[1:])
-    return [match[1] for match in matches if match]
 
 
 def _split_unset(argv: Sequence[str], config: ml_collections.ConfigDict) -> tuple[list[str], list[str]]:
@@ -259,7 +261,7 @@ def _section_of(config: ml_collections.ConfigDict, key: str) -> tuple[ml_collect
     return config, name
 
 
-def _check_key(path: str, key: str, config: ml_collections.ConfigDict) -> None:
+def _check_key(where: str, key: str, config: ml_collections.ConfigDict) -> None:
     """Raise UserError unless `key` is a leaf of the config."""
     known = [name for name, _ in flatten(config.to_dict())]
     bare = re.sub(r"\[\d+\]$", "", key)
@@ -267,8 +269,68 @@ def _check_key(path: str, key: str, config: ml_collections.ConfigDict) -> None:
         return
     below = [name for name in known if name.startswith(f"{bare}.")]
     if below:
-        raise UserError(f"{path}: {bare!r} is a section; set its keys one by one: {', '.join(below)}")
-    raise UserError(messages.unknown_key(path, key, known))
+        raise UserError(f"{where}: {bare!r} is a section; set its keys one by one: {', '.join(below)}")
+    raise UserError(_describe_unknown_key(where, key, known))
+
+
+def _describe_unknown_key(where: str, key: str, known: Sequence[str]) -> str:
+    """Return the message for an unknown key; it names the nearest dotted key, or one with the same last part."""
+    near = difflib.get_close_matches(key, known, 1, 0.75)
+    near = near or [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    near = near or difflib.get_close_matches(key, known, 1, 0.5)
+    hint = f"did you mean {near[0]!r}?" if near else "configs/base.py lists the keys"
+    return f"{where}: unknown key {key!r}; {hint}"
+
+
+def _describe_illegal_value(error: flags.IllegalFlagValueError, path: str, config: ml_collections.ConfigDict) -> str:
+    """Return the message for a flag or an override whose value has another type than the key in the config file."""
+    match = re.match(r"flag --config\.([^=]+)=(.*?): ", str(error), re.DOTALL)
+    if not match:
+        return _first_line(error)
+    return f"{path}: key {match[1]!r} takes {_type_name(*_section_of(config, match[1]))}, not {match[2]!r}"
+
+
+def _describe_config_error(file: str, error: Exception) -> str:
+    """Return one line for an exception raised while `file` was executed, with the innermost line of the user's code.
+
+    ConfigDict's errors list a whole section; its local variable `self` holds the section.
+    """
+    where, section = file, None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        name = frame.f_code.co_filename
+        if name.startswith(os.path.dirname(ml_collections.__file__)):
+            section = frame.f_locals.get("self")
+        elif name != __file__ and not name.startswith("<"):
+            where = f"{os.path.relpath(name)}, line {line}"
+    message = str(error.args[0]) if error.args else ""
+    unknown = isinstance(error, KeyError | AttributeError) and re.match(r"\W*(?:Key \W)?(\w+)", message)
+    mistyped = isinstance(error, TypeError) and re.match(r"Could not override field '(\w+)'", message)
+    if isinstance(section, ml_collections.ConfigDict):
+        if unknown:
+            return _describe_unknown_key(where, unknown[1], list(section))
+        if mistyped:
+            return f"{where}: key {mistyped[1]!r} takes {_type_name(section, mistyped[1])}, not another type"
+    return f"{where}: {type(error).__name__}: {_first_line(error)}"
+
+
+def _type_name(section: ml_collections.ConfigDict, name: str) -> str:
+    kind = section.get_type(name).__name__
+    return f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
+
+
+def _list_config_files(file: str) -> str:
+    """Return a phrase that lists the config files in the folder of a missing one."""
+    folder = os.path.dirname(file) or "."
+    if not os.path.isdir(folder):
+        return f"; there is no folder {folder!r} here"
+    names = sorted(name for name in os.listdir(folder) if name.endswith(".py") and name != "__init__.py")
+    return f"; {folder} has {', '.join(names)}" if names else f"; {folder} has no config files"
+
+
+def _first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type where it has none."""
+    text = str(error.args[0]) if error.args else str(error)
+    return (text.strip().splitlines() or [type(error).__name__])[0]
 
 
 def _show_info_logs() -> None:

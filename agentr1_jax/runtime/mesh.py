@@ -50,27 +50,23 @@ class MeshConfig:
 
 
 def learner_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Return the mesh over all devices of all processes.
+    """Return the mesh over these devices of all processes (None: all devices); `axis_sizes` checks the sizes.
 
     The devices of a process are a block of it, in their own order: a process feeds the rows of its own devices, so no
     row may lie on devices of two processes, and the mesh of its engine has the same order. `jax.make_mesh` looks at the
     wiring alone: on a v5e:4x4 it puts a `tensor` axis of 4 across two hosts.
-
-    Args:
-      data, fsdp, tensor: sizes of the axes; `data` = -1 takes the devices that the others leave.
-      devices: devices to use in place of all devices, e.g. those of a TPU slice that is only compiled for.
-
-    Raises:
-      UserError: see `axis_sizes`.
     """
     devices = jax.devices() if devices is None else devices
     in_order = [d for own in _by_process(devices).values() for d in own]
-    sizes = axis_sizes(data, fsdp, tensor, devices)
-    return Mesh(np.array(in_order).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return _make_mesh(in_order, axis_sizes(data, fsdp, tensor, devices))
+
+
+def _make_mesh(devices: Sequence[jax.Device], sizes: tuple[int, int, int]) -> Mesh:
+    return Mesh(np.array(devices).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def axis_sizes(data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device]) -> tuple[int, int, int]:
-    """Return the sizes of the learner's axes over these devices, with `data` = -1 replaced.
+    """Return the sizes of the learner's axes over these devices; `data` = -1 takes those that the others leave.
 
     Raises:
       UserError: the sizes do not multiply to the number of devices, the processes have different numbers of devices, or
@@ -100,21 +96,15 @@ def axis_sizes(data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device])
 
 def _by_process(devices: Sequence[jax.Device]) -> dict[int, list[jax.Device]]:
     """Return the devices of each process, in the order of processes and their own."""
-    return {
-        index: [d for d in devices if d.process_index == index] for index in sorted({d.process_index for d in devices})
-    }
+    indices = sorted({d.process_index for d in devices})
+    return {index: [d for d in devices if d.process_index == index] for index in indices}
 
 
 def split_devices(devices: Sequence[jax.Device], rollout_devices: int) -> tuple[list[jax.Device], list[jax.Device]]:
-    """Split the devices into those for learning and those for rollouts.
+    """Split the devices of all processes into those for learning and those for rollouts.
 
-    Args:
-      devices: devices of all processes.
-      rollout_devices: number of devices of each process that serve rollouts alone, its last ones; 0 returns all devices
-        twice.
-
-    Raises:
-      UserError: a process has no more than `rollout_devices` devices.
+    The last `rollout_devices` of each process serve rollouts alone; 0 returns all devices twice. Raises UserError if a
+    process has no more than that.
     """
     if not rollout_devices:
         return list(devices), list(devices)
@@ -134,36 +124,25 @@ def rollout_mesh(devices: Mesh | Sequence[jax.Device], tensor: int = 1) -> Mesh:
 
     Args:
       devices: mesh or list with the devices of all processes.
-      tensor: size of the axis `tensor`.
-
-    Raises:
-      UserError: `tensor` does not divide the devices of a process.
+      tensor: size of the axis `tensor`, which must divide the devices of a process (UserError).
     """
     every = list(devices.devices.flat) if isinstance(devices, Mesh) else devices
     return _engine_mesh(_by_process(every)[processes.process_index()], tensor)
 
 
 def rollout_shards(devices: int, tensor: int) -> int:
-    """Return the size of the data axis of a rollout mesh over the devices of a process.
-
-    Raises:
-      UserError: `tensor` does not divide them.
-    """
+    """Return the size of the data axis of a rollout mesh over the devices of a process, which `tensor` must divide."""
     if tensor < 1 or devices % tensor:
         raise UserError(f"rollout.tensor is {tensor}; it must divide the {devices} devices of a process")
     return devices // tensor
 
 
 def _engine_mesh(own: Sequence[jax.Device], tensor: int) -> Mesh:
-    shape = rollout_shards(len(own), tensor), 1, tensor
-    return Mesh(np.array(own).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return _make_mesh(own, (rollout_shards(len(own), tensor), 1, tensor))
 
 
 def make_rollout_view(
-    learner: Mesh,
-    rollout: Mesh,
-    shardings: Callable[[Any, Mesh], Any],
-    prepare: Callable[..., Any],
+    learner: Mesh, rollout: Mesh, shardings: Callable[[Any, Mesh], Any], prepare: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Return a function that turns parameters on the learner's mesh into those of this process's engine.
 
@@ -172,8 +151,7 @@ def make_rollout_view(
     engine has devices of its own, the arrays are copied there.
 
     Args:
-      learner: mesh of the learner.
-      rollout: mesh of this process's engine.
+      learner, rollout: meshes of the learner and of this process's engine.
       shardings: function (tree, mesh) -> shardings of the tree's leaves.
       prepare: function of the parameters that the engine computes with, e.g. a cast to the compute dtype; the returned
         function has the same arguments.

@@ -11,16 +11,20 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Mapping, Sequence
 from typing import IO, Any, Literal, Protocol
 
 import numpy as np
+from absl import logging
 from pydantic.dataclasses import dataclass
 
 from agentr1_jax import files
 from agentr1_jax.errors import UserError
-from agentr1_jax.runtime.bucket import BucketFile
 from agentr1_jax.validation import STRICT
+
+REWRITE_SECONDS = 30.0
+"""Least time between two writes of an object in a bucket, in seconds."""
 
 Record = Mapping[str, Any]
 """One line of metrics.jsonl."""
@@ -47,7 +51,7 @@ class SinksConfig:
 
 
 class Sink(Protocol):
-    """Receiver of records; `runtime/sinks.py` has some."""
+    """Receiver of records."""
 
     name: str
 
@@ -60,52 +64,45 @@ class Sink(Protocol):
         """
         ...
 
-    def write(self, record: Record) -> None:
-        """Receive the next record."""
-        ...
+    def write(self, record: Record) -> None: ...
 
-    def close(self) -> None:
-        """End the sink; there are no more records."""
-        ...
+    def close(self) -> None: ...
 
 
 class MetricsWriter:
-    """Writer of `run_dir/metrics.jsonl`.
+    """Writer of `run_dir/metrics.jsonl`; a context that closes it.
 
     Every record gets an `index`, counted from 0 without gaps. A checkpoint stores `next_index`. A writer opened with it
     drops the records after that checkpoint, which the resumed run writes again. A new run starts at 0.
 
+    Args:
+      run_dir: run folder, made if need be.
+      next_index: index that the checkpoint stored; records from this index on are dropped.
+      enabled: True in exactly one process, which writes.
+      sinks: further receivers of every record; one that fails is not used any more.
+
     Attributes:
       next_index: index of the next record; the same in every process, also where `enabled` is False.
+
+    Raises:
+      UserError: a line of an existing file is not a record.
     """
 
     def __init__(
         self, run_dir: str | os.PathLike[str], next_index: int, enabled: bool = True, sinks: Sequence[Sink] = ()
     ) -> None:
-        """Open the file and the sinks.
-
-        Args:
-          run_dir: run folder, made if need be.
-          next_index: index that the checkpoint stored; records from this index on are dropped.
-          enabled: True in exactly one process, which writes.
-          sinks: further receivers of every record.
-
-        Raises:
-          UserError: a line of an existing file is not a record.
-        """
         self.next_index = next_index
-        self._out: IO[str] | BucketFile | None = None
-        self._sinks: Sequence[Sink] = sinks if enabled else ()
+        self._out: IO[str] | _BucketFile | None = None
+        self._sinks = list(sinks) if enabled else []
         if enabled:
             path = os.path.join(run_dir, "metrics.jsonl")
-            records, next_written = drop_records_from(path, next_index)
+            records, next_written = _drop_records_from(path, next_index)
             if files.is_remote(path):
-                self._out = BucketFile(path)
+                self._out = _BucketFile(path)
             else:
                 os.makedirs(run_dir, exist_ok=True)
                 self._out = open(path, "a", encoding="utf-8")
-            for sink in self._sinks:
-                sink.open(records, next_written)
+            self._tell_sinks("open", records, next_written)
 
     def write(self, record: Record) -> None:
         """Append a record of scalars, strings, and nested dicts or lists of them.
@@ -118,26 +115,57 @@ class MetricsWriter:
         if self._out is not None:
             self._out.write(line + "\n")
             self._out.flush()
-        for sink in self._sinks:
-            sink.write(plain)
+        self._tell_sinks("write", plain)
 
     def sync(self) -> None:
         """Store all records so far; call it before a checkpoint stores `next_index`."""
-        if isinstance(self._out, BucketFile):
+        if isinstance(self._out, _BucketFile):
             self._out.rewrite()
-
-    def close(self) -> None:
-        """Close the file and the sinks."""
-        if self._out is not None:
-            self._out.close()
-        for sink in self._sinks:
-            sink.close()
 
     def __enter__(self) -> MetricsWriter:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        if self._out is not None:
+            self._out.close()
+        self._tell_sinks("close")
+
+    def _tell_sinks(self, method: str, *args: Any) -> None:
+        for sink in list(self._sinks):
+            try:
+                getattr(sink, method)(*args)
+            except Exception as error:
+                logging.warning(
+                    "%s: %s failed (%s: %s); it gets no more metrics in this start, metrics.jsonl has them all",
+                    *(sink.name, method, type(error).__name__, error),
+                )
+                self._sinks.remove(sink)
+
+
+class _BucketFile:
+    """Text of an object in a bucket, which is written whole: at most every `REWRITE_SECONDS`, or by `rewrite`."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._text = files.read_bytes(path).decode() if files.exists(path) else ""
+        self._written, self._due = len(self._text), 0.0
+
+    def write(self, text: str) -> None:
+        self._text += text
+
+    def flush(self) -> None:
+        if time.monotonic() >= self._due:
+            self.rewrite()
+
+    def rewrite(self) -> None:
+        if len(self._text) > self._written:
+            with files.atomic_write(self._path) as out:
+                out.write(self._text)
+            self._written = len(self._text)
+        self._due = time.monotonic() + REWRITE_SECONDS
+
+    def close(self) -> None:
+        self.rewrite()
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -161,11 +189,11 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return records
 
 
-def drop_records_from(path: str | os.PathLike[str], next_index: int) -> tuple[list[dict[str, Any]], int]:
-    """Replace a metrics file by a copy that has only the records with `index < next_index`.
+def _drop_records_from(path: str, next_index: int) -> tuple[list[dict[str, Any]], int]:
+    """Rewrite a metrics file with only the records whose `index < next_index`.
 
     Returns:
-      the records of the copy; one more than the largest index there was before, 0 if there was none.
+      those records; one more than the largest index there was before, 0 if there was none.
     """
     if not files.exists(path):
         return [], 0

@@ -62,11 +62,7 @@ def progress_bar(title: str, done: int, total: int, enabled: bool) -> Iterator[C
 
 
 def parse_profile_updates(text: str) -> range:
-    """Parse `"a:b"` into the RL batches a to b-1; `""` means none.
-
-    Raises:
-      UserError: the text is neither.
-    """
+    """Parse `"a:b"` into the RL batches a to b-1; `""` means none. Raises UserError if the text is neither."""
     match = re.fullmatch(r"([0-9]{1,15}):([0-9]{1,15})", text)
     updates = range(int(match[1]), int(match[2])) if match else range(0)
     if text and not updates:

@@ -1,4 +1,4 @@
-"""Several processes as one run: start, exchange of host data, a common stop.
+"""Several processes as one run: start, exchange of host data, a common stop; and the thread that enqueues programs.
 
 The scripts of `launch/` describe the processes by environment variables: `AGENTR1_COORDINATOR` (host:port),
 `AGENTR1_NUM_PROCESSES`, `AGENTR1_PROCESS_ID`, and on CPUs `AGENTR1_CPU_DEVICES` (devices of each process).
@@ -10,13 +10,17 @@ engine uses in another thread, and its program is compiled again at every start 
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import dataclasses
 import functools
 import io
 import json
 import os
 import signal
+import socket
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, TypeVar
@@ -28,8 +32,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from pydantic.dataclasses import dataclass
 
+from agentr1_jax.errors import RetryableError, UserError
 from agentr1_jax.runtime.compile_cache import cached_jit
-from agentr1_jax.runtime.coordinator import join, read_number
 from agentr1_jax.validation import STRICT, Count
 
 T = TypeVar("T")
@@ -56,8 +60,7 @@ def use_huge_pages() -> None:
 
     XLA's CPU backend frees temporary arrays after every call, and the kernel hands new ones out page by page, each
     zeroed: for an update with 900 MB of them that takes a fifth of its time in pages of 4 KiB, and next to nothing in
-    pages of 2 MiB. The C library reads this setting only at the start of a program (glibc 2.35 and later; others
-    ignore it), so the process executes itself again with the same arguments.
+    pages of 2 MiB. The C library (glibc 2.35 and later) reads the setting only at the start of a program.
     """
     if sys.platform != "linux" or "GLIBC_TUNABLES" in os.environ or sys.gettrace() is not None:
         return
@@ -65,26 +68,62 @@ def use_huge_pages() -> None:
     os.execv(sys.executable, sys.orig_argv)
 
 
-def initialize(start_seconds: int = 300, heartbeat_seconds: int = 30) -> None:
+def initialize(start_seconds: float = 300, heartbeat_seconds: int = 30) -> None:
     """Join the processes that the environment describes; call it before anything else touches JAX's devices.
 
-    Args:
-      start_seconds: time to wait for all processes, in seconds; then this process ends.
-      heartbeat_seconds: a process that is silent for so long counts as lost, and the others end, in seconds.
+    The arguments are those of `ProcessesConfig`.
 
     Raises:
       UserError: the environment variables are incomplete or not numbers.
       RetryableError: no process answers at the coordinator's address.
     """
     if os.environ.get("AGENTR1_CPU_DEVICES"):
-        jax.config.update("jax_num_cpu_devices", read_number("AGENTR1_CPU_DEVICES"))
-    coordinator = os.environ.get("AGENTR1_COORDINATOR")
-    if coordinator:
-        join(coordinator, start_seconds, heartbeat_seconds)
+        jax.config.update("jax_num_cpu_devices", _read_number("AGENTR1_CPU_DEVICES"))
+    if address := os.environ.get("AGENTR1_COORDINATOR"):
+        count, index = _read_number("AGENTR1_NUM_PROCESSES"), _read_number("AGENTR1_PROCESS_ID")
+        if index >= count:
+            raise UserError(f"AGENTR1_PROCESS_ID is {index}; of {count} processes it must be from 0 to {count - 1}")
+        logging.info("process %d: joins %d processes at %s, waits %d s at most", index, count, address, start_seconds)
+        if index:
+            _wait_for_coordinator(address, start_seconds)
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        # JAX's own handler would swallow a SIGTERM that arrives before `StopRequest` is entered.
+        jax.config.update("jax_enable_preemption_service", False)
+        jax.distributed.initialize(
+            *(address, count, index),
+            initialization_timeout=int(start_seconds),
+            heartbeat_timeout_seconds=heartbeat_seconds,
+        )
     logging.info(
         "process %d of %d: devices %s of %d",
         *(jax.process_index(), jax.process_count(), [device.id for device in jax.local_devices()], jax.device_count()),
     )
+
+
+def _read_number(variable: str) -> int:
+    value = os.environ.get(variable, "")
+    if not value.isdecimal():
+        raise UserError(f"the environment variable {variable} is {value!r}; it must be a whole number")
+    return int(value)
+
+
+def _wait_for_coordinator(address: str, seconds: float) -> None:
+    """Wait until process 0 listens; JAX's own wait ends in an abort that names no address."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise UserError(f"AGENTR1_COORDINATOR is {address!r}; it must be host:port")
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=max(deadline - time.monotonic(), 0.1)).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise RetryableError(
+                    f"no coordinator at {host}, port {port}, within {seconds:g} s ({error}): process 0 must run there, "
+                    "and the port must be open to the others; see AGENTR1_COORDINATOR and processes.start_seconds"
+                ) from error
+        time.sleep(0.2)
 
 
 def process_index() -> int:
@@ -97,6 +136,27 @@ def process_count() -> int:
     return jax.process_count()
 
 
+class Dispatcher:
+    """One thread that enqueues device programs, between two cycles of the engine that it belongs to.
+
+    A device runs programs in the order in which they were enqueued, and a program over several devices waits for all of
+    them. Two threads could enqueue two such programs in different orders on two devices, and both would wait for ever.
+    So while an engine rolls out, all other code enqueues its programs on this thread. Enqueueing is quick; callers wait
+    for results in their own threads.
+    """
+
+    def __init__(self) -> None:
+        self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="dispatch")
+
+    async def __call__(self, function: Callable[[], T]) -> T:
+        """Run a function on the thread, from a coroutine. The engine's cycles wait for it, so it should be short."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function)
+
+    def call(self, program: Callable[..., T], *arguments: Any) -> T:
+        """Call a program on the thread, from another thread."""
+        return self._executor.submit(program, *arguments).result()
+
+
 def call(program: Callable[..., T], *arguments: Any) -> T:
     """Call a compiled program from this thread."""
     return program(*arguments)
@@ -104,7 +164,7 @@ def call(program: Callable[..., T], *arguments: Any) -> T:
 
 @dataclasses.dataclass
 class _Exchange:
-    """How data is exchanged: over which devices (all if empty), and how the program is called."""
+    """Devices that exchange data (all if empty), and how the program is called."""
 
     devices: Sequence[jax.Device] = ()
     dispatch: Callable[..., Any] = call
@@ -143,6 +203,11 @@ def _gather(x: np.ndarray) -> np.ndarray:
 def barrier() -> None:
     """Wait until every process has called this."""
     all_gather_flags(True)
+
+
+def all_gather_flags(flag: bool) -> list[bool]:
+    """Gather one flag of each process, in order of process index."""
+    return [flag] if jax.process_count() == 1 else _gather(np.asarray(flag)).tolist()
 
 
 def all_gather_bytes(payload: bytes) -> list[bytes]:
@@ -201,10 +266,3 @@ class StopRequest:
             self._interrupts += 1
             if self._interrupts > 1:
                 raise KeyboardInterrupt
-
-
-def all_gather_flags(flag: bool) -> list[bool]:
-    """Gather one flag of each process, in order of process index."""
-    if jax.process_count() == 1:
-        return [flag]
-    return _gather(np.asarray(flag)).tolist()

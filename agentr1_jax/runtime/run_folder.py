@@ -35,8 +35,6 @@ from agentr1_jax.trajectory_io import read_jsonl, write_jsonl
 
 FORMAT = 3
 """Format of run folders, stored in config.json; it grows when an earlier version could not read a folder."""
-EARLIER = "agentr1_jax 0.1.0 (commit 41ce720)"
-"""Version that wrote run folders without a format."""
 RESUMABLE = (
     "run_dir",
     "mesh",
@@ -111,22 +109,15 @@ class RunFolder:
             raise UserError(f"{self.path}: no run (it has no config.json)") from None
         except (ValueError, AttributeError, TypeError) as error:
             raise UserError(f"{path}: not a config ({error}); restore it or choose another --config.run_dir") from error
-        if found is None:
-            raise UserError(
-                f"{self.path}: {EARLIER} wrote this run folder, and this version cannot read it; check out and install "
-                "that commit to resume, evaluate or export the run, or choose another --config.run_dir"
-            )
         if found != FORMAT:
             raise UserError(
-                f"{self.path}: the run folder has format {found!r}, this version reads {FORMAT}; go on with the "
-                "version that wrote it, or choose another --config.run_dir"
+                f"{self.path}: the run folder has format {found or '0.1.0'}, this version reads {FORMAT}; go on with "
+                "the version that wrote it (CHANGELOG.md), or choose another --config.run_dir"
             )
         return values
 
     def check_same_config(self, values: Mapping[str, Any], may_differ: Sequence[str] = RESUMABLE) -> bool:
-        """Return True if the folder holds a run of this config, which can be resumed, and False if it is empty.
-
-        With several processes, let all of them check before one of them writes.
+        """Return True if the folder holds a run of this resolved config, which can be resumed; False if it is empty.
 
         Args:
           values: resolved config of this start.
@@ -149,10 +140,9 @@ class RunFolder:
             and not any(key == free or key.startswith(f"{free}.") for free in may_differ)
         ]
         if differing:
-            listed = "\n".join(differing)
             raise UserError(
-                f"{self.path} holds a run of another config:\n{listed}\n"
-                "choose another --config.run_dir, or start with the old values to resume it"
+                "\n".join([f"{self.path} holds a run of another config:", *differing])
+                + "\nchoose another --config.run_dir, or start with the old values to resume it"
             )
         return True
 
@@ -206,10 +196,7 @@ class RunFolder:
             files.remove(path)
 
     def read_pending(self, number: int) -> list[Trajectory]:
-        """Read the pending rollouts of all processes beside a checkpoint.
-
-        A file that cannot be read is skipped with a warning: its groups are sampled again.
-        """
+        """Read the pending rollouts of all processes beside a checkpoint; skip damaged files with a warning."""
         trajectories: list[Trajectory] = []
         for name in self._pending_names():
             if name.startswith(f"{number}.p"):

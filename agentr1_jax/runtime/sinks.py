@@ -1,7 +1,6 @@
 """Sinks: where metrics go beside metrics.jsonl. TensorBoard and Weights & Biases, both extras.
 
-The numbers of a record become curves `<phase>/<key>` over the record's `update`; text and lists have no curve. A sink
-that fails never ends a run.
+The numbers of a record become curves `<phase>/<key>` over the record's `update`; text and lists have no curve.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-
-from absl import logging
 
 from agentr1_jax import files
 from agentr1_jax.errors import UserError
@@ -50,44 +47,22 @@ def check_sinks(settings: SinksConfig, run_dir: str) -> None:
         )
 
 
-class FailsafeSink:
-    """Wrapper of a sink that stops using it once it has failed."""
-
-    def __init__(self, sink: Sink) -> None:
-        self.name = sink.name
-        self._sink: Sink | None = sink
-
-    def open(self, records: Sequence[Record], next_index: int) -> None:
-        self._call("open", records, next_index)
-
-    def write(self, record: Record) -> None:
-        self._call("write", record)
-
-    def close(self) -> None:
-        self._call("close")
-
-    def _call(self, method: str, *args: Any) -> None:
-        if self._sink is None:
-            return
-        try:
-            getattr(self._sink, method)(*args)
-        except Exception as error:
-            logging.warning(
-                "%s: %s failed (%s: %s); it gets no more metrics in this start, metrics.jsonl has them all",
-                *(self._sink.name, method, type(error).__name__, error),
-            )
-            self._sink = None
+def make_sinks(settings: SinksConfig, run_dir: str, config: Mapping[str, Any]) -> list[Sink]:
+    """Make the sinks that the settings ask for, which passed `check_sinks`; W&B shows the resolved config."""
+    sinks: list[Sink] = []
+    if settings.tensorboard:
+        sinks.append(TensorBoard(os.path.join(run_dir, "tensorboard")))
+    if settings.wandb_project:
+        sinks.append(WandB(run_dir, settings.wandb_project, settings.wandb_mode, config))
+    return sinks
 
 
 class TensorBoard:
-    """Event files, one for each start of the run.
+    """Event files in a folder on a disk, one for each start of the run.
 
     Each file begins with the records that the run resumes from, and tells viewers to forget the earlier files
     (`purge_step=0`): phases count their updates from 0, so that no later step would divide old from new. Earlier files
     stay, since a viewer that is reading one would not get past its end.
-
-    Args:
-      folder: folder of the event files, on a disk.
     """
 
     name = "tensorboard"
@@ -121,14 +96,8 @@ class TensorBoard:
 class WandB:
     """Run of Weights & Biases, which a resumed run continues.
 
-    W&B cannot take records back: those that a resumed run writes again are not sent again.
-
-    Args:
-      run_dir: run folder, which names the run and holds its id in `wandb.json`. W&B's local files go there too, or to
-        a temporary folder if the run folder is in a bucket.
-      project: project of W&B.
-      mode: `online` or `offline`.
-      config: resolved config of the run.
+    W&B cannot take records back: those that a resumed run writes again are not sent again. The run's id is stored in
+    `wandb.json` in the run folder. W&B's local files go there too, or to a temporary folder if it is in a bucket.
     """
 
     name = "wandb"
@@ -144,14 +113,13 @@ class WandB:
         stored: dict[str, Any] = {"id": uuid.uuid4().hex[:12], "next": 0}
         if resumes:
             stored = json.loads(files.read_bytes(path))
-        remote = files.is_remote(self._run_dir)
         self._run = wandb.init(
             project=self._project,
             id=stored["id"],
             resume="allow",
             name=os.path.basename(os.path.normpath(self._run_dir)),
             mode=self._mode,  # type: ignore[arg-type]
-            dir=tempfile.mkdtemp(prefix="wandb") if remote else self._run_dir,
+            dir=tempfile.mkdtemp(prefix="wandb") if files.is_remote(self._run_dir) else self._run_dir,
             config=dict(self._config),
             settings=wandb.Settings(console="off"),
         )
@@ -166,11 +134,12 @@ class WandB:
     def write(self, record: Record) -> None:
         if record["index"] < self._next:
             return
-        phase = _phase(record)
-        update = {f"{phase}/update": record["update"]} if "update" in record else {}
-        if update:
+        values = curves(record)
+        if "update" in record:
+            phase = _phase(record)
             self._run.define_metric(f"{phase}/*", step_metric=f"{phase}/update")
-        self._run.log(curves(record) | update, step=record["index"])
+            values[f"{phase}/update"] = record["update"]
+        self._run.log(values, step=record["index"])
         self._next = record["index"] + 1
 
     def close(self) -> None:
@@ -186,22 +155,6 @@ def curves(record: Record) -> dict[str, float]:
         for name, value in _numbers(record)
         if name not in ("index", "update")
     }
-
-
-def make_sinks(settings: SinksConfig, run_dir: str, config: Mapping[str, Any]) -> list[Sink]:
-    """Make the sinks that the settings ask for; one that fails is not used any more.
-
-    Args:
-      settings: settings that passed `check_sinks`.
-      run_dir: run folder.
-      config: resolved config of the run, which W&B shows.
-    """
-    sinks: list[Sink] = []
-    if settings.tensorboard:
-        sinks.append(TensorBoard(os.path.join(run_dir, "tensorboard")))
-    if settings.wandb_project:
-        sinks.append(WandB(run_dir, settings.wandb_project, settings.wandb_mode, config))
-    return [FailsafeSink(sink) for sink in sinks]
 
 
 def _phase(record: Record) -> str:

@@ -41,7 +41,7 @@ from agentr1_jax.rollout.engine import Engine
 from agentr1_jax.runtime import checkpoint, processes
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime.compile_cache import cached_jit
-from agentr1_jax.runtime.dispatch import Dispatcher
+from agentr1_jax.runtime.processes import Dispatcher
 from agentr1_jax.runtime.seeds import seed_of
 from agentr1_jax.text.call_formats import make_call_format
 from agentr1_jax.text.chat import chat_format

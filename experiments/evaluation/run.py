@@ -27,9 +27,8 @@ from agentr1_jax.rollout.runner import TaskGroup, run_groups
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime.compile_cache import CompileCounter
-from agentr1_jax.runtime.dispatch import Dispatcher
 from agentr1_jax.runtime.monitoring import progress_bar
-from agentr1_jax.runtime.processes import StopRequest
+from agentr1_jax.runtime.processes import Dispatcher, StopRequest
 from agentr1_jax.text.tokenizer import Tokenizer
 from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.train import build

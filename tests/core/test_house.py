@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ORDER = "runtime text tools envs tasks agents policy rollout credit learner report train notebook contrib".split()
 """Packages in the order in which they may import each other; the other modules at the top of agentr1_jax come first."""
-READERS = {"agentr1_jax/runtime/config.py", "agentr1_jax/runtime/config_messages.py", "experiments/setup.py"}
+READERS = {"agentr1_jax/runtime/config.py", "experiments/setup.py"}
 MOST_PARAMETERS = 8
 NOT_PARTICIPLES = set("embed exceed feed need proceed seed shed speed succeed".split())
 IRREGULAR = set(

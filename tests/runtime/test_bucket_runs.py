@@ -18,7 +18,7 @@ from small_runs import ROOT, SMALL
 
 from agentr1_jax import files
 from agentr1_jax.errors import UserError
-from agentr1_jax.runtime import bucket as bucket_files
+from agentr1_jax.runtime import metrics as metrics_files
 from agentr1_jax.runtime.checkpoint import COMMITTED, INVENTORY, Checkpoints, find_newest_intact
 from agentr1_jax.runtime.lock import NAME, lock_folder
 from agentr1_jax.runtime.metrics import MetricsWriter, read_metrics
@@ -53,7 +53,7 @@ def test_metrics_are_written_with_every_checkpoint_and_have_no_seam(bucket, monk
         assert len(read_metrics(path)) == 1
         writer.sync()
         assert len(read_metrics(path)) == 4
-        monkeypatch.setattr(bucket_files, "REWRITE_SECONDS", 0.0)
+        monkeypatch.setattr(metrics_files, "REWRITE_SECONDS", 0.0)
         writer.sync()
         writer.write({"update": 4, "life": 1})
         assert len(read_metrics(path)) == 5

@@ -24,55 +24,46 @@ OPTIMIZER = make_optimizer(OptimizerConfig())
 RECORD = {"phase": "rl", "update": 7, "seconds": 12.5, "results": {"em_before": 0.25}, "totals": {}, "name": "é"}
 
 
-def make(key):
+def make_state(key):
     return init_state(init_params(tiny.POLICY, key, critic="shared_trunk"), OPTIMIZER)
 
 
-def state_on(mesh, seed=0):
+def state_on(mesh):
     """A state on a mesh, and what to restore it into."""
-    shapes = jax.eval_shape(make, jax.random.key(0))
+    shapes = jax.eval_shape(make_state, jax.random.key(0))
     layout = shardings(shapes, mesh)
-    return jax.jit(make, out_shardings=layout)(jax.random.key(seed)), sharded_shapes(shapes, layout)
+    return jax.jit(make_state, out_shardings=layout)(jax.random.key(0)), sharded_shapes(shapes, layout)
+
+
+def save(folder, step, state, record, keep=3):
+    checkpoints = Checkpoints(folder, keep)
+    checkpoints.save(step, state, record)
+    checkpoints.close()
+
+
+def restore(folder, like):
+    checkpoints = Checkpoints(folder, keep=3)
+    found = checkpoints.restore(like)
+    checkpoints.close()
+    return found
 
 
 def assert_equal(a, b):
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y, strict=True), a, b)
 
 
-def test_an_empty_folder_has_nothing_to_restore(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep=2)
-    assert checkpoints.restore(state_on(tiny.mesh())[1]) is None
-    checkpoints.close()
-
-
 def test_a_state_comes_back_on_its_own_mesh_and_on_another(tmp_path):
     state, like = state_on(tiny.mesh(2, 2, 2))
-    checkpoints = Checkpoints(tmp_path, keep=2)
-    checkpoints.save(3, state, RECORD)
-    checkpoints.close()
+    assert restore(tmp_path, like) is None
+    save(tmp_path, 3, state, RECORD)
+    shapes = jax.eval_shape(make_state, jax.random.key(0))
     for mesh in (tiny.mesh(2, 2, 2), tiny.mesh(8), tiny.mesh()):
-        like = state_on(mesh)[1]
-        again = Checkpoints(tmp_path, keep=2)
-        restored, record = again.restore(like)
-        again.close()
+        like = sharded_shapes(shapes, shardings(shapes, mesh))
+        restored, record = restore(tmp_path, like)
         assert record == RECORD
         assert_equal(restored, state)
         assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(lambda x: x.sharding, like)
         assert jax.tree.structure(restored) == jax.tree.structure(state)
-
-
-def test_the_newest_are_kept_and_the_newest_is_restored(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep=2)
-    for step in (1, 2, 5):
-        checkpoints.save(step, {"x": jnp.full(3, step)}, {"step": step})
-    checkpoints.save(5, {"x": jnp.zeros(3, jnp.int32)}, {"step": -1})
-    checkpoints.close()
-    kept = sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir() if path.name.isdecimal())
-    assert kept == [2, 5]
-    again = Checkpoints(tmp_path, keep=2)
-    restored, record = again.restore({"x": jax.ShapeDtypeStruct((3,), jnp.int32, sharding=jnp.zeros(3).sharding)})
-    again.close()
-    assert record == {"step": 5} and restored["x"].tolist() == [5, 5, 5]
 
 
 def test_a_state_may_be_donated_while_it_is_being_written(tmp_path):
@@ -84,41 +75,33 @@ def test_a_state_may_be_donated_while_it_is_being_written(tmp_path):
     checkpoints.save(1, {"x": big}, {})
     assert float(overwrite(big)[5]) == -1
     checkpoints.close()
-    again = Checkpoints(tmp_path, keep=2)
-    restored, _ = again.restore(like)
-    again.close()
-    np.testing.assert_array_equal(restored["x"], expected)
+    np.testing.assert_array_equal(restore(tmp_path, like)[0]["x"], expected)
 
 
-def test_a_state_of_another_shape_is_refused(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    checkpoints.save(1, {"x": jnp.zeros((4, 3))}, {})
-    sharding = jnp.zeros(1).sharding
-    with pytest.raises(UserError, match="cannot be read"):
-        checkpoints.restore({"x": jax.ShapeDtypeStruct((4, 5), jnp.float32, sharding=sharding)})
-    with pytest.raises(UserError, match="cannot be read"):
-        checkpoints.restore({"y": jax.ShapeDtypeStruct((4, 3), jnp.float32, sharding=sharding)})
-    checkpoints.close()
-
-
-def numbers():
+def numbers(value=0.0):
     """A small state whose values tell which checkpoint it came from, and what to restore it into."""
-    state = {"a": jnp.ones((30, 100)), "b": {"c": jnp.ones(7)}}
+    state = {"a": jnp.full((30, 100), value), "b": {"c": jnp.full(7, value)}}
     return state, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
 
 
-def write_three(folder, steps=(1, 2, 3)):
-    state, like = numbers()
+def save_steps(folder, steps=(1, 2, 3)):
     checkpoints = Checkpoints(folder, keep=3)
     for step in steps:
-        checkpoints.save(step, jax.tree.map(lambda x, s=step: x * s, state), {"step": step})
+        checkpoints.save(step, numbers(float(step))[0], {"step": step})
     checkpoints.close()
-    return like
 
 
-def files_of(folder, step):
-    root = folder / "checkpoints" / str(step)
-    return sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
+def restore_step(folder):
+    state, record = restore(folder, numbers()[1])
+    assert all((np.asarray(leaf) == record["step"]).all() for leaf in jax.tree.leaves(state))
+    return record["step"]
+
+
+def test_the_newest_are_kept_and_the_newest_is_restored(tmp_path):
+    save_steps(tmp_path, (1, 2, 4, 5))
+    save(tmp_path, 5, numbers(-1.0)[0], {"step": -1})  # It exists already.
+    assert sorted(int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdecimal()) == [2, 4, 5]
+    assert restore_step(tmp_path) == 5
 
 
 def damage(path, how):
@@ -129,58 +112,46 @@ def damage(path, how):
             file.truncate(path.stat().st_size // 2)
 
 
-def restored_step(folder, like):
-    checkpoints = Checkpoints(folder, keep=3)
-    state, record = checkpoints.restore(like)
-    checkpoints.close()
-    for leaf in jax.tree.leaves(state):
-        assert (np.asarray(leaf) == record["step"]).all()
-    return record["step"]
-
-
 def test_whatever_file_of_the_newest_is_damaged_the_one_before_serves_or_nothing_is_lost(tmp_path, caplog):
-    like = write_three(tmp_path / "run")
-    for number, name in enumerate(files_of(tmp_path / "run", 3)):
-        for how in ("missing", "truncated"):
-            folder = tmp_path / f"{how}{number}"
-            shutil.copytree(tmp_path / "run", folder)
-            damage(folder / "checkpoints" / "3" / name, how)
-            caplog.clear()
-            step = restored_step(folder, like)
-            if "/" in name or (name == INVENTORY and how == "truncated"):
-                assert step == 2 and f"checkpoint 3 of {folder}" in caplog.text, name
-                assert (folder / "checkpoints.damaged" / "3.0").is_dir()
-                assert restored_step(folder, like) == 2
-                write_three(folder, (3,))
-                assert restored_step(folder, like) == 3
-            else:
-                assert step == 3, name
+    save_steps(tmp_path / "run")
+    newest = tmp_path / "run" / "checkpoints" / "3"
+    names = sorted(path.relative_to(newest).as_posix() for path in newest.rglob("*") if path.is_file())
+    # A checkpoint of an earlier version has no inventory, and is read.
+    cases = [(name, ("missing", "truncated")[i % 2]) for i, name in enumerate(names) if name != INVENTORY]
+    for number, (name, how) in enumerate([*cases, (INVENTORY, "missing"), (INVENTORY, "truncated")]):
+        folder = tmp_path / str(number)
+        shutil.copytree(tmp_path / "run", folder)
+        damage(folder / "checkpoints" / "3" / name, how)
+        caplog.clear()
+        step = restore_step(folder)
+        if "/" in name or (name, how) == (INVENTORY, "truncated"):
+            assert step == 2 and f"checkpoint 3 of {folder}" in caplog.text, name
+            assert (folder / "checkpoints.damaged" / "3.0").is_dir()
+        else:
+            assert step == 3, name
+    save_steps(folder, (3,))  # In place of the damaged one.
+    assert restore_step(folder) == 3
 
 
 def test_two_damaged_ones_and_all_damaged(tmp_path):
-    like = write_three(tmp_path)
+    save_steps(tmp_path)
     for step in (3, 2):
         damage(tmp_path / "checkpoints" / str(step) / "record" / "metadata", "missing")
     assert find_newest_intact(str(tmp_path / "checkpoints")) == (1, [3, 2])
-    assert restored_step(tmp_path, like) == 1
+    assert restore_step(tmp_path) == 1
     damage(tmp_path / "checkpoints" / "1" / "record" / "metadata", "missing")
     with pytest.raises(UserError, match=r"all checkpoints are damaged \(\[1\]\)"):
-        Checkpoints(tmp_path, keep=3).restore(like)
+        Checkpoints(tmp_path, keep=3).restore(numbers()[1])
 
 
 def test_a_state_of_another_shape_is_told_from_damage(tmp_path):
-    write_three(tmp_path)
+    save_steps(tmp_path)
     _, like = numbers()
-    other = {"a": like["a"], "d": like["b"]["c"]}
-    with pytest.raises(UserError, match=r"checkpoints/3: cannot be read .* another version of the code"):
-        Checkpoints(tmp_path, keep=3).restore(other)
+    shorter = {**like, "a": jax.ShapeDtypeStruct((4, 5), jnp.float32, sharding=like["a"].sharding)}
+    for other in ({"a": like["a"], "d": like["b"]["c"]}, shorter):
+        with pytest.raises(UserError, match=r"checkpoints/3: cannot be read .* another version of the code"):
+            Checkpoints(tmp_path, keep=3).restore(other)
     assert not (tmp_path / "checkpoints.damaged").exists()
-
-
-def test_one_of_an_earlier_version_has_no_inventory_and_is_read(tmp_path):
-    like = write_three(tmp_path)
-    (tmp_path / "checkpoints" / "3" / INVENTORY).unlink()
-    assert restored_step(tmp_path, like) == 3
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
@@ -197,9 +168,7 @@ def test_a_full_disk_is_said_and_the_last_checkpoint_stays(tmp_path):
         with pytest.raises(UserError, match="the disk is full, and the checkpoint under way is lost"):
             checkpoints.save(2, state, {"step": 2})
             checkpoints.close()
-        again = Checkpoints(tmp_path, keep=3)
-        restored, record = again.restore(like)
-        again.close()
+        restored, record = restore(tmp_path, like)
         assert record == {"step": 1}
         assert_equal(restored, state)
     finally:

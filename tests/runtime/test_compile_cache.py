@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from small_runs import ROOT, command
 
-from agentr1_jax.runtime import compile_cache, program_files
+from agentr1_jax.runtime import compile_cache
 from agentr1_jax.runtime.compile_cache import CompileCounter, cached_jit
 
 
@@ -88,7 +88,7 @@ def test_other_programs_and_other_devices_are_other_files(folder: pathlib.Path, 
         assert called(*made(mesh, factor)) == ([factor * i for i in range(8)], 32.0, 1, 0)
     monkeypatch.setattr(jax, "__version__", "another")
     assert called(*made(mesh_of(0, 1)))[2:] == (1, 0)
-    monkeypatch.setattr(program_files, "_cpu_features", lambda: "another CPU")
+    monkeypatch.setattr(compile_cache, "_cpu_features", lambda: "another CPU")
     assert called(*made(mesh_of(0, 1)))[2:] == (1, 0)
     assert len(list(folder.iterdir())) == 6
 
@@ -125,7 +125,7 @@ def test_process_0_and_gpus_leave_it_to_jax(folder: pathlib.Path, monkeypatch) -
 
 CHILD = """
 import sys, jax
-from agentr1_jax.runtime import compile_cache, program_files
+from agentr1_jax.runtime import compile_cache
 from agentr1_jax.runtime.compile_cache import cached_jit
 from agentr1_jax.runtime.compile_cache import CompileCounter
 counter = CompileCounter()

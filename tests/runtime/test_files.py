@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from agentr1_jax import buckets, files
+from agentr1_jax import files
 from agentr1_jax.errors import UserError
 
 
@@ -64,7 +64,7 @@ def test_a_listing_is_never_out_of_date(bucket):
     """Others write there too, by other ways."""
     import tensorstore
 
-    name = bucket.removeprefix(buckets.PREFIX)
+    name = bucket.removeprefix(files.PREFIX)
     root, _, below = name.partition("/")
     with files.atomic_write(f"{bucket}/one") as out:
         out.write("1")
@@ -80,7 +80,7 @@ def test_an_object_that_stands_for_a_folder_is_nothing_in_it(bucket):
     """The console of Google Cloud makes such objects."""
     from google.cloud import storage
 
-    root, _, below = bucket.removeprefix(buckets.PREFIX).partition("/")
+    root, _, below = bucket.removeprefix(files.PREFIX).partition("/")
     storage.Client().bucket(root).blob(f"{below}/").upload_from_string(b"")
     assert files.list_names(bucket) == []
 
@@ -94,21 +94,21 @@ def test_places_are_compared_whatever_their_kind(tmp_path, monkeypatch):
 
 
 def test_a_bucket_without_the_extra_is_refused_by_its_name(monkeypatch):
-    buckets.prepare.cache_clear()
+    files.prepare.cache_clear()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for use in (files.exists, files.list_names, files.read_bytes):
         with pytest.raises(UserError, match=r"gs:// paths need gcsfs.*pip install 'agentr1_jax\[gcs\]'"):
             use("gs://b/run")
     with pytest.raises(UserError, match=r"^run_dir: gs:// paths need"):
-        buckets.check_reachable("gs://b/run", "run_dir")
-    buckets.check_reachable("/nowhere", "run_dir")
+        files.check_reachable("gs://b/run", "run_dir")
+    files.check_reachable("/nowhere", "run_dir")
 
 
 def test_a_bucket_that_does_not_answer_is_said(bucket, monkeypatch):
     def refused(path):
         raise OSError("Forbidden")
 
-    buckets.check_reachable(bucket, "run_dir")
+    files.check_reachable(bucket, "run_dir")
     monkeypatch.setattr("etils.epath.gpath._GPath.exists", refused)
     with pytest.raises(UserError, match=r"run_dir: gs://.* cannot be reached \(OSError: Forbidden\).*credentials"):
-        buckets.check_reachable(bucket, "run_dir")
+        files.check_reachable(bucket, "run_dir")

@@ -116,13 +116,13 @@ def test_a_marker_that_was_replaced_by_hand_is_left_to_its_new_owner(bucket):
 
 def test_a_repeated_request_finds_its_own_marker(bucket, monkeypatch):
     """The client repeats a request whose answer was lost, and is told that the object exists."""
-    create = files.create
+    create = files.create_object
 
     def create_twice(path, data):
         create(path, data)
         create(path, data)
 
-    monkeypatch.setattr(files, "create", create_twice)
+    monkeypatch.setattr(files, "create_object", create_twice)
     with lock_folder(bucket):
         assert files.list_names(bucket) == [NAME]
 

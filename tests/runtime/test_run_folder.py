@@ -120,7 +120,7 @@ def test_a_run_folder_keeps_to_its_config(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("format", "message"),
     [
-        ({}, r"run: agentr1_jax 0\.1\.0 \(commit 41ce720\) wrote this run folder.*install that commit"),
+        ({}, r"run: the run folder has format 0\.1\.0.*CHANGELOG"),
         ({"format": 99}, "run: the run folder has format 99, this version reads"),
     ],
 )
