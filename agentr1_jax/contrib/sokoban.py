@@ -11,7 +11,6 @@ of the room is wall. Levels are drawn by playing backwards from a solved state, 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -23,9 +22,9 @@ from annotated_types import Ge, Le, Lt
 from pydantic.dataclasses import dataclass
 
 from agentr1_jax.envs.base import Row
+from agentr1_jax.envs.datasets import ProceduralTask
 from agentr1_jax.envs.registry import TaskContext, register
-from agentr1_jax.envs.tabular import Chance, Game
-from agentr1_jax.envs.tabular_task import GameRewards, TabularTask
+from agentr1_jax.envs.tabular import Chance, Game, GameRewards, make_tabular_task
 from agentr1_jax.validation import STRICT, Count, Fraction
 
 MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
@@ -71,7 +70,7 @@ class SokobanConfig:
 
 
 @register("sokoban", SokobanConfig)
-def make_sokoban(config: SokobanConfig, run: TaskContext) -> TabularTask:
+def make_sokoban(config: SokobanConfig, run: TaskContext) -> ProceduralTask:
     """Return the Task. The last box on its target pays 1 and ends an episode; otherwise only the budget ends it.
 
     Raises:
@@ -80,12 +79,12 @@ def make_sokoban(config: SokobanConfig, run: TaskContext) -> TabularTask:
     most = config.most_moves
     why = f"solutions have up to task.sokoban.most_moves ({most}) moves"
     run.check_steps(most, "sokoban", why, "lower task.sokoban.most_moves")
-    return TabularTask(
+    return make_tabular_task(
         name="sokoban",
         draw=functools.partial(_draw, config),
         game=functools.partial(game, on_target=config.on_target),
         mistakes=config.mistakes,
-        reward_weights=dataclasses.asdict(config.rewards),
+        weights=config.rewards,
     )
 
 

@@ -30,9 +30,9 @@ class Observation:
       role: role of the turn that `text` or `texts` become, `tool` or `user`.
       tools: schemas of the tools on offer, for the opening messages.
       state_key: anchor of the state, for credit schemes that compare equal states of a group.
+      potential: Φ of the state, for potential-based shaping; None where the environment has none.
       evidence: all that the environment has shown so far, the only content of the next prompt under the context rule
         `evidence`; None where the environment does not say.
-      potential: Φ of the state, for potential-based shaping; None where the environment has none.
     """
 
     messages: Sequence[Mapping[str, str]] | None = None
@@ -127,22 +127,14 @@ class Env(Protocol):
         ...
 
 
-def summary_rewards(env: Env, text: str) -> Mapping[str, float]:
-    """Return the weighted reward parts of a summary; none where the environment does not judge summaries."""
-    judge = getattr(env, "judge_summary", None)
-    return {} if judge is None else dict(judge(text))
-
-
 class Task(Protocol):
     """A source of rows, of environments for them and, where there is one, of an expert.
 
     Rows are plain JSON with at least `id`; `question` and `answers` where the task is question answering, `kind` where
     it has kinds, `max_steps` where fewer steps are allowed than by the budget.
 
-    A task may also say (see the functions below)
-      has_expert: False where it has no expert to imitate.
-      has_texts: False where it has no texts to train a tokenizer on.
-      expert_writes_summaries: True where its experts answer `SUMMARY_REQUEST` with a summary.
+    A task may also say `has_expert = False`, `has_texts = False` and `expert_writes_summaries = True` (the expert
+    answers `SUMMARY_REQUEST` with a summary).
     """
 
     @property
@@ -180,16 +172,22 @@ class Task(Protocol):
         ...
 
 
+def summary_rewards(env: Env, text: str) -> Mapping[str, float]:
+    """Return the weighted reward parts of a summary; none where the environment does not judge summaries."""
+    judge = getattr(env, "judge_summary", None)
+    return {} if judge is None else dict(judge(text))
+
+
 def has_expert(task: Task) -> bool:
-    """Return True if a task has experts to imitate; a task without says `has_expert = False`."""
+    """Return True if a task has experts to imitate."""
     return bool(getattr(task, "has_expert", True))
 
 
 def has_texts(task: Task) -> bool:
-    """Return True if a task has texts to train a tokenizer on; one without says `has_texts = False`."""
+    """Return True if a task has texts to train a tokenizer on."""
     return bool(getattr(task, "has_texts", True))
 
 
 def writes_summaries(task: Task) -> bool:
-    """Return True if a task's experts answer `SUMMARY_REQUEST` with a summary."""
+    """Return True if a task's experts write summaries."""
     return bool(getattr(task, "expert_writes_summaries", False))

@@ -1,4 +1,4 @@
-"""Finite data sets as tasks: their folder, passes over their rows in shuffled order, and a Task made of rows."""
+"""Tasks made of rows: finite data sets in shuffled passes, and rows that are generated."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import dataclasses
 import functools
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+import random
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,6 +17,9 @@ import numpy as np
 from agentr1_jax.envs.base import Env, Expert, Row
 
 T = TypeVar("T")
+LAYOUT_SPLITS = ("dev", "eval", "train")
+"""Splits of rows that are dealt by their layouts: an eighth, an eighth, and the rest."""
+MOST_DRAWS = 10_000
 
 
 def data_folder(data_dir: str | os.PathLike[str] = "") -> Path:
@@ -31,6 +36,12 @@ def data_folder(data_dir: str | os.PathLike[str] = "") -> Path:
             "the folder that holds multihop/, gsm8k/ and bfcl_v4/"
         )
     return folder
+
+
+def check_row(name: str, splits: Collection[str], split: str, index: int) -> None:
+    """Raise ValueError, which lists the splits, where task `name` has no such row."""
+    if split not in splits or index < 0:
+        raise ValueError(f"{name} has no row {split!r} {index}; splits are {', '.join(splits)}, rows start at 0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,21 +67,18 @@ class FiniteRows:
                 raise ValueError(f"{self.name}: its split {split!r} has no rows")
 
     def row(self, split: str, index: int) -> Row:
-        """Row `index` of a split. Raises ValueError where there is no such row; the message lists the splits."""
-        if split not in self.splits or index < 0:
-            raise ValueError(
-                f"{self.name} has no row {split!r} {index}; splits are {list(self.splits)}, rows start at 0"
-            )
+        """Return row `index` of a split. Raises ValueError where there is no such row."""
+        check_row(self.name, self.splits, split, index)
         rows = self.splits[split]
         return shuffled_row(rows, index, self.seed) if split == "train" else rows[index % len(rows)]
 
     def size(self, split: str) -> int:
-        """Number of rows of a split."""
+        """Return the number of rows of a split."""
         return len(self.splits[split])
 
 
 def shuffled_row(rows: Sequence[T], index: int, *key: int) -> T:
-    """Row `index` of passes over all rows, each pass shuffled anew by `key` and its number."""
+    """Return row `index` of passes over all rows, each pass shuffled anew by `key` and its number."""
     number, place = divmod(index, len(rows))
     return rows[_permutation((*key, number), len(rows))[place]]
 
@@ -117,18 +125,107 @@ class RowsTask:
                     raise ValueError(f"{name}: row {number} of {split!r} is no mapping with an 'id': {row!r:.80}")
         self.name, self.reward_parts, self.env = name, tuple(reward_parts), make_env
         self.expert_writes_summaries, self.has_expert = expert_writes_summaries, expert is not None
-        self._rows, self._expert = FiniteRows(name, splits, seed), expert
+        self._expert = expert
         self._texts = texts or [
             text for row in splits["train"] for text in (row.get("question", ""), *row.get("answers", ())) if text
         ]
-        self.row, self.size = self._rows.row, self._rows.size
+        rows_of_splits = FiniteRows(name, splits, seed)
+        self.row, self.size = rows_of_splits.row, rows_of_splits.size
 
     def expert(self, row: Row, seed: int) -> Expert:
-        """An expert for one episode. Raises ValueError where the task has none."""
+        """Return an expert for one episode. Raises ValueError where the task has none."""
         if self._expert is None:
             raise ValueError(f"{self.name} has no expert to learn from; set warm_start.updates=0, or give it one")
         return self._expert(row, seed)
 
     def texts(self, count: int) -> Sequence[str]:
-        """The first texts."""
-        return list(itertools.islice(self._texts, count))
+        """Return the first texts."""
+        return self._texts[:count]
+
+
+@dataclasses.dataclass(frozen=True)
+class ProceduralTask:
+    """A Task whose rows are generated from their split and index, without end.
+
+    Attributes:
+      name: name of the task.
+      splits: names of its splits.
+      make_row: (split, index) -> row.
+      make_env: makes a fresh environment for each episode.
+      reward_parts: names of the parts of its rewards.
+      make_expert: (row, seed) -> expert of one episode; equal seeds give equal decisions.
+      make_texts: generates sample texts of training rows, without end.
+      expert_writes_summaries: whether experts answer `SUMMARY_REQUEST` with a summary.
+
+    Raises:
+      ValueError: the settings of the task leave no row of a split.
+    """
+
+    name: str
+    splits: Sequence[str]
+    make_row: Callable[[str, int], Row]
+    make_env: Callable[[], Env]
+    reward_parts: Sequence[str]
+    make_expert: Callable[[Row, int], Expert]
+    make_texts: Callable[[], Iterator[str]]
+    expert_writes_summaries: bool = False
+
+    def __post_init__(self) -> None:
+        for split in self.splits:
+            self.row(split, 0)
+
+    def row(self, split: str, index: int) -> Row:
+        """Return row `index` of a split. Raises ValueError where there is no such row."""
+        check_row(self.name, self.splits, split, index)
+        return self.make_row(split, index)
+
+    def size(self, split: str) -> int | None:
+        """Return None: rows do not run out."""
+        return None
+
+    def env(self) -> Env:
+        """Return a fresh environment."""
+        return self.make_env()
+
+    def expert(self, row: Row, seed: int) -> Expert:
+        """Return an expert for one episode."""
+        return self.make_expert(row, seed)
+
+    def texts(self, count: int) -> Sequence[str]:
+        """Return the first texts."""
+        return list(itertools.islice(self.make_texts(), count))
+
+
+def draw_row(
+    name: str,
+    split: str,
+    index: int,
+    *,
+    draw: Callable[[random.Random], Row | None],
+    layout: Callable[[Row], str],
+    remedy: str = "change them",
+) -> Row:
+    """Return row `index` of one of `LAYOUT_SPLITS`: the first draw whose layout belongs to that split, and its id.
+
+    Args:
+      name: name of the task.
+      split: name of the split.
+      index: number of the row in its split.
+      draw: makes a random row without id; None where the draw is to be made again.
+      layout: row -> text that decides its split.
+      remedy: settings to change where no draw serves, for the message.
+
+    Raises:
+      ValueError: no draw serves.
+    """
+    rng = random.Random(f"{name}/{split}/{index}")
+    for _ in range(MOST_DRAWS):
+        row = draw(rng)
+        if row is not None and _split_of(layout(row)) == split:
+            return {"id": f"{name}/{split}/{index}", **row}
+    raise ValueError(f"{name}: its settings leave too few layouts, none of {MOST_DRAWS} is of split {split!r}; {remedy}")
+
+
+def _split_of(layout: str) -> str:
+    eighth = zlib.crc32(layout.encode()) % 8
+    return ("eval", "dev")[eighth] if eighth < 2 else "train"

@@ -1,10 +1,12 @@
-"""Several tasks as one: each row is of one of them, drawn by their weights in an order fixed by the seed."""
+"""Mixtures of tasks, and curricula of steps: the keys `task.mixture` and `task.curriculum`."""
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,6 +26,7 @@ from agentr1_jax.envs.base import (
 from agentr1_jax.registry import parse_call
 
 KEY = "task.mixture"
+CURRICULUM = "task.curriculum"
 
 
 def parse_weights(entries: Sequence[str], key: str) -> dict[str, float]:
@@ -31,7 +34,7 @@ def parse_weights(entries: Sequence[str], key: str) -> dict[str, float]:
 
     Args:
       entries: one for each source.
-      key: of the config, for messages.
+      key: key of the config, for messages.
 
     Raises:
       ValueError: a weight cannot be read or is negative, or a name comes twice.
@@ -61,12 +64,12 @@ def normalise_weights(weights: Mapping[str, float], key: str) -> dict[str, float
 
 
 def draw_offsets(count: int, seed: int) -> list[float]:
-    """Return where in its turn each of `count` sources begins; see `draw`."""
+    """Return the offsets oₖ of `count` sources for `draw`."""
     return np.random.default_rng([seed, 3]).uniform(0.1, 0.9, count).tolist()
 
 
 def draw(shares: Sequence[float], offsets: Sequence[float], index: int) -> tuple[int, int]:
-    """Return the source of draw `index`, and how many draws that source had before.
+    """Return the source k of draw `index`, and the number j of draws that this source had before.
 
     The j-th row of source k is due at the time (j + oₖ) / pₖ, and draws go by these times. So among any n draws in a
     row, source k has n pₖ to within the number of sources, and after N draws exactly nₖ where pₖ = nₖ / N.
@@ -74,10 +77,7 @@ def draw(shares: Sequence[float], offsets: Sequence[float], index: int) -> tuple
     Args:
       shares: pₖ > 0, sum 1.
       offsets: oₖ within 0 and 1.
-      index: of the draw, at least 0.
-
-    Returns:
-      (k, j)
+      index: number of the draw, from 0 on.
     """
     # Σₖ of what was due by a time is that time to within the number of sources, so few steps are left to go.
     start = max(index - len(shares) - 1, 0)
@@ -99,7 +99,7 @@ class MixtureTask:
     Args:
       tasks: by their names.
       weights: `name(weight=2)` for each; see `draw`.
-      seed: of their order.
+      seed: seed of their order.
 
     Raises:
       ValueError: a weight that cannot be read, of no task here, or of fewer than all; or all are 0.
@@ -111,96 +111,124 @@ class MixtureTask:
         by_name = parse_weights(weights, KEY)
         if by_name.keys() != tasks.keys():
             raise ValueError(f"{KEY} gives weights of {', '.join(by_name)}; its tasks are {', '.join(tasks)}")
-        self._shares = normalise_weights(by_name, KEY)
-        self._offsets = draw_offsets(len(self._shares), seed)
-        self._tasks = {name: tasks[name] for name in self._shares}
-
-    @property
-    def names(self) -> Sequence[str]:
-        """Of its tasks."""
-        return list(self._tasks)
-
-    @property
-    def expert_writes_summaries(self) -> bool:
-        """True if the experts of all tasks write summaries."""
-        return all(writes_summaries(task) for task in self._tasks.values())
-
-    @property
-    def has_expert(self) -> bool:
-        """True if all tasks have an expert."""
-        return all(has_expert(task) for task in self._tasks.values())
-
-    @property
-    def has_texts(self) -> bool:
-        """True if all tasks have texts."""
-        return all(has_texts(task) for task in self._tasks.values())
-
-    @property
-    def reward_parts(self) -> Sequence[str]:
-        """Those of all tasks."""
-        return list(dict.fromkeys(itertools.chain(*(task.reward_parts for task in self._tasks.values()))))
+        shares = normalise_weights(by_name, KEY)
+        self.names, self._shares = list(shares), list(shares.values())
+        self._offsets = draw_offsets(len(shares), seed)
+        self._tasks = {name: tasks[name] for name in shares}
+        each = self._tasks.values()
+        self.reward_parts = list(dict.fromkeys(itertools.chain(*(task.reward_parts for task in each))))
+        self.has_expert = all(map(has_expert, each))
+        self.has_texts = all(map(has_texts, each))
+        self.expert_writes_summaries = all(map(writes_summaries, each))
 
     def row(self, split: str, index: int) -> Row:
-        """Row `index` of a split. Raises ValueError where a task has no such row."""
+        """Return row `index` of a split. Raises ValueError where a task has no such row."""
         split, _, name = split.partition("/")
-        if name in self._tasks:
-            return self._tag_row(name, split, index)
-        if name:
-            raise ValueError(f"mixture has no split {split}/{name}; its tasks are {', '.join(self._tasks)}")
+        if name and name not in self._tasks:
+            raise ValueError(f"mixture has no split {split}/{name}; its tasks are {', '.join(self.names)}")
         if index < 0:
             raise ValueError(f"mixture has no row {split!r} {index}; rows start at 0")
-        which, number = draw(list(self._shares.values()), self._offsets, index)
-        return self._tag_row(list(self._tasks)[which], split, number)
+        if not name:
+            k, index = draw(self._shares, self._offsets, index)
+            name = self.names[k]
+        return {**self._tasks[name].row(split, index), "task": name}
 
     def size(self, split: str) -> int | None:
-        """Rows of all tasks together; None if one of them is procedural."""
+        """Return the rows of all tasks together; None if one of them is procedural."""
         split, _, name = split.partition("/")
         sizes = [task.size(split) for key, task in self._tasks.items() if name in ("", key)]
         return None if None in sizes else sum(sizes)  # type: ignore[arg-type]
 
     def env(self) -> MixtureEnv:
-        """A fresh environment, of whichever task its row is."""
+        """Return a fresh environment, of the task that its row names."""
         return MixtureEnv(self._tasks)
 
     def expert(self, row: Row, seed: int) -> Expert:
-        """The expert of the row's task."""
+        """Return the expert of the row's task."""
         return self._tasks[row["task"]].expert(row, seed)
 
     def texts(self, count: int) -> Sequence[str]:
-        """Texts of all tasks, one of each in turn."""
+        """Return texts of all tasks, one of each in turn."""
         each = [task.texts(-(-count // len(self._tasks))) for task in self._tasks.values()]
         mixed = itertools.chain.from_iterable(itertools.zip_longest(*each))
         return list(itertools.islice((text for text in mixed if text is not None), count))
-
-    def _tag_row(self, name: str, split: str, index: int) -> Row:
-        return {**self._tasks[name].row(split, index), "task": name}
 
 
 class MixtureEnv:
     """The environment of the task that each row names."""
 
+    _env: Env
+
     def __init__(self, tasks: Mapping[str, Task]) -> None:
         self._tasks = tasks
-        self._env: Env | None = None
 
     async def reset(self, row: Row, seed: int) -> Observation:
-        """Starts an episode."""
+        """Start an episode of the row's task."""
         self._env = self._tasks[row["task"]].env()
         return await self._env.reset(row, seed)
 
     async def step(self, action: Action) -> Transition:
-        """Applies one response."""
-        return await self._current().step(action)
+        """Apply one response."""
+        return await self._env.step(action)
 
     def judge_summary(self, text: str) -> Mapping[str, float]:
         """Return the weighted reward parts of a summary in the row's task."""
-        return summary_rewards(self._current(), text)
+        return summary_rewards(self._env, text)
 
     def truncate(self) -> Mapping[str, float]:
-        """Metrics of the episode so far."""
-        return self._current().truncate()
+        """Return the metrics of the episode so far."""
+        return self._env.truncate()
 
-    def _current(self) -> Env:
-        if self._env is None:
-            raise RuntimeError("an environment must be reset before it steps")
-        return self._env
+
+class Stage(NamedTuple):
+    """A stage of a curriculum: from the RL batch `update` on, training episodes may take `max_steps` steps.
+
+    After ScalingInter-RL (AgentGym-RL, 2025). The stage of a row follows from its prompt index alone, so that a resumed
+    run, and one whose rollouts run ahead, give the same row the same steps.
+    """
+
+    update: int
+    max_steps: int
+
+
+def parse_curriculum(entries: Sequence[str], max_steps: int) -> list[Stage]:
+    """Read the stages of a curriculum, written as `max_steps(3)` and `max_steps(6, update=40)`.
+
+    Args:
+      entries: one for each stage; none without a curriculum.
+      max_steps: limit of the budget, which no stage may exceed.
+
+    Raises:
+      ValueError: an entry cannot be read, the first does not begin at 0, one does not begin after the one before, or
+        allows no step or more than `max_steps`.
+    """
+    stages: list[Stage] = []
+    for entry in entries:
+        call = parse_call(str(entry), CURRICULUM)
+        update, steps = call.named.get("update", 0), call.values[0] if len(call.values) == 1 else None
+        unknown = call.name != "max_steps" or not call.named.keys() <= {"update"}
+        if unknown or type(update) is not int or type(steps) is not int or update < 0:
+            raise ValueError(f"{CURRICULUM}: cannot read {entry!r}; write max_steps(3) or max_steps(6, update=40)")
+        if not 1 <= steps <= max_steps:
+            raise ValueError(f"{CURRICULUM}: {entry!r} allows {steps} steps; budget.max_steps is {max_steps}")
+        if update <= stages[-1].update if stages else update != 0:
+            raise ValueError(
+                f"{CURRICULUM}: {entry!r}; the first stage begins at update 0, others after the one before"
+            )
+        stages.append(Stage(update, steps))
+    return stages
+
+
+def limit_steps(row: Row, stages: Sequence[Stage], index: int, groups: int) -> Row:
+    """Return a training row with the steps that its stage allows, as `max_steps`.
+
+    Args:
+      row: row of the task.
+      stages: see `parse_curriculum`.
+      index: prompt index of the row.
+      groups: rows of a batch; where groups are refilled, batches take more, and stages begin the sooner.
+    """
+    if not stages:
+        return row
+    allowed = stages[bisect.bisect_right(stages, index // groups, key=lambda stage: stage.update) - 1].max_steps
+    return {**row, "max_steps": min(allowed, row.get("max_steps", allowed))}

@@ -67,17 +67,7 @@ class TaskContext:
     make_tool: Callable[[str], Tool] = no_tool
 
     def check_steps(self, needed: int, task: str, why: str, remedy: str) -> None:
-        """Refuse a budget that no episode of a task can be solved in.
-
-        Args:
-          needed: steps that an episode takes.
-          task: name of the task.
-          why: what takes so many steps, for the message.
-          remedy: what else than a larger budget helps.
-
-        Raises:
-          ValueError: `max_steps` is less.
-        """
+        """Raise ValueError where `max_steps` is less than a task needs, with why it does and what else would help."""
         if self.max_steps is not None and self.max_steps < needed:
             raise ValueError(f"{task}: {why}, beyond budget.max_steps ({self.max_steps}); raise it, or {remedy}")
 
@@ -95,10 +85,10 @@ class TaskEntry:
     config: type | None = None
 
     def make_from(self, keys: Mapping[str, Any], run: TaskContext, section: str) -> Task:
-        """Make the task from its keys.
+        """Make the task from those keys that differ from their defaults, or all.
 
         Args:
-          keys: those that differ from their defaults, or all.
+          keys: values by name.
           run: what the run gives it.
           section: name of the section that holds the keys, for messages.
 
@@ -116,7 +106,7 @@ TASKS: Registry[TaskEntry] = Registry("task", "task.file")
 
 
 def register(name: str, config: type | None = None) -> Callable[[Make], Make]:
-    """Decorator that registers a function `(config, run) -> Task` under a name.
+    """Register a function `(config, run) -> Task` under a name, as a decorator.
 
     Args:
       name: `task.name` of configs.
@@ -135,11 +125,7 @@ def register(name: str, config: type | None = None) -> Callable[[Make], Make]:
 
 
 def find_task(name: str, modules: Mapping[str, str]) -> TaskEntry:
-    """Return the entry of a task, importing the module that registers it where that is still to be done.
-
-    Args:
-      name: of the task.
-      modules: task name -> module that registers it.
+    """Return the entry of a task, after importing the module of `modules` that registers it where need be.
 
     Raises:
       ValueError: no such task; the message lists the names.

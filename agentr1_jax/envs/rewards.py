@@ -1,14 +1,18 @@
-"""Rewards as weighted, named parts, and the measures of question answering that they are made of."""
+"""Rewards as weighted, named parts: the measures of question answering, and functions of the user."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import difflib
+import importlib
+import inspect
 import math
+import numbers
 import re
 import string
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from agentr1_jax.envs.base import Row
 from agentr1_jax.text.tool_calls import ParseError, ToolCall
@@ -64,18 +68,18 @@ class Reward:
                 raise ValueError(f"unknown reward part {name!r}{hint} Parts are {sorted(self.parts)}")
 
     def raw(self, row: Row, turns: Sequence[Turn]) -> dict[str, float]:
-        """Every part of the last turn, unweighted."""
+        """Return every part of the last turn, unweighted."""
         values = {name: part(row, turns) for name, part in self.parts.items()}
         return {name: float(value) for name, value in values.items() if value is not None}
 
     def contributions(self, raw: Mapping[str, float]) -> dict[str, float]:
-        """Contributions of the weighted parts; their sum is the reward."""
+        """Return the weighted parts, whose sum is the reward."""
         weights = {name: weight for name, weight in self.weights.items() if name in raw}
         return {name: weight * raw[name] if raw[name] else 0.0 for name, weight in weights.items()}
 
 
 def totals(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Parts summed over the steps of an episode: from `raw_reward_parts` of each to the values of metrics."""
+    """Return the sums of the parts over the steps of an episode."""
     sums: dict[str, float] = {}
     for parts in steps:
         for name, value in parts.items():
@@ -116,3 +120,75 @@ def _f1(prediction: str, answer: str) -> float:
     predicted, expected = prediction.split(), answer.split()
     common = sum((collections.Counter(predicted) & collections.Counter(expected)).values())
     return 2 * common / (len(predicted) + len(expected)) if common else 0.0
+
+
+_SPEC = re.compile(r"([\w.]+):(\w+)=(.+)")
+
+
+def load_functions(specs: Sequence[str], taken: Collection[str]) -> tuple[dict[str, Part], dict[str, float]]:
+    """Import reward functions of the user; each becomes a part of its own name.
+
+    A function has the signature of `Part`. One that raises, or returns anything but a finite number or None, fails the
+    episode.
+
+    Args:
+      specs: `module:function=weight`, the module as one would import it.
+      taken: names that other parts have.
+
+    Returns:
+      the parts and their weights, by name.
+
+    Raises:
+      ValueError: a spec cannot be read, its module cannot be imported, or what it names is no such function.
+    """
+    parts: dict[str, Part] = {}
+    weights: dict[str, float] = {}
+    for spec in specs:
+        found = _SPEC.fullmatch(spec)
+        try:
+            module, name, weight = found[1], found[2], float(found[3])  # type: ignore[index]
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"reward_functions: {spec!r} is not 'module:function=weight', e.g. 'my_rewards:brevity=0.2'"
+            ) from None
+        if name in taken or name in parts:
+            raise ValueError(
+                f"reward_functions: {spec!r}: there is a reward part {name!r} already; rename the function"
+            )
+        parts[name] = _check_values(_import_function(spec, module, name), f"{module}:{name}")
+        weights[name] = weight
+    return parts, weights
+
+
+def _import_function(spec: str, module: str, name: str) -> Any:
+    try:
+        function = getattr(importlib.import_module(module), name, None)
+    except Exception as error:  # Whatever the user's module raises when it is imported.
+        raise ValueError(
+            f"reward_functions: {spec!r}: cannot import {module!r} ({type(error).__name__}: {error}); it must be "
+            "importable from the folder that the run is started in, or installed"
+        ) from error
+    if not callable(function) or inspect.iscoroutinefunction(function):
+        raise ValueError(
+            f"reward_functions: {spec!r}: {module!r} has no such function; it must be def {name}(row, turns), not async"
+        )
+    try:
+        inspect.signature(function).bind({}, [])
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"reward_functions: {spec!r}: {name!r} cannot be called as {name}(row, turns): {error}"
+        ) from error
+    return function
+
+
+def _check_values(function: Any, name: str) -> Part:
+    def part(row: Row, turns: Sequence[Turn]) -> float | None:
+        try:
+            value = function(row, turns)
+        except Exception as error:
+            raise RuntimeError(f"reward function {name} raised {type(error).__name__}: {error}") from error
+        if value is not None and not (isinstance(value, numbers.Real) and math.isfinite(value)):
+            raise RuntimeError(f"reward function {name} returned {value!r:.80}, which is no finite number")
+        return None if value is None else float(value)
+
+    return part

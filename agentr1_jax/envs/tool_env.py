@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from agentr1_jax.envs.base import Action, Observation, Row, Transition
 from agentr1_jax.envs.rewards import Reward, Turn
@@ -14,92 +15,73 @@ from agentr1_jax.tools import base
 from agentr1_jax.tools.base import Tool, ToolResult
 from agentr1_jax.trajectory import Outcome
 
-OnParseFailure = Literal["observe", "end"]
 Tools = Sequence[Tool] | Callable[[Row], Sequence[Tool]]
 User = Callable[[Row, Sequence[Turn]], str | None]
 """From row and turns, the last of which has no call, to what the user says next; None where that was all."""
 NO_ACTION = "Error: neither a tool call nor an answer."
 
 
+@dataclasses.dataclass(eq=False)
 class ToolEnv:
     """An Env whose actions are tool calls and a final answer.
 
-    A response with calls runs all of them, concurrently unless they are to run in order, and the next observation is
-    their results, one after another (`text` for one, `texts` for several).
-    A response with an answer and no call ends the episode. Where there is a user, any response without a call ends the
-    policy's turn: the next observation is what the user says then, and the episode ends when that is nothing.
+    A response with calls runs all of them, and the next observation is their results (`text` for one, `texts` for
+    several). A response with an answer and no call ends the episode. Where there is a user, any response without a call
+    ends the policy's turn: the next observation is what the user says then, and the episode ends when that is nothing.
+
     Everything that is the policy's fault (an unreadable call, an unknown tool, arguments that break the schema, neither
     call nor answer) comes back to it as a short text; a fault of the infrastructure ends the episode with
     `tool_failure`. Where the action is lenient, broken JSON is mended if it can be; such calls are counted (`repaired`
     of info's errors, metric `repaired_calls`).
 
-    Args:
+    Attributes:
       tools: the tools on offer, or a function from the row to them.
       opening: row -> opening chat messages.
       reward: what each turn earns.
-      metrics: (row, turns) -> scalars of the finished or cut episode.
+      metrics: (row, turns) -> scalars of the finished or truncated episode.
       state_key: (row, turns) -> anchor of the state after these turns.
-      on_parse_failure: what follows a response with neither a readable call nor an answer: `observe` (the policy is
-        told and goes on) or `end` (the episode ends with `parse_failure`).
       user: who speaks after a response without calls; None where nobody does.
-      in_order: whether the calls of one response run one after another, for tools that share a state.
+      in_order: True if the calls of one response run one after another, for tools that share a state; else they run
+        concurrently.
     """
 
-    def __init__(
-        self,
-        tools: Tools,
-        opening: Callable[[Row], Sequence[Mapping[str, str]]],
-        reward: Reward,
-        metrics: Callable[[Row, Sequence[Turn]], Mapping[str, float]],
-        state_key: Callable[[Row, Sequence[Turn]], str],
-        on_parse_failure: OnParseFailure = "observe",
-        *,
-        user: User | None = None,
-        in_order: bool = False,
-    ):
-        if on_parse_failure not in ("observe", "end"):
-            raise ValueError(f"on_parse_failure is {on_parse_failure!r}; choose 'observe' or 'end'")
-        self._offer = tools if callable(tools) else lambda row: tools
-        self._opening = opening
-        self._reward = reward
-        self._metrics = metrics
-        self._state_key = state_key
-        self._on_parse_failure = on_parse_failure
-        self._user = user
-        self._in_order = in_order
-        self._row: Row = {}
-        self._tools: Mapping[str, Tool] = {}
-        self._turns: list[Turn] = []
-        self._said: list[str | None] = []
-        self._lenient = False
+    tools: Tools
+    opening: Callable[[Row], Sequence[Mapping[str, str]]]
+    reward: Reward
+    metrics: Callable[[Row, Sequence[Turn]], Mapping[str, float]]
+    state_key: Callable[[Row, Sequence[Turn]], str]
+    user: User | None = None
+    in_order: bool = False
 
     async def reset(self, row: Row, seed: int) -> Observation:
-        """Starts an episode; the first observation carries the tools' schemas. `seed` is not used."""
-        self._row = row
-        self._turns, self._said = [], []
-        self._tools = {tool.name: tool for tool in self._offer(row)}
+        """Start an episode; the first observation carries the tools' schemas. `seed` is not used."""
+        self._row, self._lenient = row, False
+        self._turns: list[Turn] = []
+        self._said: list[str | None] = []
+        tools = self.tools(row) if callable(self.tools) else self.tools
+        self._tools = {tool.name: tool for tool in tools}
         return Observation(
-            messages=self._opening(row),
+            messages=self.opening(row),
             tools=[base.schema(tool) for tool in self._tools.values()],
             evidence="",
-            state_key=self._state_key(row, self._turns),
+            state_key=self.state_key(row, self._turns),
         )
 
     async def step(self, action: Action) -> Transition:
-        """Applies one response; see the class for what follows from it."""
-        # The missing half of a response that was cut must not be guessed.
+        """Apply one response; see the class for what follows from it."""
         self._lenient = action.lenient
+        # The missing half of a truncated response must not be guessed.
         calls = parse_tool_calls(action.text, lenient=action.lenient and not action.truncated)
         results = await self._run_all(calls)
         turn = Turn(action.text, calls, results, extract_answer(action.text))
         self._turns.append(turn)
 
-        said = self._user(self._row, self._turns) if self._user and not calls else None
+        said = self.user(self._row, self._turns) if self.user and not calls else None
         self._said.append(said)
         outcome = self._outcome(turn, said)
         failed = outcome is Outcome.TOOL_FAILURE
-        raw = {} if failed else self._reward.raw(self._row, self._turns)
-        contributions = {} if failed else self._reward.contributions(raw)
+        raw = {} if failed else self.reward.raw(self._row, self._turns)
+        contributions = {} if failed else self.reward.contributions(raw)
         return Transition(
             observation=None if outcome else self._observation(turn, said),
             reward=float(sum(contributions.values())),
@@ -114,14 +96,14 @@ class ToolEnv:
         )
 
     def truncate(self) -> Mapping[str, float]:
-        """Metrics of the episode so far; without a final answer it counts as wrong."""
-        metrics = self._metrics(self._row, self._turns)
+        """Return the metrics of the episode so far; without a final answer it counts as wrong."""
+        metrics = self.metrics(self._row, self._turns)
         if not self._lenient:
             return metrics
         return {**metrics, "repaired_calls": float(sum(_count_repairs(turn) for turn in self._turns))}
 
     async def _run_all(self, calls: Sequence[ToolCall | ParseError]) -> Sequence[ToolResult]:
-        if self._in_order:
+        if self.in_order:
             return [await self._run(call) for call in calls]
         return await asyncio.gather(*(self._run(call) for call in calls))
 
@@ -135,17 +117,10 @@ class ToolEnv:
     def _outcome(self, turn: Turn, said: str | None) -> Outcome | None:
         if any(result.error is not None and result.error.fault == "infrastructure" for result in turn.results):
             return Outcome.TOOL_FAILURE
-        if turn.answers if self._user is None else not turn.calls and said is None:
-            return Outcome.ANSWERED
-        unreadable = turn.calls and not any(isinstance(call, ToolCall) for call in turn.calls)
-        end = self._on_parse_failure == "end" and (unreadable or self._no_action(turn))
-        return Outcome.PARSE_FAILURE if end else None
-
-    def _no_action(self, turn: Turn) -> bool:
-        return not turn.calls and turn.answer is None and self._user is None
+        ends = turn.answers if self.user is None else not turn.calls and said is None
+        return Outcome.ANSWERED if ends else None
 
     def _observation(self, turn: Turn, said: str | None) -> Observation:
-        state_key = self._state_key(self._row, self._turns)
         told = [result.content for result in turn.results] or [NO_ACTION if said is None else said]
         # What succeeded, each result once, and what the user said; what failed is of interest right after it alone.
         turns = zip(self._turns, self._said, strict=True)
@@ -155,15 +130,15 @@ class ToolEnv:
             text=told[0] if len(told) == 1 else None,
             texts=told if len(told) > 1 else None,
             role="tool" if said is None else "user",
-            state_key=state_key,
+            state_key=self.state_key(self._row, self._turns),
             evidence="\n".join(dict.fromkeys([*shown, *told])),
         )
 
     def _errors(self, turn: Turn) -> dict[str, int]:
         """How often each kind of error occurred in a turn, mended calls among them."""
         kinds = [result.error.kind for result in turn.results if result.error is not None]
-        kinds += ["no_action"] * self._no_action(turn) + ["repaired"] * _count_repairs(turn)
-        return dict(collections.Counter(kinds))
+        no_action = not turn.calls and turn.answer is None and self.user is None
+        return dict(collections.Counter([*kinds, *["no_action"] * no_action, *["repaired"] * _count_repairs(turn)]))
 
 
 def _record(call: ToolCall | ParseError, result: ToolResult) -> dict[str, Any]:

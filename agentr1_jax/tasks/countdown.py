@@ -13,26 +13,23 @@ import itertools
 import random
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from annotated_types import Ge, Le
 from pydantic import StringConstraints
 from pydantic.dataclasses import dataclass
 
 from agentr1_jax.envs.base import Expert, Row
+from agentr1_jax.envs.datasets import LAYOUT_SPLITS, ProceduralTask, draw_row
 from agentr1_jax.envs.registry import TaskContext, register
 from agentr1_jax.envs.rewards import Part, Reward, Turn
-from agentr1_jax.envs.tabular_task import SPLITS, split_of
 from agentr1_jax.envs.tool_env import NO_ACTION, ToolEnv
 from agentr1_jax.tasks import qa
 from agentr1_jax.text.tool_calls import PARSE_MESSAGES, ToolCall, render_answer, render_call
-from agentr1_jax.tools.base import Tool
 from agentr1_jax.tools.calculator import CalculationError, CalculatorTool, evaluate
 from agentr1_jax.validation import STRICT, Fraction
 
 SYSTEM = "Make the first number from the others, each used once. Calculate, then answer."
-OPERATORS = "+-*/"
-MOST_DRAWS = 10_000
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -66,100 +63,32 @@ class CountdownConfig:
 
 
 @register("countdown", CountdownConfig)
-def make_countdown(config: CountdownConfig, run: TaskContext) -> CountdownTask:
-    """Make Countdown. Raises ValueError where the settings leave too few rows."""
-    return CountdownTask(config, run.wrap)
-
-
-@dataclasses.dataclass(frozen=True)
-class CountdownTask:
-    """A Task of expressions that come to a target; all numbers are to be used, each once.
+def make_countdown(config: CountdownConfig, run: TaskContext) -> ProceduralTask:
+    """Make Countdown. Raises ValueError where the settings leave too few rows.
 
     Splits `train`, `eval` and `dev` have no pair of numbers and target in common, so that demonstrations, which are of
     `train`, show none that is tested.
-
-    Attributes:
-      config: its keys.
-      wrap: puts the run's limits around the calculator.
-
-    Raises:
-      ValueError: the keys leave too few rows.
     """
-
-    config: CountdownConfig
-    wrap: Callable[[Tool], Tool] = lambda tool: tool
-    name: ClassVar[str] = "countdown"
-
-    def __post_init__(self) -> None:
-        for split in set(SPLITS):
-            self.row(split, 0)
-
-    @property
-    def reward_parts(self) -> Sequence[str]:
-        """The parts that have a weight."""
-        return list(self._reward.weights)
-
-    def row(self, split: str, index: int) -> Row:
-        """Row `index` of a split. Raises ValueError on another split or a negative index."""
-        if split not in SPLITS or index < 0:
-            known = ", ".join(sorted(set(SPLITS)))
-            raise ValueError(f"countdown has no row {split!r} {index}; splits are {known}, rows start at 0")
-        numbers, target = self._pair_of(split, random.Random(f"countdown/{split}/{index}"))
-        question = f"{target} from {' '.join(map(str, numbers))}."
-        row = {"id": f"countdown/{split}/{index}", "question": question, "numbers": numbers, "target": target}
-        return {**row, "operators": self.config.operators}
-
-    def size(self, split: str) -> int | None:
-        """None: rows are procedural, though pairs come again."""
-        return None
-
-    def env(self) -> ToolEnv:
-        """A fresh environment with a calculator."""
-        return ToolEnv(
-            tools=[self._calculator],
-            opening=qa.question_messages(SYSTEM),
-            reward=self._reward,
-            metrics=metrics,
-            state_key=state_key,
-        )
-
-    def expert(self, row: Row, seed: int) -> Expert:
-        """Tries expressions in order, but for values seen before, with its flaws; equal seeds give equal decisions."""
-        rng = random.Random(f"{row['id']}/expert/{seed}")
-        return _play(row, rng, self.config.hasty, self.config.stubborn).send  # type: ignore[return-value]
-
-    def texts(self, count: int) -> Sequence[str]:
-        """Questions, calls and results of training rows, one a text."""
-        return list(itertools.islice(self._texts(), count))
-
-    def _pair_of(self, split: str, rng: random.Random) -> tuple[list[int], int]:
-        for _ in range(MOST_DRAWS):
-            numbers = [rng.randint(1, self.config.largest) for _ in range(self.config.numbers)]
-            target = evaluate(_expression(numbers, self.config.operators, rng))
-            if target >= 1 and target == int(target) and split_of(_pair(numbers, int(target))) == split:
-                return numbers, int(target)
-        raise ValueError(
-            f"countdown: {MOST_DRAWS} draws found no numbers and target for split {split!r}; raise numbers "
-            f"({self.config.numbers}) or largest ({self.config.largest}), or allow more operators "
-            f"({self.config.operators})"
-        )
-
-    @functools.cached_property
-    def _reward(self) -> Reward:
-        return Reward(PARTS, dataclasses.asdict(self.config.rewards))
-
-    @functools.cached_property
-    def _calculator(self) -> Tool:
-        return self.wrap(CalculatorTool())
-
-    def _texts(self) -> Iterator[str]:
-        yield from [SYSTEM, NO_ACTION, *PARSE_MESSAGES.values()]
-        for index in itertools.count():
-            row = self.row("train", index)
-            expression = _expression(row["numbers"], self.config.operators, random.Random(row["id"]))
-            value = _value(expression)
-            yield from [row["question"], _call(expression), value, f"{value} is not {row['target']}."]
-            yield render_answer(expression)
+    reward = Reward(PARTS, dataclasses.asdict(config.rewards))
+    calculator = run.wrap(CalculatorTool())
+    opening = qa.question_messages(SYSTEM)
+    make_row = functools.partial(
+        draw_row,
+        "countdown",
+        draw=functools.partial(_draw, config),
+        layout=lambda row: f"{' '.join(map(str, sorted(row['numbers'])))} = {row['target']}",
+        remedy=f"raise numbers ({config.numbers}) or largest ({config.largest}), or allow more operators "
+        f"({config.operators})",
+    )
+    return ProceduralTask(
+        name="countdown",
+        splits=LAYOUT_SPLITS,
+        make_row=make_row,
+        make_env=lambda: ToolEnv([calculator], opening, reward, metrics, state_key),
+        reward_parts=list(reward.weights),
+        make_expert=functools.partial(_make_expert, config),
+        make_texts=functools.partial(_make_texts, make_row),
+    )
 
 
 def solves(answer: str | None, row: Row) -> bool:
@@ -173,8 +102,8 @@ def solves(answer: str | None, row: Row) -> bool:
 
 
 def answer_part(row: Row, turns: Sequence[Turn]) -> float:
-    """1 where the turn ends the episode with an answer that solves it."""
-    return float(turns[-1].answers and solves(turns[-1].answer, row))
+    """1 where the last turn ends the episode with an answer that solves it."""
+    return float(bool(turns) and turns[-1].answers and solves(turns[-1].answer, row))
 
 
 def wasted_call_part(row: Row, turns: Sequence[Turn]) -> float:
@@ -199,7 +128,7 @@ def metrics(row: Row, turns: Sequence[Turn]) -> dict[str, float]:
     """`em`: whether it was solved; `seen`: whether a call showed the target; `tool_calls`."""
     calls = [result for turn in turns for result in turn.results]
     return {
-        "em": float(bool(turns) and turns[-1].answers and solves(turns[-1].answer, row)),
+        "em": answer_part(row, turns),
         "seen": float(any(result.ok and result.content == str(row["target"]) for result in calls)),
         "tool_calls": float(len(calls)),
     }
@@ -212,10 +141,25 @@ def state_key(row: Row, turns: Sequence[Turn]) -> str:
     return "|".join([row["id"], ";".join(sorted(tried)), last])
 
 
+def _draw(config: CountdownConfig, rng: random.Random) -> Row | None:
+    numbers = [rng.randint(1, config.largest) for _ in range(config.numbers)]
+    target = evaluate(_draw_expression(numbers, config.operators, rng))
+    if target < 1 or target != int(target):
+        return None
+    question = f"{int(target)} from {' '.join(map(str, numbers))}."
+    return {"question": question, "numbers": numbers, "target": int(target), "operators": config.operators}
+
+
 def _plays_by_rules(expression: str, row: Row) -> bool:
     if not re.fullmatch(rf"[\d\s(){re.escape(row['operators'])}]+", expression) or re.search(r"\*\*|//", expression):
         return False
     return sorted(map(int, re.findall(r"\d+", expression))) == sorted(row["numbers"])
+
+
+def _make_expert(config: CountdownConfig, row: Row, seed: int) -> Expert:
+    """Try expressions in order, but for values seen before, with the flaws of the config."""
+    rng = random.Random(f"{row['id']}/expert/{seed}")
+    return _play(row, rng, config.hasty, config.stubborn).send  # type: ignore[return-value]
 
 
 def _play(row: Row, rng: random.Random, hasty: float, stubborn: float) -> Generator[str, str | None, None]:
@@ -234,13 +178,24 @@ def _play(row: Row, rng: random.Random, hasty: float, stubborn: float) -> Genera
             expression = next(unseen, expression)
 
 
+def _make_texts(make_row: Callable[[str, int], Row]) -> Iterator[str]:
+    """Questions, calls and results of training rows."""
+    yield from [SYSTEM, NO_ACTION, *PARSE_MESSAGES.values()]
+    for index in itertools.count():
+        row = make_row("train", index)
+        expression = _draw_expression(row["numbers"], row["operators"], random.Random(row["id"]))
+        value = _value(expression)
+        yield from [row["question"], _call(expression), value, f"{value} is not {row['target']}."]
+        yield render_answer(expression)
+
+
 def _expressions(numbers: Sequence[int], operators: str) -> Iterator[str]:
     for order in itertools.permutations(numbers):
         for chosen in itertools.product(operators, repeat=len(numbers) - 1):
             yield _join(order, chosen)
 
 
-def _expression(numbers: Sequence[int], operators: str, rng: random.Random) -> str:
+def _draw_expression(numbers: Sequence[int], operators: str, rng: random.Random) -> str:
     return _join(rng.sample(numbers, len(numbers)), [rng.choice(operators) for _ in numbers[1:]])
 
 
@@ -255,7 +210,3 @@ def _call(expression: str) -> str:
 
 def _value(expression: str) -> str:
     return CalculatorTool().execute({"expression": expression}).content
-
-
-def _pair(numbers: Sequence[int], target: int) -> str:
-    return f"{' '.join(map(str, sorted(numbers)))} = {target}"

@@ -13,7 +13,6 @@ The rules are Gymnasium's (https://gymnasium.farama.org/environments/toy_text/fr
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import random
 from collections.abc import Sequence
@@ -23,9 +22,9 @@ from annotated_types import Ge, Le
 from pydantic.dataclasses import dataclass
 
 from agentr1_jax.envs.base import Row
+from agentr1_jax.envs.datasets import ProceduralTask
 from agentr1_jax.envs.registry import TaskContext, register
-from agentr1_jax.envs.tabular import Chance, Game
-from agentr1_jax.envs.tabular_task import GameRewards, TabularTask
+from agentr1_jax.envs.tabular import Chance, Game, GameRewards, make_tabular_task
 from agentr1_jax.validation import STRICT, Fraction
 
 MOVES = {"east": (0, 1), "south": (1, 0), "west": (0, -1), "north": (-1, 0)}
@@ -51,23 +50,19 @@ class FrozenLakeConfig:
 
 
 @register("frozenlake", FrozenLakeConfig)
-def make_frozenlake(config: FrozenLakeConfig, run: TaskContext) -> TabularTask:
-    """Make FrozenLake: the goal pays 1, and an episode ends there, in a hole, or by the budget.
-
-    Raises:
-      ValueError: the settings leave too few maps.
-    """
-    return TabularTask(
+def make_frozenlake(config: FrozenLakeConfig, run: TaskContext) -> ProceduralTask:
+    """Make FrozenLake: the goal pays 1, and an episode ends there, in a hole, or by the budget."""
+    return make_tabular_task(
         name="frozenlake",
         draw=functools.partial(_draw, size=config.size, holes=config.holes),
         game=functools.partial(game, slip=config.slip),
         mistakes=config.mistakes,
-        reward_weights=dataclasses.asdict(config.rewards),
+        weights=config.rewards,
     )
 
 
 def game(row: Row, *, slip: float) -> Game:
-    """The game of a row; its states are cells [row, column]. Against a wall, and by what is no action, one stays.
+    """Return the game of a row, whose states are cells [row, column]. By a wall, or what is no action, one stays.
 
     Φ = −(moves from here to the goal) / (moves from the start to the goal), on the shortest way past the holes.
     """
@@ -87,15 +82,13 @@ def _outcomes(lake: Sequence[str], slip: float, cell: Any, action: str | None) -
         return [Chance(1.0, 0.0, cell)]
     names = list(MOVES)
     ahead = names.index(action.removeprefix("go "))
-    turns = ((0, 1 - slip), (-1, slip / 2), (1, slip / 2))
-    return [
-        _slide(lake, cell, names[(ahead + turn) % 4], probability) for turn, probability in turns if probability > 0
-    ]
-
-
-def _slide(lake: Sequence[str], cell: Cell, move: str, probability: float) -> Chance:
-    to, kind = _look(lake, cell, move)
-    return Chance(probability, float(kind == "goal"), None if kind in ("hole", "goal") else to, success=kind == "goal")
+    chances = []
+    for turn, probability in ((0, 1 - slip), (-1, slip / 2), (1, slip / 2)):
+        if probability > 0:
+            to, kind = _look(lake, cell, names[(ahead + turn) % 4])
+            ends = kind in ("hole", "goal")
+            chances.append(Chance(probability, float(kind == "goal"), None if ends else to, success=kind == "goal"))
+    return chances
 
 
 def _tell(lake: Sequence[str], cell: Any) -> str:
@@ -109,7 +102,7 @@ def _look(lake: Sequence[str], cell: Cell, move: str) -> tuple[Cell, str]:
 
 
 def distances(lake: Sequence[str]) -> dict[Cell, int]:
-    """Moves to the goal, the lower right corner, from every cell whence there is a way past the holes."""
+    """Return the moves to the goal, the lower right corner, from every cell that has a way past the holes."""
     goal = len(lake) - 1, len(lake[-1]) - 1
     out, ahead = {goal: 0}, [goal]
     for row, column in ahead:

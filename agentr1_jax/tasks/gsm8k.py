@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import gzip
-import itertools
 import json
 import re
 import zlib
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +15,7 @@ from typing import Any, Literal
 from pydantic.dataclasses import dataclass
 
 from agentr1_jax.envs.base import Expert, Row
-from agentr1_jax.envs.datasets import FiniteRows, data_folder
+from agentr1_jax.envs.datasets import RowsTask, data_folder
 from agentr1_jax.envs.registry import TaskContext, register
 from agentr1_jax.envs.rewards import Part, Reward, Turn
 from agentr1_jax.envs.tool_env import ToolEnv
@@ -58,63 +56,32 @@ class Gsm8kConfig:
 
 
 @register("gsm8k", Gsm8kConfig)
-def make_gsm8k(config: Gsm8kConfig, run: TaskContext) -> Gsm8kTask:
-    """Make GSM8K. Raises FileNotFoundError or ValueError where its data are missing or damaged."""
-    return Gsm8kTask(config, run)
+def make_gsm8k(config: Gsm8kConfig, run: TaskContext) -> RowsTask:
+    """Make GSM8K. Its splits are `train`, and `eval`, which is GSM8K's test.
 
-
-class Gsm8kTask:
-    """The Task of solving word problems whose results are numbers.
-
-    Splits: `train`, and `eval`, which is GSM8K's test.
-
-    Args:
-      config: its keys.
-      run: what the run gives it.
+    The expert makes the calculations that the solution is annotated with, then answers.
 
     Raises:
       FileNotFoundError: the data are not there.
       ValueError: a line that is no problem with a result (the message names it).
     """
-
-    name = "gsm8k"
-
-    def __init__(self, config: Gsm8kConfig, run: TaskContext) -> None:
-        self._reward = Reward(PARTS, dataclasses.asdict(config.rewards))
-        folder = data_folder(run.data_dir) / "gsm8k"
-        problems = {split: read_problems(folder / file, split) for split, file in FILES.items()}
-        self._rows = FiniteRows(self.name, problems, run.seed)
-        self._tool = run.wrap(CalculatorTool() if config.tool == "calculator" else run.make_tool(config.tool))
-
-    @property
-    def reward_parts(self) -> Sequence[str]:
-        """The parts that have a weight."""
-        return list(self._reward.weights)
-
-    def row(self, split: str, index: int) -> Row:
-        """Row `index` of a split; see `FiniteRows`."""
-        return self._rows.row(split, index)
-
-    def size(self, split: str) -> int:
-        """Number of problems of a split."""
-        return self._rows.size(split)
-
-    def env(self) -> ToolEnv:
-        """A fresh environment; all share the tool."""
-        return ToolEnv(tools=[self._tool], opening=_opening, reward=self._reward, metrics=metrics, state_key=state_key)
-
-    def expert(self, row: Row, seed: int) -> Expert:
-        """Makes the calculations that the solution is annotated with, then answers; `seed` is not used."""
-        return functools.partial(_next, _play(row, self._tool.name))
-
-    def texts(self, count: int) -> list[str]:
-        """Training problems and their solutions, at most `count`."""
-        both = ((row["question"], row["solution"]) for row in self._rows.splits["train"])
-        return list(itertools.islice(itertools.chain.from_iterable(both), count))
+    folder = data_folder(run.data_dir) / "gsm8k"
+    splits = {split: read_problems(folder / file, split) for split, file in FILES.items()}
+    tool = run.wrap(CalculatorTool() if config.tool == "calculator" else run.make_tool(config.tool))
+    reward = Reward(PARTS, dataclasses.asdict(config.rewards))
+    return RowsTask(
+        "gsm8k",
+        splits,
+        make_env=lambda: ToolEnv([tool], _opening, reward, metrics, state_key),
+        reward_parts=list(reward.weights),
+        expert=lambda row, seed: _make_expert(row, tool.name),
+        texts=[text for row in splits["train"] for text in (row["question"], row["solution"])],
+        seed=run.seed,
+    )
 
 
 def read_problems(path: Path, split: str) -> list[dict[str, Any]]:
-    """The problems of a file, as rows.
+    """Read the problems of a file, as rows.
 
     Raises:
       FileNotFoundError: there is no such file.
@@ -141,28 +108,29 @@ def _row(line: str, where: str, place: str) -> dict[str, Any]:
         ) from error
     if not isinstance(question, str) or "####" not in solution or result is None:
         raise ValueError(f"{where}: its answer must end with #### and a number, and its question must be text")
-    calculations = [found.strip() for found in CALCULATION.findall(solution)]
-    steps = CALCULATION.sub("", solution).rpartition("####")[0].strip()
-    row = {"id": f"gsm8k/{place}", "question": question.strip(), "answers": [_plain(result)]}
-    return {**row, "solution": steps, "calculations": calculations}
+    return {
+        "id": f"gsm8k/{place}",
+        "question": question.strip(),
+        "answers": [str(result.numerator if result.denominator == 1 else float(result))],
+        "solution": CALCULATION.sub("", solution).rpartition("####")[0].strip(),
+        "calculations": [found.strip() for found in CALCULATION.findall(solution)],
+    }
 
 
 def number(text: str | None) -> Fraction | None:
-    """The number that a text is, with or without a currency sign, thousands separators, a unit of per cent or a stop
-    behind it; None if it is none.
+    """Return the number that a text is; None if it is none.
+
+    It may have a currency sign, thousands separators, a unit of per cent, and a stop behind it.
     """
     plain = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", (text or "").strip().removesuffix(".").strip())
     plain = re.sub(r"^([+-]?)\s*[$€£]\s*", r"\1", plain).removesuffix("%").strip()
     return Fraction(plain) if NUMBER.fullmatch(plain) else None
 
 
-def _plain(value: Fraction) -> str:
-    return str(value.numerator) if value.denominator == 1 else str(float(value))
-
-
 def answer_part(row: Row, turns: Sequence[Turn]) -> float:
-    """1 where the turn ends the episode with an answer that is the right number."""
-    return float(turns[-1].answers and _right(turns[-1].answer, row))
+    """1 where the last turn ends the episode with an answer that is the right number."""
+    given = number(turns[-1].answer) if turns and turns[-1].answers else None
+    return float(given is not None and given == number(row["answers"][0]))
 
 
 PARTS: Mapping[str, Part] = {
@@ -174,8 +142,7 @@ PARTS: Mapping[str, Part] = {
 
 def metrics(row: Row, turns: Sequence[Turn]) -> dict[str, float]:
     """`em`: whether the answer is the right number; `tool_calls`."""
-    solved = bool(turns) and turns[-1].answers and _right(turns[-1].answer, row)
-    return {"em": float(solved), "tool_calls": float(sum(len(turn.calls) for turn in turns))}
+    return {"em": answer_part(row, turns), "tool_calls": float(sum(len(turn.calls) for turn in turns))}
 
 
 def state_key(row: Row, turns: Sequence[Turn]) -> str:
@@ -184,13 +151,13 @@ def state_key(row: Row, turns: Sequence[Turn]) -> str:
     return "|".join([row["id"], str(len(turns)), json.dumps(sorted(said))])
 
 
-def _right(answer: str | None, row: Row) -> bool:
-    given = number(answer)
-    return given is not None and given == number(row["answers"][0])
-
-
 def _opening(row: Row) -> list[dict[str, str]]:
     return [{"role": "user", "content": f"{row['question']}\n\n{INSTRUCTION}"}]
+
+
+def _make_expert(row: Row, tool: str) -> Expert:
+    responses = _play(row, tool)
+    return lambda observation: next(responses)
 
 
 def _play(row: Row, tool: str) -> Iterator[str]:
@@ -198,7 +165,3 @@ def _play(row: Row, tool: str) -> Iterator[str]:
         yield render_call(tool, {"expression": calculation} if tool == "calculator" else {"code": calculation})
     while True:
         yield render_answer(row["answers"][0])
-
-
-def _next(said: Generator[str] | Iterator[str], shown: str | None) -> str:
-    return next(said)

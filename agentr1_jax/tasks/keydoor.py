@@ -12,7 +12,6 @@ https://arxiv.org/abs/2011.09464). One step a room:
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import random
 from typing import Annotated, Any
@@ -21,9 +20,9 @@ from annotated_types import Ge, Le
 from pydantic.dataclasses import dataclass
 
 from agentr1_jax.envs.base import Row
+from agentr1_jax.envs.datasets import ProceduralTask
 from agentr1_jax.envs.registry import TaskContext, register
-from agentr1_jax.envs.tabular import Chance, Game
-from agentr1_jax.envs.tabular_task import GameRewards, TabularTask
+from agentr1_jax.envs.tabular import Chance, Game, GameRewards, make_tabular_task
 from agentr1_jax.validation import STRICT, Fraction, NonNegative, Whole
 
 COLOURS = ("red", "blue", "green", "gold", "black", "white", "brown", "pink", "grey", "orange")
@@ -49,27 +48,22 @@ class KeyDoorConfig:
 
 
 @register("keydoor", KeyDoorConfig)
-def make_keydoor(config: KeyDoorConfig, run: TaskContext) -> TabularTask:
-    """Make KeyDoor, whose episodes have `rooms` + 2 steps.
-
-    Raises:
-      ValueError: the budget ends an episode before the door.
-    """
+def make_keydoor(config: KeyDoorConfig, run: TaskContext) -> ProceduralTask:
+    """Make KeyDoor. Raises ValueError where the budget ends an episode before the door."""
     steps = config.rooms + 2
-    run.check_steps(
-        steps, "keydoor", f"its door is {steps} steps away (task.keydoor.rooms + 2)", "lower task.keydoor.rooms"
-    )
-    return TabularTask(
+    why = f"its door is {steps} steps away (task.keydoor.rooms + 2)"
+    run.check_steps(steps, "keydoor", why, "lower task.keydoor.rooms")
+    return make_tabular_task(
         name="keydoor",
         draw=functools.partial(_draw, rooms=config.rooms, key_count=config.key_count),
         game=functools.partial(game, noise=config.noise),
         mistakes=config.mistakes,
-        reward_weights=dataclasses.asdict(config.rewards),
+        weights=config.rewards,
     )
 
 
 def game(row: Row, *, noise: float) -> Game:
-    """The game of a row; its states are [room, colour of the key that is carried or ""].
+    """Return the game of a row; its states are [room, colour of the key that is carried or ""].
 
     Going on and everything that is no action pays 0; the door pays 1 to who carries its key, and ends the game in any
     case. Φ = −½ (actions that the open door still lacks): −1 without the right key, −½ with it.

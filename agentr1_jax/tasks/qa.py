@@ -13,9 +13,8 @@ from pydantic.dataclasses import dataclass
 
 from agentr1_jax.envs import rewards
 from agentr1_jax.envs.base import Row
-from agentr1_jax.envs.reward_functions import load_functions
-from agentr1_jax.envs.rewards import Reward, Turn
-from agentr1_jax.envs.tool_env import OnParseFailure, ToolEnv, Tools
+from agentr1_jax.envs.rewards import Reward, Turn, load_functions
+from agentr1_jax.envs.tool_env import ToolEnv, Tools
 from agentr1_jax.text.tool_calls import ToolCall
 from agentr1_jax.validation import STRICT
 
@@ -38,25 +37,13 @@ class QaRewards:
     """of each call made before"""
 
 
-def search_env(
-    tools: Tools,
-    weights: Mapping[str, float],
-    system: str,
-    on_parse_failure: OnParseFailure = "observe",
-) -> ToolEnv:
-    """A ToolEnv for question answering: opens with `system` and the question, pays the weighted `PARTS`."""
-    return ToolEnv(
-        tools=tools,
-        opening=question_messages(system),
-        reward=Reward(PARTS, weights),
-        metrics=metrics,
-        state_key=state_key,
-        on_parse_failure=on_parse_failure,
-    )
+def search_env(tools: Tools, weights: Mapping[str, float], system: str) -> ToolEnv:
+    """Return a ToolEnv for question answering: opens with `system` and the question, pays the weighted `PARTS`."""
+    return ToolEnv(tools, question_messages(system), Reward(PARTS, weights), metrics, state_key)
 
 
 def question_messages(system: str) -> Callable[[Row], list[dict[str, str]]]:
-    """The opening of an episode: a system message, then the row's question as the user's."""
+    """Return row -> opening of an episode: a system message, then the row's question as the user's."""
     return lambda row: [{"role": "system", "content": system}, {"role": "user", "content": row["question"]}]
 
 
@@ -107,20 +94,16 @@ PARTS: Mapping[str, rewards.Part] = {
 
 
 def make_reward(weights: Mapping[str, float], scheme: Scheme = "weighted", functions: Sequence[str] = ()) -> Reward:
-    """The reward of question answering.
+    """Return the reward of question answering.
 
     Args:
-      weights: of `PARTS`; empty for `agentr1_v1`, whose parts all count 1 (see `envs.agentr1_v1`).
-      scheme: which parts are paid. All of `PARTS` are logged in any case.
+      weights: weights of `PARTS`, which are logged in any case; not read by `agentr1_v1`.
+      scheme: `agentr1_v1` pays the parts of `tasks.agentr1_v1` instead, each with weight 1.
       functions: of the user, paid in either scheme, as `module:function=weight`.
 
     Raises:
-      ValueError: an unknown scheme or part, weights that the scheme has no use for, or a function that cannot be used.
+      ValueError: an unknown part, or a function that cannot be used.
     """
-    if scheme not in ("weighted", "agentr1_v1"):
-        raise ValueError(f"reward is {scheme!r}; choose 'weighted' or 'agentr1_v1'")
-    if scheme == "agentr1_v1" and weights:
-        raise ValueError(f"reward 'agentr1_v1' has fixed weights; leave out those of {', '.join(weights)}")
     parts, paid = dict(PARTS), dict(weights)
     if scheme == "agentr1_v1":
         from agentr1_jax.tasks import agentr1_v1
@@ -132,13 +115,13 @@ def make_reward(weights: Mapping[str, float], scheme: Scheme = "weighted", funct
 
 
 def found_gold(row: Row, turns: Sequence[Turn]) -> set[str]:
-    """Ids of the gold passages that any search of these turns returned."""
+    """Return the ids of the gold passages that any search of these turns returned."""
     gold = set(row.get("gold_ids", ()))
     return {i for turn in turns for result in turn.results for i in result.data.get("ids", ()) if i in gold}
 
 
 def metrics(row: Row, turns: Sequence[Turn]) -> dict[str, float]:
-    """`em` and `f1` of the final answer (0 where there is none), `tool_calls`, `gold_recall` where gold is known."""
+    """Return `em` and `f1` of the final answer, 0 without one; `tool_calls`; `gold_recall` where gold is known."""
     answer = turns[-1].answer if turns and turns[-1].answers else None
     out = {
         "em": rewards.exact_match(answer, row["answers"]),
@@ -151,7 +134,7 @@ def metrics(row: Row, turns: Sequence[Turn]) -> dict[str, float]:
 
 
 def state_key(row: Row, turns: Sequence[Turn]) -> str:
-    """Row, gold passages found so far and the kind of the last observation: equal states of a group have equal keys."""
+    """Return row, gold passages found so far and the kind of the last observation."""
     return "|".join([str(row["id"]), ",".join(sorted(found_gold(row, turns))), _kind(row, turns)])
 
 

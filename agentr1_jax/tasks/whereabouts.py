@@ -12,16 +12,18 @@ summaries keep who is where:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import random
 import re
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from annotated_types import Ge, Le
 from pydantic.dataclasses import dataclass
 
 from agentr1_jax.envs.base import SUMMARY_REQUEST, Action, Expert, Observation, Row, Transition
+from agentr1_jax.envs.datasets import ProceduralTask
 from agentr1_jax.envs.registry import TaskContext, register
 from agentr1_jax.trajectory import Outcome
 from agentr1_jax.validation import STRICT, Count, Fraction
@@ -77,81 +79,60 @@ class WhereaboutsConfig:
 
 
 @register("whereabouts", WhereaboutsConfig)
-def make_whereabouts(config: WhereaboutsConfig, run: TaskContext) -> WhereaboutsTask:
+def make_whereabouts(config: WhereaboutsConfig, run: TaskContext) -> ProceduralTask:
     """Make Whereabouts. Raises ValueError where the budget ends an episode before its question."""
     steps = config.reports + 1
     why = f"its question comes at step {steps} (task.whereabouts.reports + 1)"
     run.check_steps(steps, "whereabouts", why, "lower task.whereabouts.reports")
-    return WhereaboutsTask(config)
+    return ProceduralTask(
+        name="whereabouts",
+        splits=("train", "eval", "dev"),
+        make_row=functools.partial(_make_row, config),
+        make_env=lambda: WhereaboutsEnv(config.rewards),
+        reward_parts=list(dataclasses.asdict(config.rewards)),
+        make_expert=functools.partial(_make_expert, config),
+        make_texts=functools.partial(_make_texts, config),
+        expert_writes_summaries=True,
+    )
 
 
-@dataclasses.dataclass(frozen=True)
-class WhereaboutsTask:
-    """A Task of remembering; its splits `train`, `eval` and `dev` are drawn apart.
+def _make_row(config: WhereaboutsConfig, split: str, index: int) -> Row:
+    """Everybody moves for the last time in a report that is uniform over all, so that old ones count as new ones do."""
+    name = f"whereabouts/{split}/{index}"
+    rng = random.Random(name)
+    people, places = PEOPLE[: config.people], PLACES[: config.places]
+    last = {who: rng.randrange(config.reports) for who in people}
+    reports = []
+    for number in range(config.reports):
+        movers = [who for who in people if last[who] == number]
+        later = [who for who in people if last[who] > number]
+        movers = movers or rng.sample(later, min(config.moves, len(later)))
+        reports.append({who: rng.choice(places) for who in rng.sample(movers, len(movers))})
+    asked = rng.choice(people)
+    return {
+        "id": name,
+        "question": RULES,
+        "reports": reports,
+        "remarks": [rng.choice(REMARKS) for _ in reports],
+        "asked": asked,
+        "answers": [last_places(reports)[asked]],
+        "age": config.reports - 1 - last[asked],
+    }
 
-    Everybody moves for the last time in a report that is uniform over all, so that old ones count as much as new ones.
 
-    Attributes:
-      config: its keys.
-    """
-
-    config: WhereaboutsConfig
-    name: ClassVar[str] = "whereabouts"
-    expert_writes_summaries: ClassVar[bool] = True
-
-    @property
-    def reward_parts(self) -> Sequence[str]:
-        """The parts that have a weight."""
-        return list(dataclasses.asdict(self.config.rewards))
-
-    def row(self, split: str, index: int) -> Row:
-        """Row `index` of a split. Raises ValueError on another split or a negative index."""
-        if split not in ("train", "eval", "dev") or index < 0:
-            raise ValueError(f"whereabouts has no row {split!r} {index}; splits are dev, eval, train, rows start at 0")
-        name = f"whereabouts/{split}/{index}"
-        rng = random.Random(name)
-        people, places = PEOPLE[: self.config.people], PLACES[: self.config.places]
-        last = {who: rng.randrange(self.config.reports) for who in people}
-        reports = []
-        for number in range(self.config.reports):
-            movers = [who for who in people if last[who] == number]
-            later = [who for who in people if last[who] > number]
-            movers = movers or rng.sample(later, min(self.config.moves, len(later)))
-            reports.append({who: rng.choice(places) for who in rng.sample(movers, len(movers))})
-        asked = rng.choice(people)
-        remarks = [rng.choice(REMARKS) for _ in reports]
-        row = {"id": name, "question": RULES, "reports": reports, "remarks": remarks, "asked": asked}
-        return {**row, "answers": [last_places(reports)[asked]], "age": self.config.reports - 1 - last[asked]}
-
-    def size(self, split: str) -> int | None:
-        """None: rows are procedural."""
-        return None
-
-    def env(self) -> WhereaboutsEnv:
-        """A fresh environment."""
-        return WhereaboutsEnv(self.config.rewards)
-
-    def expert(self, row: Row, seed: int) -> Expert:
-        """Goes on, sums up and answers, with its flaws; equal seeds give equal decisions."""
-        rng = random.Random(f"{row['id']}/expert/{seed}")
-        return _play(row, rng, self.config.forgets, self.config.mistakes, PLACES[: self.config.places]).send  # type: ignore[return-value]
-
-    def texts(self, count: int) -> Sequence[str]:
-        """Stories of training rows, one a text: after each second report, who is where, a question and its answer."""
-        return list(itertools.islice(self._texts(), count))
-
-    def _texts(self) -> Iterator[str]:
-        yield from [RULES, GO_ON, SUMMARY_REQUEST]
-        for index in itertools.count():
-            row, story = self.row("train", index), list[str]()
-            rng = random.Random(f"{row['id']}/story")
-            for number in range(self.config.reports):
-                story.append(report_text(row, number))
-                if number % 2 or number == self.config.reports - 1:
-                    facts = last_places(row["reports"][: number + 1])
-                    who = rng.choice(list(facts))
-                    story += [facts_text(facts), LAST.format(who), facts_text({who: facts[who]})]
-            yield "\n".join(story)
+def _make_texts(config: WhereaboutsConfig) -> Iterator[str]:
+    """Stories of training rows, one a text: after each second report, who is where, a question and its answer."""
+    yield from [RULES, GO_ON, SUMMARY_REQUEST]
+    for index in itertools.count():
+        row, story = _make_row(config, "train", index), list[str]()
+        rng = random.Random(f"{row['id']}/story")
+        for number in range(config.reports):
+            story.append(report_text(row, number))
+            if number % 2 or number == config.reports - 1:
+                facts = last_places(row["reports"][: number + 1])
+                who = rng.choice(list(facts))
+                story += [facts_text(facts), LAST.format(who), facts_text({who: facts[who]})]
+        yield "\n".join(story)
 
 
 class WhereaboutsEnv:
@@ -159,30 +140,29 @@ class WhereaboutsEnv:
 
     def __init__(self, rewards: WhereaboutsRewards) -> None:
         self._rewards = rewards
-        self._row: Row = {}
-        self._shown, self._summaries, self._right = 0, list[float](), 0.0
 
     async def reset(self, row: Row, seed: int) -> Observation:
-        """Starts an episode; `seed` is not used."""
-        self._row, self._shown, self._summaries, self._right = row, 1, [], 0.0
+        """Start an episode; `seed` is not used."""
+        self._row, self._shown, self._right = row, 1, 0.0
+        self._summaries: list[float] = []
         opening = f"{row['question']}\n{report_text(row, 0)}"
         return Observation(messages=[{"role": "user", "content": opening}], state_key=self._key(), evidence="")
 
     async def step(self, action: Action) -> Transition:
-        """Shows the next report, then the question; what is said to that ends the episode."""
+        """Show the next report, then the question; what is said to that ends the episode."""
         reports = self._row["reports"]
         if self._shown > len(reports):
             right = facts_text({self._row["asked"]: self._row["answers"][0]})
             self._right = float(action.text.strip().strip(".") == right)
-            parts = {"answer": self._rewards.answer * self._right}
+            reward = self._rewards.answer * self._right
             return Transition(
-                None,
-                sum(parts.values()),
-                parts,
+                observation=None,
+                reward=reward,
+                reward_parts={"answer": reward},
+                raw_reward_parts={"answer": self._right},
                 terminated=True,
                 outcome=Outcome.ANSWERED,
                 metrics=self.truncate(),
-                raw_reward_parts={"answer": self._right},
             )
         self._shown += 1
         over = self._shown > len(reports)
@@ -193,13 +173,12 @@ class WhereaboutsEnv:
 
     def judge_summary(self, text: str) -> Mapping[str, float]:
         """Return the reward parts of a summary of all but the newest report."""
-        facts = last_places(self._row["reports"][: self._shown - 1])
-        score = score_summary(text, facts)
+        score = score_summary(text, last_places(self._row["reports"][: self._shown - 1]))
         self._summaries.append(score)
         return {"summary": self._rewards.summary * score}
 
     def truncate(self) -> Mapping[str, float]:
-        """`em`; `summary_score`, the mean score of the summaries, where some were written."""
+        """Return `em`; `summary_score`, the mean score of the summaries, where some were written."""
         found = {"summary_score": sum(self._summaries) / len(self._summaries)} if self._summaries else {}
         return {"em": self._right, **found}
 
@@ -208,7 +187,7 @@ class WhereaboutsEnv:
 
 
 def last_places(reports: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Where everybody is after these reports; who moved last comes last."""
+    """Return where everybody is after these reports; who moved last comes last."""
     facts: dict[str, str] = {}
     for report in reports:
         for who, place in report.items():
@@ -218,13 +197,13 @@ def last_places(reports: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
 
 def report_text(row: Row, number: int) -> str:
-    """A report in words."""
+    """Return a report in words."""
     moves = ", ".join(f"{who} to {place}" for who, place in row["reports"][number].items())
     return f"{row['remarks'][number]} {moves or 'Nobody moves'}."
 
 
 def facts_text(facts: Mapping[str, str]) -> str:
-    """Facts as a summary has them."""
+    """Return facts as a summary has them."""
     return ", ".join(f"{who} {place}" for who, place in facts.items())
 
 
@@ -235,15 +214,20 @@ def score_summary(text: str, facts: Mapping[str, str]) -> float:
     return (right - (len(said) - right)) / max(len(facts), 1)
 
 
-def _play(
-    row: Row, rng: random.Random, forgets: float, mistakes: float, places: Sequence[str]
-) -> Generator[str, str | None, None]:
+def _make_expert(config: WhereaboutsConfig, row: Row, seed: int) -> Expert:
+    """Go on, sum up and answer, with the flaws of the config."""
+    return _play(config, row, random.Random(f"{row['id']}/expert/{seed}")).send  # type: ignore[return-value]
+
+
+def _play(config: WhereaboutsConfig, row: Row, rng: random.Random) -> Generator[str, str | None, None]:
     shown: str | None = None
     for number in itertools.count():  # Of responses to reports.
         if shown == SUMMARY_REQUEST:
             facts = last_places(row["reports"][:number])
-            shown = yield facts_text({who: place for who, place in facts.items() if rng.random() >= forgets}) or GO_ON
+            said = {who: place for who, place in facts.items() if rng.random() >= config.forgets}
+            shown = yield facts_text(said) or GO_ON
         if number >= len(row["reports"]):
-            place = rng.choice(places) if rng.random() < mistakes else row["answers"][0]
+            guesses = rng.random() < config.mistakes
+            place = rng.choice(PLACES[: config.places]) if guesses else row["answers"][0]
             yield facts_text({row["asked"]: place})
         shown = yield GO_ON

@@ -21,7 +21,7 @@ from absl import logging
 
 from agentr1_jax.agents.session import Identity
 from agentr1_jax.envs.base import Row
-from agentr1_jax.envs.curriculum import limit_steps
+from agentr1_jax.envs.mixture import limit_steps
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.rollout.background import BackgroundEngine, wait
 from agentr1_jax.rollout.config import SamplingConfig

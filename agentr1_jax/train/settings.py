@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 from agentr1_jax.agents.context import RULES, ContextConfig, ContextRule
 from agentr1_jax.agents.loop import AgentConfig
 from agentr1_jax.credit.scheme import CreditConfig, Scheme, ShapingConfig
-from agentr1_jax.envs.curriculum import Stage, parse_curriculum
+from agentr1_jax.envs.mixture import Stage, parse_curriculum
 from agentr1_jax.errors import UserError, user_error
 from agentr1_jax.learner.config import (
     CorrectionConfig,

@@ -15,7 +15,7 @@ from configured import configured_task
 from agentr1_jax.contrib.gymnasium.spaces import action_format, check_observation_space, observation_text
 from agentr1_jax.contrib.gymnasium.task import GymnasiumConfig, GymnasiumTask
 from agentr1_jax.envs.base import Action, Task
-from agentr1_jax.envs.tabular_task import NO_ACTION, GameRewards
+from agentr1_jax.envs.tabular import NO_ACTION, GameRewards
 from agentr1_jax.errors import UserError
 from agentr1_jax.trajectory import Outcome
 from configs import base, frozenlake

@@ -56,11 +56,11 @@ class Faulty:
 TOOLS = (SEARCH, Faulty())
 
 
-def play(*texts, tools=TOOLS, weights=WEIGHTS, on_parse_failure="observe", **how):
+def play(*texts, tools=TOOLS, weights=WEIGHTS, **how):
     """The transitions of an episode, all checked for what every transition must be."""
 
     async def run():
-        env = qa.search_env(tools, weights, "Search.", on_parse_failure)
+        env = qa.search_env(tools, weights, "Search.")
         await env.reset(ROW, 0)
         return [await env.step(Action(np.zeros(0, np.int32), text, **how)) for text in texts], env
 
@@ -77,46 +77,36 @@ def search(query):
     return render_call("search", {"query": query})
 
 
-def test_the_opening_holds_the_question_and_the_schemas():
-    env = qa.search_env([SEARCH], WEIGHTS, "Search.")
-    first = asyncio.run(env.reset(ROW, 0))
-    assert first.messages == [{"role": "system", "content": "Search."}, {"role": "user", "content": "Who?"}]
-    assert [tool["function"]["name"] for tool in first.tools] == ["search"]
-    assert first.state_key == qa.state_key(ROW, [])
-
-
-def test_tools_may_depend_on_the_row():
-    env = qa.search_env(lambda row: [SEARCH] if row["id"] == "r" else [], WEIGHTS, "")
-    assert len(asyncio.run(env.reset(ROW, 0)).tools) == 1
-    assert len(asyncio.run(env.reset({**ROW, "id": "s"}, 0)).tools) == 0
-
-
 def test_search_then_answer():
-    (first, last), _ = play(search("Glass Harbor"), render_answer("Ada"))
+    env = qa.search_env(lambda row: [SEARCH] if row["id"] == "r" else [], WEIGHTS, "Search.")
+    opening = asyncio.run(env.reset(ROW, 0))
+    assert opening.messages == [{"role": "system", "content": "Search."}, {"role": "user", "content": "Who?"}]
+    assert [tool["function"]["name"] for tool in opening.tools] == ["search"]
+    assert opening.state_key == qa.state_key(ROW, [])
+
+    (first, both, last), _ = play(search("Glass Harbor"), search("x") + render_answer("Ada"), render_answer("Ada"))
     assert first.observation.text == "- Glass Harbor: director Ada." and first.observation.role == "tool"
     assert first.reward_parts == {"answer": 0, "format": 0, "gold_passage": 0.2, "repeated_query": 0}
-    assert first.tool_calls == [
-        {
-            "name": "search",
-            "arguments": {"query": "Glass Harbor"},
-            "ok": True,
-            "error": None,
-            "result": first.observation.text,
-        }
-    ]
+    assert first.raw_reward_parts["gold_passage"] == 1 and first.raw_reward_parts["f1"] == 0
+    arguments = {"query": "Glass Harbor"}
+    record = {"name": "search", "arguments": arguments, "ok": True, "error": None, "result": first.observation.text}
+    assert first.tool_calls == [record]
     assert first.observation.state_key == "r|g|new_gold"
+    assert both.outcome is None and both.reward_parts["answer"] == 0 and both.reward_parts["format"] == -0.1
     assert last.outcome is Outcome.ANSWERED and last.terminated and last.reward == 1.0
-    assert last.metrics == {"em": 1, "f1": 1, "tool_calls": 1, "gold_recall": 1}
+    assert last.metrics == {"em": 1, "f1": 1, "tool_calls": 2, "gold_recall": 1}
 
 
-def test_raw_parts_are_logged_even_where_they_have_no_weight():
-    (first,), _ = play(search("Glass Harbor"), weights={"answer": 1.0})
-    assert first.reward_parts == {"answer": 0} and first.raw_reward_parts["gold_passage"] == 1
-
-
-def test_a_wrong_answer_ends_the_episode_with_nothing():
-    (only,), _ = play(render_answer("Milo"))
-    assert only.outcome is Outcome.ANSWERED and only.reward == 0 and only.metrics["em"] == 0
+def test_a_tool_that_is_down_ends_the_episode_beside_calls_that_are_not():
+    tools = [wrap_tool(tool, ToolsConfig(max_attempts=2, backoff_seconds=0.001), ToolMetrics()) for tool in TOOLS]
+    calls = search("Glass Harbor") + render_call("faulty", {}) + "<tool_call>{</tool_call>"
+    (only,), env = play(calls, tools=tools)
+    assert only.outcome is Outcome.TOOL_FAILURE and only.truncated and not only.terminated and only.reward_parts == {}
+    assert only.info["errors"] == {"exception": 1, "bad_json": 1}
+    assert [call["ok"] for call in only.tool_calls] == [True, False, False]
+    assert env.truncate() == {"em": 0, "f1": 0, "tool_calls": 3, "gold_recall": 1}
+    asyncio.run(env.reset(ROW, 0))
+    assert env.truncate()["tool_calls"] == 0
 
 
 def test_calls_of_one_response_run_concurrently_and_keep_their_order():
@@ -158,19 +148,6 @@ def test_every_kind_of_fault_of_the_policy_is_counted_in_one_response():
     assert only.reward_parts["gold_passage"] == 0.2  # the data of a cut result count
 
 
-def test_a_tool_that_is_down_ends_the_episode_beside_calls_that_are_not():
-    tools = [wrap_tool(tool, ToolsConfig(max_attempts=2, backoff_seconds=0.001), ToolMetrics()) for tool in TOOLS]
-    (only,), _ = play(search("Glass Harbor") + render_call("faulty", {}) + "<tool_call>{</tool_call>", tools=tools)
-    assert only.outcome is Outcome.TOOL_FAILURE and only.info["errors"] == {"exception": 1, "bad_json": 1}
-    assert [call["ok"] for call in only.tool_calls] == [True, False, False]
-
-
-def test_good_and_bad_calls_of_one_response_each_get_their_result():
-    (only,), _ = play(search("Pale River") + "<tool_call>[]</tool_call>", on_parse_failure="end")
-    assert only.observation.texts == ["- Pale River: song.", PARSE_MESSAGES["not_an_object"]]
-    assert [call["ok"] for call in only.tool_calls] == [True, False]
-
-
 BROKEN = search("Glass Harbor").replace("}}", "}")
 
 
@@ -190,18 +167,6 @@ def test_nothing_is_mended_unless_asked_for_nor_in_a_response_that_was_cut():
         assert env.truncate().get("repaired_calls") == (0 if how else None)
 
 
-def test_an_answer_beside_a_call_does_not_end_the_episode():
-    (only,), _ = play(search("Glass Harbor") + render_answer("Ada"))
-    assert only.outcome is None and only.reward_parts["answer"] == 0 and only.reward_parts["format"] == -0.1
-
-
-@pytest.mark.parametrize("text", ["I wonder.", "<tool_call>{</tool_call>"])
-def test_a_parse_failure_may_end_the_episode(text):
-    (only,), _ = play(text, on_parse_failure="end")
-    assert only.outcome is Outcome.PARSE_FAILURE and only.terminated and only.metrics["em"] == 0
-    assert only.reward == pytest.approx(-0.1)
-
-
 class Counting:
     """A tool that tells what it counted before and after it let others go first."""
 
@@ -218,65 +183,29 @@ class Counting:
         return ToolResult(f"{before} {self.count}")
 
 
-def talk(*texts, on_parse_failure="observe", says=("And then?", "And now?")):
-    """The transitions of an episode with a user who says these things, one for each response without calls."""
+def test_a_user_speaks_after_each_response_without_calls_until_all_is_said():
+    """The calls of one response share a state here, and run one after another."""
 
     def user(row, turns):
-        return dict(enumerate(says)).get(sum(not turn.calls for turn in turns) - 1)
+        return dict(enumerate(["And then?", "And now?"])).get(sum(not turn.calls for turn in turns) - 1)
+
+    texts = ["Well.", render_call("count", {}) * 3, "<tool_call>{</tool_call>", render_answer("Ada"), ""]
 
     async def run():
         reward = Reward(qa.PARTS, {"format": 1.0})
         opening = qa.question_messages("")
-        how = {"user": user, "in_order": True, "on_parse_failure": on_parse_failure}
-        env = ToolEnv([Counting()], opening, reward, qa.metrics, qa.state_key, **how)
+        env = ToolEnv([Counting()], opening, reward, qa.metrics, qa.state_key, user=user, in_order=True)
         await env.reset(ROW, 0)
         return [await env.step(Action(np.zeros(0, np.int32), text)) for text in texts]
 
-    return asyncio.run(run())
-
-
-def test_calls_run_one_after_another_where_they_share_a_state():
-    (only,) = talk(render_call("count", {}) * 3)
-    assert only.observation.texts == ["0 1", "1 2", "2 3"]
-
-
-@pytest.mark.parametrize("on_parse_failure", ["observe", "end"])
-def test_a_user_speaks_after_each_response_without_calls_until_all_is_said(on_parse_failure):
-    texts = ["Well.", render_call("count", {}), render_answer("Ada"), ""]
-    first, second, third, last = talk(*texts, on_parse_failure=on_parse_failure)
-    assert [t.observation.text for t in (first, second, third)] == ["And then?", "0 1", "And now?"]
-    assert [t.observation.role for t in (first, second, third)] == ["user", "tool", "user"]
+    first, counted, broken, second, last = asyncio.run(run())
+    told = [t.observation.content for t in (first, counted, broken, second)]
+    assert told == ["And then?", "0 1\n1 2\n2 3", PARSE_MESSAGES["bad_json"], "And now?"]
+    assert [t.observation.role for t in (first, counted, broken, second)] == ["user", "tool", "tool", "user"]
     assert first.observation.state_key == "r||no_action" and first.info["errors"] == {}
+    assert counted.observation.evidence == f"And then?\n{told[1]}"
+    assert second.observation.evidence == f"And then?\n{told[1]}\nAnd now?"
     assert last.outcome is Outcome.ANSWERED and last.terminated and last.observation is None
-
-
-def test_a_call_that_cannot_be_read_is_no_turn_of_the_policys():
-    (only,) = talk("<tool_call>{</tool_call>")
-    assert only.observation.text == PARSE_MESSAGES["bad_json"] and only.observation.role == "tool"
-    (only,) = talk("<tool_call>{</tool_call>", on_parse_failure="end")
-    assert only.outcome is Outcome.PARSE_FAILURE
-
-
-def test_a_fault_of_the_infrastructure_ends_the_episode():
-    (only,), _ = play(render_call("faulty", {}) + search("Glass Harbor"))
-    assert only.outcome is Outcome.TOOL_FAILURE and only.truncated and not only.terminated
-    assert only.tool_calls[0]["error"] == "exception" and only.reward_parts == {}
-
-
-def test_a_cut_episode_is_measured_as_unanswered():
-    _, env = play(search("Glass Harbor"))
-    assert env.truncate() == {"em": 0, "f1": 0, "tool_calls": 1, "gold_recall": 1}
-
-
-def test_a_new_episode_forgets_the_last():
-    _, env = play(search("Glass Harbor"))
-    asyncio.run(env.reset(ROW, 0))
-    assert env.truncate()["tool_calls"] == 0
-
-
-def test_an_unknown_setting_is_refused():
-    with pytest.raises(ValueError, match="'ignore'; choose 'observe' or 'end'"):
-        qa.search_env([SEARCH], WEIGHTS, "", on_parse_failure="ignore")
 
 
 PIECES = st.sampled_from([search("harbor"), render_answer("Ada"), "<tool_call>{", "</tool_call>", "<answer>", "x"])
@@ -298,24 +227,3 @@ def test_evidence_is_what_succeeded_and_what_came_back_last():
     assert first.observation.evidence == again.observation.evidence == glass
     assert wrong.observation.evidence == f"{glass}\n{NO_ACTION}"
     assert two.observation.evidence == f"{pale}\n{glass}"
-
-
-def test_evidence_has_what_the_user_said():
-    says = iter(["And the mill?", None])
-    env = ToolEnv(
-        tools=[SEARCH],
-        opening=lambda row: [{"role": "user", "content": "Where is the barn?"}],
-        reward=Reward({}, {}),
-        metrics=lambda row, turns: {},
-        state_key=lambda row, turns: "",
-        user=lambda row, turns: next(says),
-    )
-
-    async def run():
-        await env.reset({"id": "r"}, 0)
-        texts = (search("glass"), "By the lake.", search("pale"))
-        return [(await env.step(Action(np.zeros(0, np.int32), text))).observation for text in texts]
-
-    glass, asked, pale = asyncio.run(run())
-    assert asked.evidence == f"{glass.content}\nAnd the mill?"
-    assert pale.evidence == f"{glass.content}\nAnd the mill?\n{pale.content}"

@@ -7,15 +7,12 @@ import collections
 import gzip
 import json
 
-import hypothesis
-import hypothesis.strategies as st
 import numpy as np
 import pytest
 from plays import multihop_task, play_expert
 
 from agentr1_jax.envs import datasets
 from agentr1_jax.envs.base import Action
-from agentr1_jax.envs.mixture import draw
 from agentr1_jax.tasks import multihop
 from agentr1_jax.tools.search import BM25
 from agentr1_jax.trajectory import Outcome
@@ -278,31 +275,10 @@ def test_the_mixture_holds_over_each_stretch(folder):
     assert {only.row("train", i)["dataset"] for i in range(20)} == {"hotpotqa"}
 
 
-@hypothesis.given(st.lists(st.integers(1, 1000), min_size=1, max_size=5), st.integers(0, 2**32))
-def test_draws_by_any_shares(sizes, seed):
-    total = sum(sizes)
-    shares = [size / total for size in sizes]
-    offsets = np.random.default_rng(seed).uniform(0.1, 0.9, len(sizes)).tolist()
-    counts = [0] * len(sizes)
-    for index in range(min(total, 400)):
-        k, number = draw(shares, offsets, index)
-        assert number == counts[k]
-        counts[k] += 1
-        assert all(abs(n - share * (index + 1)) < len(sizes) for n, share in zip(counts, shares, strict=True))
-    if total <= 400:
-        assert counts == sizes
-    k, number = draw(shares, offsets, 10**8)
-    assert abs(number - shares[k] * 10**8) < len(sizes) + 1
-
-
 @pytest.mark.parametrize(
     ("mixture", "message"),
     [
-        (("hotpotqa",), ": write name\\(weight=2\\)"),
-        (("hotpotqa(weight=-1)", "2wikimultihopqa(weight=1)"), "write name\\(weight=2\\), with a weight of 0 or more"),
-        (("hotpotqa(weight=nan)", "2wikimultihopqa(weight=1)"), "write name\\(weight=2\\)"),
         (("hotpotqa(weight=1)",), "no weight of '2wikimultihopqa'"),
-        (("hotpotqa(weight=1)", "hotpotqa(weight=2)"), "names 'hotpotqa' twice"),
         (("hotpotqa(weight=0)", "2wikimultihopqa(weight=0)"), "are all 0"),
         (("hotpot(weight=1)", "2wikimultihopqa(weight=1)"), "'hotpot'; did you mean 'hotpotqa'"),
     ],

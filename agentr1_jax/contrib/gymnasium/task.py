@@ -19,7 +19,7 @@ from pydantic.dataclasses import dataclass
 from agentr1_jax.contrib.gymnasium.spaces import ActionFormat, action_format, check_observation_space, observation_text
 from agentr1_jax.envs.base import Action, Expert, Observation, Row, Transition
 from agentr1_jax.envs.registry import TaskContext, register
-from agentr1_jax.envs.tabular_task import NO_ACTION, REWARD_PARTS, GameRewards
+from agentr1_jax.envs.tabular import NO_ACTION, REWARD_PARTS, GameRewards
 from agentr1_jax.tools.base import run_in_thread
 from agentr1_jax.trajectory import Outcome
 from agentr1_jax.validation import STRICT, Count, Finite
