@@ -263,7 +263,7 @@ def _loss(c: ConfigDict) -> None:
     c.kl.horizon = 10_000.0  # Trajectories in which an adaptive coefficient changes by at most 20 %.
 
     c.correction = ConfigDict()  # Of the gap between sampler and learner; needs learner.old_logprobs=learner.
-    c.correction.kind = "none"  # (none | tis_token | tis_sequence | icepop | mask_sequence)
+    c.correction.kind = "none"  # (none | tis_token | tis_sequence | icepop | mask_sequence) Weights.
     c.correction.unit = "trajectory"  # (trajectory | step) The sequence of tis_sequence and mask_sequence.
     c.correction.cap = 2.0  # Largest weight of tis_token and tis_sequence.
     c.correction.low = 0.5  # Lower bound of icepop and mask_sequence.

@@ -16,7 +16,7 @@ from typing import Any
 from absl import flags, logging
 
 from agentr1_jax.errors import UserError
-from agentr1_jax.learner.kl import next_kl_coef
+from agentr1_jax.learner.losses import next_kl_coef
 from agentr1_jax.learner.optimizer import rate_by_progress
 from agentr1_jax.learner.update import LearnerState
 from agentr1_jax.policy.decoder import Params
@@ -266,7 +266,7 @@ def learning_rates(
     if phase.name == "rl":
         return settings.learning_rates(progress.update, list(params))
     c = settings.pretrain if phase.name == "pretraining" else settings.warm_start
-    return dict.fromkeys(params, c.lr * rate_by_progress("cosine", done, warmup=0.05, final_share=0.1))
+    return dict.fromkeys(params, c.lr * rate_by_progress(done))
 
 
 def adapt_kl(settings: Settings, progress: Progress, record: dict[str, float]) -> Progress:

@@ -22,7 +22,7 @@ from agentr1_jax.policy.params import init_params
 POLICY = DecoderConfig(vocab_size=VOCAB, width=16, layers=2, heads=4, kv_heads=2, head_dim=4, hidden=24)
 OBJECTIVE = Objective(LossConfig(clip="dual", clip_high=0.28, entropy_coef=0.01, chunk=48), temperature=0.8)
 WIDE = dataclasses.replace(POLICY, dtype="float64", param_dtype="float64")
-ROWS, LOSS_TOKENS = 16, 20
+ROWS, LOSS_TOKENS = 16, LONGEST
 
 
 def objective(*, kl="none", kl_coef=0.001, temperature=OBJECTIVE.temperature, **loss):

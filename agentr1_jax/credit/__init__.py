@@ -1,6 +1,6 @@
 """Credit assignment: pure functions from a `TokenBatch` to advantages and value targets, and their registry."""
 
-from agentr1_jax.credit import group, state, temporal  # noqa: F401 - registers the schemes
+from agentr1_jax.credit import group, temporal  # noqa: F401 - registers the schemes
 from agentr1_jax.credit.batch import Credit, TokenBatch
 from agentr1_jax.credit.primitives import (
     Norm,
@@ -19,15 +19,13 @@ from agentr1_jax.credit.primitives import (
     whiten_steps,
     whiten_tokens,
 )
-from agentr1_jax.credit.scheme import SCHEMES, CreditConfig, Scheme, ShapingConfig, get_scheme, register
+from agentr1_jax.credit.scheme import SCHEMES, Scheme, get_scheme, register
 
 __all__ = [
     "SCHEMES",
     "Credit",
-    "CreditConfig",
     "Norm",
     "Scheme",
-    "ShapingConfig",
     "TokenBatch",
     "Unit",
     "Whitening",

@@ -61,12 +61,12 @@ class TokenBatch:
 
     @property
     def trajectories(self) -> int:
-        """Capacity N; also the capacity of groups."""
+        """Capacity N, of trajectories and groups."""
         return self.returns.shape[0]
 
     @property
     def real_token(self) -> Bool[Array, "tokens"]:
-        """True for the tokens that get an advantage: sampled ones of real steps."""
+        """True for the tokens that get an advantage, sampled ones of real steps; False for padding."""
         return self.is_action & (self.token_step < self.steps)
 
     @property
@@ -82,14 +82,14 @@ class TokenBatch:
     @property
     def first_token(self) -> Bool[Array, "tokens"]:
         """True at the first sampled token of each step."""
-        index = jnp.where(self.real_token, jnp.arange(self.token_step.shape[0]), self.token_step.shape[0])
+        index = jnp.where(self.real_token, jnp.arange(self.token_step.size), self.token_step.size)
         first = jax.ops.segment_min(index, self.token_step, self.steps + 1)
         return self.real_token & (index == first[self.token_step])
 
     @property
     def last_token(self) -> Bool[Array, "tokens"]:
         """True at the last sampled token of each step."""
-        index = jnp.where(self.real_token, jnp.arange(self.token_step.shape[0]), -1)
+        index = jnp.where(self.real_token, jnp.arange(self.token_step.size), -1)
         last = jax.ops.segment_max(index, self.token_step, self.steps + 1)
         return self.real_token & (index == last[self.token_step])
 
@@ -143,26 +143,22 @@ class Credit:
 
 @dataclasses.dataclass(frozen=True)
 class FlatTrajectories:
-    """N trajectories of S steps and K tokens.
+    """N trajectories of S steps and K tokens; what is also in `TokenBatch` is explained there.
 
     Tokens are the sampled ones; for the mask ablations, those of the observation that answers a response follow it.
 
     Attributes:
-      rewards: r_t of each step.
       process_rewards: part of r_t that is process reward.
       potential, next_potential: Φ of the states that each step starts in and leads to; NaN where there is none.
       state_key: 63-bit hash of the state key of each step; -1 where it has none.
       step_tokens: number of tokens of each step.
       trajectory_steps: number of steps of each trajectory.
-      returns: R_i of each trajectory.
-      greedy_return: return of the greedy rollout of each trajectory's row; NaN where there is none.
-      group: group of each trajectory, any integers.
+      greedy_return: NaN where there is none.
+      group: any integers.
       truncated: True for trajectories whose future is bootstrapped.
       trainable: False for steps whose tokens get no loss weight, though their rewards count in statistics.
-      is_action: True for tokens that the policy sampled.
       logprobs: behaviour log-probs; 0 for tokens that were not sampled.
-      token_rewards: reward of each token on top of its step's (KL in the reward).
-      values: V_k of each token; all 0 without a critic.
+      values: all 0 without a critic.
       final_values: V at `final_prompt_ids` of each trajectory; 0 where it has none.
     """
 
@@ -185,18 +181,18 @@ class FlatTrajectories:
     final_values: Float[np.ndarray, "trajectories"]
 
     @property
-    def token_step(self) -> np.ndarray:
-        """Step of each token, [K]."""
+    def token_step(self) -> Int[np.ndarray, "tokens"]:
+        """Step of each token."""
         return np.repeat(np.arange(len(self.rewards)), self.step_tokens)
 
     @property
-    def step_trajectory(self) -> np.ndarray:
-        """Trajectory of each step, [S]."""
+    def step_trajectory(self) -> Int[np.ndarray, "steps"]:
+        """Trajectory of each step."""
         return np.repeat(np.arange(len(self.returns)), self.trajectory_steps)
 
     @property
-    def token_trajectory(self) -> np.ndarray:
-        """Trajectory of each token, [K]."""
+    def token_trajectory(self) -> Int[np.ndarray, "tokens"]:
+        """Trajectory of each token."""
         return self.step_trajectory[self.token_step]
 
 
@@ -209,10 +205,10 @@ def flatten(
     process_parts: Sequence[str] = (),
     observations: bool = False,
 ) -> FlatTrajectories:
-    """Flatten trajectories.
+    """Flatten N trajectories, each with steps, whose loss tokens are K.
 
     Args:
-      trajectories: N trajectories, each with steps.
+      trajectories: of this process.
       values: float32 [K] critic values in flat order, None without a critic.
       final_values: float32 [N] critic values at `final_prompt_ids`, None without a critic.
       token_rewards: float32 [K] rewards of tokens in flat order, None for 0.
@@ -220,7 +216,7 @@ def flatten(
       observations: True to include the tokens of each observation after the response that it answers.
     """
     steps = [s for t in trajectories for s in t.steps]
-    counted = [POLICIES[t.outcome].reward == "use" for t in trajectories for _ in t.steps]
+    policies = [POLICIES[t.outcome] for t in trajectories for _ in t.steps]
     sampled = np.array([len(s.response_ids) for s in steps], np.int64)
     answered = np.zeros(len(steps), np.int64)
     if observations:
@@ -231,15 +227,19 @@ def flatten(
     logprobs = np.zeros(len(is_action), np.float32)
     logprobs[is_action] = np.concatenate([np.zeros(0, np.float32), *(s.logprobs for s in steps)])
 
-    def per_step(read: Callable[[Step], float | None]) -> np.ndarray:
-        return np.array([read(s) if use else 0.0 for s, use in zip(steps, counted, strict=True)], np.float32)
+    def reward_of(read: Callable[[Step], float | None]) -> np.ndarray:
+        used = [p.reward == "use" for p in policies]
+        return np.array([read(s) if use else 0.0 for s, use in zip(steps, used, strict=True)], np.float32)
 
     def nan_if_none(values: Iterable[float | None]) -> np.ndarray:
         return np.array([np.nan if x is None else x for x in values], np.float32)
 
+    def zeros_if_none(x: np.ndarray | None, size: int) -> np.ndarray:
+        return np.zeros(size, np.float32) if x is None else x.astype(np.float32)
+
     return FlatTrajectories(
-        rewards=per_step(lambda s: s.reward),
-        process_rewards=per_step(lambda s: sum(x for name, x in s.reward_parts.items() if name in process_parts)),
+        rewards=reward_of(lambda s: s.reward),
+        process_rewards=reward_of(lambda s: sum(x for name, x in s.reward_parts.items() if name in process_parts)),
         potential=nan_if_none(s.potential for s in steps),
         next_potential=nan_if_none(s.next_potential for s in steps),
         state_key=np.array([_hash(s.state_key) for s in steps], np.int64),
@@ -249,12 +249,12 @@ def flatten(
         greedy_return=nan_if_none(t.greedy_return for t in trajectories),
         group=np.array([t.group for t in trajectories], np.int64),
         truncated=np.array([POLICIES[t.outcome].bootstrap for t in trajectories], bool),
-        trainable=np.array([_is_trainable(t, s) for t in trajectories for s in t.steps], bool),
+        trainable=np.array([p.training == "train" and s.trainable for s, p in zip(steps, policies, strict=True)], bool),
         is_action=is_action,
         logprobs=logprobs,
-        token_rewards=np.zeros(len(is_action), np.float32) if token_rewards is None else token_rewards,
-        values=np.zeros(len(is_action), np.float32) if values is None else values.astype(np.float32),
-        final_values=np.zeros(len(trajectories), np.float32) if final_values is None else final_values,
+        token_rewards=zeros_if_none(token_rewards, len(is_action)),
+        values=zeros_if_none(values, len(is_action)),
+        final_values=zeros_if_none(final_values, len(trajectories)),
     )
 
 
@@ -274,11 +274,11 @@ def to_token_batch(
     baseline: float = 0.0,
     advantage_mask: bool = True,
 ) -> TokenBatch:
-    """Pad trajectories to fixed capacities, on the device.
+    """Pad the trajectories of all processes to fixed capacities, on the device.
 
     Args:
-      flat: trajectories of all processes.
-      trajectories, steps, tokens: capacities.
+      flat: the trajectories.
+      trajectories, steps, tokens: the capacities.
       critic: True if `flat.values` are those of a critic.
       baseline: `state_value` of all steps.
       advantage_mask: False treats every token as sampled by the policy (an ablation of Agent-R1).
@@ -314,10 +314,6 @@ def to_token_batch(
         state_value=jnp.full((steps,), baseline, jnp.float32),
         greedy_return=pad(flat.greedy_return, trajectories, 0),
     )
-
-
-def _is_trainable(trajectory: Trajectory, step: Step) -> bool:
-    return POLICIES[trajectory.outcome].training == "train" and step.trainable
 
 
 def _hash(key: str | None) -> int:

@@ -51,9 +51,6 @@ def has_successor(segment: Int[Array, "n"]) -> Bool[Array, "n"]:
 def group_ids(*keys: Int[Array, "n"]) -> list[Int[Array, "n"]]:
     """Number the groups of equal keys: by the first key, by the first two keys, and so on, with one sort for all.
 
-    Args:
-      keys: one or more arrays of integers; elements i and j are equal under m keys if they agree in the first m arrays.
-
     Returns:
       one array for each number of leading keys: the group of each element, in [0, n).
     """
@@ -71,16 +68,10 @@ def group_ids(*keys: Int[Array, "n"]) -> list[Int[Array, "n"]]:
 def center_by_group(
     x: Float[Array, "n"], group: Int[Array, "n"], groups: int, weight: Float[Array, "n"] | None = None
 ) -> tuple[Float[Array, "n"], Float[Array, "n"], Float[Array, "n"]]:
-    """Subtract from each element the mean of its group.
+    """Subtract from each element the mean of its group, in which it counts `weight` times (1 by default).
 
     The result is exactly 0 for a lone element and where all elements of a group are equal up to rounding (see
-    `_differ`). Elements with `group == groups` are padding and get 0.
-
-    Args:
-      x: values.
-      group: group of each element, in [0, groups].
-      groups: number of groups.
-      weight: how often each element counts, 1 by default; an element of weight 0 is padding.
+    `_differ`). Elements of group `groups` or of weight 0 are padding and get 0.
 
     Returns:
       (xᵢ − mean, variance Σ w(x − mean)² / Σ w, count Σ w), the last two of each element's group.
@@ -100,17 +91,13 @@ def center_by_group(
     return centred, variance[group], jnp.where(present, count[group], 0)
 
 
-def sample_std(variance: Float[Array, "n"], count: Float[Array, "n"]) -> Float[Array, "n"]:
-    """Return the standard deviation with n − 1 from the variance with n; 0 for a lone element."""
-    return jnp.sqrt(variance * count / jnp.maximum(count - 1, 1))
-
-
 def normalise_by_group(
     x: Float[Array, "n"], group: Int[Array, "n"], groups: int, norm: Norm, weight: Float[Array, "n"] | None = None
 ) -> Float[Array, "n"]:
     """Return x − mean of its group, over std + 1e-6 with n − 1 where `norm` says so; see `center_by_group`."""
     centred, variance, count = center_by_group(x, group, groups, weight)
-    return centred if norm == "mean_norm" else centred / (sample_std(variance, count) + 1e-6)
+    std = jnp.sqrt(variance * count / jnp.maximum(count - 1, 1))
+    return centred if norm == "mean_norm" else centred / (std + 1e-6)
 
 
 def whiten(x: Float[Array, "n"], weight: Float[Array, "n"]) -> Float[Array, "n"]:

@@ -1,28 +1,57 @@
 """Reward shaping: what a config may do to the rewards of a batch before credit is assigned.
 
-Pure functions from `FlatTrajectories` to `FlatTrajectories`. Each but `end_at_truncation` changes r_t, and R_i = Σₜ rₜ
+Pure functions from `FlatTrajectories` to `FlatTrajectories`. All but `end_at_truncation` change r_t, and R_i = Σₜ rₜ
 with it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
+from pydantic.dataclasses import dataclass
 
 from agentr1_jax.credit.batch import FlatTrajectories
-from agentr1_jax.credit.scheme import ShapingConfig
+from agentr1_jax.validation import STRICT, NonNegative, Whole
+
+
+@dataclass(frozen=True, config=STRICT)
+class ShapingConfig:
+    """Section `shaping`; see the functions below for the definitions, and `configs/base.py` for the keys."""
+
+    truncation_is_terminal: bool = False
+    terminal_only: bool = False
+    process_parts: tuple[str, ...] = ()
+    process_norm: Literal["none", "group", "batch"] = "none"
+    potential: NonNegative = 0.0
+    overlong_buffer: Whole = 0
+    overlong_limit: Whole = 0
+    overlong_factor: NonNegative = 1.0
+    overlong_unit: Literal["step", "trajectory"] = "step"
+    scale_returns: bool = False
+
+    def __post_init__(self) -> None:
+        if self.process_norm != "none" and not self.process_parts:
+            raise ValueError("process_norm needs process_parts, the reward parts that it normalises")
+        if self.process_parts and self.process_norm == "none":
+            raise ValueError("process_parts is set, but process_norm is none; set process_norm to group or batch")
+        if self.terminal_only and (self.process_parts or self.potential):
+            raise ValueError(
+                "terminal_only moves all reward to the last step, where process_norm and potential would have nothing "
+                "left to shape; choose one"
+            )
+        if self.overlong_buffer and self.overlong_limit < self.overlong_buffer:
+            raise ValueError(
+                f"overlong_limit ({self.overlong_limit}) must be at least overlong_buffer ({self.overlong_buffer})"
+            )
 
 
 class RunningMeanStd(NamedTuple):
-    """Running mean and standard deviation, e.g. of the step returns G_t of all batches so far (Chan et al. 1979).
+    """Running statistics of `n` values, e.g. of the step returns G_t of all batches so far (Chan et al. 1979).
 
-    Attributes:
-      n: number of values.
-      mean: their mean.
-      squares: sum of their squared deviations from the mean.
+    `squares` is the sum of their squared deviations from the mean.
     """
 
     n: float = 0.0
@@ -30,7 +59,7 @@ class RunningMeanStd(NamedTuple):
     squares: float = 0.0
 
     def update(self, x: Float[np.ndarray, "n"]) -> RunningMeanStd:
-        """Return the statistics with further values."""
+        """Return the statistics with the values x, too."""
         if not len(x):
             return self
         x = x.astype(np.float64)
@@ -82,13 +111,7 @@ def shape_rewards(
     if config.process_norm != "none":
         flat = normalise_process_rewards(flat, config.process_norm)
     if config.overlong_buffer:
-        flat = penalise_overlong(
-            flat,
-            limit=config.overlong_limit,
-            buffer=config.overlong_buffer,
-            factor=config.overlong_factor,
-            unit=config.overlong_unit,
-        )
+        flat = penalise_overlong(flat, config)
     if config.potential:
         flat = add_potential(flat, weight=config.potential, gamma=gamma, bootstraps=bootstraps)
     statistics = statistics.update(discounted_returns(flat, gamma))
@@ -131,19 +154,21 @@ def normalise_process_rewards(flat: FlatTrajectories, over: str) -> FlatTrajecto
     return replace_rewards(flat, flat.rewards - process + normal)
 
 
-def penalise_overlong(flat: FlatTrajectories, *, limit: int, buffer: int, factor: float, unit: str) -> FlatTrajectories:
+def penalise_overlong(flat: FlatTrajectories, config: ShapingConfig) -> FlatTrajectories:
     """Replace rₜ by rₜ − factor·clip((length − (limit − buffer))/buffer, 0, 1).
 
-    The penalty is 0 up to limit − buffer sampled tokens, then linear. A step pays for its own length; a trajectory for
-    the length of all its responses, on its last step.
+    The penalty is 0 up to limit − buffer sampled tokens, then linear. By `overlong_unit`, a step pays for its own
+    length, or a trajectory for the length of all its responses, on its last step.
 
     Source: soft overlong punishment of DAPO, arXiv 2503.14476.
     """
     length = np.bincount(flat.token_step, flat.is_action, len(flat.rewards))
-    if unit == "trajectory":
+    if config.overlong_unit == "trajectory":
         whole = np.bincount(flat.step_trajectory, length, len(flat.returns))
         length = np.where(_last_step(flat), whole[flat.step_trajectory], 0)
-    return replace_rewards(flat, flat.rewards - factor * np.clip((length - (limit - buffer)) / buffer, 0, 1))
+    buffer = config.overlong_buffer
+    excess = np.clip((length - (config.overlong_limit - buffer)) / buffer, 0, 1)
+    return replace_rewards(flat, flat.rewards - config.overlong_factor * excess)
 
 
 def add_potential(flat: FlatTrajectories, *, weight: float, gamma: float, bootstraps: bool) -> FlatTrajectories:

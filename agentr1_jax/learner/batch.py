@@ -81,37 +81,23 @@ class Batch:
 
 def empty_packed_tokens(rows: int, length: int) -> PackedTokens:
     """Rows of padding. A padding token sees itself alone, so that its softmax is defined."""
-    next_index = np.broadcast_to(np.arange(1, length + 1, dtype=np.int32), (rows, length)).copy()
+    zeros = np.zeros((rows, length), np.int32)
     return PackedTokens(
-        tokens=np.zeros((rows, length), np.int32),
-        position=np.zeros((rows, length), np.int32),
-        subtree_end=next_index,
+        tokens=zeros, position=zeros.copy(), subtree_end=zeros + np.arange(1, length + 1, dtype=np.int32)
     )
 
 
 def empty_loss_tokens(rows: int, count: int, present: tuple[str, ...] = ()) -> LossTokens:
-    """Rows of padding.
+    """Rows of padding with `count` loss tokens each, and the `OPTIONAL_FIELDS` that are `present`."""
 
-    Args:
-      rows: number of rows.
-      count: loss tokens per row.
-      present: names among `OPTIONAL_FIELDS` that the result has.
-    """
-
-    def full(value: float, dtype: type) -> np.ndarray:
+    def full(value: int, dtype: type = np.float32) -> np.ndarray:
         return np.full((rows, count), value, dtype)
 
+    integers = {"logit_index": 0, "target": 0, "step": -1, "trajectory": -1, "group": -1}
     return LossTokens(
-        logit_index=full(0, np.int32),
-        target=full(0, np.int32),
-        step=full(-1, np.int32),
-        trajectory=full(-1, np.int32),
-        group=full(-1, np.int32),
-        is_action=full(False, bool),
-        old_logprob=full(0, np.float32),
-        advantage=full(0, np.float32),
-        weight=full(0, np.float32),
-        **{name: full(0, np.float32) for name in present},
+        **{name: full(value, np.int32) for name, value in integers.items()},
+        is_action=full(0, bool),
+        **{name: full(0) for name in ("old_logprob", "advantage", "weight", *present)},
     )
 
 
@@ -150,12 +136,7 @@ def to_microbatches(packed_tokens: PackedTokens, loss_tokens: LossTokens, *, mic
 
 
 def with_process_indices(loss_tokens: LossTokens, index: int, count: int) -> LossTokens:
-    """Loss tokens whose steps and trajectories differ from those of all other processes.
-
-    Args:
-      loss_tokens: of this process, its units numbered from 0.
-      index, count: of this process, and number of processes.
-    """
+    """Renumber the steps and trajectories of process `index` of `count`, so that they differ from all others."""
 
     def spread(unit: np.ndarray) -> np.ndarray:
         return np.where(unit < 0, unit, unit * count + index).astype(np.int32)

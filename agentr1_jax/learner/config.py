@@ -1,4 +1,4 @@
-"""Settings of the learner; each class is one section of a run's config."""
+"""Settings of the learner; each class is one section of a run's config, whose keys `configs/base.py` explains."""
 
 from __future__ import annotations
 
@@ -23,20 +23,11 @@ PACKING_MODES: tuple[PackingMode, ...] = get_args(PackingMode)
 RATIOS: tuple[Ratio, ...] = get_args(Ratio)
 CLIPS: tuple[Clip, ...] = get_args(Clip)
 AGGREGATES: tuple[Aggregate, ...] = get_args(Aggregate)
-CORRECTIONS: tuple[Correction, ...] = get_args(Correction)
-SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
 
 @dataclass(frozen=True, config=STRICT)
 class PackingConfig:
-    """Shape of packed rows.
-
-    Attributes:
-      mode: layout of the trajectories; see `packing`.
-      row_tokens: length of a row.
-      row_loss_tokens: most loss tokens of a row.
-      rows: rows of a microbatch, over all processes.
-    """
+    """Layout of packed rows (see `packing`): their length, the most loss tokens of one, and rows per microbatch."""
 
     mode: PackingMode
     row_tokens: Count
@@ -46,20 +37,7 @@ class PackingConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class LearnerConfig:
-    """Section `learner`: packed rows, and the passes over a batch.
-
-    Attributes:
-      packing: layout of the trajectories; see `packing`.
-      row_tokens: length of a packed row.
-      row_loss_tokens: most loss tokens of a row.
-      rows: rows of a microbatch, over all processes.
-      old_logprobs: old policy of ratio and clip: `sampler` (behaviour log-probs), or `learner` (recomputed before the
-        first update of a batch).
-      loss_mask: False trains observation tokens like actions (an ablation).
-      advantage_mask: False lets credit assignment count observation tokens as actions (an ablation).
-      minibatches: updates per pass over a batch.
-      epochs: passes over a batch.
-    """
+    """Section `learner`: packed rows, and the passes over a batch."""
 
     packing: PackingMode = "trajectory"
     row_tokens: Count = 512
@@ -73,7 +51,7 @@ class LearnerConfig:
 
     @property
     def packing_config(self) -> PackingConfig:
-        """Shape of the packed rows."""
+        """Layout of the packed rows."""
         return PackingConfig(self.packing, self.row_tokens, self.row_loss_tokens, self.rows)
 
     @property
@@ -84,22 +62,7 @@ class LearnerConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class LossConfig:
-    """Section `loss`: ratio × clip × aggregate, the value loss and the entropy bonus.
-
-    Attributes:
-      ratio: `token`: ρ_k = π/π_old; `step`: its geometric mean over a step (GSPO on a step); `trajectory`: that over a
-        trajectory; `capo`: a step's, centred over the minibatch.
-      clip: `ppo`, `asymmetric` (DAPO), `dual`, `cispo`, `sapo` (a sigmoid), or `none` (−A·log π, no ratio).
-      clip_low, clip_high: ρ is clipped to [1 − low, 1 + high].
-      dual_c: bound of `dual` for negative advantages.
-      sapo_positive, sapo_negative: τ of `sapo` for positive and for other advantages.
-      aggregate: mean of the token losses; see `loss_weights`.
-      fixed_denominator: divisor of aggregate `fixed`.
-      value_coef: weight of the value loss.
-      value_clip: largest move of the value from its old one for which the value loss falls.
-      entropy_coef: weight of the entropy bonus.
-      chunk: loss tokens per chunk of logits.
-    """
+    """Section `loss`: ratio × clip × aggregate (see `losses` and `loss_weights`), value loss and entropy bonus."""
 
     ratio: Ratio = "token"
     clip: Clip = "ppo"
@@ -118,15 +81,7 @@ class LossConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class KLConfig:
-    """Section `kl`: KL to the reference policy, the one that RL starts from.
-
-    Attributes:
-      kind: estimate; see `kl.kl_estimate`.
-      where: term of the loss, or reward of each token.
-      coef: its weight.
-      target: KL per token that an adaptive coefficient aims at, in nats (`where` = `reward`); None for a fixed one.
-      horizon: trajectories in which an adaptive coefficient changes by at most 20 %.
-    """
+    """Section `kl`: KL to the policy that RL starts from, in nats; see `losses.kl_estimate` and `next_kl_coef`."""
 
     kind: Literal["none", KLEstimate] = "none"
     where: Literal["loss", "reward"] = "loss"
@@ -137,14 +92,7 @@ class KLConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class CorrectionConfig:
-    """Section `correction`: weights for the gap between sampler and learner; see `loss_weights.correction_weights`.
-
-    Attributes:
-      kind: form of the weights.
-      unit: sequence of `tis_sequence` and `mask_sequence`.
-      cap: largest weight of both `tis`.
-      low, high: bounds of `icepop` and `mask_sequence`.
-    """
+    """Section `correction`: weights for the gap between sampler and learner; see `loss_weights.correction_weights`."""
 
     kind: Correction = "none"
     unit: Literal["trajectory", "step"] = "trajectory"
@@ -159,21 +107,7 @@ class CorrectionConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class OptimizerConfig:
-    """Section `optimizer`.
-
-    Attributes:
-      name: `adamw`, `muon`, or another function of optax or optax.contrib; see `optimizer.make_optimizer`.
-      args: its other parameters, by optax's names.
-      lr: learning rate of the policy in RL.
-      value_lr: learning rate of the value head, and of a separate critic.
-      critic_warmup: updates at the start of RL in which the critic alone learns.
-      warmup: updates after them over which the policy's rate rises.
-      schedule: decay of the policy's rate.
-      final_share: share of the rate at the last update.
-      b1, b2, eps: of Adam and its descendants.
-      weight_decay: decoupled, of kernels, embeddings and heads.
-      max_grad_norm: global norm to which gradients are clipped; 0 for no clipping.
-    """
+    """Section `optimizer`; see `optimizer.make_optimizer` and `learning_rates`."""
 
     name: str = "adamw"
     args: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
@@ -192,13 +126,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class Objective:
-    """What an update minimises.
-
-    Attributes:
-      loss: policy loss, value loss and entropy bonus.
-      kl: a term of the loss where `kl.where` is `loss`.
-      temperature: of sampling; divides the learner's logits too.
-    """
+    """What an update minimises; `temperature` is that of sampling, and divides the learner's logits too."""
 
     loss: LossConfig = LossConfig()
     kl: KLConfig = KLConfig()

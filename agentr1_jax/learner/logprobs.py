@@ -65,7 +65,7 @@ def token_logprobs(
 
 
 class _Static(NamedTuple):
-    """Static arguments; with `shard_vocab`, the vocabulary is sharded over the mesh's `tensor`."""
+    """Arguments known when compiling; with `shard_vocab`, the vocabulary is sharded over the mesh's `tensor`."""
 
     temperature: float
     chunk: int
@@ -80,13 +80,8 @@ def _shard_logprobs(static: _Static, hidden: Array, target: Array, used: Array, 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _logprobs(
-    static: _Static,
-    hidden: Float[Array, "tokens width"],
-    target: Int[Array, "tokens"],
-    used: Bool[Array, "tokens"],
-    head: Float[Array, "width vocab"],
-) -> tuple[Float[Array, "tokens"], Float[Array, "tokens"]]:
+def _logprobs(static: _Static, hidden: Array, target: Array, used: Array, head: Array) -> tuple[Array, Array]:
+    """`token_logprobs` of flat tokens."""
     return _forward(static, hidden, target, used, head)[0]
 
 
@@ -142,9 +137,8 @@ def _backward(
         return _put(grads[0], i, d_h.astype(hidden.dtype)), _constrain_vocab(static, grads[1] + d_kernel)
 
     empty = jnp.zeros((*order.shape, hidden.shape[-1]), hidden.dtype)
-    d_hidden, d_head = jax.lax.fori_loop(
-        0, chunks, body, (empty, _constrain_vocab(static, jnp.zeros(head.shape, wide)))
-    )
+    no_gradient = _constrain_vocab(static, jnp.zeros(head.shape, wide))
+    d_hidden, d_head = jax.lax.fori_loop(0, chunks, body, (empty, no_gradient))
     return _spread(d_hidden, used), None, None, d_head.astype(head.dtype)
 
 
@@ -167,18 +161,14 @@ def _put(whole: Any, i: Array, chunk: Any) -> Any:
     return jax.tree.map(lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, i, 0), whole, chunk)
 
 
-def _spread(
-    x: Float[Array, "most_chunks chunk *features"], used: Bool[Array, "tokens"]
-) -> Float[Array, "tokens *features"]:
+def _spread(x: Float[Array, "most_chunks chunk *features"], used: Bool[Array, "tokens"]) -> Array:
     """Move compact results back to their tokens; 0 at unused ones. A gather, which every device does fast."""
     index = jnp.maximum(jnp.cumsum(used) - 1, 0)
     flat = x.reshape(-1, *x.shape[2:])
     return jnp.where(used.reshape(-1, *(1,) * (flat.ndim - 1)), flat[index], 0)
 
 
-def _logits(
-    static: _Static, h: Float[Array, "chunk width"], kernel: Float[Array, "width vocab"]
-) -> Float[Array, "chunk vocab"]:
+def _logits(static: _Static, h: Float[Array, "chunk width"], kernel: Array) -> Float[Array, "chunk vocab"]:
     return _constrain_vocab(static, jnp.matmul(h, kernel, preferred_element_type=_wide(h)) / static.temperature)
 
 

@@ -15,17 +15,13 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from agentr1_jax.learner.config import AGGREGATES, Aggregate, CorrectionConfig
+from agentr1_jax.learner.config import Aggregate, CorrectionConfig
 
 MAX_LOG_RATIO = 20.0
 
 
 class TokenUnits(NamedTuple):
-    """Units of each token, over all processes.
-
-    Attributes:
-      step, trajectory, group: index of the unit, from 0.
-    """
+    """Index of each token's units over all processes, from 0."""
 
     step: Int[np.ndarray, "tokens"]
     trajectory: Int[np.ndarray, "tokens"]
@@ -40,7 +36,7 @@ def loss_weights(
     fixed_denominator: float = 1.0,
     minibatch: Int[np.ndarray, "tokens"] | None = None,
 ) -> Float[np.ndarray, "tokens"]:
-    """Return the weight of each token in the loss Σₖ wₖ·lₖ.
+    """Return the weight of each token in the loss Σₖ wₖ·lₖ, float32; 0 where not trained.
 
     `token`: mean over trained tokens. `step`: mean over steps of the mean over their tokens. `trajectory`: mean over
     trajectories of the mean over their tokens. `group`: mean over groups of the mean over their trajectories.
@@ -52,49 +48,36 @@ def loss_weights(
       trained: tokens that take part.
       fixed_denominator: the constant of `fixed`.
       minibatch: index of each token's minibatch, each of which has a mean of its own; None for one.
-
-    Returns:
-      float32 weights, 0 where not trained.
-
-    Raises:
-      ValueError: unknown aggregate.
     """
-    if aggregate not in AGGREGATES:
-        raise ValueError(f"unknown aggregate {aggregate!r}; choose one of {', '.join(AGGREGATES)}")
-    if minibatch is None:
-        return _weights(aggregate, units, trained, fixed_denominator)
     weights = np.zeros(len(trained), np.float32)
-    for i in np.unique(minibatch):
-        weights += _weights(aggregate, units, trained & (minibatch == i), fixed_denominator)
+    for i in (None,) if minibatch is None else np.unique(minibatch):
+        own = trained if i is None else trained & (minibatch == i)
+        if own.any():
+            weights += _shares(aggregate, units, own, fixed_denominator).astype(np.float32)
     return weights
 
 
-def _weights(aggregate: Aggregate, units: TokenUnits, trained: np.ndarray, fixed_denominator: float) -> np.ndarray:
-    """Weights of one minibatch."""
+def _shares(aggregate: Aggregate, units: TokenUnits, trained: np.ndarray, fixed_denominator: float) -> np.ndarray:
+    """Weights of one minibatch, in which something is trained."""
     ones = trained.astype(np.float64)
-    if not trained.any():
-        return ones.astype(np.float32)
-    if aggregate == "fixed":
-        return (ones / fixed_denominator).astype(np.float32)
-    if aggregate == "token":
-        return (ones / ones.sum()).astype(np.float32)
 
-    def unit_size(unit: np.ndarray) -> np.ndarray:
-        return np.bincount(unit, weights=ones)[unit]
+    def size(unit: np.ndarray) -> np.ndarray:
+        return np.maximum(np.bincount(unit, weights=ones), 1)[unit]
 
-    def unit_count(unit: np.ndarray) -> int:
+    def count(unit: np.ndarray) -> int:
         return len(np.unique(unit[trained]))
 
-    if aggregate in ("step", "trajectory"):
-        unit = units.step if aggregate == "step" else units.trajectory
-        weights = ones / np.maximum(unit_size(unit), 1) / unit_count(unit)
-    else:
-        first = np.unique(units.trajectory[trained], return_index=True)[1]
-        trajectory_group = units.group[trained][first]
-        members = np.bincount(trajectory_group, minlength=units.group.max() + 1)[units.group]
-        share = np.maximum(unit_size(units.trajectory), 1) * np.maximum(members, 1)
-        weights = ones / share / unit_count(units.group)
-    return weights.astype(np.float32)
+    if aggregate == "fixed":
+        return ones / fixed_denominator
+    if aggregate == "token":
+        return ones / ones.sum()
+    if aggregate == "step":
+        return ones / size(units.step) / count(units.step)
+    if aggregate == "trajectory":
+        return ones / size(units.trajectory) / count(units.trajectory)
+    first = np.unique(units.trajectory[trained], return_index=True)[1]
+    trajectories = np.bincount(units.group[trained][first], minlength=units.group.max() + 1)
+    return ones / (size(units.trajectory) * np.maximum(trajectories, 1)[units.group]) / count(units.group)
 
 
 def correction_weights(
@@ -109,14 +92,9 @@ def correction_weights(
     clipped. `icepop`: w where low ≤ w ≤ high, else 0 (arXiv 2510.18855). `mask_sequence`: 1, or 0 for all tokens of a
     sequence whose GEOMETRIC MEAN ratio, exp of the mean of its log-ratios, lies outside [low, high].
 
-    Args:
-      config: kind of the weights and their bounds.
-      old_logprob, behaviour_logprob: log π_old and log π_b.
-      sequence: index of each token's step or trajectory, as `config.unit` says.
-
-    Returns:
-      float32 weights. A log-prob that is not finite gives its token (its whole sequence, where that is the unit)
-      weight 0, unless the kind is `none`.
+    `sequence` is the index of each token's step or trajectory, as `config.unit` says. A log-prob that is not finite
+    gives its token (its whole sequence, where that is the unit) weight 0, unless the kind is `none`. Weights are
+    float32.
     """
     kind, low, high = config.kind, config.low, config.high
     if kind == "none":
@@ -149,10 +127,8 @@ def gap_metrics(
       learner_log_perplexity, sampler_log_perplexity: means of ℓ and ℓ_b over sequences.
       learner_perplexity, sampler_perplexity, perplexity_ratio: means of e^ℓ, e^ℓ_b and their quotient e^(ℓ − ℓ_b).
       log_perplexity_difference, and its _abs, _max, _min: of ℓ − ℓ_b.
-      nonfinite: number of tokens with a log-prob that is not finite; all other measures leave them out.
-
-    Returns:
-      Floats; `nonfinite` alone where no token is finite.
+      nonfinite: number of tokens with a log-prob that is not finite; all other measures leave them out, and there are
+        none where no token is finite.
     """
     d, finite = _log_ratio(learner_logprob, behaviour_logprob)
     nonfinite = {"nonfinite": float(np.sum(~finite))}

@@ -1,16 +1,20 @@
-"""Policy and value losses of loss tokens: ratio × clip, both chosen by name. The aggregate is in the loss weights.
+"""Losses of loss tokens, chosen by name: ratio × clip of the policy, value, KL. The aggregate is in the loss weights.
 
 The ratio ρ is between the policy and the old policy, by unit: token, step, trajectory, or CAPO's centred step.
 """
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from agentr1_jax.learner.batch import LossTokens
-from agentr1_jax.learner.config import RATIOS, LossConfig, Ratio
+from agentr1_jax.learner.config import KLEstimate, LossConfig, Ratio
 
 MINIBATCH_RATIOS = ("trajectory", "capo")
 """Ratios whose value takes a forward pass over the whole minibatch."""
@@ -26,9 +30,6 @@ def policy_loss(
 
     Returns:
       loss, log ρ, and 1 where the clip was active, else 0 (`sapo` has none).
-
-    Raises:
-      ValueError: loss tokens without the `log_ratio` that the ratio needs; when traced.
     """
     advantage = loss_tokens.advantage
     if config.clip == "none":
@@ -50,16 +51,6 @@ def policy_loss(
     return loss, log_rho, active
 
 
-def value_loss(
-    config: LossConfig, value: Float[Array, "rows tokens"], loss_tokens: LossTokens
-) -> Float[Array, "rows tokens"]:
-    """Return ½·max((V − R)², (clip(V, V_old ± c) − R)²) of each token, before weighting."""
-    old, target = loss_tokens.old_value, loss_tokens.value_target
-    assert old is not None and target is not None, "loss tokens without CRITIC_FIELDS"
-    near = jnp.clip(value, old - config.value_clip, old + config.value_clip)
-    return 0.5 * jnp.maximum((value - target) ** 2, (near - target) ** 2)
-
-
 def log_ratio(
     kind: Ratio, logprob: Float[Array, "rows tokens"], loss_tokens: LossTokens
 ) -> Float[Array, "rows tokens"]:
@@ -73,26 +64,33 @@ def log_ratio(
     that the value is the step's and the gradient flows through each token (GSPO, arXiv 2507.18071).
     `trajectory`, `capo`: the same with `loss_tokens.log_ratio` (see `minibatch_log_ratio`) as the value, since a
     trajectory spreads over rows and microbatches.
-
-    Raises:
-      ValueError: unknown kind, or loss tokens without the `log_ratio` that it needs; when traced.
     """
     difference = jnp.where(loss_tokens.is_action, logprob - loss_tokens.old_logprob, 0)
     if kind == "token":
         return difference
     if kind == "step":
         value = jax.lax.stop_gradient(_mean_over_steps(difference, loss_tokens.is_action, loss_tokens.step))
-    elif kind not in MINIBATCH_RATIOS:
-        raise ValueError(f"unknown loss.ratio {kind!r}; choose one of {', '.join(RATIOS)}")
-    elif loss_tokens.log_ratio is None:
-        raise ValueError(
-            f"loss.ratio {kind!r} takes its value from the whole minibatch, but these loss tokens have no "
-            "log_ratio; set it to minibatch_log_ratio of one forward pass over the minibatch"
-        )
     else:
+        assert loss_tokens.log_ratio is not None, "loss tokens without minibatch_log_ratio"
         value = loss_tokens.log_ratio
     through = logprob - jax.lax.stop_gradient(logprob)
     return jnp.where(loss_tokens.is_action, jnp.minimum(value + through, 10.0), 0)
+
+
+def _mean_over_steps(
+    x: Float[Array, "rows tokens"], mask: Array, step: Int[Array, "rows tokens"]
+) -> Float[Array, "rows tokens"]:
+    """Mean of x over the masked tokens of each step; a step is never split over rows."""
+    changes = jnp.pad(step[:, 1:] != step[:, :-1], ((0, 0), (1, 0)))
+    local = jnp.cumsum(changes, axis=1)
+
+    def one_row(x: Array, mask: Array, local: Array) -> Array:
+        n = x.shape[0]
+        total = jax.ops.segment_sum(jnp.where(mask, x, 0), local, n)
+        count = jax.ops.segment_sum(mask.astype(x.dtype), local, n)
+        return (total / jnp.maximum(count, 1))[local]
+
+    return jax.vmap(one_row)(x, mask, local)
 
 
 def minibatch_log_ratio(
@@ -110,12 +108,7 @@ def minibatch_log_ratio(
       logprob: log π of one forward pass over the minibatch, [microbatches, rows, tokens] (or any leading shape).
       loss_tokens: of the same shape; step and trajectory indices are unique over the minibatch and all its processes,
         and below its number of loss tokens. Only tokens with `is_action` take part.
-
-    Raises:
-      ValueError: unknown kind; when traced.
     """
-    if kind not in MINIBATCH_RATIOS:
-        raise ValueError(f"no minibatch has a ratio {kind!r}; choose one of {', '.join(MINIBATCH_RATIOS)}")
     mask = loss_tokens.is_action.ravel()
     difference = jnp.where(mask, (logprob - loss_tokens.old_logprob).ravel(), 0)
     unit = (loss_tokens.trajectory if kind == "trajectory" else loss_tokens.step).ravel()
@@ -130,17 +123,62 @@ def minibatch_log_ratio(
     return jnp.where(mask, value[unit], 0).reshape(logprob.shape)
 
 
-def _mean_over_steps(
-    x: Float[Array, "rows tokens"], mask: Array, step: Int[Array, "rows tokens"]
+def value_loss(
+    config: LossConfig, value: Float[Array, "rows tokens"], loss_tokens: LossTokens
 ) -> Float[Array, "rows tokens"]:
-    """Mean of x over the masked tokens of each step; a step is never split over rows."""
-    changes = jnp.pad(step[:, 1:] != step[:, :-1], ((0, 0), (1, 0)))
-    local = jnp.cumsum(changes, axis=1)
+    """Return ½·max((V − R)², (clip(V, V_old ± c) − R)²) of each token, before weighting."""
+    old, target = loss_tokens.old_value, loss_tokens.value_target
+    assert old is not None and target is not None, "loss tokens without CRITIC_FIELDS"
+    near = jnp.clip(value, old - config.value_clip, old + config.value_clip)
+    return 0.5 * jnp.maximum((value - target) ** 2, (near - target) ** 2)
 
-    def one_row(x: Array, mask: Array, local: Array) -> Array:
-        n = x.shape[0]
-        total = jax.ops.segment_sum(jnp.where(mask, x, 0), local, n)
-        count = jax.ops.segment_sum(mask.astype(x.dtype), local, n)
-        return (total / jnp.maximum(count, 1))[local]
 
-    return jax.vmap(one_row)(x, mask, local)
+def kl_estimate(
+    kind: KLEstimate, logprob: Float[Any, "*shape"], ref_logprob: Float[Any, "*shape"]
+) -> Float[Any, "*shape"]:
+    """Estimate KL(π‖π_ref) from each sampled token; x = log π − log π_ref (http://joschu.net/blog/kl-approx.html).
+
+    `k1` = x; `k2` = x²/2; `k3` = e⁻ˣ + x − 1. On samples of π: as a loss, k2 has the gradient of the KL in
+    expectation and k1 none; as a reward, k1 has it. Both log-probs are numpy or JAX arrays, and so is the result.
+    """
+    x = logprob - ref_logprob
+    if kind == "k1":
+        return x
+    if kind == "k2":
+        return x**2 / 2
+    # Nearly all tokens have a small x, where e⁻ˣ − 1 would lose its digits.
+    return x.__array_namespace__().expm1(-x) + x
+
+
+def kl_rewards(
+    kind: KLEstimate, old_logprob: Float[np.ndarray, "tokens"], ref_logprob: Float[np.ndarray, "tokens"], coef: float
+) -> Float[np.ndarray, "tokens"]:
+    """Return the reward −coef·KL of each token, float32, where the KL is in the reward and not in the loss."""
+    kl = kl_estimate(kind, old_logprob.astype(np.float64), ref_logprob.astype(np.float64))
+    return (-coef * kl).astype(np.float32)
+
+
+def next_kl_coef(coef: float, kl: float, trajectories: int, *, target: float, horizon: float) -> float:
+    """Return the next coefficient of the KL reward: coef·(1 + clip(kl/target − 1, ±0.2)·trajectories/horizon).
+
+    From Ziegler et al. 2019 (arXiv 1909.08593). A KL that is not a number leaves the coefficient as it is.
+
+    Args:
+      coef: the present coefficient.
+      kl: mean KL of the batch that it was used for, nats.
+      trajectories: of that batch.
+      target: KL aimed at, nats.
+      horizon: trajectories in which the coefficient changes by at most 20 %.
+
+    Raises:
+      ValueError: a horizon so short that the coefficient may reach 0.
+    """
+    if not horizon > trajectories / 5:
+        raise ValueError(
+            f"the horizon of the adaptive KL is {horizon}, with {trajectories} trajectories a batch; "
+            "it must be above a fifth of them, or the coefficient falls to 0"
+        )
+    if math.isnan(kl):
+        return coef
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return coef * (1 + error * trajectories / horizon)

@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -43,9 +44,9 @@ class Packing:
     Attributes:
       packed_tokens: [B, L].
       loss_tokens: [B, M]; advantage and weight still 0, and so is `old_logprob` of observation tokens.
-      token_index: int [K, 2] (row, column) of each loss token, in (trajectory, step, token) order: the response tokens
-        of a step, with `observations` after its observation tokens.
-      final_index: int [N, 2] (row, column) of the value at each trajectory's `final_prompt_ids`; -1 where none.
+      token_index: (row, column) of each loss token, in (trajectory, step, token) order: the response tokens of a step,
+        with `observations` after its observation tokens.
+      final_index: (row, column) of the value at each trajectory's `final_prompt_ids`; -1 where none.
       tokens_stored: prompt + response tokens of all steps.
       tokens_computed: packed tokens without padding.
     """
@@ -61,16 +62,6 @@ class Packing:
     def rows(self) -> int:
         """B."""
         return self.packed_tokens.tokens.shape[0]
-
-    @property
-    def sharing(self) -> float:
-        """Tokens stored per token computed."""
-        return self.tokens_stored / max(self.tokens_computed, 1)
-
-    @property
-    def occupancy(self) -> float:
-        """Share of the rows that is not padding."""
-        return self.tokens_computed / max(self.packed_tokens.tokens.size, 1)
 
 
 def pack(
@@ -92,34 +83,18 @@ def pack(
         fault = packing_fault(t, config, final_values=final_values, observations=observations)
         if fault:
             raise ValueError(f"trajectory {t.uid}: {fault}")
-    s = sequences(trajectories, final_prompts=final_values, observations=observations)
-    order, shared = shared_prefixes(s, config.mode)
-    s = s[order]
-    count = s.loss_tokens + (s.step < 0)
-    piece = _pieces(s.length, shared, count, config)
-    shared = np.where(np.diff(piece, prepend=-1) > 0, 0, shared)
-    own = s.length - shared
-    piece_tokens, piece_loss_tokens = (np.bincount(piece, weights=x).astype(np.int64) for x in (own, count))
-    row_of_piece = np.arange(len(piece_tokens))
-    if config.mode != "per_step_padded":
-        row_of_piece = _first_fit_decreasing(piece_tokens, piece_loss_tokens, config)
-    by_row = np.argsort(row_of_piece[piece], kind="stable")
-    groups = np.array([t.group for t in trajectories], np.int64)
-    packed_tokens, loss_tokens, token_index, final_index = _lay_out(
-        s[by_row], shared[by_row], row_of_piece[piece][by_row], groups, config
+    sequences, shared = _order(
+        list(_sequences(trajectories, final_prompts=final_values, observations=observations)), config.mode
     )
-    if len(token_index):
-        logprobs = np.concatenate([step.logprobs for t in trajectories for step in t.steps])
-        row, column = token_index[loss_tokens.is_action[token_index[:, 0], token_index[:, 1]]].T
-        loss_tokens.old_logprob[row, column] = logprobs
-    return Packing(
-        packed_tokens=packed_tokens,
-        loss_tokens=loss_tokens,
-        token_index=token_index,
-        final_index=final_index,
-        tokens_stored=int(s.length[s.step >= 0].sum()),
-        tokens_computed=int(own.sum()),
-    )
+    piece = _pieces(sequences, shared, config)
+    shared = [0 if new else known for new, known in zip(np.diff(piece, prepend=-1) > 0, shared, strict=True)]
+    if config.mode == "per_step_padded":
+        row = piece
+    else:
+        tokens = np.bincount(piece, [len(s.ids) - known for s, known in zip(sequences, shared, strict=True)])
+        loss_tokens = np.bincount(piece, [s.loss_tokens for s in sequences])
+        row = _first_fit_decreasing(tokens, loss_tokens, config)[piece]
+    return _lay_out(sequences, shared, row.tolist(), trajectories, config)
 
 
 def packing_fault(
@@ -131,7 +106,7 @@ def packing_fault(
     """
     if not t.steps or not all(len(s.prompt_ids) and len(s.response_ids) for s in t.steps):
         return "it has no step, or a step without prompt or response tokens; drop it first"
-    for number, (s, observed) in enumerate(zip(t.steps, observation_counts(t, observations=observations), strict=True)):
+    for number, (s, observed) in enumerate(zip(t.steps, _observed(t, observations), strict=True)):
         tokens, count = len(s.prompt_ids) + len(s.response_ids), observed + len(s.response_ids)
         if not np.isfinite(s.logprobs).all():
             return f"step {number} has a log-prob that is not finite; no such token can have been sampled"
@@ -179,18 +154,85 @@ def gather_final(packing: Packing, per_cell: np.ndarray) -> Float[np.ndarray, "t
     return np.where(row >= 0, per_cell[row, column], 0).astype(np.float32)
 
 
-def _pieces(length: np.ndarray, shared: np.ndarray, loss_tokens: np.ndarray, config: PackingConfig) -> np.ndarray:
+class _Sequence(NamedTuple):
+    """Ids of a step, its prompt and its response; or those of a final prompt.
+
+    Attributes:
+      ids: of prompt and response.
+      loss_tokens: loss tokens of the step, which end it: its response, after the observation before it where
+        observation tokens are loss tokens too. 1 for a final prompt: that of its value, which predicts no id.
+      logprobs: behaviour log-probs of the response.
+      trajectory: index of its trajectory.
+      step: index of its step in the batch; -1 for a final prompt.
+    """
+
+    ids: Int[np.ndarray, "ids"]
+    loss_tokens: int
+    logprobs: Float[np.ndarray, "response"]
+    trajectory: int
+    step: int
+
+    @property
+    def first_loss_token(self) -> int:
+        """Position of the first loss token in the sequence."""
+        return len(self.ids) if self.step < 0 else len(self.ids) - self.loss_tokens
+
+
+def _observed(trajectory: Trajectory, observations: bool) -> list[int]:
+    """Number of observation tokens of each step that are loss tokens: all of them, or none."""
+    return observation_tokens(trajectory) if observations else [0] * len(trajectory.steps)
+
+
+def _sequences(trajectories: Sequence[Trajectory], *, final_prompts: bool, observations: bool) -> Iterator[_Sequence]:
+    """Yield the sequences of all steps in (trajectory, step) order, then those of the final prompts."""
+    number = itertools.count()
+    for i, t in enumerate(trajectories):
+        for s, observed in zip(t.steps, _observed(t, observations), strict=True):
+            ids = np.concatenate([s.prompt_ids, s.response_ids])
+            yield _Sequence(ids, observed + len(s.response_ids), s.logprobs, i, next(number))
+    for i, t in enumerate(trajectories):
+        if final_prompts and t.final_prompt_ids is not None:
+            yield _Sequence(t.final_prompt_ids, 1, np.zeros(0, np.float32), i, -1)
+
+
+def _order(sequences: list[_Sequence], mode: PackingMode) -> tuple[list[_Sequence], list[int]]:
+    """Order the sequences, and count the ids that each shares with the one before it.
+
+    `prefix_tree` shares whatever is equal; `trajectory` only what extends the whole sequence before it, of the same
+    trajectory (its chains are as few as the leaves of the trajectory's tree); other modes share nothing.
+    """
+    if mode not in ("trajectory", "prefix_tree"):
+        return sequences, [0] * len(sequences)
+    chains = mode == "trajectory"
+    # Equal-sized big-endian words: bytes compare as the ids do, and a prefix comes before what it begins.
+    ordered = sorted(sequences, key=lambda s: (s.trajectory if chains else 0, s.ids.astype(">u4").tobytes()))
+    shared = [0] * len(ordered)
+    for i, (before, s) in enumerate(itertools.pairwise(ordered), start=1):
+        common = _common_prefix(before.ids, s.ids)
+        if not chains or (common == len(before.ids) and before.trajectory == s.trajectory):
+            shared[i] = common
+    return ordered, shared
+
+
+def _common_prefix(one: np.ndarray, other: np.ndarray) -> int:
+    length = min(len(one), len(other))
+    differ = np.flatnonzero(one[:length] != other[:length])
+    return int(differ[0]) if len(differ) else length
+
+
+def _pieces(sequences: list[_Sequence], shared: list[int], config: PackingConfig) -> Int[np.ndarray, "sequences"]:
     """Piece of each sequence: runs of sequences that lie in one row.
 
     A chain is cut only where its loss tokens exceed a row; in mode `prefix_tree`, chains that share a prefix are one
     piece as long as they fit a row.
     """
-    piece = np.zeros(len(length), np.int64)
+    piece = np.zeros(len(sequences), np.int64)
+    length, loss_tokens = [len(s.ids) for s in sequences], [s.loss_tokens for s in sequences]
     # A chain is as long as its last sequence; it begins wherever a sequence does not extend the one before.
     begins = [i for i in range(len(length)) if not i or not shared[i] or shared[i] < length[i - 1]]
     number, tokens_used, loss_tokens_used = -1, 0, 0
     for a, b in itertools.pairwise([*begins, len(length)]):
-        new_tokens, new_loss_tokens = int(length[b - 1] - shared[a]), int(loss_tokens[a:b].sum())
+        new_tokens, new_loss_tokens = length[b - 1] - shared[a], sum(loss_tokens[a:b])
         worth = config.mode == "prefix_tree" and a and shared[a] >= WORTH_SHARING * length[b - 1]
         fits = (
             tokens_used + new_tokens <= config.row_tokens
@@ -205,8 +247,8 @@ def _pieces(length: np.ndarray, shared: np.ndarray, loss_tokens: np.ndarray, con
             if loss_tokens_used + loss_tokens[i] > config.row_loss_tokens:
                 number, loss_tokens_used = number + 1, 0
             piece[i] = number
-            loss_tokens_used += int(loss_tokens[i])
-        tokens_used = int(length[b - 1])
+            loss_tokens_used += loss_tokens[i]
+        tokens_used = length[b - 1]
     return piece
 
 
@@ -228,171 +270,58 @@ def _first_fit_decreasing(
 
 
 def _lay_out(
-    s: Sequences, shared: np.ndarray, row: np.ndarray, groups: np.ndarray, config: PackingConfig
-) -> tuple[PackedTokens, LossTokens, np.ndarray, np.ndarray]:
-    """Write sequences, ordered by row, into rows; also return the cells of all loss tokens and final prompts."""
-    rows, row_tokens, row_loss_tokens = int(row[-1]) + 1 if len(row) else 0, config.row_tokens, config.row_loss_tokens
-    own, count = s.length - shared, s.loss_tokens + (s.step < 0)
-    start = row * row_tokens + _offsets(own, row)
-    logit_index, end = _paths(s, shared, start)
-    packed_tokens, loss_tokens = empty_packed_tokens(rows, row_tokens), empty_loss_tokens(rows, row_loss_tokens)
-    cell = ragged_arange(start, own)
-    packed_tokens.tokens.flat[cell] = s.ids[ragged_arange(s.start + shared, own)]
-    packed_tokens.position.flat[cell] = ragged_arange(shared, own)
-    packed_tokens.subtree_end.flat[cell] = end - np.repeat(row * row_tokens, own)
+    sequences: list[_Sequence],
+    shared: list[int],
+    row: list[int],
+    trajectories: Sequence[Trajectory],
+    config: PackingConfig,
+) -> Packing:
+    """Write the sequences into their rows, each behind those of its row before it.
 
-    all_cells = ragged_arange(row * row_loss_tokens + _offsets(count, row), count)
-    loss_tokens.logit_index.flat[all_cells] = logit_index - np.repeat(row * row_tokens, count)
-    is_token = np.repeat(s.step >= 0, count)
-    cell, of = all_cells[is_token], np.repeat(np.arange(len(own)), s.loss_tokens)
-    loss_tokens.target.flat[cell] = s.ids[ragged_arange(s.start + s.first_loss_token, s.loss_tokens)]
-    loss_tokens.step.flat[cell], loss_tokens.trajectory.flat[cell] = s.step[of], s.trajectory[of]
-    loss_tokens.group.flat[cell] = groups[s.trajectory[of]]
-    loss_tokens.is_action.flat[cell] = ragged_arange(-s.observed, s.loss_tokens) >= 0
-
-    step_loss_tokens = np.zeros(int((s.step >= 0).sum()), np.int64)
-    step_loss_tokens[s.step[s.step >= 0]] = s.loss_tokens[s.step >= 0]
-    first_token = np.cumsum(step_loss_tokens) - step_loss_tokens
-    token_index, final_index = np.zeros((len(cell), 2), np.int64), np.full((len(groups), 2), -1, np.int64)
-    token_index[ragged_arange(first_token[s.step], s.loss_tokens)] = np.stack(np.divmod(cell, row_loss_tokens), axis=1)
-    final_index[s.trajectory[s.step < 0]] = np.stack(np.divmod(all_cells[~is_token], row_loss_tokens), axis=1)
-    return packed_tokens, loss_tokens, token_index, final_index
-
-
-def _offsets(count: np.ndarray, row: np.ndarray) -> np.ndarray:
-    """Sum of the counts before each sequence in its row."""
-    before = np.cumsum(count) - count
-    first = np.searchsorted(row, row)
-    return before - before[first] if len(row) else before
-
-
-def _paths(s: Sequences, shared: np.ndarray, start: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Position that predicts each loss token, and end of the subtree of each own token; both in the whole batch.
-
-    Two walks over the sequences, forth and back; what a sequence shares is what the array still holds at that depth.
+    Two walks, forth and back; what a sequence shares is what `at_depth` still holds of the sequence walked before.
     """
-    longest = int(s.length.max()) if len(s.length) else 0
-    at_depth = np.zeros(longest, np.int64)
-    logit_index, ends = [], []
-    cells = list(zip(*(x.tolist() for x in (s.length, shared, start, s.first_loss_token, s.step)), strict=True))
-    for length, known, first, first_loss_token, step in cells:
-        at_depth[known:length] = np.arange(first, first + length - known)
-        logit_index.append(at_depth[first_loss_token - 1 : length - (step >= 0)].copy())
-    known_after = 0
-    for length, known, first, _, _ in reversed(cells):
-        at_depth[known_after:length] = first + length - known
-        ends.append(at_depth[known:length].copy())
+    rows = max(row, default=-1) + 1
+    packed_tokens = empty_packed_tokens(rows, config.row_tokens)
+    loss_tokens = empty_loss_tokens(rows, config.row_loss_tokens)
+    token_index = [np.zeros((0, 2), np.int64)] * sum(s.step >= 0 for s in sequences)
+    final_index = np.full((len(trajectories), 2), -1, np.int64)
+    tokens_used, loss_tokens_used = [0] * rows, [0] * rows
+    walk = list(zip(sequences, shared, row, strict=True))
+    at_depth = np.zeros(config.row_tokens, np.int64)  # Column of the id at each depth.
+    for s, known, r in walk:
+        own = np.arange(tokens_used[r], tokens_used[r] + len(s.ids) - known)
+        at_depth[known : len(s.ids)] = own
+        packed_tokens.tokens[r, own] = s.ids[known:]
+        packed_tokens.position[r, own] = np.arange(known, len(s.ids))
+        tokens_used[r] += len(own)
+
+        cells = np.arange(loss_tokens_used[r], loss_tokens_used[r] + s.loss_tokens)
+        loss_tokens.logit_index[r, cells] = at_depth[s.first_loss_token - 1 :][: len(cells)]
+        loss_tokens_used[r] += len(cells)
+        if s.step < 0:
+            final_index[s.trajectory] = r, cells[0]
+            continue
+        loss_tokens.target[r, cells] = s.ids[s.first_loss_token :]
+        loss_tokens.step[r, cells] = s.step
+        loss_tokens.trajectory[r, cells] = s.trajectory
+        loss_tokens.group[r, cells] = trajectories[s.trajectory].group
+        response = cells[len(cells) - len(s.logprobs) :]
+        loss_tokens.is_action[r, response] = True
+        loss_tokens.old_logprob[r, response] = s.logprobs
+        token_index[s.step] = np.stack([np.full(len(cells), r), cells], axis=1)
+
+    computed, known_after = sum(tokens_used), 0
+    for s, known, r in reversed(walk):
+        end = tokens_used[r]
+        tokens_used[r] -= len(s.ids) - known
+        at_depth[known_after : len(s.ids)] = end  # End of the subtree of the id at each depth.
+        packed_tokens.subtree_end[r, tokens_used[r] : end] = at_depth[known : len(s.ids)]
         known_after = known
-    none = np.zeros(0, np.int64)
-    return np.concatenate([none, *logit_index]), np.concatenate([none, *ends[::-1]])
-
-
-@dataclasses.dataclass(frozen=True)
-class Sequences:
-    """S sequences of ids: those of the steps in (trajectory, step) order, then the final prompts.
-
-    Attributes:
-      ids: of all sequences, one after the other.
-      start: index in `ids` at which each sequence begins.
-      length: ids of each sequence.
-      first_loss_token: position in the sequence of its first loss token; of a final prompt its length.
-      loss_tokens: loss tokens of each sequence, which end it: its response, after the observation before it where
-        observation tokens are loss tokens too; 0 for a final prompt.
-      observed: number of these that belong to the observation.
-      trajectory: index of its trajectory.
-      step: index of its step in the batch; -1 for a final prompt.
-    """
-
-    ids: Int[np.ndarray, "ids"]
-    start: Int[np.ndarray, "sequences"]
-    length: Int[np.ndarray, "sequences"]
-    first_loss_token: Int[np.ndarray, "sequences"]
-    loss_tokens: Int[np.ndarray, "sequences"]
-    observed: Int[np.ndarray, "sequences"]
-    trajectory: Int[np.ndarray, "sequences"]
-    step: Int[np.ndarray, "sequences"]
-
-    def __getitem__(self, order: Int[np.ndarray, "some"]) -> Sequences:
-        """Return the sequences of these indices, in their order."""
-        changes = {f.name: getattr(self, f.name)[order] for f in dataclasses.fields(self) if f.name != "ids"}
-        return dataclasses.replace(self, **changes)
-
-
-def observation_counts(trajectory: Trajectory, *, observations: bool) -> list[int]:
-    """Return how many observation tokens of each step are loss tokens: all of them, or none."""
-    return observation_tokens(trajectory) if observations else [0] * len(trajectory.steps)
-
-
-def sequences(trajectories: Sequence[Trajectory], *, final_prompts: bool, observations: bool = False) -> Sequences:
-    """Return the sequences of a batch.
-
-    Args:
-      trajectories: the batch.
-      final_prompts: also include each `final_prompt_ids`, at which values are bootstrapped.
-      observations: observation tokens are loss tokens too, except those of a final prompt, which belong to no step.
-    """
-    steps = [s for t in trajectories for s in t.steps]
-    ends = [(i, t.final_prompt_ids) for i, t in enumerate(trajectories) if final_prompts]
-    finals = {i: ids for i, ids in ends if ids is not None}
-    prompts = [s.prompt_ids for s in steps] + list(finals.values())
-    responses = [s.response_ids for s in steps] + [np.zeros(0, np.int32)] * len(finals)
-    counts = [n for t in trajectories for n in observation_counts(t, observations=observations)]
-    observed = np.array(counts + [0] * len(finals), np.int64)
-    prompt, response = (np.array([len(x) for x in ids], np.int64) for ids in (prompts, responses))
-    parts = [ids for pair in zip(prompts, responses, strict=True) for ids in pair]
-    return Sequences(
-        ids=np.concatenate([np.zeros(0, np.int32), *parts]).astype(np.int32),
-        start=np.cumsum(prompt + response) - prompt - response,
-        length=prompt + response,
-        first_loss_token=prompt - observed,
-        loss_tokens=response + observed,
-        observed=observed,
-        trajectory=np.array([i for i, t in enumerate(trajectories) for _ in t.steps] + [*finals], np.int64),
-        step=np.array([*range(len(steps)), *[-1] * len(finals)], np.int64),
+    return Packing(
+        packed_tokens=packed_tokens,
+        loss_tokens=loss_tokens,
+        token_index=np.concatenate([np.zeros((0, 2), np.int64), *token_index]),
+        final_index=final_index,
+        tokens_stored=sum(len(s.ids) for s in sequences if s.step >= 0),
+        tokens_computed=computed,
     )
-
-
-def shared_prefixes(
-    s: Sequences, mode: PackingMode
-) -> tuple[Int[np.ndarray, "sequences"], Int[np.ndarray, "sequences"]]:
-    """Return an order of the sequences, and how many ids each shares with the one before it.
-
-    `prefix_tree` shares whatever is equal; `trajectory` only what extends the whole sequence before it, of the same
-    trajectory (its chains are as few as the leaves of the trajectory's tree); other modes share nothing.
-
-    Returns:
-      order: indices of the sequences.
-      shared: ids shared with the sequence before, in that order.
-    """
-    order = np.arange(len(s.length))
-    if mode not in ("trajectory", "prefix_tree"):
-        return order, np.zeros(len(order), np.int64)
-    # Equal-sized big-endian words: bytes compare as the ids do, and a prefix comes before what it begins.
-    words = s.ids.astype(">u4").tobytes()
-    keys = [words[4 * a : 4 * (a + n)] for a, n in zip(s.start.tolist(), s.length.tolist(), strict=True)]
-    family = s.trajectory.tolist() if mode == "trajectory" else [0] * len(keys)
-    order = np.array(sorted(range(len(keys)), key=lambda i: (family[i], keys[i])), np.int64)
-    s = s[order]
-    shared = common_prefixes(s)
-    if mode == "trajectory":
-        extends = (shared == np.roll(s.length, 1)) & (s.trajectory == np.roll(s.trajectory, 1))
-        extends[:1] = False
-        shared = np.where(extends, shared, 0)
-    return order, shared
-
-
-def common_prefixes(s: Sequences) -> Int[np.ndarray, "sequences"]:
-    """Return how many ids each sequence shares with the one before it; 0 for the first."""
-    least = np.minimum(s.length, np.roll(s.length, 1))
-    least[:1] = 0
-    differ = s.ids[ragged_arange(s.start, least)] != s.ids[ragged_arange(np.roll(s.start, 1), least)]
-    # The first difference of each, or its end: differences and ends lie in one sorted list.
-    end = np.cumsum(least)
-    marks = np.append(np.flatnonzero(differ), len(differ))
-    first = marks[np.searchsorted(marks, end - least)]
-    return np.minimum(first, end) - (end - least)
-
-
-def ragged_arange(start: Int[np.ndarray, "parts"], count: Int[np.ndarray, "parts"]) -> Int[np.ndarray, "total"]:
-    """Return start[i], start[i] + 1, ... of count[i] numbers, for one part after the other."""
-    return np.arange(count.sum()) + np.repeat(start - (np.cumsum(count) - count), count)

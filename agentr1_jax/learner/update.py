@@ -21,9 +21,8 @@ from jaxtyping import Array, Bool, Float
 
 from agentr1_jax.learner.batch import Batch, LossTokens
 from agentr1_jax.learner.config import Objective
-from agentr1_jax.learner.kl import kl_estimate
 from agentr1_jax.learner.logprobs import token_logprobs
-from agentr1_jax.learner.losses import minibatch_log_ratio, policy_loss, value_loss
+from agentr1_jax.learner.losses import kl_estimate, minibatch_log_ratio, policy_loss, value_loss
 from agentr1_jax.policy.attention import PackedRows
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Decoder, Params, head_kernel
@@ -33,12 +32,12 @@ from agentr1_jax.runtime.compile_cache import cached_jit
 
 @flax.struct.dataclass
 class LearnerState:
-    """State that training changes.
+    """State that training changes; its leaves may be shardings.
 
     Attributes:
       params: trained parameters of `policy.params`: `{"decoder": ..., "value": ..., "critic": ...}`.
       opt_state: state of the optimizer, by part like `params`.
-      updates: int32 scalar, updates applied (without a shape in the type, since the leaves may be shardings).
+      updates: int32 scalar, updates applied.
       skipped: int32 scalar, updates skipped since something was not finite.
       skipped_in_a_row: int32 scalar, those since the last update applied.
     """
@@ -57,7 +56,7 @@ class TokenOutputs:
     Attributes:
       logprob, entropy: of the policy, in nats.
       value: of the critic; None without one.
-      ref_logprob: log-prob under the reference policy; None without one.
+      ref_logprob: under the reference policy; None without one.
     """
 
     logprob: Float[Any, "*microbatches rows tokens"]
@@ -121,7 +120,7 @@ def loss_from_outputs(
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Return Σₖ wₖ·lₖ, and sums over the trained tokens for the metrics."""
     config, logprob = objective.loss, outputs.logprob
-    trained = _trained_mask(loss_tokens)
+    trained = loss_tokens.weight > 0
     loss_tokens = _neutralize_other_tokens(loss_tokens, trained, logprob)
 
     def weighted_sum(x: Array) -> Array:
@@ -162,10 +161,6 @@ def loss_from_outputs(
     return loss, metrics
 
 
-def _trained_mask(loss_tokens: LossTokens) -> Bool[Array, "*rows tokens"]:
-    return loss_tokens.weight > 0
-
-
 def _neutralize_other_tokens(
     loss_tokens: LossTokens, trained: Bool[Array, "rows tokens"], logprob: Float[Array, "rows tokens"]
 ) -> LossTokens:
@@ -173,12 +168,41 @@ def _neutralize_other_tokens(
 
     0 times an infinite ratio would have a NaN gradient.
     """
-    here = jax.lax.stop_gradient(logprob)
-    neutral: dict[str, Any] = {"advantage": 0, "old_logprob": here, "ref_logprob": here, "correction_weight": 1}
-    neutral["log_ratio"] = 0
-    present = {name: getattr(loss_tokens, name) for name in neutral if getattr(loss_tokens, name) is not None}
-    harmless = {name: jnp.where(trained, x, neutral[name]) for name, x in present.items()}
+    neutral: dict[str, Any] = {"advantage": 0, "correction_weight": 1, "log_ratio": 0}
+    neutral |= dict.fromkeys(("old_logprob", "ref_logprob"), jax.lax.stop_gradient(logprob))
+    fields = {name: getattr(loss_tokens, name) for name in neutral}
+    harmless = {name: jnp.where(trained, x, neutral[name]) for name, x in fields.items() if x is not None}
     return dataclasses.replace(loss_tokens, is_action=trained, **harmless)
+
+
+def _microbatch(batch: Batch, i: Array | int) -> Batch:
+    return jax.tree.map(lambda x: x[i], batch)
+
+
+def _batch_outputs(policy: DecoderConfig, objective: Objective, mesh: Mesh | None) -> Callable[..., TokenOutputs]:
+    """Forward pass of `make_token_outputs`."""
+
+    def token_outputs(
+        trained: Params, frozen: Params, reference: Params | None, batch: Batch, count: Array
+    ) -> TokenOutputs:
+        params = join(trained, frozen)
+
+        def outputs_of(i: Array | int) -> TokenOutputs:
+            one = _microbatch(batch, i)
+            outputs = forward(policy, objective, mesh, params, one)
+            if reference is None:
+                return outputs
+            other = forward(policy, objective, mesh, join({"decoder": reference}, frozen), one)
+            return dataclasses.replace(outputs, ref_logprob=other.logprob)
+
+        def body(i: Array, out: TokenOutputs) -> TokenOutputs:
+            return jax.tree.map(lambda all_, one: all_.at[i].set(one), out, outputs_of(i))
+
+        rows = batch.loss_tokens.target.shape
+        empty = jax.tree.map(lambda s: jnp.zeros(rows, s.dtype), jax.eval_shape(outputs_of, 0))
+        return jax.lax.fori_loop(0, count, body, empty)
+
+    return token_outputs
 
 
 def make_token_outputs(
@@ -190,36 +214,7 @@ def make_token_outputs(
       jitted (trained, frozen, reference parameters, batch, microbatches with data) -> token outputs. The reference is a
       copy of the trained parameters of the policy's decoder, of another time; None where nothing needs it.
     """
-
     return cached_jit(_batch_outputs(policy, objective, mesh), mesh)
-
-
-def _batch_outputs(policy: DecoderConfig, objective: Objective, mesh: Mesh | None) -> Callable[..., TokenOutputs]:
-    """Forward pass of `make_token_outputs`."""
-
-    def token_outputs(
-        trained: Params, frozen: Params, reference: Params | None, batch: Batch, count: Array
-    ) -> TokenOutputs:
-        params = join(trained, frozen)
-
-        def microbatch(i: Array | int) -> TokenOutputs:
-            one = jax.tree.map(lambda x: x[i], batch)
-            outputs = forward(policy, objective, mesh, params, one)
-            if reference is None:
-                return outputs
-            other = join({"decoder": reference}, frozen)
-            return outputs.replace(ref_logprob=forward(policy, objective, mesh, other, one).logprob)  # type: ignore[attr-defined, no-any-return]
-
-        shapes = jax.eval_shape(microbatch, 0)
-        rows = batch.loss_tokens.target.shape
-        empty = jax.tree.map(lambda s: jnp.zeros(rows, s.dtype), shapes)
-
-        def body(i: Array, out: TokenOutputs) -> TokenOutputs:
-            return jax.tree.map(lambda all_, one: all_.at[i].set(one), out, microbatch(i))
-
-        return jax.lax.fori_loop(0, count, body, empty)
-
-    return token_outputs
 
 
 def make_log_ratio(
@@ -235,7 +230,7 @@ def make_log_ratio(
     @functools.partial(cached_jit, mesh=mesh)
     def log_ratio(trained: Params, frozen: Params, batch: Batch, count: Array) -> Array:
         logprob = token_outputs(trained, frozen, None, batch, count).logprob
-        loss_tokens = dataclasses.replace(batch.loss_tokens, is_action=_trained_mask(batch.loss_tokens))
+        loss_tokens = dataclasses.replace(batch.loss_tokens, is_action=batch.loss_tokens.weight > 0)
         return minibatch_log_ratio(objective.loss.ratio, logprob, loss_tokens).astype(jnp.float32)
 
     return log_ratio
@@ -253,24 +248,18 @@ def batch_gradient(
     microbatch_gradient = jax.value_and_grad(microbatch_loss, has_aux=True)
 
     def gradient(trained: Params, frozen: Params, batch: Batch, count: Array) -> tuple[Params, dict[str, Array]]:
-        def microbatch(i: Array | int) -> Batch:
-            return jax.tree.map(lambda x: x[i], batch)
-
         def body(i: Array, carry: tuple[Params, dict[str, Array]]) -> tuple[Params, dict[str, Array]]:
             grads, metrics = carry
-            (_, new_metrics), new_grads = microbatch_gradient(trained, frozen, microbatch(i))
+            (_, new_metrics), new_grads = microbatch_gradient(trained, frozen, _microbatch(batch, i))
             merged = {
                 key: jnp.maximum(metrics[key], x) if key.startswith("max/") else metrics[key] + x
                 for key, x in new_metrics.items()
             }
             return jax.tree.map(jnp.add, grads, new_grads), merged
 
-        shapes = jax.eval_shape(microbatch_loss, trained, frozen, microbatch(0))[1]
-        zero = (
-            jax.tree.map(jnp.zeros_like, trained),
-            jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes),
-        )
-        return jax.lax.fori_loop(0, count, body, zero)
+        shapes = jax.eval_shape(microbatch_loss, trained, frozen, _microbatch(batch, 0))[1]
+        no_metrics = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        return jax.lax.fori_loop(0, count, body, (jax.tree.map(jnp.zeros_like, trained), no_metrics))
 
     return gradient
 
@@ -282,13 +271,8 @@ def make_update(
 
     Learning rates and the optimizer's state are by part of the parameters (`optimizer.by_part`). A part of rate 0 does
     not learn: it stays as it is bit for bit, its state too, and its gradient counts nowhere. If loss or gradient is not
-    finite, everything stays as it is and the update is counted as skipped.
-
-    Args:
-      policy: shape of the decoder.
-      objective: what is minimised.
-      optimizer: without its learning rate.
-      layout: shardings of the new state, on the mesh of the batch.
+    finite, everything stays as it is and the update is counted as skipped. `layout` has the shardings of the new state,
+    on the mesh of the batch.
 
     Returns:
       jitted (state, frozen parameters, batch, microbatches with data, rates) -> (state, metrics); the state is donated.
@@ -318,11 +302,8 @@ def make_update(
         tokens = jnp.maximum(sums["tokens"], 1)
         metrics = {key.removeprefix("sum/"): x / tokens if key.startswith("sum/") else x for key, x in sums.items()}
         metrics = {key.replace("max/", "max_"): x for key, x in metrics.items()}
-        return state, metrics | {
-            "grad_norm": norm,
-            "skipped": state.skipped,
-            "skipped_in_a_row": state.skipped_in_a_row,
-        }
+        metrics |= {"grad_norm": norm, "skipped": state.skipped, "skipped_in_a_row": state.skipped_in_a_row}
+        return state, metrics
 
     return update
 

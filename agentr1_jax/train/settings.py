@@ -15,7 +15,8 @@ from pydantic.dataclasses import dataclass
 
 from agentr1_jax.agents.context import RULES, ContextConfig, ContextRule
 from agentr1_jax.agents.loop import AgentConfig
-from agentr1_jax.credit.scheme import CreditConfig, Scheme, ShapingConfig
+from agentr1_jax.credit.scheme import CreditConfig, Scheme
+from agentr1_jax.credit.shaping import ShapingConfig
 from agentr1_jax.envs.mixture import Stage, parse_curriculum
 from agentr1_jax.errors import UserError, user_error
 from agentr1_jax.learner.config import (
@@ -27,7 +28,7 @@ from agentr1_jax.learner.config import (
     OptimizerConfig,
     PackingConfig,
 )
-from agentr1_jax.learner.kl import next_kl_coef
+from agentr1_jax.learner.losses import next_kl_coef
 from agentr1_jax.learner.optimizer import learning_rates
 from agentr1_jax.policy.config import PolicyConfig
 from agentr1_jax.registry import Registry

@@ -18,10 +18,10 @@ from absl import logging
 
 from agentr1_jax.credit.batch import FlatTrajectories, concatenate, flatten, to_token_batch
 from agentr1_jax.credit.shaping import RunningMeanStd, shape_rewards
-from agentr1_jax.learner import kl
 from agentr1_jax.learner.batch import Batch, LossTokens, PackedTokens, to_microbatches, with_process_indices
 from agentr1_jax.learner.config import Aggregate
 from agentr1_jax.learner.loss_weights import TokenUnits, correction_weights, gap_metrics, loss_weights
+from agentr1_jax.learner.losses import kl_estimate, kl_rewards
 from agentr1_jax.learner.packing import Packing, gather, gather_final, packing_fault, scatter_fields
 from agentr1_jax.learner.packing import pack as pack_rows
 from agentr1_jax.learner.update import LearnerState
@@ -245,7 +245,7 @@ def assign_credit(
     estimate = settings.objective.kl_in_reward
     if estimate != "none" and outputs.logprobs is not None and outputs.ref_logprobs is not None:
         coef = progress.kl_coef_or(settings.kl.coef)
-        rewards = kl.kl_rewards(estimate, outputs.logprobs, outputs.ref_logprobs, coef)
+        rewards = kl_rewards(estimate, outputs.logprobs, outputs.ref_logprobs, coef)
         own = dataclasses.replace(own, token_rewards=np.where(own.is_action, rewards, 0).astype(np.float32))
     gathered = [FlatTrajectories(**g) for g in processes.all_gather_arrays(dataclasses.asdict(own))]
     first = sum(len(g.logprobs) for g in gathered[: processes.process_index()])
@@ -458,7 +458,7 @@ def _gap_metrics(outputs: TokenOutputs, own: FlatTrajectories) -> dict[str, floa
     metrics = {f"gap/{name}": x for name, x in gap.items()}
     metrics |= {"learner/logprob_gap": gap.get("mean", math.nan), "learner/max_logprob_gap": gap.get("max", math.nan)}
     if outputs.ref_logprobs is not None:
-        estimate = kl.kl_estimate("k3", outputs.logprobs[action], outputs.ref_logprobs[action])
+        estimate = kl_estimate("k3", outputs.logprobs[action], outputs.ref_logprobs[action])
         parts = processes.all_gather_json([float(estimate.sum()), len(estimate)])
         metrics["learner/ref_kl"] = sum(total for total, _ in parts) / max(sum(count for _, count in parts), 1)
     return metrics

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from agentr1_jax.credit import get_scheme, shaping
 from agentr1_jax.credit.batch import flatten, to_token_batch
-from agentr1_jax.credit.scheme import ShapingConfig
-from agentr1_jax.credit.shaping import RunningMeanStd
+from agentr1_jax.credit.shaping import RunningMeanStd, ShapingConfig
 from agentr1_jax.errors import UserError
 from agentr1_jax.trajectory import Outcome
 from agentr1_jax.validation import from_section
@@ -161,7 +160,8 @@ def test_the_penalty_for_length_rises_over_the_buffer(unit):
     else:
         before = flatten([trajectory(rng, [n - n // 2, n // 2] if n > 1 else [n]) for n in lengths])
         expected = [[0, p] if n > 1 else [p] for n, p in zip(lengths, penalties, strict=True)]
-    after = shaping.penalise_overlong(before, limit=10, buffer=4, factor=2.0, unit=unit)
+    config = ShapingConfig(overlong_limit=10, overlong_buffer=4, overlong_factor=2.0, overlong_unit=unit)
+    after = shaping.penalise_overlong(before, config)
     for got, want in zip(lists(before, after.rewards - before.rewards), expected, strict=True):
         np.testing.assert_allclose(got, want, atol=1e-6)
     check_outcome(after)
@@ -169,8 +169,8 @@ def test_the_penalty_for_length_rises_over_the_buffer(unit):
 
 def test_observation_tokens_have_no_length_to_pay_for():
     t = trajectory(np.random.default_rng(0), [3, 3])
-    options = {"limit": 4, "buffer": 2, "factor": 1.0, "unit": "step"}
-    one, other = (shaping.penalise_overlong(flatten([t], observations=o), **options) for o in (False, True))
+    config = ShapingConfig(overlong_limit=4, overlong_buffer=2)
+    one, other = (shaping.penalise_overlong(flatten([t], observations=o), config) for o in (False, True))
     np.testing.assert_array_equal(one.rewards, other.rewards)
 
 

@@ -50,35 +50,13 @@ def test_the_policy_section_makes_the_shape_of_its_preset_with_changes():
     ("section", "key", "wrong"),
     [
         ("loss", "ratio", "turn"),
-        ("loss", "clip", "hard"),
-        ("loss", "aggregate", "mean"),
         ("loss", "clip_low", 1.0),
-        ("loss", "clip_low", -0.1),
         ("loss", "clip_high", float("nan")),
         ("loss", "dual_c", 1.0),
-        ("loss", "sapo_positive", 0.0),
-        ("loss", "fixed_denominator", 0.0),
-        ("loss", "value_clip", 0.0),
-        ("loss", "entropy_coef", -0.1),
-        ("loss", "chunk", 0),
-        ("kl", "kind", "k4"),
-        ("kl", "coef", -1.0),
         ("kl", "target", 0.0),
-        ("kl", "horizon", 0.0),
-        ("correction", "kind", "tis"),
-        ("correction", "cap", 0.0),
-        ("correction", "low", -0.1),
-        ("learner", "packing", "chains"),
         ("learner", "row_tokens", 0),
         ("learner", "loss_mask", 1),
-        ("learner", "epochs", -1),
-        ("optimizer", "lr", -1.0),
-        ("optimizer", "b1", 1.5),
         ("optimizer", "b2", 1.0),
-        ("optimizer", "eps", -1.0),
-        ("optimizer", "max_grad_norm", -1.0),
-        ("optimizer", "weight_decay", -0.1),
-        ("optimizer", "final_share", 2.0),
         ("optimizer", "schedule", "cosin"),
     ],
 )
@@ -90,11 +68,6 @@ def test_a_value_out_of_range_is_refused_with_its_key(section, key, wrong):
 def test_bounds_out_of_order_are_refused():
     with pytest.raises(UserError, match=r"^correction: low \(1\.5\) exceeds high \(0\.5\)"):
         from_section(CorrectionConfig, "correction", {"low": 1.5, "high": 0.5})
-
-
-def test_a_temperature_of_0_is_refused():
-    with pytest.raises(UserError, match=r"^rollout\.temperature is 0\.0; it must be greater than 0"):
-        from_section(Objective, "rollout", {"temperature": 0.0})
 
 
 def test_a_policy_has_weights_or_a_preset():

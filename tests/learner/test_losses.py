@@ -1,4 +1,4 @@
-"""Losses, their slopes and their aggregates against published numbers and slow references."""
+"""Losses of policy, value and KL and their slopes, against published numbers and slow references."""
 
 from __future__ import annotations
 
@@ -15,9 +15,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from agentr1_jax.learner.batch import LossTokens
-from agentr1_jax.learner.config import AGGREGATES, CLIPS, RATIOS, LossConfig
+from agentr1_jax.learner.config import CLIPS, RATIOS, LossConfig
 from agentr1_jax.learner.loss_weights import TokenUnits, loss_weights
-from agentr1_jax.learner.losses import MINIBATCH_RATIOS, minibatch_log_ratio, policy_loss, value_loss
+from agentr1_jax.learner.losses import (
+    MINIBATCH_RATIOS,
+    kl_estimate,
+    kl_rewards,
+    minibatch_log_ratio,
+    next_kl_coef,
+    policy_loss,
+    value_loss,
+)
 
 CONFIG = LossConfig(clip_high=0.28)
 quick = settings(max_examples=40, deadline=None)
@@ -175,49 +183,74 @@ def test_the_value_loss_is_clipped_about_the_old_value():
     np.testing.assert_allclose(slope, [[-0.6, 0.0, 0.5, 0.0]], rtol=1e-5)
 
 
+def kl_slope(kind, logprob, ref):
+    return jax.grad(lambda x: kl_estimate(kind, x, jnp.asarray(ref)).sum())(jnp.asarray(logprob))
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_estimates_give_the_published_numbers(kind):
+    """The published code also bounds x to ±20 and k3 to ±10, which these numbers do not reach; here nothing is."""
+    entry = golden(f"verl.kl.{kind}")
+    logprob, ref = entry["inputs"]["logp"], entry["inputs"]["ref"]
+    np.testing.assert_allclose(kl_estimate(kind, logprob, ref), entry["outputs"]["kl"], atol=1e-6)
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(kl_slope(kind, logprob, ref), entry["outputs"]["grad"], atol=1e-6)
+
+
+def test_k2_is_half_the_square():
+    logprob, ref = np.array([-1.0, -2.0, -0.5]), np.array([-1.5, -1.0, -0.5])
+    np.testing.assert_allclose(kl_estimate("k2", logprob, ref), [0.125, 0.5, 0.0])
+    np.testing.assert_allclose(kl_slope("k2", logprob, ref), [0.5, -1.0, 0.0])
+
+
+def test_k3_keeps_its_digits_where_the_policies_nearly_agree():
+    x = np.float32(1e-3) * np.arange(1, 5, dtype=np.float32)
+    wide = x.astype(np.float64)
+    expected = np.exp(-wide) + wide - 1
+    for one in (x, jnp.asarray(x)):
+        np.testing.assert_allclose(kl_estimate("k3", one, 0 * one), expected, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("kind", "share"), [("k1", 0.0), ("k2", 1.0)])
+def test_the_gradient_of_the_kl_is_in_the_loss_of_k2_and_not_of_k1(kind, share):
+    """Expectations over the policy itself, by enumeration of five tokens."""
+    rng = np.random.default_rng(0)
+    logits, ref = rng.normal(size=5), jax.nn.log_softmax(rng.normal(size=5))
+    p = jax.nn.softmax(logits)
+
+    def loss(logits):
+        return jnp.sum(p * kl_estimate(kind, jax.nn.log_softmax(logits), ref))
+
+    def kl(logits):
+        logprob = jax.nn.log_softmax(logits)
+        return jnp.sum(jnp.exp(logprob) * (logprob - ref))
+
+    np.testing.assert_allclose(jax.grad(loss)(logits), share * jax.grad(kl)(logits), atol=1e-6)
+
+
+def test_rewards_are_the_estimate_times_minus_the_coefficient():
+    old, ref = np.float32([-1.0, -2.0, -0.5]), np.float32([-1.5, -1.0, -0.5])
+    for kind, expected in (("k1", [0.5, -1.0, 0.0]), ("k2", [0.125, 0.5, 0.0]), ("k3", [0.10653066, 0.71828183, 0.0])):
+        got = kl_rewards(kind, old, ref, 0.1)
+        assert got.dtype == np.float32
+        np.testing.assert_allclose(got, -0.1 * np.array(expected), rtol=1e-6)
+
+
 @pytest.mark.parametrize(
-    ("name", "aggregate", "constant"),
-    [("token-mean", "token", 1), ("seq-mean-token-sum", "fixed", 2), ("seq-mean-token-mean", "step", 1)],
+    ("kl", "expected"),
+    [
+        (0.1, 0.5),  # On target.
+        (0.105, 0.5 * (1 + 0.05 * 0.256)),
+        (0.09, 0.5 * (1 - 0.1 * 0.256)),
+        (float("inf"), 0.5 * (1 + 0.2 * 0.256)),  # The error counts up to 20 % either way.
+        (-1.0, 0.5 * (1 - 0.2 * 0.256)),
+        (float("nan"), 0.5),
+    ],
 )
-def test_aggregates_give_the_published_numbers(name, aggregate, constant):
-    entry = golden(f"agg_loss.{name}")
-    mask, row = entry["inputs"]["mask"] > 0, np.arange(3).repeat(4)
-    weights = loss_weights(aggregate, TokenUnits(row, row, row), mask.ravel(), fixed_denominator=constant)
-    np.testing.assert_allclose((weights * entry["inputs"]["mat"].ravel()).sum(), entry["outputs"]["verl"], rtol=1e-6)
+def test_the_coefficient_moves_towards_the_target(kl, expected):
+    assert next_kl_coef(0.5, kl, 256, target=0.1, horizon=1000) == pytest.approx(expected, rel=1e-9)
 
 
-@st.composite
-def units(draw):
-    """Unit of each token (steps within trajectories within groups), which are trained, and a loss each."""
-    step, trajectory, group, number = [], [], [], 0
-    for i in range(draw(st.integers(1, 5))):
-        of = draw(st.integers(0, 2))
-        for length in draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)):
-            step += [number] * length
-            trajectory += [i] * length
-            group += [of] * length
-            number += 1
-    size = len(step)
-    trained = draw(st.lists(st.booleans(), min_size=size, max_size=size))
-    losses = draw(st.lists(st.floats(-4, 4), min_size=size, max_size=size))
-    return step, trajectory, group, trained, losses
-
-
-@pytest.mark.parametrize("aggregate", AGGREGATES)
-@quick
-@given(cells=units(), constant=st.sampled_from((1.0, 7.0)))
-def test_weights_make_the_mean_that_they_are_named_after(aggregate, cells, constant):
-    step, trajectory, group, trained, losses = cells
-    columns = [np.array(x) for x in (step, trajectory, group, trained)]
-    weights = loss_weights(aggregate, TokenUnits(*columns[:3]), columns[3], fixed_denominator=constant)
-    expected = reference.aggregate(aggregate, losses, step, trajectory, group, trained, constant)
-    np.testing.assert_allclose((weights * losses).sum(), expected, atol=1e-5)
-    assert not weights[~columns[3]].any()
-    if aggregate != "fixed" and any(trained):
-        np.testing.assert_allclose(weights.sum(), 1, rtol=1e-6)
-
-
-def test_an_unknown_aggregate_is_an_error():
-    index = np.zeros(1, int)
-    with pytest.raises(ValueError, match="unknown aggregate 'mean'; choose one of token, step, trajectory, group"):
-        loss_weights("mean", TokenUnits(index, index, index), np.ones(1, bool))
+def test_a_horizon_in_which_the_coefficient_may_reach_0_is_an_error():
+    with pytest.raises(ValueError, match="the horizon of the adaptive KL is 100.0, with 500 trajectories"):
+        next_kl_coef(0.1, 0.1, 500, target=0.1, horizon=100.0)

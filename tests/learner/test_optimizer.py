@@ -1,4 +1,4 @@
-"""Optimizers against optax's own and against published rules; which are refused and why; schedules of the rate."""
+"""Optimizers against optax's own and against published rules; what is refused; schedules of the rate."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import pytest
 import tiny
 from examples import check_close
 
-from agentr1_jax.learner.config import SCHEDULES, OptimizerConfig
-from agentr1_jax.learner.optimizer import make_optimizer, optimizers, rate, rate_by_progress
+from agentr1_jax.learner.config import OptimizerConfig
+from agentr1_jax.learner.optimizer import OPTIMIZERS, learning_rates, make_optimizer, rate_by_progress
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.params import init_params
 from agentr1_jax.policy.sharding import shardings
@@ -26,7 +26,7 @@ CONFIG = OptimizerConfig(max_grad_norm=0.0, eps=1e-6)
 RATE = 0.03
 
 
-def made(name, **changes):
+def optimizer_of(name, **changes):
     return make_optimizer(dataclasses.replace(CONFIG, name=name, **changes))
 
 
@@ -52,7 +52,7 @@ def walk(optimizer, step, steps=3):
     return params
 
 
-@pytest.mark.parametrize("name", sorted(set(optimizers()) - {"muon"}))
+@pytest.mark.parametrize("name", ["adafactor", "adamw", "adopt", "lamb", "lion", "sgd", "signum"])
 def test_a_named_optimizer_walks_as_optax_does(name):
     """With the rate outside, b1, b2 and eps for what descends from Adam, and no weight decay of its own."""
     alias = vars(optax).get(name) or vars(optax.contrib)[name]
@@ -63,9 +63,9 @@ def test_a_named_optimizer_walks_as_optax_does(name):
     # Compiled fast rather than to be fast.
     @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     def both():
-        ours = walk(made(name), lambda p, u: p - RATE * u)
-        decayed = walk(made(name, weight_decay=0.5), lambda p, u: p - RATE * u, steps=1)
-        once = walk(made(name), lambda p, u: p - RATE * u, steps=1)
+        ours = walk(optimizer_of(name), lambda p, u: p - RATE * u)
+        decayed = walk(optimizer_of(name, weight_decay=0.5), lambda p, u: p - RATE * u, steps=1)
+        once = walk(optimizer_of(name), lambda p, u: p - RATE * u, steps=1)
         return ours, walk(theirs, lambda p, u: p + u), jax.tree.map(jnp.subtract, once, decayed)
 
     ours, expected, decay = both()
@@ -78,26 +78,21 @@ def test_a_named_optimizer_walks_as_optax_does(name):
         np.testing.assert_allclose(lost, share * old, atol=1e-5)
 
 
-def test_the_usual_ones_are_there():
-    usual = "sgd adam adamw nadam lion adafactor rmsprop lamb lars adabelief adagrad novograd yogi muon adopt ademamix"
-    assert set(usual.split()) <= set(optimizers())
-
-
 def test_args_reach_the_optimizer_and_come_first():
-    momentum = walk(made("sgd", args={"momentum": 0.9}), lambda p, u: p - RATE * u)
+    momentum = walk(optimizer_of("sgd", args={"momentum": 0.9}), lambda p, u: p - RATE * u)
     theirs = optax.sgd(RATE, momentum=0.9)
     check_close(momentum, walk(theirs, lambda p, u: p + u), 1e-5)
-    half = made("lion", args={"mu_dtype": "bfloat16", "b1": 0.5}).init(tree(0))
+    half = optimizer_of("lion", args={"mu_dtype": "bfloat16", "b1": 0.5}).init(tree(0))
     assert {x.dtype for x in jax.tree.leaves(half) if x.ndim} == {jnp.dtype("bfloat16")}
-    other = walk(made("lion", args={"b1": 0.5}), lambda p, u: p - RATE * u)
+    other = walk(optimizer_of("lion", args={"b1": 0.5}), lambda p, u: p - RATE * u)
     check_close(other, walk(optax.lion(RATE, 0.5, 0.95, weight_decay=0.0), lambda p, u: p + u), 1e-5)
 
 
 @pytest.mark.parametrize("bound", [0.5, 1e3, 0.0])
 def test_gradients_are_clipped_to_a_norm_where_one_is_given(bound):
     norm = float(optax.tree.norm(tree(1)))
-    optimizer = made("sgd", max_grad_norm=bound)
-    updates, _ = optimizer.update(tree(1), optimizer.init(tree(0)), tree(0))
+    optimizer = optimizer_of("sgd", max_grad_norm=bound)
+    updates, _ = jax.jit(optimizer.update)(tree(1), optimizer.init(tree(0)), tree(0))
     share = min(1, bound / norm) if bound else 1
     check_close(updates, jax.tree.map(lambda g: share * g, tree(1)), 1e-6)
 
@@ -105,34 +100,24 @@ def test_gradients_are_clipped_to_a_norm_where_one_is_given(bound):
 @pytest.mark.parametrize(
     ("name", "args", "message"),
     [
-        ("adamm", {}, "unknown optimizer.name 'adamm'; did you mean .*adam.*choose one of .*adamw, .*lion, .*yogi"),
-        ("qqq", {}, "unknown optimizer.name 'qqq'; choose one of "),
+        ("adamm", {}, "unknown optimizer.name 'adamm'; choose one of .*adamw, .*lion, .*yogi"),
         ("lion", {"beta1": 0.9}, "unknown optimizer.args.beta1; lion takes b1, b2, mu_dtype$"),
         ("adamw", {"weight_decay": 0.1}, "unknown optimizer.args.weight_decay; adamw takes b1, b2, eps"),
         ("sign_sgd", {"learning_rate": 1.0}, "unknown optimizer.args.learning_rate; sign_sgd takes no args"),
-        ("lion", {"mu_dtype": "banana"}, r"'lion' with args \{'mu_dtype': 'banana'\} cannot be used: .*banana"),
-        ("lbfgs", {}, "'lbfgs' cannot be used: a trial step with gradients and parameters alone fails .*value_fn"),
-        ("sophia", {}, "'sophia' cannot be used: a trial step .*obj_fn"),
-        ("polyak_sgd", {}, "'polyak_sgd' cannot be used: it takes no learning rate"),
-        ("fromage", {}, "'fromage' cannot be used: its steps are not proportional to its learning rate"),
-        ("rprop", {}, "'rprop' cannot be used: its steps are not proportional to its learning rate"),
-        ("prodigy", {}, "'prodigy' cannot be used: it finds its learning rate itself"),
-        ("dpsgd", {}, "'dpsgd' cannot be used: it needs l2_norm_clip and noise_multiplier and seed"),
-        ("galore", {}, "'galore' cannot be used: its state cannot be laid out on a mesh"),
+        ("lion", {"mu_dtype": "banana"}, r"'lion' cannot be used with args \{'mu_dtype': 'banana'\}: .*banana"),
     ],
 )
 def test_what_cannot_work_is_refused_with_its_reason(name, args, message):
-    assert name not in optimizers() or args
     with pytest.raises(ValueError, match=message):
-        made(name, args=args)
+        optimizer_of(name, args=args)
 
 
-@pytest.mark.parametrize("name", optimizers())
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_state_has_a_layout(name):
     """Also Adafactor's moments, which have fewer axes than their parameters and exist for large axes alone."""
     policy = DecoderConfig(vocab_size=512, width=256, layers=2, heads=4, kv_heads=2, head_dim=128, hidden=256)
     params = jax.eval_shape(lambda: init_params(policy, jax.random.key(0), critic="shared_trunk"))
-    state = jax.eval_shape(made(name, weight_decay=0.1, max_grad_norm=1.0).init, params)
+    state = jax.eval_shape(optimizer_of(name, weight_decay=0.1, max_grad_norm=1.0).init, params)
     layout = shardings(state, tiny.mesh(2, 2, 2))
     for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(layout), strict=True):
         sharding.shard_shape(leaf.shape)
@@ -144,14 +129,14 @@ def test_adamw_takes_the_clipped_gradient_and_lets_kernels_alone_decay():
     """Three steps, of which one is not clipped, against the published update rule."""
     rng = np.random.default_rng(0)
     params = {"kernel": rng.normal(size=(2, 3)), "scale": rng.normal(size=3)}
-    optimizer = made("adamw", max_grad_norm=0.5, eps=1e-3, weight_decay=0.1)
+    optimizer = optimizer_of("adamw", max_grad_norm=0.5, eps=1e-3, weight_decay=0.1)
     moments = dict.fromkeys(params, (0.0, 0.0))
     with jax.enable_x64(True):
         state = optimizer.init(jax.tree.map(jnp.asarray, params))
         for t, scale in enumerate((3.0, 0.01, 1.0), start=1):
             grads = {name: scale * rng.normal(size=p.shape) for name, p in params.items()}
             norm = np.sqrt(sum((g**2).sum() for g in grads.values()))
-            updates, state = optimizer.update(*jax.tree.map(jnp.asarray, (grads, state, params)))
+            updates, state = jax.jit(optimizer.update)(*jax.tree.map(jnp.asarray, (grads, state, params)))
             for name, p in params.items():
                 g = grads[name] * min(1, 0.5 / norm)
                 m, v = (b * old + (1 - b) * x for b, old, x in zip((0.9, 0.95), moments[name], (g, g**2), strict=True))
@@ -172,7 +157,8 @@ def test_muon_steps_along_the_orthogonal_factor_of_each_layer():
     def step(grads):
         optimizer = make_optimizer(OptimizerConfig("muon", **hyper))
         args = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (grads, params))
-        return jax.tree.map(np.asarray, optimizer.update(args[0], optimizer.init(args[1]), args[1])[0])
+        update = jax.jit(lambda grads, params: optimizer.update(grads, optimizer.init(params), params)[0])
+        return jax.tree.map(np.asarray, update(*args))
 
     muon = step(grads)
     nadam = optax.scale_by_adam(b1=0.9, b2=0.95, nesterov=True)
@@ -191,27 +177,25 @@ def test_muon_steps_along_the_orthogonal_factor_of_each_layer():
     np.testing.assert_allclose(step(changed)["layers"]["kernel"][0], muon["layers"]["kernel"][0], atol=1e-6)
 
 
+def rates_of(updates, **changes):
+    """The policy's share of its peak rate in these updates of 100."""
+    config = dataclasses.replace(OptimizerConfig(lr=1.0, value_lr=0.5), **changes)
+    rates = [learning_rates(config, update, 100, ["decoder", "value"]) for update in updates]
+    assert {r["value"] for r in rates} == {0.5}
+    return [r["decoder"] for r in rates]
+
+
 def test_rates_rise_over_the_warmup_and_fall_to_their_final_share():
-    rises = [rate("constant", update, 100, warmup=4, final_share=0.1) for update in range(6)]
-    assert rises == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    assert [rate(kind, 0, 100, warmup=0, final_share=0.1) for kind in SCHEDULES] == [1.0] * 3
-    halfway = {kind: rate(kind, 50, 100, warmup=5, final_share=0.2) for kind in SCHEDULES}
-    assert halfway == pytest.approx({"constant": 1.0, "linear": 0.6, "cosine": 0.6})
+    assert rates_of(range(6), warmup=4) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert rates_of(range(4), warmup=2, critic_warmup=2) == [0, 0, 0.5, 1.0]
     quarter = 0.2 + 0.8 * (1 + math.cos(math.pi / 4)) / 2
-    assert rate("cosine", 25, 100, warmup=5, final_share=0.2) == pytest.approx(quarter)
-    for kind, final in (("constant", 1.0), ("linear", 0.2), ("cosine", 0.2)):
-        assert rate(kind, 100, 100, warmup=5, final_share=0.2) == pytest.approx(final)
-        assert rate_by_progress(kind, 1.3, warmup=0.05, final_share=0.2) == pytest.approx(final)
+    for schedule, expected in (("constant", [1, 1, 1]), ("linear", [0.8, 0.6, 0.2]), ("cosine", [quarter, 0.6, 0.2])):
+        rates = rates_of((25, 50, 100), schedule=schedule, final_share=0.2)
+        assert rates == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("kind", SCHEDULES)
-def test_progress_gives_the_same_rates_as_counting_updates(kind):
-    for update in range(200):
-        by_count = rate(kind, update, 200, warmup=10, final_share=0.1)
-        done = rate_by_progress(kind, update / 200, warmup=0.05, final_share=0.1, first=1 / 200)
-        assert done == pytest.approx(by_count) and 0 < done <= 1
-
-
-def test_an_unknown_schedule_is_an_error():
-    with pytest.raises(ValueError, match="unknown schedule 'cosin'; choose one of constant, linear, cosine"):
-        rate("cosin", 0, 10, warmup=0, final_share=0.0)
+def test_progress_gives_the_same_rates_as_counting_updates():
+    by_count = rates_of(range(100), schedule="cosine", warmup=5, final_share=0.1)
+    by_progress = [rate_by_progress(update / 100) for update in range(100)]
+    assert by_progress[5:] == pytest.approx(by_count[5:])
+    assert 0 < by_progress[0] < by_progress[1] < by_progress[4] and rate_by_progress(1.3) == pytest.approx(0.1)

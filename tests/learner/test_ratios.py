@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentr1_jax.learner.batch import LossTokens
-from agentr1_jax.learner.config import RATIOS
 from agentr1_jax.learner.losses import MINIBATCH_RATIOS, log_ratio, minibatch_log_ratio
 from agentr1_jax.runtime.mesh import global_batch
 
@@ -153,21 +152,3 @@ def test_capo_counts_each_step_once_and_scales_by_the_root_of_its_length():
     new = jnp.array([[1.0, 1.0, 1.0, 1.0, 1.0, 6.0, 5.0]])
     got = compiled("capo")(new, on_device(loss_tokens))
     np.testing.assert_allclose(got, [[-2.0, -1.0, -1.0, -1.0, -1.0, 3.0, 0.0]], rtol=1e-6)
-
-
-@pytest.mark.parametrize("kind", MINIBATCH_RATIOS)
-def test_a_minibatch_without_actions_has_ratios_of_0(kind):
-    got = compiled(kind)(jnp.ones((1, 2, 3)), on_device(make_loss_tokens(0.0, np.zeros((1, 2, 3)), -1)))
-    np.testing.assert_array_equal(got, np.zeros((1, 2, 3)))
-
-
-def test_unknown_kinds_are_errors():
-    new, loss_tokens = jnp.zeros((1, 2)), on_device(make_loss_tokens(0.0, np.ones((1, 2)), 0))
-    with pytest.raises(ValueError, match="unknown loss.ratio 'turn'; choose one of token, step, trajectory, capo"):
-        log_ratio("turn", new, loss_tokens)
-    for kind in set(RATIOS) - set(MINIBATCH_RATIOS):
-        with pytest.raises(ValueError, match=f"no minibatch has a ratio '{kind}'; choose one of trajectory, capo"):
-            minibatch_log_ratio(kind, new, loss_tokens)
-    for kind in MINIBATCH_RATIOS:
-        with pytest.raises(ValueError, match=f"'{kind}' takes its value from the whole minibatch, .* no log_ratio"):
-            jax.jit(functools.partial(log_ratio, kind))(new, loss_tokens)

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 import tiny
 from examples import (
     OBJECTIVE,
@@ -25,13 +24,11 @@ from examples import (
 )
 
 from agentr1_jax.learner.batch import to_microbatches
-from agentr1_jax.learner.config import OptimizerConfig
-from agentr1_jax.learner.optimizer import by_part, make_optimizer
+from agentr1_jax.learner.optimizer import by_part
 from agentr1_jax.learner.update import init_state, make_update
 from agentr1_jax.policy.sharding import shardings
 from agentr1_jax.runtime.mesh import global_batch
 
-MICROBATCHES = 2
 ROWS_OF_STEPS = 4
 """Rows of `example("append")` in mode `per_step`."""
 RATES = {"decoder": np.float32(1024), "value": np.float32(512)}
@@ -39,26 +36,23 @@ RATES = {"decoder": np.float32(1024), "value": np.float32(512)}
 
 
 @functools.cache
-def updater(shape, adam=False):
-    """(update, fresh state, mesh): with Adam; or in double precision, where it subtracts rate times gradient."""
+def updater(shape=(1, 1, 1)):
+    """(update, fresh state, mesh) in double precision: it subtracts rate times gradient, and keeps the gradient."""
     mesh = tiny.mesh(*shape)
-    policy, optimizer, params = WIDE, by_part(optax.identity()), jax.tree.map(np.float64, parameters())
-    if adam:
-        policy, params = POLICY, parameters()
-        optimizer = make_optimizer(OptimizerConfig(max_grad_norm=0.1, weight_decay=0.1))
+    optimizer, params = by_part(optax.trace(decay=0.0)), jax.tree.map(np.float64, parameters())
     layout = shardings(jax.eval_shape(lambda: init_state(params, optimizer)), mesh)
 
     def fresh():
         return jax.device_put(init_state(jax.tree.map(jnp.array, params), optimizer), layout)
 
-    return make_update(policy, OBJECTIVE, optimizer, layout), fresh, mesh
+    return make_update(WIDE, OBJECTIVE, optimizer, layout), fresh, mesh
 
 
-def one_update(batch, count, shape=(1, 1, 1)):
+def one_update(batch, count, *shape):
     """The gradient that an update applied, and its metrics, in double precision."""
     single = parameters()
     with jax.enable_x64(True):
-        update, fresh, mesh = updater(shape)
+        update, fresh, mesh = updater(*shape)
         state, metrics = update(fresh(), {}, global_batch(batch, mesh), np.int32(count), RATES)
         assert int(state.updates) == 1 and int(state.skipped) == 0
         moved = jax.tree.map(lambda old, new: np.float64(old) - np.asarray(new), single, state.params)
@@ -98,7 +92,7 @@ def test_rows_may_lie_anywhere_in_any_number_of_microbatches_of_one_program():
         other, other_metrics = one_update(in_rows(case, rows), 2)
         check_close(other, grads, 1e-9)
         check_close(other_metrics, metrics, 1e-9)
-    assert updater((1, 1, 1))[0]._cache_size() == 1, "the number of microbatches must be data"
+    assert updater()[0]._cache_size() == 1, "the number of microbatches must be data"
 
 
 def test_microbatches_beyond_the_count_are_not_read():
@@ -108,13 +102,9 @@ def test_microbatches_beyond_the_count_are_not_read():
     jax.tree.map(np.testing.assert_array_equal, one_update(spoilt, 1)[0], grads)
 
 
-@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2)])
-def test_shards_do_not_change_the_update(shape):
+def test_shards_do_not_change_the_update():
     batch = in_rows(example("append"), range(0, 2 * ROWS_OF_STEPS, 2))
-    grads, metrics = one_update(batch, 2)
-    sharded, sharded_metrics = one_update(batch, 2, shape)
-    check_close(sharded, grads, 1e-9)
-    check_close(sharded_metrics, metrics, 1e-9)
+    check_close(one_update(batch, 2, (2, 2, 2)), one_update(batch, 2), 1e-9)
 
 
 def test_the_update_is_the_gradient_of_the_loss():
@@ -160,28 +150,22 @@ def test_metrics_say_what_they_are_named_after():
 
 
 def test_an_update_that_is_not_finite_is_skipped_and_counted():
-    update, fresh, mesh = updater((1, 1, 1), adam=True)
     good = example("append")
     bad = dataclasses.replace(good, advantages=np.where(np.arange(len(good.weights)) == 2, np.nan, good.advantages))
-    good, bad = (global_batch(case.batch(microbatches=MICROBATCHES, rows=8), mesh) for case in (good, bad))
     rates = {"decoder": np.float32(1e-2), "value": np.float32(1e-1)}
-    before, _ = update(fresh(), {}, good, np.int32(2), rates)
-    kept = jax.device_get((before.params, before.opt_state))
-    after, metrics = update(before, {}, bad, np.int32(2), rates)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get((after.params, after.opt_state)), kept)
-    assert (int(after.updates), int(after.skipped), int(after.skipped_in_a_row)) == (1, 1, 1)
-    assert not np.isfinite(metrics["loss"]) and int(metrics["skipped_in_a_row"]) == 1
-    twice, _ = update(after, {}, bad, np.int32(2), rates)
-    assert (int(twice.skipped), int(twice.skipped_in_a_row)) == (2, 2)
-    again, _ = update(twice, {}, good, np.int32(2), rates)
-    assert (int(again.updates), int(again.skipped), int(again.skipped_in_a_row)) == (2, 2, 0)
-    assert np.isfinite(jax.tree.leaves(jax.device_get(again.params))[0]).all()
-    assert update._cache_size() == 1
-
-
-def test_the_old_state_is_donated():
-    update, fresh, mesh = updater((1, 1, 1), adam=True)
-    state = fresh()
-    batch = global_batch(example("append").batch(microbatches=MICROBATCHES, rows=8), mesh)
-    update(state, {}, batch, np.int32(2), RATES)
-    assert all(x.is_deleted() for x in jax.tree.leaves(state.params))
+    with jax.enable_x64(True):
+        update, fresh, mesh = updater()
+        good, bad = (global_batch(case.batch(microbatches=2, rows=8), mesh) for case in (good, bad))
+        start = fresh()
+        before, _ = update(start, {}, good, np.int32(2), rates)
+        assert all(x.is_deleted() for x in jax.tree.leaves(start.params)), "the old state is donated"
+        kept = jax.device_get((before.params, before.opt_state))
+        after, metrics = update(before, {}, bad, np.int32(2), rates)
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get((after.params, after.opt_state)), kept)
+        assert (int(after.updates), int(after.skipped), int(after.skipped_in_a_row)) == (1, 1, 1)
+        assert not np.isfinite(metrics["loss"]) and int(metrics["skipped_in_a_row"]) == 1
+        twice, _ = update(after, {}, bad, np.int32(2), rates)
+        assert (int(twice.skipped), int(twice.skipped_in_a_row)) == (2, 2)
+        again, _ = update(twice, {}, good, np.int32(2), rates)
+        assert (int(again.updates), int(again.skipped), int(again.skipped_in_a_row)) == (2, 2, 0)
+        assert np.isfinite(jax.tree.leaves(jax.device_get(again.params))[0]).all()

@@ -1,18 +1,22 @@
-"""Weights for the gap between sampler and learner, and its measures: published numbers and loops."""
+"""Loss weights: aggregates, and corrections for the gap between sampler and learner: published numbers and loops."""
 
 from __future__ import annotations
 
 import math
 import statistics
+from typing import get_args
 
 import numpy as np
 import pytest
+import reference
 from builders import golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentr1_jax.learner.config import CORRECTIONS, CorrectionConfig
-from agentr1_jax.learner.loss_weights import correction_weights, gap_metrics
+from agentr1_jax.learner.config import AGGREGATES, Correction, CorrectionConfig
+from agentr1_jax.learner.loss_weights import TokenUnits, correction_weights, gap_metrics, loss_weights
+
+CORRECTIONS = get_args(Correction)
 
 LIMITS = {"cap": 2.0, "low": 0.5, "high": 1.5}
 
@@ -72,8 +76,7 @@ def test_each_kind_by_hand():
         np.testing.assert_allclose(weigh(kind, log_ratio, sequence, cap=3.0), expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("bad", [-np.inf, np.inf, np.nan])
-@pytest.mark.parametrize("where", ["old", "behaviour", "both"])
+@pytest.mark.parametrize(("bad", "where"), [(-np.inf, "old"), (np.nan, "behaviour"), (np.inf, "both")])
 def test_what_is_not_finite_has_no_weight(bad, where):
     streams = {"old": np.zeros(4, np.float32), "behaviour": np.zeros(4, np.float32)}
     for name, x in streams.items():
@@ -135,3 +138,45 @@ def test_without_a_finite_token_there_is_nothing_to_measure():
     assert gap_metrics(empty, empty, np.zeros(0, np.int64)) == {"nonfinite": 0.0}
     bad = np.full(2, np.nan, np.float32)
     assert gap_metrics(bad, bad, np.zeros(2, np.int64)) == {"nonfinite": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "aggregate", "constant"),
+    [("token-mean", "token", 1), ("seq-mean-token-sum", "fixed", 2), ("seq-mean-token-mean", "step", 1)],
+)
+def test_aggregates_give_the_published_numbers(name, aggregate, constant):
+    entry = golden(f"agg_loss.{name}")
+    mask, row = entry["inputs"]["mask"] > 0, np.arange(3).repeat(4)
+    weights = loss_weights(aggregate, TokenUnits(row, row, row), mask.ravel(), fixed_denominator=constant)
+    np.testing.assert_allclose((weights * entry["inputs"]["mat"].ravel()).sum(), entry["outputs"]["verl"], rtol=1e-6)
+
+
+@st.composite
+def units(draw):
+    """Unit of each token (steps within trajectories within groups), which are trained, and a loss each."""
+    step, trajectory, group, number = [], [], [], 0
+    for i in range(draw(st.integers(1, 5))):
+        of = draw(st.integers(0, 2))
+        for length in draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)):
+            step += [number] * length
+            trajectory += [i] * length
+            group += [of] * length
+            number += 1
+    size = len(step)
+    trained = draw(st.lists(st.booleans(), min_size=size, max_size=size))
+    losses = draw(st.lists(st.floats(-4, 4), min_size=size, max_size=size))
+    return step, trajectory, group, trained, losses
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+@settings(max_examples=40, deadline=None)
+@given(cells=units(), constant=st.sampled_from((1.0, 7.0)))
+def test_weights_make_the_mean_that_they_are_named_after(aggregate, cells, constant):
+    step, trajectory, group, trained, losses = cells
+    columns = [np.array(x) for x in (step, trajectory, group, trained)]
+    weights = loss_weights(aggregate, TokenUnits(*columns[:3]), columns[3], fixed_denominator=constant)
+    expected = reference.aggregate(aggregate, losses, step, trajectory, group, trained, constant)
+    np.testing.assert_allclose((weights * losses).sum(), expected, atol=1e-5)
+    assert not weights[~columns[3]].any()
+    if aggregate != "fixed" and any(trained):
+        np.testing.assert_allclose(weights.sum(), 1, rtol=1e-6)
