@@ -31,7 +31,8 @@ from agentr1_jax.train.build import Setup
 from agentr1_jax.train.phases import Phase
 from agentr1_jax.train.settings import Settings
 from experiments import topology
-from experiments.setup import check_attention, check_placement, make_task
+from experiments.checks import check_attention, check_placement
+from experiments.setup import make_task
 
 
 @dataclasses.dataclass(frozen=True)

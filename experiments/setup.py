@@ -8,31 +8,25 @@ The only reader of the ConfigDict, shared by train, evaluate, ask, ablate and dr
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import dataclasses
 import functools
 import importlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import ml_collections
-from jax.sharding import Mesh
 
 from agentr1_jax import contrib, files
-from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.credit.scheme import CreditConfig
-from agentr1_jax.envs.base import Observation, Row, Task, has_expert, has_texts, writes_summaries
+from agentr1_jax.envs.base import Task
 from agentr1_jax.envs.mixture import MixtureTask, parse_weights
-from agentr1_jax.envs.registry import TASKS, Dispatch, TaskContext, call_directly
-from agentr1_jax.errors import UserError
-from agentr1_jax.policy import attention_check
-from agentr1_jax.policy.config import DecoderConfig
+from agentr1_jax.envs.registry import TASKS, Dispatch, TaskContext, TaskEntry, call_directly
+from agentr1_jax.errors import UserError, user_error
 from agentr1_jax.runtime import compile_cache, processes
 from agentr1_jax.runtime import config as configs
-from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime.processes import Dispatcher
 from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.tools.base import Tool
@@ -43,6 +37,7 @@ from agentr1_jax.train.restore import newest_checkpoint
 from agentr1_jax.train.settings import SECTIONS, RunConfig, Settings, TaskConfig, load_file, settings_from_dict
 from agentr1_jax.validation import from_section, to_section
 from configs import base
+from experiments.checks import check_attention, check_openings, check_placement, check_task
 
 if TYPE_CHECKING:
     from agentr1_jax.tasks.multihop.task import RetrieverConfig
@@ -51,19 +46,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Config = ml_collections.ConfigDict
 """A config, which other scripts only hand on to the functions below."""
-OPENINGS_CHECKED = 8
-"""Rows of each split whose first prompt must fit the budget."""
+COMPUTED_OTHERWISE = ("policy.attention", "policy.remat")
+"""Keys that say how a policy is computed, not what it is."""
 IN_BUCKETS = ("run_dir", "warm_start.init_from", "tokenizer.path", "compilation_cache")
 """Keys whose paths may be `gs://`."""
 
 
 def read_settings(config: ml_collections.ConfigDict) -> Settings:
-    """Check every key of a config, by itself and against the others.
+    """Check every key of a config, by itself and against the others; see `settings_from_dict`.
 
-    Imports the user's files that register schemes, context rules and tasks. Makes nothing, and asks no device.
-
-    Raises:
-      UserError: a value is of another type, out of range or does not fit another; the message names the keys.
+    Also imports the user's file that registers tasks. Makes nothing, and asks no device.
     """
     _check_places(config)
     values = config.to_dict()
@@ -71,11 +63,7 @@ def read_settings(config: ml_collections.ConfigDict) -> Settings:
 
 
 def read_section(config: ml_collections.ConfigDict, cls: type[T]) -> T:
-    """Read one section of a config, checked by itself alone: of a config that is still to be changed.
-
-    Args:
-      config: the config.
-      cls: dataclass of the section, e.g. `LearnerConfig`.
+    """Read the section of a dataclass, e.g. `LearnerConfig`, from a config that is still to be changed.
 
     Raises:
       UserError: a value is of another type or out of range.
@@ -88,16 +76,10 @@ def read_section(config: ml_collections.ConfigDict, cls: type[T]) -> T:
 
 
 def make_setup(settings: Settings, *, resumes: bool) -> tuple[Setup, build.StateBuilder]:
-    """Make the parts of a run; nothing is written but a tokenizer that is trained.
+    """Make the parts of a run; also return how the learner's state is made. Collective.
 
-    Collective: all processes check before the first one writes.
-
-    Args:
-      settings: of the run.
-      resumes: True if the run folder has its tokenizer already.
-
-    Returns:
-      the parts, and how the learner's state is made.
+    Nothing is written but a tokenizer that is trained, unless the run resumes; all processes check before the first one
+    writes.
 
     Raises:
       UserError: the parts do not fit each other.
@@ -196,21 +178,11 @@ def with_weights(config: ml_collections.ConfigDict, source: str) -> ml_collectio
     return config
 
 
-POLICY_SECTIONS = ("policy.", "tokenizer.")
-COMPUTED_OTHERWISE = ("policy.attention", "policy.remat")
-"""How a policy is computed, not what it is."""
-
-
 def differing_policy_keys(here: ml_collections.ConfigDict, there: Mapping[str, Any]) -> list[str]:
-    """Return the keys that make two runs' policies or tokenizers different, a line each.
-
-    Args:
-      here: config of this run.
-      there: config of the other run, as plain JSON.
-    """
+    """Return the keys that make two runs' policies or tokenizers different, a line each; `there` is plain JSON."""
     ours, theirs = dict(configs.flatten(configs.resolve(here))), dict(configs.flatten(there))
-    keys = [k for k in sorted(ours.keys() | theirs.keys()) if k.startswith(POLICY_SECTIONS)]
-    keys = [key for key in keys if key not in COMPUTED_OTHERWISE]
+    policy = {key for key in ours.keys() | theirs.keys() if key.startswith(("policy.", "tokenizer."))}
+    keys = sorted(policy - set(COMPUTED_OTHERWISE))
     if ours.get("policy.lora.rank") and not ours.get("policy.weights"):
         keys.append("seed")  # The frozen random weights under the adapters are made from it.
     missing = "(no such key)"
@@ -222,12 +194,7 @@ def differing_policy_keys(here: ml_collections.ConfigDict, there: Mapping[str, A
 
 
 def check_init_from(config: ml_collections.ConfigDict) -> None:
-    """Refuse a `warm_start.init_from` that this run cannot start from.
-
-    Raises:
-      UserError: no such run, one that is not finished or lacks its tokenizer, another policy (the differing keys are
-        listed), or a run that would do nothing but a warm start itself.
-    """
+    """Refuse a `warm_start.init_from` that this run cannot start from; a policy that differs is told key by key."""
     source, key = config.warm_start.init_from, "warm_start.init_from: "
     if not source:
         return
@@ -282,7 +249,7 @@ def _read_task(values: Mapping[str, Any]) -> TaskConfig:
     config = from_section(TaskConfig, "task", {**keys, "sections": {}})
     if config.file:
         load_file(TASKS, config.file)
-    checked = {}
+    checked: dict[str, Any] = {}
     for name in task_names(config):
         entry = _find_task(name)
         if entry.config is None:
@@ -295,23 +262,15 @@ def _read_task(values: Mapping[str, Any]) -> TaskConfig:
     return dataclasses.replace(config, sections=checked)
 
 
-def _find_task(name: str) -> Any:
-    try:
+def _find_task(name: str) -> TaskEntry:
+    with user_error("task.name: "):
         return base.find_task(name)
-    except ValueError as error:
-        raise UserError(f"task.name: {error}") from error
 
 
 def task_names(config: TaskConfig) -> list[str]:
-    """Return the name of the task, or the names of the tasks of a mixture.
-
-    Raises:
-      UserError: no task, or a mixture that cannot be read.
-    """
-    try:
+    """Return the name of the task, or the names of a mixture. Raises UserError if the mixture cannot be read."""
+    with user_error():
         weights = parse_weights(config.mixture, "task.mixture") if config.mixture else {}
-    except ValueError as error:
-        raise UserError(str(error)) from error
     if config.name != base.MIXTURE and weights:
         raise UserError(
             f"task.mixture is {config.mixture!r}, which only task 'mixture' reads, and task.name is {config.name!r}"
@@ -338,12 +297,7 @@ def _check_unread_task_keys(config: TaskConfig, sections: Mapping[str, Any], rea
 
 
 def make_task(settings: Settings, tool_metrics: ToolMetrics, dispatch: Dispatch = call_directly) -> Task:
-    """Make the task, or the mixture of tasks, of a run.
-
-    Args:
-      settings: of the run.
-      tool_metrics: counts what its tools do.
-      dispatch: runs what a dense retriever does on the devices.
+    """Make the task, or the mixture of tasks, of a run; `dispatch` runs what a dense retriever does on the devices.
 
     Raises:
       UserError: data are missing or damaged, or a task cannot be solved within the budget.
@@ -368,10 +322,7 @@ def make_task(settings: Settings, tool_metrics: ToolMetrics, dispatch: Dispatch 
 
 
 def _make_retriever(c: RetrieverConfig, corpus: Corpus, top_k: int, dispatch: Dispatch = call_directly) -> Retriever:
-    """Make the retriever of a search task; see `TaskContext.make_retriever`.
-
-    A dense one computes the corpus's vectors here, unless its index has them, and compiles what searches need.
-    """
+    """Make the retriever of a search task; a dense one computes the corpus's vectors unless its index has them."""
     from agentr1_jax.tools.search import BM25, RemoteRetriever
 
     index = os.path.join(os.path.expanduser(c.index), c.kind) if c.index else ""
@@ -393,144 +344,3 @@ def _make_tool(name: str) -> Tool:
     module, _, attribute = contrib.TOOLS[name].partition(":")
     tool: Tool = getattr(importlib.import_module(module), attribute)()
     return tool
-
-
-def check_task(settings: Settings, task: Task) -> None:
-    """Refuse a task that lacks what the settings need of it: experts, texts, splits, reward parts, state keys.
-
-    Raises:
-      UserError: names what there is and the keys to change.
-    """
-    warm_start = settings.warm_start
-    if settings.imitates and not has_expert(task):
-        raise UserError(
-            f"task {task.name!r} has no expert to imitate, and warm_start.updates is {warm_start.updates}; set "
-            "warm_start.updates=0, or name a run in warm_start.init_from"
-        )
-    if not warm_start.init_from and not has_texts(task) and (not settings.tokenizer.path or settings.pretrain.updates):
-        raise UserError(
-            f"task {task.name!r} has no texts to train a tokenizer or to pretrain on; set tokenizer.path and "
-            "pretrain.updates=0, or name a run in warm_start.init_from"
-        )
-    if settings.imitates and warm_start.practice:
-        try:
-            task.row("practice", 0)
-        except ValueError as error:
-            raise UserError(f"{task.name} has no split 'practice'; set warm_start.practice=0 ({error})") from error
-    for part in settings.shaping.process_parts:
-        if part not in task.reward_parts:
-            raise UserError(
-                f"shaping.process_parts: task {task.name!r} has no reward part {part!r}; it has "
-                f"{', '.join(task.reward_parts)}"
-            )
-    if settings.context_rule.makes_summaries and settings.imitates and not writes_summaries(task):
-        raise UserError(
-            f"context.rule {settings.context.rule!r} asks for summaries, and the expert of task {task.name!r} writes "
-            "none to imitate; choose another context.rule, set warm_start.updates=0, or name a run in "
-            "warm_start.init_from"
-        )
-    for row, observation in _openings(settings, task, rows=1):
-        _check_observation(settings, row.get("task", task.name), observation)
-
-
-def check_openings(settings: Settings, task: Task, agent: EnvLoop) -> None:
-    """Refuse a budget that the task's first prompts already exceed.
-
-    Raises:
-      UserError: names the row, its length and the keys to change.
-    """
-    budget = settings.budget
-    room = budget.context_tokens - budget.response_tokens
-    for row, observation in _openings(settings, task, rows=OPENINGS_CHECKED):
-        tokens = len(agent.render_opening(observation))
-        if tokens > room:
-            raise UserError(
-                f"the prompt of row {row['id']} has {tokens} tokens; budget.context_tokens ({budget.context_tokens}) "
-                f"less budget.response_tokens ({budget.response_tokens}) leaves {room}: raise budget.context_tokens"
-            )
-
-
-def _openings(settings: Settings, task: Task, rows: int) -> Iterator[tuple[Row, Observation]]:
-    """Yield the first rows of each split that a run uses, of each task of a mixture, and how their episodes begin."""
-
-    async def reset(row: Row) -> Observation:
-        return await task.env().reset(row, seed=0)
-
-    splits = [
-        f"{split}/{name}" if name and "/" not in split else split
-        for split in ("train", settings.eval.split)
-        for name in (task.names if isinstance(task, MixtureTask) else [""])
-    ]
-    for split in dict.fromkeys(splits):
-        try:
-            chosen = [task.row(split, index) for index in range(rows)]
-        except ValueError as error:
-            raise UserError(f"eval.split: {error}") from error
-        for row in chosen:
-            yield row, asyncio.run(reset(row))
-
-
-def _check_observation(settings: Settings, task: str, observation: Observation) -> None:
-    """Refuse an environment whose observations lack what credit scheme, context rule or shaping read."""
-    if settings.scheme.needs_state_key and observation.state_key is None:
-        raise UserError(
-            f"credit scheme {settings.scheme.name!r} compares steps of equal state_key, and observations of task "
-            f"{task!r} have none; set Observation.state_key in the environment, or choose another credit.name"
-        )
-    if settings.context_rule.needs_evidence and observation.evidence is None:
-        raise UserError(
-            f"context.rule {settings.context.rule!r} builds prompts from what the environment has shown, and "
-            f"observations of task {task!r} do not say it; set Observation.evidence in the environment, or choose "
-            "another context.rule"
-        )
-    if settings.shaping.potential and observation.potential is None:
-        raise UserError(
-            f"shaping.potential is {settings.shaping.potential}, and observations of task {task!r} have no potential; "
-            "set Observation.potential in the environment, or shaping.potential=0"
-        )
-
-
-def check_placement(settings: Settings, devices: Sequence[jax.Device]) -> None:
-    """Refuse meshes that do not fit the devices, and sizes that do not spread evenly over them.
-
-    Raises:
-      UserError: names the keys and the numbers that must divide.
-    """
-    count, minibatches = len({d.process_index for d in devices}), settings.learner.minibatches
-    if settings.rollout.groups % (count * minibatches):
-        raise UserError(
-            f"rollout.groups ({settings.rollout.groups}) must be a multiple of processes x learner.minibatches "
-            f"({count} x {minibatches})"
-        )
-    for section, c in (("pretrain", settings.pretrain), ("warm_start", settings.warm_start)):
-        if c.updates and c.batch % count:
-            raise UserError(f"{section}.batch ({c.batch}) must be a multiple of the {count} processes")
-    if settings.warm_start.control_seconds and count > 1:
-        raise UserError("a control run is timed, and clocks of several processes differ; run it in one process")
-    mesh = settings.mesh
-    learner_devices, rollout_devices = meshes.split_devices(devices, mesh.rollout_devices)
-    data, fsdp, _ = meshes.axis_sizes(mesh.data, mesh.fsdp, mesh.tensor, learner_devices)
-    sections = {"learner": settings.learner.rows}
-    if settings.pretrain.updates:
-        sections["pretrain"] = settings.pretrain.rows
-    for section, rows in sections.items():
-        if rows % (data * fsdp):
-            raise UserError(
-                f"{section}.rows ({rows}) must be a multiple of the {data * fsdp} shards of a batch "
-                f"(mesh.data x mesh.fsdp: {data} x {fsdp})"
-            )
-    try:
-        settings.engine.check_shards(meshes.rollout_shards(len(rollout_devices) // count, settings.rollout.tensor))
-    except ValueError as error:
-        raise UserError(str(error)) from error
-
-
-def check_attention(settings: Settings, policy: DecoderConfig, mesh: Mesh, *, run: bool = True) -> None:
-    """Refuse an attention implementation that the learner's devices or rows do not allow, by a tiny call of it."""
-    if policy.attention in ("xla", "dense"):
-        return  # They work everywhere.
-    learner = settings.learner
-    try:
-        attention_check.check_attention(policy, mesh, learner.row_tokens, learner.packing, call=run)
-    except ValueError as error:
-        raise UserError(str(error)) from error

@@ -38,7 +38,6 @@ from agentr1_jax.train.progress import Progress, RunLogger, Stopped, read_progre
 from agentr1_jax.train.restore import make_reference
 from agentr1_jax.train.settings import Settings
 from agentr1_jax.train.summary import trajectory_means, write_summary
-from agentr1_jax.trajectory import Trajectory
 from experiments.setup import check_init_from, make_setup, read_settings, use_compile_cache
 
 CONFIG = configs.define_config_flag()
@@ -87,11 +86,7 @@ def open_run(
 ) -> Iterator[tuple[RunLogger, LearnerState, Progress]]:
     """Open the writers of a run; yield them with the state and progress of its newest checkpoint, or fresh ones.
 
-    Args:
-      settings: of the run.
-      builder: makes the learner's state.
-      resolved: config as plain JSON.
-      started: `time.perf_counter()` at the start of the program.
+    `resolved` is the config as plain JSON, `started` the `time.perf_counter()` at the start of the program.
     """
     run_dir, compiles = settings.run.run_dir, CompileCounter()
     with contextlib.closing(Checkpoints(run_dir, settings.checkpoint.keep)) as checkpoints:
@@ -102,12 +97,8 @@ def open_run(
             state, progress = restored[0], read_progress(restored[1], run_dir)
         sinks, first = open_sinks(settings, resolved), processes.process_index() == 0
         with MetricsWriter(run_dir, progress.metrics_index, first, sinks) as metrics, processes.StopRequest() as stop:
-            folder = RunFolder(run_dir)
-            yield (
-                RunLogger(folder, metrics, checkpoints, stop, compiles, started - progress.seconds),
-                state,
-                progress,
-            )
+            started -= progress.seconds
+            yield RunLogger(RunFolder(run_dir), metrics, checkpoints, stop, compiles, started), state, progress
     logging.info("programs of this start: %s", compiles)
 
 
@@ -235,7 +226,8 @@ def run_phase(
             if rl:
                 trajectories = [*train_step.with_advantages(batch, credit), *rollouts.zero_variance]
                 logger.folder.write_trajectories(batch_name(progress.update - 1), trajectories)  # The device learns.
-                record = {"learner/lr": rates["decoder"], **rollouts.metrics, **rollout_means(trajectories)}
+                means = {f"rollout/{key}": x for key, x in trajectory_means(trajectories).items()}
+                record = {"learner/lr": rates["decoder"], **rollouts.metrics, **means}
             else:
                 record = {"learner/lr": rates["decoder"]}
             if rl or progress.update % IMITATION_LOG_EVERY == 0 or progress.update == phase.updates:
@@ -282,26 +274,16 @@ def adapt_kl(settings: Settings, progress: Progress, record: dict[str, float]) -
     )
 
 
-def rollout_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the means of a batch as metrics. Collective."""
-    return {f"rollout/{key}": x for key, x in trajectory_means(trajectories).items()}
-
-
 def progress_text(record: Mapping[str, float]) -> str:
-    """Return what the progress bar says of an update."""
+    """Return what the progress bar says of an update: quality, and tokens per second."""
     quality = f"loss {record.get('learner/loss', math.nan):.3f}"
     if "rollout/reward" in record:
         quality = f"reward {record['rollout/reward']:.3f} em {record.get('rollout/em', 0):.3f}"
-    return f"{quality}, {tokens_per_second(record)}"
-
-
-def tokens_per_second(metrics: Mapping[str, float]) -> str:
-    """Return the rates of an update, for the progress line."""
     rates = []
     for what, tokens, seconds in (("learned", "learner_tokens", "learn"), ("decoded", "decode_tokens", "rollout")):
-        if metrics.get(f"time/{seconds}") and f"time/{tokens}" in metrics:
-            rates.append(f"{metrics[f'time/{tokens}'] / metrics[f'time/{seconds}']:,.0f} {what}")
-    return f"tokens/s: {', '.join(rates)}"
+        if record.get(f"time/{seconds}") and f"time/{tokens}" in record:
+            rates.append(f"{record[f'time/{tokens}'] / record[f'time/{seconds}']:,.0f} {what}")
+    return f"{quality}, tokens/s: {', '.join(rates)}"
 
 
 def check_skips(record: Mapping[str, float]) -> None:
@@ -357,10 +339,6 @@ def evaluate(
     """Roll out rows of the evaluation split; write metrics and trajectories, and return the means.
 
     Args:
-      setup: parts of the run.
-      state: of the learner.
-      progress: of the run.
-      logger: of the run.
       name: of the evaluation; part of the uids and seeds of its trajectories.
       temperature: of sampling; 0 is greedy.
       questions: number of rows; None for `eval.questions`.

@@ -18,7 +18,7 @@ from absl import logging
 
 from agentr1_jax.credit.batch import FlatTrajectories, concatenate, flatten, to_token_batch
 from agentr1_jax.credit.shaping import RunningMeanStd, shape_rewards
-from agentr1_jax.learner.batch import Batch, LossTokens, PackedTokens, to_microbatches, with_process_indices
+from agentr1_jax.learner.batch import Batch, LossTokens, to_microbatches, with_process_indices
 from agentr1_jax.learner.config import Aggregate
 from agentr1_jax.learner.loss_weights import TokenUnits, correction_weights, gap_metrics, loss_weights
 from agentr1_jax.learner.losses import kl_estimate, kl_rewards
@@ -32,8 +32,6 @@ from agentr1_jax.train.build import Setup
 from agentr1_jax.train.phases import Phase
 from agentr1_jax.train.progress import Progress
 from agentr1_jax.trajectory import POLICIES, Trajectory
-
-LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,11 +120,7 @@ class StepMetrics:
 
 
 def pack(setup: Setup, phase: Phase, trajectories: Sequence[Trajectory]) -> PackedBatch:
-    """Lay this process's trajectories out in rows, one packing for each minibatch of whole groups.
-
-    Raises:
-      ValueError: see `sift`.
-    """
+    """Lay this process's trajectories out in rows, one packing for each minibatch of whole groups; see `sift`."""
     usable, dropped, malformed = sift(setup, phase, trajectories)
     groups = np.array_split(np.unique([t.group for t in usable]), setup.settings.learner.minibatches)
     minibatches = [[t for t in usable if t.group in set(part.tolist())] for part in groups]
@@ -144,48 +138,40 @@ def pack(setup: Setup, phase: Phase, trajectories: Sequence[Trajectory]) -> Pack
 def sift(
     setup: Setup, phase: Phase, trajectories: Sequence[Trajectory]
 ) -> tuple[list[Trajectory], list[Trajectory], int]:
-    """Separate the trajectories that are trained or count in statistics from those that do neither.
+    """Return usable trajectories, dropped ones, and the number of dropped ones that should have been usable.
 
-    A trajectory is dropped where its outcome says so, and with a warning where its numbers would spoil the batch; see
-    `training_fault`.
-
-    Returns:
-      usable trajectories, dropped ones, and the number of dropped ones that should have been usable.
+    A trajectory is dropped where its outcome says so, and with a warning where it has a `training_fault`.
 
     Raises:
       ValueError: a trajectory was truncated and lacks the final prompt that the critic bootstraps from.
     """
     usable, dropped, malformed = [], [], 0
     for t in trajectories:
-        if POLICIES[t.outcome].training == "drop":
+        policy = POLICIES[t.outcome]
+        if policy.training == "drop":
             dropped.append(t)
         elif fault := training_fault(setup, phase, t):
             logging.warning("trajectory %s is dropped: %s", t.uid, fault)
             dropped.append(t)
             malformed += 1
-        else:
-            usable.append(t)
-    for t in usable if phase.critic else ():
-        if POLICIES[t.outcome].bootstrap and t.final_prompt_ids is None:
+        elif phase.critic and policy.bootstrap and t.final_prompt_ids is None:
             raise ValueError(
                 f"trajectory {t.uid} was truncated ({t.outcome}) without final_prompt_ids, where the critic values its "
                 "future; the agent must give them to session.finish()"
             )
+        else:
+            usable.append(t)
     return usable, dropped, malformed
 
 
 def training_fault(setup: Setup, phase: Phase, t: Trajectory) -> str | None:
-    """Return why a trajectory would spoil a batch, or None.
-
-    It has no step or token, is longer than a row, has a reward or id out of bounds, or lacks the greedy rollout of its
-    row that the credit scheme compares with.
-    """
+    """Return why a trajectory would spoil a batch, or None."""
     fault = packing_fault(t, phase.packing, final_values=phase.critic, observations=phase.observations)
     if fault:
         return fault
     rewards = [s.reward for s in t.steps if s.reward is not None] if POLICIES[t.outcome].reward == "use" else []
     for reward in (t.total_reward, *rewards):
-        if not abs(reward) <= LARGEST:  # Statistics are float32; NaN compares as False.
+        if not abs(reward) <= float(np.finfo(np.float32).max):  # Statistics are float32; NaN compares as False.
             return f"its reward is {reward}"
     if phase.scheme and phase.scheme.needs_greedy and (t.greedy_return is None or not math.isfinite(t.greedy_return)):
         return "the greedy rollout of its row failed"
@@ -201,38 +187,27 @@ def token_outputs(setup: Setup, phase: Phase, params: Params, batch: PackedBatch
         return TokenOutputs()
     parts: dict[str, list[np.ndarray]] = {field.name: [] for field in dataclasses.fields(TokenOutputs)}
     for packing in batch.packings:
-        device_batch, used = _to_device(setup, phase, packing.packed_tokens, packing.loss_tokens)
+        device_batch, used = _to_device(setup, phase, packing, packing.loss_tokens)
         outputs = setup.dispatch(phase.token_outputs, params, setup.frozen, phase.reference, device_batch, used)
-
-        def own_rows(x: jax.Array, packing: Packing = packing) -> np.ndarray:
-            rows = meshes.local_rows(x, setup.learner_mesh)
-            return rows.reshape(-1, rows.shape[-1])[: packing.rows]
-
-        parts["logprobs"].append(gather(packing, own_rows(outputs.logprob)))
-        if outputs.ref_logprob is not None:
-            parts["ref_logprobs"].append(gather(packing, own_rows(outputs.ref_logprob)))
-        if outputs.value is not None:
-            value = own_rows(outputs.value)
-            parts["values"].append(gather(packing, value))
-            parts["final_values"].append(gather_final(packing, value))
+        for name, array, read in (
+            ("logprobs", outputs.logprob, gather),
+            ("ref_logprobs", outputs.ref_logprob, gather),
+            ("values", outputs.value, gather),
+            ("final_values", outputs.value, gather_final),
+        ):
+            if array is not None:
+                own = meshes.local_rows(array, setup.learner_mesh)
+                parts[name].append(read(packing, own.reshape(-1, own.shape[-1])[: packing.rows]))
     return TokenOutputs(**{name: np.concatenate(x) if x else None for name, x in parts.items()})
 
 
 def assign_credit(
-    setup: Setup,
-    phase: Phase,
-    batch: PackedBatch,
-    outputs: TokenOutputs,
-    progress: Progress,
+    setup: Setup, phase: Phase, batch: PackedBatch, outputs: TokenOutputs, progress: Progress
 ) -> BatchCredit:
     """Turn rewards into advantages and value targets, over the trajectories of all processes. Collective.
 
-    Args:
-      setup: parts of the run.
-      phase: its credit scheme; without one every advantage is 1.
-      batch: this process's share.
-      outputs: of the same tokens.
-      progress: with the coefficient of an adaptive KL, and the statistics of the step returns of earlier batches.
+    Without a credit scheme every advantage is 1. `progress` has the coefficient of an adaptive KL, and the statistics
+    of the step returns of earlier batches.
     """
     settings, return_statistics = setup.settings, RunningMeanStd(*progress.return_statistics)
     own = flatten(
@@ -251,9 +226,9 @@ def assign_credit(
     first = sum(len(g.logprobs) for g in gathered[: processes.process_index()])
     flat, part = concatenate(gathered), slice(first, first + len(own.logprobs))
     tokens = len(flat.logprobs)
+    zeros, nowhere = np.zeros(tokens, np.float32), np.zeros(tokens, bool)
     if phase.scheme is None or not tokens:
-        ones, zeros = np.ones(tokens, np.float32), np.zeros(tokens, np.float32)
-        return BatchCredit(flat, own, part, ones, zeros, np.zeros(tokens, bool), return_statistics)
+        return BatchCredit(flat, own, part, np.ones(tokens, np.float32), zeros, nowhere, return_statistics)
 
     baseline = return_statistics.mean
     flat, return_statistics = shape_rewards(
@@ -274,10 +249,8 @@ def assign_credit(
         # An observation that is trained has the advantage of the response that it answers.
         last_action = np.maximum.accumulate(np.where(flat.is_action, np.arange(tokens), 0))
         advantages = advantages[last_action]
-    if credit.value_targets is None:
-        targets, has_target = np.zeros(tokens, np.float32), np.zeros(tokens, bool)
-    else:
-        targets, has_target = credit.value_targets[:tokens], credit.value_mask[:tokens]
+    targets = zeros if credit.value_targets is None else credit.value_targets[:tokens]
+    has_target = nowhere if credit.value_mask is None else credit.value_mask[:tokens]
     return BatchCredit(flat, own, part, advantages, targets, has_target, return_statistics)
 
 
@@ -290,26 +263,23 @@ def update(
     credit: BatchCredit,
     learning_rates: Mapping[str, float],
 ) -> tuple[LearnerState, StepMetrics]:
-    """Take all updates on a batch: `learner.epochs` passes over `learner.minibatches`.
+    """Take all updates on a batch: `learner.epochs` passes over `learner.minibatches`. The state is donated.
 
-    Returns as soon as the updates are enqueued on the device.
-
-    Args:
-      setup: parts of the run.
-      phase: its compiled programs.
-      state: donated.
-      batch, outputs, credit: of this step.
-      learning_rates: of each part of the parameters.
-
-    Returns:
-      the new state, and metrics.
+    Returns the new state and metrics as soon as the updates are enqueued on the device.
     """
     metrics = {"batch/dropped": float(len(batch.dropped)), "batch/malformed": float(batch.malformed)}
     if not len(credit.advantages):
         logging.warning("no usable trajectory in this batch; it is skipped")
         return state, StepMetrics(metrics, [])
     minibatches, trained = _minibatches(setup, phase, batch, outputs, credit)
-    state, updates = _run_updates(setup, phase, state, minibatches * setup.settings.learner.epochs, learning_rates)
+    rates = {part: np.float32(rate) for part, rate in learning_rates.items()}
+    updates = []
+    for rows, used in minibatches * setup.settings.learner.epochs:
+        if phase.log_ratio is not None:
+            log_ratio = setup.dispatch(phase.log_ratio, state.params, setup.frozen, rows, used)
+            rows = dataclasses.replace(rows, loss_tokens=dataclasses.replace(rows.loss_tokens, log_ratio=log_ratio))
+        state, update_metrics = setup.dispatch(phase.update, state, setup.frozen, rows, used, rates)
+        updates.append(update_metrics)
     metrics |= _batch_metrics(setup, phase, batch, credit, trained) | _gap_metrics(outputs, credit.own)
     return state, StepMetrics(metrics, updates)
 
@@ -357,14 +327,13 @@ def _minibatches(
             "value_target": credit.value_targets[part],
             "value_weight": weights("token", trainable & credit.value_mask)[part],
         }
-    ends = np.cumsum(counts)
-    batches = []
-    for i, (packing, end) in enumerate(zip(batch.packings, ends, strict=True)):
+    batches, end = [], 0
+    for i, packing in enumerate(batch.packings):
+        start, end = end, end + len(packing.token_index)
         # A minibatch that trains nothing is no update: an optimizer would move by its momentum.
-        if not (trained & (number == i)).any():
-            continue
-        fields = {name: x[end - len(packing.token_index) : end] for name, x in per_token.items()}
-        batches.append(_to_device(setup, phase, packing.packed_tokens, scatter_fields(packing, fields)))
+        if (trained & (number == i)).any():
+            fields = scatter_fields(packing, {name: x[start:end] for name, x in per_token.items()})
+            batches.append(_to_device(setup, phase, packing, fields))
     return batches, trained
 
 
@@ -391,33 +360,12 @@ def _corrections(setup: Setup, phase: Phase, outputs: TokenOutputs, own: FlatTra
     return fields
 
 
-def _run_updates(
-    setup: Setup,
-    phase: Phase,
-    state: LearnerState,
-    batches: Sequence[tuple[Batch, np.int32]],
-    learning_rates: Mapping[str, float],
-) -> tuple[LearnerState, list[dict[str, jax.Array]]]:
-    """Enqueue one update for each minibatch."""
-    rates = {part: np.float32(rate) for part, rate in learning_rates.items()}
-    metrics = []
-    for batch, used in batches:
-        if phase.log_ratio is not None:
-            log_ratio = setup.dispatch(phase.log_ratio, state.params, setup.frozen, batch, used)
-            batch = dataclasses.replace(batch, loss_tokens=dataclasses.replace(batch.loss_tokens, log_ratio=log_ratio))
-        state, update_metrics = setup.dispatch(phase.update, state, setup.frozen, batch, used, rates)
-        metrics.append(update_metrics)
-    return state, metrics
-
-
-def _to_device(
-    setup: Setup, phase: Phase, packed_tokens: PackedTokens, loss_tokens: LossTokens
-) -> tuple[Batch, np.int32]:
+def _to_device(setup: Setup, phase: Phase, packing: Packing, loss_tokens: LossTokens) -> tuple[Batch, np.int32]:
     """Put rows on the learner's mesh; also return how many microbatches hold data in any process."""
     rows = phase.packing.rows // processes.process_count()
     loss_tokens = with_process_indices(loss_tokens, processes.process_index(), processes.process_count())
-    batch = to_microbatches(packed_tokens, loss_tokens, microbatches=phase.microbatches, rows=rows)
-    used = max(processes.all_gather_json(-(-packed_tokens.tokens.shape[0] // rows)))
+    batch = to_microbatches(packing.packed_tokens, loss_tokens, microbatches=phase.microbatches, rows=rows)
+    used = max(processes.all_gather_json(-(-packing.rows // rows)))
     return meshes.global_batch(batch, setup.learner_mesh), np.int32(used)
 
 
@@ -437,13 +385,10 @@ def _batch_metrics(
         "time/learner_tokens": float(computed * setup.settings.learner.epochs),
     }
     if phase.scheme:
-        group = np.unique(flat.group, return_inverse=True)[1]
-        highest, lowest = np.full(group.max() + 1, -np.inf), np.full(group.max() + 1, np.inf)
-        np.maximum.at(highest, group, flat.returns)
-        np.minimum.at(lowest, group, flat.returns)
+        returns = [flat.returns[flat.group == group] for group in np.unique(flat.group)]
         metrics |= {
-            "batch/zero_variance_groups": float((highest == lowest).sum()),
-            "batch/lone_members": float((np.bincount(group) == 1).sum()),
+            "batch/zero_variance_groups": float(sum(x.min() == x.max() for x in returns)),
+            "batch/lone_members": float(sum(len(x) == 1 for x in returns)),
             "batch/steps_without_key": float((flat.state_key < 0).sum()),
         }
     return metrics

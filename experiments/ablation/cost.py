@@ -17,7 +17,8 @@ from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.train.settings import RunConfig, Settings
 from experiments.ablation.grid import Cell, summary
-from experiments.setup import Config, check_placement, check_task, make_task, read_section, read_settings
+from experiments.checks import check_placement, check_task
+from experiments.setup import Config, make_task, read_section, read_settings
 
 
 def check_apart(runs: Sequence[Config]) -> str:

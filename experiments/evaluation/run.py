@@ -35,20 +35,12 @@ from agentr1_jax.train import build
 from agentr1_jax.train.settings import Settings
 from agentr1_jax.trajectory import Trajectory
 from agentr1_jax.trajectory_io import write_jsonl
+from experiments.checks import check_openings
 from experiments.evaluation import policies, results
 from experiments.evaluation.chunks import SECTIONS, Chunk, chunks_of, claim, identities, with_facts
 from experiments.evaluation.modes import START, check_mode, make_agent, role_of
 from experiments.evaluation.policies import Source
-from experiments.setup import (
-    Config,
-    change_config,
-    check_openings,
-    is_run,
-    make_task,
-    read_run,
-    read_settings,
-    use_compile_cache,
-)
+from experiments.setup import Config, change_config, is_run, make_task, read_run, read_settings, use_compile_cache
 
 HELD_OUT = "held_out"
 

@@ -21,7 +21,7 @@ from agentr1_jax.tasks import make_task
 from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.train import collect
 from configs import base, countdown, keydoor, whereabouts
-from experiments import setup
+from experiments import checks, setup
 
 EVEN = ("countdown(weight=1)", "keydoor(weight=1)")
 PARTS = {"countdown": make_task("countdown"), "keydoor": make_task("keydoor")}
@@ -135,14 +135,14 @@ def test_all_tasks_of_a_mixture_are_checked(first):
         if task.row("train", 0)["task"] == first:
             break
     with pytest.raises(UserError, match="observations of task 'countdown' have no potential"):
-        setup.check_task(settings, task)
+        checks.check_task(settings, task)
 
 
 def test_a_task_with_names_of_its_own_is_no_mixture():
     config = changed(countdown)
     task = configured_task(config)
     object.__setattr__(task, "names", ["Ann", "Bob"])
-    setup.check_task(setup.read_settings(config), task)
+    checks.check_task(setup.read_settings(config), task)
 
 
 def test_summaries_are_judged_by_the_task_of_their_row():

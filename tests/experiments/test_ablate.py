@@ -30,7 +30,7 @@ from agentr1_jax.trajectory import Outcome, Step, Trajectory
 from agentr1_jax.trajectory_io import write_jsonl
 from configs import quickstart, resolved
 from experiments.ablation import comparison, cost, grid, jobs
-from experiments.setup import check_placement
+from experiments.checks import check_placement
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -17,8 +17,9 @@ from agentr1_jax.runtime.config import flatten, load_config
 from agentr1_jax.tools.wrappers import ToolMetrics
 from configs import agentr1, presets
 from experiments import topology
+from experiments.checks import check_placement
 from experiments.plan import device_bytes, make_plan, preset_of_weights, programs, total_bytes
-from experiments.setup import check_placement, make_task, read_settings
+from experiments.setup import make_task, read_settings
 
 FOLDER = pathlib.Path(agentr1.__file__).parent
 NAMES = ("ppo_token", "ppo_step", "grpo", "reinforce_pp", "rloo")

@@ -19,7 +19,8 @@ from agentr1_jax.train import collect
 from agentr1_jax.trajectory import Outcome
 from configs import keydoor, quickstart
 from experiments.ablation import grid
-from experiments.setup import check_placement, check_task, make_task, read_settings
+from experiments.checks import check_placement, check_task
+from experiments.setup import make_task, read_settings
 
 
 def task(*, state_key="s", potential=1.0, evidence="", parts=("goal",)):

@@ -13,7 +13,8 @@ from agentr1_jax.policy.params import init_decoder
 from agentr1_jax.runtime.config import flatten, load_config
 from agentr1_jax.train import build
 from configs import presets
-from experiments.setup import check_placement, read_settings
+from experiments.checks import check_placement
+from experiments.setup import read_settings
 
 FOLDER = pathlib.Path(presets.__file__).parent
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")

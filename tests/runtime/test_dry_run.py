@@ -19,8 +19,9 @@ from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.train import build
 from configs import multihop_tiny, quickstart, scale_qwen2_5_3b
 from experiments import topology
+from experiments.checks import check_attention
 from experiments.plan import device_bytes, make_plan, programs, total_bytes
-from experiments.setup import check_attention, make_task, read_settings
+from experiments.setup import make_task, read_settings
 
 ROOT = Path(__file__).parents[2]
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="no libtpu")

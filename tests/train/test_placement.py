@@ -13,7 +13,8 @@ from agentr1_jax.errors import UserError
 from agentr1_jax.policy.sharding import shardings
 from agentr1_jax.runtime import mesh as meshes
 from configs import quickstart
-from experiments.setup import check_placement, read_settings
+from experiments.checks import check_placement
+from experiments.setup import read_settings
 
 EVERYTHING_FITS = {
     "pretrain.updates": 4,

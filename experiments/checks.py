@@ -1,0 +1,146 @@
+"""What is refused before a run starts: a task, prompts, devices or attention that its settings do not fit.
+
+Every check raises UserError, whose message names the keys to change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+
+import jax
+from jax.sharding import Mesh
+
+from agentr1_jax.agents.loop import EnvLoop
+from agentr1_jax.envs.base import Observation, Row, Task, has_expert, has_texts, writes_summaries
+from agentr1_jax.envs.mixture import MixtureTask
+from agentr1_jax.errors import UserError, user_error
+from agentr1_jax.policy import attention_check
+from agentr1_jax.policy.config import DecoderConfig
+from agentr1_jax.runtime import mesh as meshes
+from agentr1_jax.train.settings import Settings
+
+OPENINGS_CHECKED = 8
+"""Rows of each split whose first prompt must fit the budget."""
+
+
+def check_task(settings: Settings, task: Task) -> None:
+    """Refuse a task that lacks what the settings need of it: experts, texts, splits, reward parts, state keys."""
+    warm_start = settings.warm_start
+    if settings.imitates and not has_expert(task):
+        raise UserError(
+            f"task {task.name!r} has no expert to imitate, and warm_start.updates is {warm_start.updates}; set "
+            "warm_start.updates=0, or name a run in warm_start.init_from"
+        )
+    if not warm_start.init_from and not has_texts(task) and (not settings.tokenizer.path or settings.pretrain.updates):
+        raise UserError(
+            f"task {task.name!r} has no texts to train a tokenizer or to pretrain on; set tokenizer.path and "
+            "pretrain.updates=0, or name a run in warm_start.init_from"
+        )
+    if settings.imitates and warm_start.practice:
+        try:
+            task.row("practice", 0)
+        except ValueError as error:
+            raise UserError(f"{task.name} has no split 'practice'; set warm_start.practice=0 ({error})") from error
+    for part in settings.shaping.process_parts:
+        if part not in task.reward_parts:
+            raise UserError(
+                f"shaping.process_parts: task {task.name!r} has no reward part {part!r}; it has "
+                f"{', '.join(task.reward_parts)}"
+            )
+    if settings.context_rule.makes_summaries and settings.imitates and not writes_summaries(task):
+        raise UserError(
+            f"context.rule {settings.context.rule!r} asks for summaries, and the expert of task {task.name!r} writes "
+            "none to imitate; choose another context.rule, set warm_start.updates=0, or name a run in "
+            "warm_start.init_from"
+        )
+    for row, observation in _openings(settings, task, rows=1):
+        _check_observation(settings, row.get("task", task.name), observation)
+
+
+def check_openings(settings: Settings, task: Task, agent: EnvLoop) -> None:
+    """Refuse a budget that the task's first prompts already exceed."""
+    budget = settings.budget
+    room = budget.context_tokens - budget.response_tokens
+    for row, observation in _openings(settings, task, rows=OPENINGS_CHECKED):
+        tokens = len(agent.render_opening(observation))
+        if tokens > room:
+            raise UserError(
+                f"the prompt of row {row['id']} has {tokens} tokens; budget.context_tokens ({budget.context_tokens}) "
+                f"less budget.response_tokens ({budget.response_tokens}) leaves {room}: raise budget.context_tokens"
+            )
+
+
+def _openings(settings: Settings, task: Task, rows: int) -> Iterator[tuple[Row, Observation]]:
+    """Yield the first rows of each split that a run uses, of each task of a mixture, and how their episodes begin."""
+
+    async def reset(row: Row) -> Observation:
+        return await task.env().reset(row, seed=0)
+
+    splits = [
+        f"{split}/{name}" if name and "/" not in split else split
+        for split in ("train", settings.eval.split)
+        for name in (task.names if isinstance(task, MixtureTask) else [""])
+    ]
+    for split in dict.fromkeys(splits):
+        with user_error("eval.split: "):
+            chosen = [task.row(split, index) for index in range(rows)]
+        for row in chosen:
+            yield row, asyncio.run(reset(row))
+
+
+def _check_observation(settings: Settings, task: str, observation: Observation) -> None:
+    """Refuse an environment whose observations lack what credit scheme, context rule or shaping read."""
+    if settings.scheme.needs_state_key and observation.state_key is None:
+        raise UserError(
+            f"credit scheme {settings.scheme.name!r} compares steps of equal state_key, and observations of task "
+            f"{task!r} have none; set Observation.state_key in the environment, or choose another credit.name"
+        )
+    if settings.context_rule.needs_evidence and observation.evidence is None:
+        raise UserError(
+            f"context.rule {settings.context.rule!r} builds prompts from what the environment has shown, and "
+            f"observations of task {task!r} do not say it; set Observation.evidence in the environment, or choose "
+            "another context.rule"
+        )
+    if settings.shaping.potential and observation.potential is None:
+        raise UserError(
+            f"shaping.potential is {settings.shaping.potential}, and observations of task {task!r} have no potential; "
+            "set Observation.potential in the environment, or shaping.potential=0"
+        )
+
+
+def check_placement(settings: Settings, devices: Sequence[jax.Device]) -> None:
+    """Refuse meshes that do not fit the devices, and sizes that do not spread evenly over them."""
+    count, minibatches = len({d.process_index for d in devices}), settings.learner.minibatches
+    if settings.rollout.groups % (count * minibatches):
+        raise UserError(
+            f"rollout.groups ({settings.rollout.groups}) must be a multiple of processes x learner.minibatches "
+            f"({count} x {minibatches})"
+        )
+    for section, c in (("pretrain", settings.pretrain), ("warm_start", settings.warm_start)):
+        if c.updates and c.batch % count:
+            raise UserError(f"{section}.batch ({c.batch}) must be a multiple of the {count} processes")
+    if settings.warm_start.control_seconds and count > 1:
+        raise UserError("a control run is timed, and clocks of several processes differ; run it in one process")
+    mesh = settings.mesh
+    learner_devices, rollout_devices = meshes.split_devices(devices, mesh.rollout_devices)
+    data, fsdp, _ = meshes.axis_sizes(mesh.data, mesh.fsdp, mesh.tensor, learner_devices)
+    sections = {"learner": settings.learner.rows}
+    if settings.pretrain.updates:
+        sections["pretrain"] = settings.pretrain.rows
+    for section, rows in sections.items():
+        if rows % (data * fsdp):
+            raise UserError(
+                f"{section}.rows ({rows}) must be a multiple of the {data * fsdp} shards of a batch "
+                f"(mesh.data x mesh.fsdp: {data} x {fsdp})"
+            )
+    with user_error():
+        settings.engine.check_shards(meshes.rollout_shards(len(rollout_devices) // count, settings.rollout.tensor))
+
+
+def check_attention(settings: Settings, policy: DecoderConfig, mesh: Mesh, *, run: bool = True) -> None:
+    """Refuse an attention implementation that the learner's devices or rows do not allow, by a tiny call of it."""
+    if policy.attention in ("xla", "dense"):
+        return  # They work everywhere.
+    with user_error():
+        attention_check.check_attention(policy, mesh, settings.learner.row_tokens, settings.learner.packing, call=run)
