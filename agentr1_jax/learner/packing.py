@@ -106,7 +106,7 @@ def packing_fault(
     """
     if not t.steps or not all(len(s.prompt_ids) and len(s.response_ids) for s in t.steps):
         return "it has no step, or a step without prompt or response tokens; drop it first"
-    for number, (s, observed) in enumerate(zip(t.steps, _observed(t, observations), strict=True)):
+    for number, (s, observed) in enumerate(zip(t.steps, _observation_counts(t, observations), strict=True)):
         tokens, count = len(s.prompt_ids) + len(s.response_ids), observed + len(s.response_ids)
         if not np.isfinite(s.logprobs).all():
             return f"step {number} has a log-prob that is not finite; no such token can have been sampled"
@@ -178,7 +178,7 @@ class _Sequence(NamedTuple):
         return len(self.ids) if self.step < 0 else len(self.ids) - self.loss_tokens
 
 
-def _observed(trajectory: Trajectory, observations: bool) -> list[int]:
+def _observation_counts(trajectory: Trajectory, observations: bool) -> list[int]:
     """Number of observation tokens of each step that are loss tokens: all of them, or none."""
     return observation_tokens(trajectory) if observations else [0] * len(trajectory.steps)
 
@@ -187,7 +187,7 @@ def _sequences(trajectories: Sequence[Trajectory], *, final_prompts: bool, obser
     """Yield the sequences of all steps in (trajectory, step) order, then those of the final prompts."""
     number = itertools.count()
     for i, t in enumerate(trajectories):
-        for s, observed in zip(t.steps, _observed(t, observations), strict=True):
+        for s, observed in zip(t.steps, _observation_counts(t, observations), strict=True):
             ids = np.concatenate([s.prompt_ids, s.response_ids])
             yield _Sequence(ids, observed + len(s.response_ids), s.logprobs, i, next(number))
     for i, t in enumerate(trajectories):
