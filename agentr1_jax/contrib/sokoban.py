@@ -71,7 +71,7 @@ class SokobanConfig:
 
 @register("sokoban", SokobanConfig)
 def make_sokoban(config: SokobanConfig, run: TaskContext) -> ProceduralTask:
-    """Return the Task. The last box on its target pays 1 and ends an episode; otherwise only the budget ends it.
+    """Return the Task: the last box on its target pays 1 and ends an episode; otherwise only the budget ends it.
 
     Raises:
       ValueError: the settings leave too few levels, or the budget too few moves.
@@ -89,20 +89,14 @@ def make_sokoban(config: SokobanConfig, run: TaskContext) -> ProceduralTask:
 
 
 class Room(NamedTuple):
-    """The fixed part of a level.
-
-    Attributes:
-      size: cells per side.
-      walls: cells that nothing can enter.
-      targets: cells that the boxes belong on, one for each box.
-    """
+    """The fixed part of a level; there is a target for each box."""
 
     size: int
     walls: frozenset[Cell]
     targets: frozenset[Cell]
 
-    def free(self, cell: Cell) -> bool:
-        """Return whether a cell lies in the room and is no wall."""
+    def is_free(self, cell: Cell) -> bool:
+        """Return True for a cell of the room that is no wall."""
         return 0 <= cell[0] < self.size and 0 <= cell[1] < self.size and cell not in self.walls
 
 
@@ -111,10 +105,6 @@ def game(row: Row, *, on_target: float) -> Game:
 
     Φ(s) = −length(s) / length(start), the number of moves of the shortest solution. A state without solution counts one
     move more than the farthest state that has one.
-
-    Args:
-      row: task row whose `layout` is the level.
-      on_target: reward for pushing a box other than the last onto a target, and cost of pushing it off.
     """
     room, start = read_level(row["layout"])
     lengths = solution_lengths(room, len(start[1]))
@@ -157,12 +147,12 @@ def next_state(room: Room, state: State, move: str) -> State:
     """Return the state after a move; the same state where the move is not possible."""
     player, boxes = state
     to = _next(player, move)
-    if not room.free(to):
+    if not room.is_free(to):
         return state
     if to not in boxes:
         return to, boxes
     beyond = _next(to, move)
-    if not room.free(beyond) or beyond in boxes:
+    if not room.is_free(beyond) or beyond in boxes:
         return state
     return to, tuple(sorted({*boxes, beyond} - {to}))
 
@@ -172,7 +162,7 @@ def solution_lengths(room: Room, boxes: int) -> Mapping[State, int]:
     """Return the length of the shortest solution of every state that has one, by breadth-first search from the end."""
     ends = [tuple(sorted(ends)) for ends in itertools.combinations(room.targets, boxes)]
     inside = itertools.product(range(room.size), range(room.size))
-    solved = [(cell, end) for cell in inside if room.free(cell) for end in ends if cell not in end]
+    solved = [(cell, end) for cell in inside if room.is_free(cell) for end in ends if cell not in end]
     lengths: dict[State, int] = dict.fromkeys(solved, 0)
     queue = list(solved)
     for state in queue:
@@ -188,7 +178,7 @@ def _previous_states(room: Room, state: State) -> Iterator[State]:
     player, boxes = state
     for move, (down, right) in MOVES.items():
         back = player[0] - down, player[1] - right
-        if not room.free(back) or back in boxes:
+        if not room.is_free(back) or back in boxes:
             continue
         yield back, boxes
         pushed = _next(player, move)

@@ -16,12 +16,13 @@ import math
 import os
 import sys
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 from annotated_types import MinLen
 from pydantic.dataclasses import dataclass
 
+from agentr1_jax.contrib import read_arguments
 from agentr1_jax.envs.base import Action, Observation, Row, Transition
 from agentr1_jax.envs.datasets import RowsTask
 from agentr1_jax.envs.registry import TaskContext, register
@@ -38,17 +39,13 @@ JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", l
 
 
 class RewardFunction(NamedTuple):
-    """One function of a rubric.
-
-    Attributes:
-      name: name of its reward part and of its metric, unique in the rubric: a second `f` is `f_2`.
-      function: sync or async; takes by name what `VerifiersEnv` can pass.
-      weight: factor of its value in the reward; 0 for a metric only.
-    """
+    """One function of a rubric, sync or async; it takes by name what `VerifiersEnv` can pass."""
 
     name: str
+    """name of its reward part and of its metric, unique in the rubric: a second `f` is `f_2`"""
     function: Callable[..., Any]
     weight: float
+    """factor of its value in the reward; 0 for a metric only"""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -61,12 +58,6 @@ class VerifiersConfig:
     """keyword arguments of load_environment: the text of a JSON object; "" for none"""
 
 
-@register("verifiers", VerifiersConfig)
-def make_verifiers(config: VerifiersConfig, run: TaskContext) -> RowsTask:
-    """Return the Task; see `verifiers_task`."""
-    return verifiers_task(config.source, config.args, run.seed)
-
-
 class Message(dict[str, Any]):
     """A chat message that can be read as a dict and by attributes: releases differ in what environments expect."""
 
@@ -77,25 +68,24 @@ class Message(dict[str, Any]):
             raise AttributeError(name) from error
 
 
-def verifiers_task(source: str, args: str = "", seed: int = 0) -> RowsTask:
+@register("verifiers", VerifiersConfig)
+def make_verifiers(config: VerifiersConfig, run: TaskContext) -> RowsTask:
     """Load a file or module and return its environment as a Task.
-
-    Args:
-      source: path of a Python file, or name of an installed module.
-      args: keyword arguments of `load_environment`, as the text of a JSON object; "" for none.
-      seed: seed of the order of training rows.
 
     Raises:
       ValueError: the source does not load, lacks something, needs what is not supported, or has a row of another shape.
     """
-    env = _load_environment(source, args)
+    source = config.source
+    env = _load_environment(source, config.args)
     name = os.path.splitext(os.path.basename(source))[0]
     where = f"task.verifiers.source {source}"
     _check_support(env, where)
-    train = _rows(_dataset(env, "dataset"), env, f"{name}/train", where)
-    evaluation = _dataset(env, "eval_dataset")
+    train = _rows(env, "dataset", f"{name}/train", where)
+    if train is None:
+        raise ValueError(f"{where}: {type(env).__name__} has no dataset")
+    evaluation = _rows(env, "eval_dataset", f"{name}/eval", where)
     if evaluation is not None:
-        splits = {"train": train, "eval": _rows(evaluation, env, f"{name}/eval", where)}
+        splits = {"train": train, "eval": evaluation}
     else:
         splits = {"train": [row for i, row in enumerate(train) if (i + 1) % EVALUATION_ONE_IN]}
         splits["eval"] = train[EVALUATION_ONE_IN - 1 :: EVALUATION_ONE_IN]
@@ -105,7 +95,7 @@ def verifiers_task(source: str, args: str = "", seed: int = 0) -> RowsTask:
                 "give it one"
             )
     parts = [function.name for function in reward_functions(env.rubric) if function.weight]
-    return RowsTask(name, splits, lambda: VerifiersEnv(env), parts, seed=seed)
+    return RowsTask(name, splits, lambda: VerifiersEnv(env), parts, seed=run.seed)
 
 
 class VerifiersEnv:
@@ -268,12 +258,7 @@ def _schema_of_function(function: Callable[..., Any]) -> dict[str, Any]:
 
 def _load_environment(source: str, args: str) -> Any:
     where = f"task.verifiers.source {source!r}"
-    try:
-        kwargs = json.loads(args or "{}")
-        if not isinstance(kwargs, dict):
-            raise TypeError("it is no object")
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"task.verifiers.args: {args!r} is not the text of a JSON object ({error})") from error
+    kwargs = read_arguments("task.verifiers.args", args)
     try:
         if source.endswith(".py"):
             name = f"agentr1_jax_verifiers_{os.path.splitext(os.path.basename(source))[0]}"
@@ -321,16 +306,13 @@ def _check_support(env: Any, where: str) -> None:
             )
 
 
-def _dataset(env: Any, name: str) -> Any:
-    """Return a data set of an environment, built where the environment builds it on demand; None where it has none."""
-    build = getattr(env, f"build_{name}", None)
-    return build() if callable(build) else getattr(env, name, None)
-
-
-def _rows(dataset: Any, env: Any, name: str, where: str) -> list[Row]:
-    if dataset is None:
-        raise ValueError(f"{where}: {type(env).__name__} has no dataset")
-    return [_row(record, env, f"{name}/{i}", where) for i, record in enumerate(dataset)]
+def _rows(env: Any, dataset: str, name: str, where: str) -> list[Row] | None:
+    """Return the rows of a data set, which some environments build on demand; None where there is none."""
+    build = getattr(env, f"build_{dataset}", None)
+    records = build() if callable(build) else getattr(env, dataset, None)
+    if records is None:
+        return None
+    return [_row(record, env, f"{name}/{i}", where) for i, record in enumerate(records)]
 
 
 def _row(record: Any, env: Any, name: str, where: str) -> Row:
@@ -367,14 +349,10 @@ def _text(message: Mapping[str, Any]) -> str:
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
-    return "".join(_parts(content))
-
-
-def _parts(content: Iterable[Any]) -> Iterator[str]:
     for part in content:
         if part.get("type") != "text":
             raise ValueError(f"content of type {part.get('type')!r} is not supported, only text")
-        yield part["text"]
+    return "".join(part["text"] for part in content)
 
 
 def _tool_call(call: ToolCall, name: str) -> Message:

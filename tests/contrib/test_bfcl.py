@@ -1,4 +1,4 @@
-"""BFCL's multi-turn tasks: ground truth by the documents, end states by hand, mutated calls, the expert."""
+"""BFCL's multi-turn tasks: ground truth by the documents, end states by hand, mutated calls, episodes."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import json
 import jsonschema
 import pytest
 from bfcl_play import FS, number_of, play, script
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from agentr1_jax.agents.context import context_rule
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity, ScriptedSession
-from agentr1_jax.contrib.bfcl import BfclTask
-from agentr1_jax.contrib.bfcl.base import public_methods
 from agentr1_jax.contrib.bfcl.rows import offered_functions, read_tasks
-from agentr1_jax.contrib.bfcl.state import FUNCTION_SETS, World
+from agentr1_jax.contrib.bfcl.state import World
+from agentr1_jax.contrib.bfcl.task import DONE, INSTRUCTION, BfclConfig, make_bfcl
+from agentr1_jax.envs.registry import TaskContext
 from agentr1_jax.text.chat import chat_format
 from agentr1_jax.text.tokenizer import load_tokenizer
+from agentr1_jax.text.tool_calls import PARSE_MESSAGES, render_call
+from agentr1_jax.tools.wrappers import ToolMetrics, ToolsConfig, wrap_tool
 from agentr1_jax.trajectory import Budget, Outcome
 
-READ_ONLY = {
-    "13": "tail and diff",
-    "47": "find, cat and statistics",
-    "49": "ls, sort (which only shows), tail, wc and a logarithm",
-}
-"""Tasks whose ground truth changes nothing, by what it does: no call of theirs can be mutated so that it shows."""
+READ_ONLY = {"13", "47", "49"}
+"""Tasks whose ground truth changes nothing: no call of theirs can be mutated so that it shows."""
 NOT_AS_DOCUMENTED = {
     # The document gives the type string, and says in words that it is None where a file was written.
     "echo": [("terminal_output", "None is not of type 'string'")],
@@ -42,64 +42,62 @@ HARMLESS = {
 
 
 @pytest.fixture(scope="module")
-def tasks(data_dir):
-    return read_tasks(data_dir / "bfcl_v4")
+def task(data_dir):
+    return make_bfcl(BfclConfig(), TaskContext(data_dir=str(data_dir)))
 
 
 @pytest.fixture(scope="module")
-def task(data_dir) -> BfclTask:
-    return BfclTask(data_dir)
+def data(data_dir):
+    """Rows by number, and documents."""
+    rows, documents = read_tasks(data_dir / "bfcl_v4")
+    return {number_of(row): row for row in rows}, documents
 
 
 @pytest.fixture(scope="module")
-def rows(tasks):
-    return {number_of(row): row for row in tasks.rows}
+def rows(data):
+    return data[0]
 
 
-def end_of(row) -> dict:
-    """The state after the ground truth."""
+def replay(row, documents):
+    """(call, result, state after it) for each call of the ground truth."""
     world = World(row["classes"], row["initial_config"])
-    owners = {name: of for of in row["classes"] for name in public_methods(FUNCTION_SETS[of])}
+    offered = offered_functions(row["classes"], row["excluded"], documents)
     for calls in row["ground_truth"]:
         for call in calls:
-            world.call(owners[call["name"]], call["name"], call["arguments"])
-    return world.state()
+            owner, function = offered[call["name"]]
+            result = json.loads(json.dumps(world.call(owner, call["name"], call["arguments"])))
+            yield function, result, world
 
 
-def test_the_fifty_tasks_of_five_function_sets_are_read(tasks, rows):
-    assert len(tasks.rows) == 50 and tasks.counts == {"other_classes": 150}
-    assert [row["id"] for row in tasks.rows] == [f"multi_turn_base_{i}" for i in range(50)]
-    assert {
-        i.removeprefix("multi_turn_base_") for i in (r["id"] for r in tasks.rows if r["kind"] == "read_only")
-    } == set(READ_ONLY)
-    assert json.loads(json.dumps(tasks.rows)) == tasks.rows
-    assert sum(map(len, tasks.documents.values())) == 18 + 17 + 10 + 9 + 14
+def test_the_fifty_tasks_of_five_function_sets_are_read(data):
+    rows, documents = data
+    assert [row["id"] for row in rows.values()] == [f"multi_turn_base_{i}" for i in range(50)]
+    assert {number for number, row in rows.items() if row["kind"] == "read_only"} == READ_ONLY
+    assert json.loads(json.dumps(rows)) == rows
+    assert sum(map(len, documents.values())) == 18 + 17 + 10 + 9 + 14
 
 
-def test_every_call_of_the_ground_truth_gives_what_its_document_says(tasks):
+def test_every_call_of_the_ground_truth_gives_what_its_document_says(data):
     """Keys and types of results, required even where the document does not say so; exceptions in the table."""
     strange = []
-    for row in tasks.rows:
-        world = World(row["classes"], row["initial_config"])
-        offered = offered_functions(row["classes"], row["excluded"], tasks.documents)
-        for call in [call for calls in row["ground_truth"] for call in calls]:
-            owner, function = offered[call["name"]]
-            result = world.call(owner, call["name"], call["arguments"])
+    for row in data[0].values():
+        for function, result, _ in replay(row, data[1]):
             wanted = {**function.response, "required": list(function.response["properties"])}
-            for error in jsonschema.Draft202012Validator(wanted).iter_errors(json.loads(json.dumps(result))):
+            for error in jsonschema.Draft202012Validator(wanted).iter_errors(result):
                 strange.append((function.name, ".".join(error.absolute_path), error.message))
                 known = NOT_AS_DOCUMENTED.get(function.name, ())
                 assert any(strange[-1][1] == at and said in strange[-1][2] for at, said in known), (row["id"], strange)
     assert {name for name, _, _ in strange} == set(NOT_AS_DOCUMENTED)
 
 
-def test_the_expert_reaches_every_end_state_through_the_loop(task, tasks, data_dir):
+def test_the_expert_reaches_end_states_through_the_loop(task, rows, data_dir):
     tokenizer = load_tokenizer(str(data_dir / "tokenizers" / "qwen3"))
     budget = Budget(
         max_steps=24, response_tokens=200, observation_tokens=400, context_tokens=12_000, trajectory_tokens=8_000
     )
     loop = EnvLoop(task.env, tokenizer, chat_format(tokenizer), context_rule("append"), budget)
-    for row in tasks.rows:
+    for number in ("0", "5", "14", "24", "44"):
+        row = rows[number]
         session = ScriptedSession(Identity("u", 0, 0, task.name, 0), task.expert(row, 0), tokenizer)
         asyncio.run(loop.run(session, row))
         trajectory = session.trajectory()
@@ -109,7 +107,6 @@ def test_the_expert_reaches_every_end_state_through_the_loop(task, tasks, data_d
         assert len(trajectory.steps) == calls + len(row["turns"])
         assert sum(step.reward for step in trajectory.steps) == trajectory.steps[-1].reward == 1
         assert [s.observation for s in trajectory.steps if not s.tool_calls] == [*row["turns"][1:], ""]
-        assert all(call["ok"] for step in trajectory.steps for call in step.tool_calls)
 
 
 # Facts of end states: written by hand from `question` and `initial_config` alone. `was` gives a text of the config.
@@ -122,22 +119,6 @@ def was(row, *path):
     return node["content"]
 
 
-def facts_0(row, tree, end):
-    """Both reports are moved to a new document/temp."""
-    document = tree["workspace"]["document"]
-    old = [was(row, "workspace", "document", name) for name in ("final_report.pdf", "previous_report.pdf")]
-    assert document == {"temp": {"final_report.pdf": old[0], "previous_report.pdf": old[1]}}
-    assert tree["workspace"]["archive"] == {} and len(end["TwitterAPI"]["tweets"]) == 3
-
-
-def facts_2(row, tree, end):
-    """A note is written, and copied to the archive under another name; the ideas stay."""
-    documents = tree["simona"]["documents"]
-    note = "Collaboration leads to success. Innovation ignites growth."
-    assert documents["TeamNotes.txt"] == note and documents["Archived"] == {"IdeasArchive.txt": note}
-    assert documents["ideas.txt"] == was(row, "simona", "documents", "ideas.txt") and documents["past_projects"] == {}
-
-
 def facts_5(row, tree, end):
     """The csv lies in the archive beside it, not in the other one; one tweet, the first, with one comment."""
     csv = was(row, "data", "project", "analysis_report.csv")
@@ -147,23 +128,6 @@ def facts_5(row, tree, end):
     assert twitter["tweets"]["0"]["content"] == "Managed to archive important data files!"
     assert twitter["tweets"]["0"]["tags"] == ["#DataManagement", "#Efficiency"]
     assert [c["content"] for c in twitter["comments"]["0"]] == ["Another successful task completed today!"]
-
-
-def facts_6(row, tree, end):
-    """The report has nine words, which the new file in shared says."""
-    report = "Company Earning: 2000 Company Expenditure: 500 Company Name: Gorilla"
-    assert tree["gorilla"]["communal"] == {"Annual_Report_2023.docx": report}
-    assert tree["gorilla"]["shared"] == {"report_word_count.txt": "9"}
-    assert tree["gorilla"]["reserve"] == tree["gorilla"]["archives"] == {}
-
-
-def facts_10(row, tree, end):
-    """The proposal is moved into a new folder under a new name; beside it an empty note and a summary."""
-    workspace = tree["alex"]["workspace"]
-    proposal = was(row, "alex", "workspace", "proposal.docx")
-    assert workspace["Projects"] == {"final_proposal_2024": proposal, "notes.md": "", "summary.txt": "Hello"}
-    assert set(workspace) == {"Projects", "notes.md"}
-    assert workspace["notes.md"] == was(row, "alex", "workspace", "notes.md")
 
 
 def facts_14(row, tree, end):
@@ -238,23 +202,6 @@ def facts_35(row, tree, end):
     assert tree["alex"]["temp"] == {}
 
 
-def facts_38(row, tree, end):
-    """File and folder are gone."""
-    assert tree == {"researcher": {}}
-
-
-def facts_39(row, tree, end):
-    """A folder with three files."""
-    files = {"styles.css": "Hello World!", "index.html": "Hi World!", "script.js": "Halo World!"}
-    assert tree == {"current_working_directory": {"WebDevProjects": files}}
-
-
-def facts_41(row, tree, end):
-    """What was sent to Bob is deleted again; USR001 is logged in; the files are as they were."""
-    assert end["MessageAPI"]["inbox"] == [] and end["MessageAPI"]["current_user"] == "USR001"
-    assert set(tree["workspace"]["initial_directory"]) == {"notes", "other_file.txt"}
-
-
 def facts_44(row, tree, end):
     """(5000 + 7000 + 6000 + 8000) / 4 = 6500."""
     files = {"annual_report.txt": "Q1: $5000, Q2: $7000, Q3: $6000, Q4: $8000", "MeanRevenue.txt": "6500"}
@@ -273,35 +220,13 @@ FACTS = {name.removeprefix("facts_"): x for name, x in list(globals().items()) i
 
 
 @pytest.mark.parametrize("number", FACTS)
-def test_end_states_are_what_question_and_config_ask_for(rows, number):
-    end = end_of(rows[number])
-    FACTS[number](rows[number], end[FS]["tree"], end)
-
-
-@pytest.mark.parametrize("number", FACTS)
-def test_no_fact_holds_before_the_first_call(rows, number):
-    row = rows[number]
+def test_end_states_are_what_question_and_config_ask_for(data, number):
+    row = data[0][number]
     start = World(row["classes"], row["initial_config"]).state()
     with pytest.raises((AssertionError, KeyError, ValueError)):
         FACTS[number](row, start[FS]["tree"], start)
-
-
-def changing_calls(row, task):
-    """Places (turn, call) of the ground truth whose call changes what is compared."""
-    done, _ = play(task, row, script(row["ground_truth"]))
-    steps = iter(done)
-    before, places = row["start"]["compared"], []
-    world = World(row["classes"], row["initial_config"])
-    owners = {name: of for of in row["classes"] for name in public_methods(FUNCTION_SETS[of])}
-    for turn, calls in enumerate(row["ground_truth"]):
-        for at, call in enumerate(calls):
-            assert next(steps).tool_calls[0]["ok"]
-            world.call(owners[call["name"]], call["name"], call["arguments"])
-            after = world.digests()["compared"]
-            places += [(turn, at)] if after != before else []
-            before = after
-        next(steps)
-    return places
+    *_, (_, _, world) = replay(row, data[1])
+    FACTS[number](row, world.state()[FS]["tree"], world.state())
 
 
 def change(value):
@@ -313,9 +238,15 @@ def change(value):
     return [*value, "x"] if isinstance(value, list) else value + 1
 
 
-def mutations(row, places):
-    """Ground truths that lack one of these calls, or have another value in one of its arguments."""
-    for turn, at in places:
+def mutations(row, documents):
+    """Ground truths that lack a call that changes something, or have another value in one of its arguments."""
+    before = row["start"]["compared"]
+    digests = [world.digests()["compared"] for _, _, world in replay(row, documents)]
+    places = [(turn, at) for turn, calls in enumerate(row["ground_truth"]) for at in range(len(calls))]
+    for (turn, at), after in zip(places, digests, strict=True):
+        changes, before = after != before, after
+        if not changes:
+            continue
         without = copy.deepcopy(row["ground_truth"])
         call = without[turn].pop(at)
         yield f"without {call}", without
@@ -328,16 +259,19 @@ def mutations(row, places):
             yield f"{call}, other {name}", other
 
 
-def test_a_mutated_call_does_not_reach_the_end_state(rows, task):
+def test_the_ground_truth_reaches_the_end_state_and_no_mutation_does(data, task):
     count = 0
-    for number, row in rows.items():
-        places = changing_calls(row, task)
-        assert bool(places) == (number not in READ_ONLY), number
-        for what, calls in mutations(row, places):
+    for number, row in data[0].items():
+        done, metrics = play(task, row, script(row["ground_truth"]))
+        assert metrics["em"] == metrics["turns_reached"] == 1
+        assert all(call["ok"] for transition in done for call in transition.tool_calls)
+        before = count
+        for what, calls in mutations(row, data[1]):
             done, metrics = play(task, row, script(calls))
             assert done[-1].outcome is Outcome.ANSWERED and done[-1].reward <= 0, (number, what)
             assert metrics["em"] == 0 and metrics["turns_reached"] < 1, (number, what)
             count += 1
+        assert (count > before) == (number not in READ_ONLY), number
     assert count == 307
 
 
@@ -348,3 +282,119 @@ def test_the_mutations_that_are_left_out_are_harmless(rows, task, which):
     (call,) = (call for calls in truth for call in calls if call["name"] == function)
     call["arguments"][name] += "x"
     assert play(task, rows[number], script(truth))[1]["em"] == 1
+
+
+def test_splits_are_disjoint(task):
+    assert (task.size("train"), task.size("eval")) == (30, 20)
+    assert len({task.row(split, i)["id"] for split in ("train", "eval") for i in range(task.size(split))}) == 50
+
+
+def test_the_opening_tells_functions_by_their_documents_but_for_excluded_ones(task, rows):
+    row = rows["24"]
+    first = asyncio.run(task.env().reset(row, 0))
+    system, user = first.messages
+    assert system["role"] == "system" and system["content"].startswith(INSTRUCTION)
+    assert system["content"].count("Gorilla file system") == 1 and "ticketing system" in system["content"]
+    assert user == {"role": "user", "content": row["turns"][0]}
+    offered = {tool["function"]["name"]: tool["function"] for tool in first.tools}
+    assert row["excluded"] == ["cp"] and "cp" not in offered and len(offered) == 17 + 9
+    assert offered["cat"]["description"].startswith("Display the contents of a file")
+    assert offered["du"]["parameters"]["properties"]["human_readable"]["type"] == "boolean"
+    assert first.state_key == f"multi_turn_base_24|0|{row['start']['state']}"
+
+
+def test_calls_of_one_response_run_in_order_and_the_user_goes_on(task, rows):
+    row = rows["0"]
+    responses = ["".join(render_call(c["name"], c["arguments"]) for c in calls) for calls in row["ground_truth"]]
+    done, metrics = play(task, row, [text for response in responses for text in (response, DONE)])
+    assert [t.observation.role for t in done[:-1]] == ["tool", "user"] * 3 + ["tool"]
+    assert [t.observation.text for t in done[1:-1:2]] == row["turns"][1:]
+    assert len(done[0].observation.texts) == 3 and metrics["em"] == metrics["turns_reached"] == 1
+    assert [t.raw_reward_parts["turn_state"] for t in done] == [0, 0.25] * 4
+    assert done[-1].reward_parts == {"state": 1, "turn_state": 0, "format": 0} and done[-1].terminated
+
+
+def test_what_comes_late_reaches_the_end_but_not_every_turn(task, rows):
+    row = rows["39"]
+    late = [[], sum(row["ground_truth"][:2], []), *row["ground_truth"][2:]]
+    done, metrics = play(task, row, script(late))
+    assert metrics["em"] == 1 and metrics["turns_reached"] == 0.75 and done[-1].reward == 1
+    _, early = play(task, rows["38"], list(script(rows["38"]["ground_truth"]))[:-1])
+    assert early == {"em": 0, "turns_reached": 0.5, "tool_calls": 5}  # The episode is not over.
+
+
+def test_mistakes_are_told_and_cost_only_where_they_are_of_form(task, rows):
+    unknown = render_call("cp", {"source": "a", "destination": "b"})
+    told = [
+        ("<tool_call>{</tool_call>", PARSE_MESSAGES["bad_json"], "bad_json", -0.1),
+        (unknown, "Error: no such tool; tools are close_ticket, ", "unknown_tool", -0.1),
+        (render_call("cat", {"file": "x"}), "Error: bad arguments for cat", "bad_arguments", -0.1),
+        (render_call("cat", {"file_name": "x"}), "Error: cat: there is no 'x' in /project", "no_such_file", 0),
+        (render_call("get_ticket", {"ticket_id": 1.0}), "Error: get_ticket: there is no ticket 1", "no_such_ticket", 0),
+    ]
+    done, metrics = play(task, rows["24"], [text for text, *_ in told])
+    for transition, (_, said, kind, reward) in zip(done, told, strict=True):
+        assert transition.observation.text.startswith(said) and transition.observation.role == "tool"
+        assert transition.info["errors"] == {kind: 1} and transition.reward == reward and transition.outcome is None
+    assert metrics == {"em": 0, "turns_reached": 0, "tool_calls": 5}
+
+
+def test_equal_states_have_equal_keys_and_others_do_not(task, rows):
+    key = lambda *texts: play(task, rows["10"], texts)[0][-1].observation.state_key  # noqa: E731
+    cd, ls, mkdir = (
+        render_call(*x) for x in (("cd", {"folder": "workspace"}), ("ls", {}), ("mkdir", {"dir_name": "x"}))
+    )
+    assert key(ls) == key(ls, ls) == key("<tool_call>")
+    assert len({key(ls), key(cd), key(mkdir), key(cd, mkdir), key(DONE)}) == 5
+    assert key(cd, mkdir) == key(ls, cd + mkdir)
+
+
+def test_a_state_does_not_share_what_it_was_given():
+    config, post = {"TwitterAPI": {"authenticated": True, "tweets": {}}}, {"content": "", "mentions": ["@b"]}
+    world = World(["TwitterAPI"], config)
+    world.call("TwitterAPI", "post_tweet", post)
+    world.call("TwitterAPI", "mention", {"tweet_id": 0, "mentioned_usernames": ["@a"]})
+    assert world.call("TwitterAPI", "get_tweet", {"tweet_id": 0})["mentions"] == ["@b", "@a"]
+    assert post == {"content": "", "mentions": ["@b"]} and config["TwitterAPI"]["tweets"] == {}
+
+
+def test_limits_go_around_the_tools(data_dir, rows):
+    metrics, limits = ToolMetrics(), ToolsConfig(max_characters=60)
+    context = TaskContext(data_dir=str(data_dir), wrap=lambda tool: wrap_tool(tool, limits, metrics))
+    limited = make_bfcl(BfclConfig(), context)
+    played = [play(limited, rows[number], script(rows[number]["ground_truth"])) for number in ("0", "24", "27")]
+    assert all(figures["em"] == 1 for _, figures in played)
+    assert metrics.metrics()["tools/error/oversized"] > 0 and metrics.metrics()["tools/retries"] == 0
+
+
+def test_texts_are_of_training_tasks_and_as_many_as_asked(task):
+    texts = task.texts(10_000)
+    assert texts[:40] == task.texts(40) and len(task.texts(40)) == 40
+    said = {text for i in range(30) for text in task.row("train", i)["turns"]}
+    assert said <= set(texts) and not {task.row("eval", i)["turns"][0] for i in range(20)} & set(texts)
+    assert render_call("cd", {"folder": "workspace"}) in texts and DONE in texts
+    assert not [text for text in texts if text.startswith("Error")]
+
+
+def responses_of(functions):
+    """Random responses, with calls whose arguments may break their schema and with none."""
+    texts = st.text(max_size=4) | st.sampled_from(["USR001", "USR002", "analyst_pro"])
+    values = st.one_of(texts, st.integers(-2, 4), st.booleans(), st.lists(texts, max_size=2), st.none())
+
+    def call(name, drawn):
+        return render_call(name, dict(zip(functions[name][1].parameters["properties"], drawn, strict=False)))
+
+    made = st.builds(call, st.sampled_from(list(functions)), st.lists(values, min_size=3, max_size=3))
+    return st.lists(st.lists(made, max_size=4).map("".join), max_size=8)
+
+
+@settings(max_examples=25)
+@given(draws=st.data())
+def test_no_response_breaks_an_episode(task, data, draws):
+    row = data[0][draws.draw(st.sampled_from(["0", "17", "24", "31"]))]
+    responses = draws.draw(responses_of(offered_functions(row["classes"], row["excluded"], data[1])))
+    done, metrics = play(task, row, responses)
+    assert json.dumps([[t.tool_calls, t.info, t.metrics] for t in done], allow_nan=False)
+    assert not any(call["error"] == "exception" for t in done for call in t.tool_calls)
+    assert all((t.observation is None) == (t.outcome is not None) for t in done)
+    assert sum(t.outcome is Outcome.ANSWERED for t in done) == (sum(not r for r in responses) >= len(row["turns"]))

@@ -14,11 +14,6 @@ from agentr1_jax.contrib.bfcl.rows import ANSWERS, DOCUMENTS, TASKS, offered_fun
 from agentr1_jax.contrib.bfcl.state import World
 
 
-@pytest.fixture(scope="module")
-def tasks(data_dir):
-    return read_tasks(data_dir / "bfcl_v4")
-
-
 @pytest.fixture
 def damage(data_dir, tmp_path):
     """Writes the first three tasks with a changed line, in a data folder of their own, and reads them."""
@@ -42,13 +37,13 @@ def damage(data_dir, tmp_path):
                     change(records)
             with gzip.open(tmp_path / part, "wt") as file:
                 file.writelines(record if isinstance(record, str) else json.dumps(record) + "\n" for record in records)
-        return read_tasks(tmp_path)
+        return read_tasks(tmp_path)[0]
 
     return read
 
 
 def test_the_three_tasks_are_read_where_nothing_is_damaged(damage):
-    assert [len(row["turns"]) for row in damage().rows] == [4, 4, 5]
+    assert [len(row["turns"]) for row in damage()] == [4, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -56,21 +51,16 @@ def test_the_three_tasks_are_read_where_nothing_is_damaged(damage):
     [
         ({"question": "What"}, "it.question: 'What' is not of type 'array'"),
         ({"question": [[{"role": "user"}]]}, r"it.question\[0\]\[0\]: 'content' is a required property"),
-        ({"question": [[{"role": "tool", "content": ""}]]}, "'user' was expected"),
         ({"question": [[]] * 4}, "the first turn has no message"),
         ({"question": [[{"role": "user", "content": ""}]]}, "1 turns, but the ground truth has 4"),
         ({"involved_classes": ["FaxAPI"]}, r"it.involved_classes\[0\]: 'FaxAPI' is not one of"),
-        ({"involved_classes": []}, "it.involved_classes"),
         ({"involved_classes": ["MathAPI"]}, "initial_config has GorillaFileSystem, which involved_classes has not"),
         ({"initial_config": {}}, "GorillaFileSystem: 'root' is a required property"),
-        ({"initial_config": {FS: {"root": {}}}}, "GorillaFileSystem.root"),
         ({"initial_config": {FS: {"root": {"a": {"type": "link"}}}}}, "GorillaFileSystem.root.a"),
         ({"initial_config": {FS: {"root": {"..": {"type": "directory", "contents": {}}}}}}, "does not match"),
         ({"excluded_function": ["fly"]}, "excluded_function has 'fly', which no involved class has"),
         ({"excluded_function": ["mv"]}, r"mv\(source='log.txt',destination='archive'\).* not on offer"),
-        ({"id": 7}, "it.id: 7 is not of type 'string'"),
         ({"id": "multi_turn_base_0"}, "'multi_turn_base_0' occurs twice, first in .*line 1"),
-        ({"missed_function": {}}, "'missed_function' was unexpected"),
     ],
 )
 def test_a_task_of_the_wrong_shape_is_told_with_file_and_line(damage, fields, told):
@@ -78,21 +68,17 @@ def test_a_task_of_the_wrong_shape_is_told_with_file_and_line(damage, fields, to
         damage(**fields)
 
 
-@pytest.mark.parametrize("key", ["id", "question", "initial_config", "involved_classes"])
-def test_a_missing_key_is_told(damage, key):
-    with pytest.raises(ValueError, match=rf"{TASKS}, line 2: .*'{key}' is a required property"):
-        damage(change=lambda records: records[1].pop(key))
+TWEET = {"id": 1, "username": "a", "content": "", "tags": [], "mentions": []}
 
 
 @pytest.mark.parametrize(
     ("name", "config", "told"),
     [
         ("MessageAPI", {"current_user": "USR009"}, "MessageAPI.current_user: 'USR009' is no user"),
-        ("MessageAPI", {"inbox": {"USR001": "x"}}, "MessageAPI.inbox"),
         ("TicketAPI", {"ticket_queue": [{"title": "x"}]}, r"TicketAPI.ticket_queue\[0\]: 'id' is a required"),
         ("TicketAPI", {"ticket_queue": [{"id": 1}, {"id": 1}]}, "an id occurs twice"),
-        ("TwitterAPI", {"tweets": {"x": {}}}, "TwitterAPI.tweets"),
         ("TwitterAPI", {"followers": []}, "'followers' was unexpected"),
+        ("TwitterAPI", {"tweets": {"0": TWEET}}, "the tweet '0' has the id 1"),
     ],
 )
 def test_a_config_of_the_wrong_shape_is_told(name, config, told):
@@ -100,25 +86,16 @@ def test_a_config_of_the_wrong_shape_is_told(name, config, told):
         World([name], {name: config})
 
 
-def test_a_tweet_under_another_id_is_told():
-    tweet = {"id": 1, "username": "a", "content": "", "tags": [], "mentions": []}
-    with pytest.raises(ValueError, match="the tweet '0' has the id 1"):
-        World(["TwitterAPI"], {"TwitterAPI": {"tweets": {"0": tweet}}})
-
-
 @pytest.mark.parametrize(
     ("call", "told"),
     [
         ("cd(folder='x'", "cannot be read"),
-        ("cd", "is not a call of a function"),
         ("os.remove('x')", "is not a call of a function"),
         ("fly(to='x')", "is of a function that is not on offer"),
         ("cd(folder=open('x'))", "is no literal"),
         ("cd('x', folder='y')", "does not fit the parameters folder"),
-        ("ls(True, False)", "does not fit the parameters a"),
         ("cd(**{'folder': 'x'})", "does not fit the parameters folder"),
         ("cd(folder=3)", "breaks the function's document: 3 is not of type 'string'"),
-        ("cd()", "'folder' is a required property"),
         ("cd(folder='nowhere')", "the ground truth of turn 1 has a call that fails"),
     ],
 )
@@ -140,7 +117,7 @@ def test_files_that_do_not_fit_are_told(damage, tmp_path):
     with pytest.raises(FileNotFoundError, match=f"{TASKS}: no such file; set AGENTR1_DATA"):
         read_tasks(tmp_path)
     (tmp_path / "multi_turn_func_doc" / "math_api.json.gz").unlink()
-    with pytest.raises(FileNotFoundError, match="math_api.json.gz: no such file of function documents"):
+    with pytest.raises(FileNotFoundError, match="math_api.json.gz: no such file; set AGENTR1_DATA"):
         read_tasks(tmp_path)
 
 
@@ -165,7 +142,7 @@ def test_a_turn_without_messages_belongs_to_the_one_before_and_several_messages_
         first, second, *_ = records[1]["question"]
         records[1]["question"] = [first + second, [], *records[1]["question"][2:]]
 
-    row, plain = damage(change=change).rows[1], damage().rows[1]
+    row, plain = damage(change=change)[1], damage()[1]
     assert row["turns"] == ["\n\n".join(plain["turns"][:2]), *plain["turns"][2:]]
     assert row["ground_truth"] == [sum(plain["ground_truth"][:2], []), *plain["ground_truth"][2:]]
     assert row["expected"] == plain["expected"][1:]
@@ -193,8 +170,8 @@ def test_types_of_documents_become_json_schema():
     }
 
 
-def test_ground_truth_may_leave_out_names_and_whole_numbers_become_int(tasks):
-    offered = offered_functions(list(DOCUMENTS), [], tasks.documents)
+def test_ground_truth_may_leave_out_names_and_whole_numbers_become_int(data_dir):
+    offered = offered_functions(list(DOCUMENTS), [], read_tasks(data_dir / "bfcl_v4")[1])
     assert parse_call("cd('x')", offered) == {"name": "cd", "arguments": {"folder": "x"}}
     call = parse_call("edit_ticket(3.0, updates={'priority': 2.0})", offered)
     assert json.dumps(call["arguments"]) == '{"ticket_id": 3, "updates": {"priority": 2}}'

@@ -12,8 +12,13 @@ import numpy as np
 import pytest
 from configured import configured_task
 
-from agentr1_jax.contrib.gymnasium.spaces import action_format, check_observation_space, observation_text
-from agentr1_jax.contrib.gymnasium.task import GymnasiumConfig, GymnasiumTask
+from agentr1_jax.contrib.gymnasium import (
+    GymnasiumConfig,
+    GymnasiumTask,
+    action_format,
+    check_observation_space,
+    observation_text,
+)
 from agentr1_jax.envs.base import Action, Task
 from agentr1_jax.envs.tabular import NO_ACTION, GameRewards
 from agentr1_jax.errors import UserError
@@ -28,7 +33,6 @@ TAXI = ("south", "north", "east", "west", "pickup", "dropoff")
 CASES = {
     "FrozenLake-v1": {"actions": LAKE},
     "Taxi-v4": {"actions": TAXI, "rewards": GameRewards(side=0.5)},
-    "CliffWalking-v1": {"actions": ("up", "right", "down", "left"), "success_return": -60.0},
     "CartPole-v1": {"actions": ("left", "right"), "digits": 4, "success_return": 20.0},
 }
 
@@ -58,7 +62,7 @@ def test_an_episode_is_the_bare_environments(name):
     task, rng = make_task(name, **CASES[name]), np.random.default_rng(0)
     weights = task.reward_weights
     ends = set()
-    for index in range(4):
+    for index in range(3):
         row = task.row("train", index)
         chosen = rng.integers(0, len(task.config.actions), 300)
         opening, done, cut = play(task, row, [task.config.actions[i] for i in chosen])
@@ -83,7 +87,7 @@ def test_an_episode_is_the_bare_environments(name):
         ends.add(done[-1].outcome)
         assert not (done[-1].terminated or done[-1].truncated) or done[-1].metrics == cut
         bare.close()
-    assert ends <= {Outcome.ENV_DONE, Outcome.MAX_STEPS, None} and ends != {None} or name == "CliffWalking-v1"
+    assert ends <= {Outcome.ENV_DONE, Outcome.MAX_STEPS, None} and ends != {None}
 
 
 def test_an_episode_of_the_agent_is_recorded():
@@ -135,7 +139,6 @@ def test_ansi_is_the_environments_own_drawing_with_colours_as_brackets():
     [
         (spaces.Discrete(5, start=2), np.int64(3), "3"),
         (spaces.MultiDiscrete([3, 4]), np.array([2, 1]), "2 1"),
-        (spaces.MultiBinary(3), np.array([1, 0, 1], np.int8), "1 0 1"),
         (spaces.Box(-9, 9, (3,)), np.array([1.23456, -0.000123456, np.inf], np.float32), "1.23 -0.000123 inf"),
         (spaces.Box(0, 255, (2, 2), np.uint8), np.array([[0, 255], [7, 1]], np.uint8), "0 255\n7 1"),
         (spaces.Box(-1, 1, ()), np.float32(0.5), "0.5"),
@@ -204,7 +207,6 @@ def odd():
     ("settings", "told"),
     [
         ({"acted": spaces.Box(-1, 1, (2,))}, r"action space Box\(.*\) cannot be written as text; Discrete, MultiDis"),
-        ({"acted": spaces.MultiDiscrete([[2, 2]])}, "action space MultiDiscrete.* cannot be written as text"),
         ({"observed": spaces.Sequence(spaces.Discrete(2))}, "observation space Sequence.* cannot be written as text"),
         (
             {"observed": spaces.Dict({"a": spaces.Graph(spaces.Discrete(2), None)})},
@@ -222,10 +224,9 @@ def test_spaces_without_words_are_refused_at_start(odd, settings, told):
         make_task(name)
 
 
-@pytest.mark.parametrize(("modes", "has"), [({"render_modes": ["human", "rgb"]}, "human, rgb"), ({}, "none")])
-def test_what_draws_nothing_in_letters_is_refused_at_start(odd, monkeypatch, modes, has):
-    monkeypatch.setattr(Odd, "metadata", modes)
-    told = rf"task\.gymnasium\.id 'Odd-v0': it draws nothing in letters \(its render modes are {has}\)"
+def test_what_draws_nothing_in_letters_is_refused_at_start(odd, monkeypatch):
+    monkeypatch.setattr(Odd, "metadata", {"render_modes": ["human", "rgb"]})
+    told = r"task\.gymnasium\.id 'Odd-v0': it draws nothing in letters \(its render modes are human, rgb\)"
     with warnings.catch_warnings(action="ignore"), pytest.raises(ValueError, match=told):
         make_task(odd(), observation="ansi")
 
@@ -234,8 +235,7 @@ def test_what_draws_nothing_in_letters_is_refused_at_start(odd, monkeypatch, mod
     ("settings", "told"),
     [
         ({"id": "Nowhere-v0"}, r"'Nowhere-v0' with kwargs {} cannot be made \(NameNotFound"),
-        ({"kwargs": "{"}, "is not the text of a JSON object"),
-        ({"kwargs": "[1]"}, r"it is no object\); write e\.g\. "),
+        ({"kwargs": "[1]"}, r"task\.gymnasium\.kwargs: '\[1\]' is not .*it is no object\); write e\.g\. "),
         ({"kwargs": '{"nonsense": 1}'}, "cannot be made .*nonsense"),
         ({"actions": ("a", "b")}, r"has 2 names \(a, b\); its action space Discrete\(4\) needs 4 that differ"),
         ({"actions": ("a", "A", "b", "c")}, "needs 4 that differ"),
@@ -252,21 +252,16 @@ def test_a_missing_extra_is_told(monkeypatch):
         make_task("FrozenLake-v1")
 
 
-def raising():
-    raise ZeroDivisionError("of the environment")
-
-
-def leaving():
-    raise SystemExit(3)
+def fail(error):
+    raise error
 
 
 @pytest.mark.parametrize(
     ("step", "told"),
     [
-        (raising, "ZeroDivisionError: of the environment"),
-        (leaving, "SystemExit: 3"),
+        (lambda: fail(ZeroDivisionError("of it")), "ZeroDivisionError: of it"),
+        (lambda: fail(SystemExit(3)), "SystemExit: 3"),
         (lambda: (0, float("nan"), False, False, {}), "ValueError: Odd-v0: its reward is nan, after the action '1'"),
-        (lambda: (0, 1.0), "ValueError: not enough values to unpack"),
     ],
 )
 def test_what_an_environment_raises_is_its_episodes_failure(odd, step, told):
@@ -305,8 +300,7 @@ def test_the_expert_says_random_actions_and_texts_show_play():
 def test_a_config_makes_it():
     config = frozenlake.get_config()
     base.set_task(config, "gymnasium")
-    config.task.gymnasium.id, config.task.gymnasium.actions = "FrozenLake-v1", LAKE
-    assert configured_task(config).config.actions == LAKE
-    config.task.gymnasium.id = ""
     with pytest.raises(UserError, match=r"task\.gymnasium\.id is ''; it must have"):
         configured_task(config)
+    config.task.gymnasium.id, config.task.gymnasium.actions = "FrozenLake-v1", LAKE
+    assert configured_task(config).config.actions == LAKE

@@ -85,15 +85,13 @@ def test_it_shows_what_is_printed_and_the_value_of_a_last_expression(python, mar
     assert isinstance(python, Tool) and python.name == "python" and "20 seconds" in python.description
     for code, shown in [
         ("print('a')\n1 + 1", "a\n2"),
-        ("x = [1]\nx", "[1]"),
-        ("None", "No output."),
         ("x = 1", "No output."),
         ("print('é')\nimport sys\nprint('err', file=sys.stderr)\nprint(3)", "é\nerr\n3"),
         ("print('\\ud800')", "\\ud800"),
         ("import sys\nsys.stdout.buffer.write(b'\\xff\\n')\nsys.exit()", "\ufffd"),
         ("print(__name__)\nif __name__ == '__main__': print('main')", "__main__\nmain"),
         ("import json, math, re, random, datetime, decimal, subprocess\nmath.comb(5, 2)", "10"),
-        ("open('a', 'w').write('x')\nprint(open('/tmp/a').read())", "x"),
+        ("import os\nopen('a', 'w').write('x')\nprint(open(os.environ['HOME'] + '/a').read())", "x"),
         ("import sys\nsys.stdin.read()", "''"),
         ("import multiprocessing as m\nwith m.Pool(2) as p: print(p.map(abs, [-1, -2]))", "[1, 2]"),
         ("import os\nsorted({*os.environ} - {'PWD'})", str(sorted(bubblewrap.ENVIRONMENT))),
@@ -106,8 +104,8 @@ def test_it_shows_what_is_printed_and_the_value_of_a_last_expression(python, mar
 
 
 def test_nothing_outlasts_a_call(python, mark):
-    assert does(python, "open('/tmp/kept', 'w').write('x')\nx = 3").ok
-    assert does(python, "import os\nos.listdir('/tmp'), 'x' in globals()").content == "([], False)"
+    assert does(python, "open('a', 'w').write('x')\nx = 3").ok
+    assert does(python, "import os\nos.listdir(), 'x' in globals()").content == "([], False)"
 
 
 @pytest.mark.parametrize(
@@ -144,7 +142,6 @@ ATTACKS = {
         "import threading, time\nfor _ in range(99): threading.Thread(target=time.sleep, args=(9,)).start()",
         {"processes"},
     ),
-    "allocation": ("x = bytearray(10 * 2**30)", {"memory"}),
     "slow allocation": ("x = []\nwhile True: x.append(bytes(2**20))", {"memory"}),
     "allocation by children": (
         "import os, time\nfor _ in range(8):\n    if not os.fork(): x = b'x' * (300 * 2**20); time.sleep(99)\n"
@@ -189,7 +186,6 @@ ATTACKS = {
         {None},
     ),
     "watches of files": ("import ctypes\nprint('done' if ctypes.CDLL(None).inotify_init1(0) == -1 else '')", {None}),
-    "endless loop": ("while True: pass", {"timeout"}),
     "endless loop that will not go": (
         "import signal\nfor n in range(1, 32):\n    if n not in (9, 19): signal.signal(n, signal.SIG_IGN)\n"
         "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
@@ -222,15 +218,14 @@ ATTACKS = {
         {None},
     ),
     "killing": (
-        "import os, signal\nfor call in [lambda: os.kill(1, 9), lambda: os.kill(-1, 9), lambda: os.killpg(0, 0)]:\n"
-        "    try: call()\n    except OSError: pass\nprint('done')",
+        "import os\nfor kill, *numbers in [(os.kill, 1, 2), (os.kill, 1, 9), (os.kill, -1, 9), (os.killpg, 0, 0)]:\n"
+        "    try: kill(*numbers)\n    except OSError: pass\nprint('done')",
         {None},
     ),
-    "interrupting": ("import os\ntry: os.kill(1, 2)\nexcept OSError: pass\nprint('done')", {None}),
     "becoming root": (
         "import ctypes, os\nlibc = ctypes.CDLL(None)\n"
-        "assert libc.setuid(0) and libc.unshare(0x10000000) and libc.mount(b'x', b'/tmp', b'tmpfs', 0, None)\n"
-        "assert libc.chroot(b'/tmp')\nprint('done')",
+        "assert libc.setuid(0) and libc.unshare(0x10000000) and libc.mount(b'x', b'.', b'tmpfs', 0, None)\n"
+        "assert libc.chroot(b'.')\nprint('done')",
         {None},
     ),
 }
@@ -301,11 +296,11 @@ for path in ["/", "/usr/lib", "/proc/sys/kernel/hostname", {os.path.dirname(sys.
 project = {str(pathlib.Path(__file__).parents[2])!r}
 for path in [project, "/home", "/var", "/mnt", "/sys", "/run", "/root/.ssh", "/boot", "/opt"]:
     if os.path.exists(path) and path not in {sys.base_prefix!r}: print("seen", path)
-open("/tmp/{mark}", "w").close()
-print(len(os.listdir("/tmp")))
+open("{mark}", "w").close()
+print(os.listdir() == ["{mark}"])
 """
-    assert does(python, code).content == "1"
-    assert secret.read_text() == mark and not pathlib.Path(f"/tmp/{mark}").exists()
+    assert does(python, code).content == "True"
+    assert secret.read_text() == mark and not pathlib.Path(bubblewrap.ENVIRONMENT["HOME"], mark).exists()
 
 
 def test_what_is_made_visible_can_be_read_and_not_written(python, mark, tmp_path):
@@ -329,7 +324,7 @@ def test_another_interpreter_brings_its_packages(python, mark):
 
 
 def test_sixteen_calls_at_once_are_apart(python, mark):
-    code = "import time\nopen('/tmp/x', 'a').write('{n} ')\ntime.sleep(.2)\nopen('/tmp/x').read()"
+    code = "import time\nopen('x', 'a').write('{n} ')\ntime.sleep(.2)\nopen('x').read()"
 
     async def main():
         return await asyncio.gather(*(base.call(python, {"code": code.format(n=n)}) for n in range(16)))

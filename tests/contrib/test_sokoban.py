@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import json
 
 import numpy as np
 import pytest
@@ -23,7 +21,7 @@ from agentr1_jax.contrib.sokoban import (
     read_level,
     solution_lengths,
 )
-from agentr1_jax.envs.base import Action, Task
+from agentr1_jax.envs.base import Action
 from agentr1_jax.envs.registry import TaskContext
 from agentr1_jax.envs.tabular import action_values, reachable
 from agentr1_jax.errors import UserError
@@ -37,7 +35,6 @@ def sokoban_task(**settings):
 
 TASK = sokoban_task()
 TWO = sokoban_task(size=3, boxes=2, walls=0.0, least_moves=2, most_moves=6)
-SPLITS = ("train", "eval", "dev")
 
 
 def shortest_solution(layout):
@@ -73,25 +70,9 @@ def shortest_solution(layout):
     return None
 
 
-def test_it_is_a_task_whose_rows_are_plain_json():
-    task: Task = TASK
-    row = task.row("train", 5)
-    assert json.loads(json.dumps(row)) == row == task.row("train", 5)
-    assert row["id"] == "sokoban/train/5" and task.size("train") is None
-    room, state = read_level(row["layout"])
-    assert "/".join(draw_board(room, state)) == row["layout"]
-
-
-def test_splits_have_no_level_in_common():
-    levels = {split: {TASK.row(split, i)["layout"] for i in range(60)} for split in SPLITS}
-    assert all(len(found) > 30 for found in levels.values())
-    for one, other in itertools.combinations(SPLITS, 2):
-        assert not levels[one] & levels[other]
-
-
 @pytest.mark.parametrize("task", [TASK, TWO], ids=["one", "two"])
 def test_every_level_has_a_solution_of_a_length_within_the_bounds(task):
-    lengths = [shortest_solution(task.row("train", i)["layout"]) for i in range(60)]
+    lengths = [shortest_solution(task.row("train", i)["layout"]) for i in range(40)]
     assert None not in lengths and min(lengths) == (3 if task is TASK else 2)
     assert len(set(lengths)) >= 4 and max(lengths) <= (10 if task is TASK else 6)
 
@@ -199,7 +180,7 @@ def expert_moves(task, row, seed):
 
 def test_the_expert_is_as_good_as_its_mistakes_allow():
     perfect, poor = sokoban_task(mistakes=0.0), sokoban_task(mistakes=0.6)
-    rows = [perfect.row("train", i) for i in range(40)]
+    rows = [perfect.row("train", i) for i in range(25)]
     assert [expert_moves(perfect, row, 0) for row in rows] == [shortest_solution(row["layout"]) for row in rows]
     assert 0.1 < np.mean([expert_moves(poor, row, i) > 0 for i, row in enumerate(rows)]) < 0.9
 
@@ -216,7 +197,6 @@ def test_texts_hold_every_sign():
         ({"size": 6, "boxes": 2}, "size is 6 and boxes is 2: .* states; at most 2000 are allowed"),
         ({"walls": 1.0}, "leave too few layouts"),
         ({"least_moves": 11}, r"least_moves is 11, more than most_moves \(10\)"),
-        ({"least_moves": 90, "most_moves": 99}, "leave too few layouts"),
     ],
 )
 def test_wrong_settings_are_told(wrong, told):

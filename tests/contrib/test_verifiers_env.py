@@ -10,8 +10,9 @@ import pytest
 from configured import configured_task
 from plays import play
 
-from agentr1_jax.contrib.verifiers import Message, tool_schemas, verifiers_task
+from agentr1_jax.contrib.verifiers import VerifiersConfig, make_verifiers, tool_schemas
 from agentr1_jax.envs.base import Task
+from agentr1_jax.envs.registry import TaskContext
 from agentr1_jax.errors import UserError
 from agentr1_jax.text.tool_calls import render_call
 from agentr1_jax.trajectory import Outcome
@@ -106,6 +107,10 @@ def load_environment():
     rows = [{"question": "1+2+3?", "answer": "6"}] * 8
     return Tools(dataset=rows, rubric=Rubric([right, calls], [1.0, 0.0]))
 '''
+
+
+def verifiers_task(source, args=""):
+    return make_verifiers(VerifiersConfig(source, args), TaskContext())
 
 
 @pytest.fixture
@@ -256,7 +261,6 @@ def change(old, new):
         ("def load_environment(): raise KeyError('no key')", "load_environment raised KeyError: 'no key'"),
         (change('{"question": f', '{"query": f'), "row mine/train/0 has neither prompt nor question"),
         (change('{"question": f"What is {i}+1?"', '{"prompt": [{"role": "user"}, 3]'), "no list of text messages"),
-        (change('{"question": f"What is {i}+1?"', '{"prompt": []'), "the prompt of row mine/train/0 is empty"),
         (
             change('f"What is {i}+1?"', '[{"role": "user", "content": [{"type": "image_url"}]}]'),
             "content of type 'image_url' is not supported, only text",
@@ -267,7 +271,6 @@ def change(old, new):
         (change('"max_turns": 1', '"max_turns": 3'), "Env has no env_response, which more than one turn needs"),
         (change("def length(completion)", "def length(completions)"), "length scores all rollouts of a row together"),
         (change('"max_turns": 1', '"max_turns": 1, "envs": []'), "Env needs a group of environments"),
-        (change('"max_turns": 1', '"max_turns": 1, "sandbox_client": 0'), "needs a sandbox, which is not supported"),
         (change("    return Env", "    rubric.judge_client = 1\n    return Env"), "Rubric asks a judge model"),
     ],
 )
@@ -281,11 +284,6 @@ def test_a_module_that_is_not_there_and_wrong_args_are_told(file):
         verifiers_task("no_such_module_here")
     with pytest.raises(ValueError, match=r"task\.verifiers\.args: '\[1\]' is not the text of a JSON object"):
         verifiers_task(file(SINGLE), "[1]")
-
-
-def test_messages_are_read_as_dicts_and_by_attributes():
-    message = Message(role="assistant", content="a")
-    assert message.role == message["role"] == "assistant" and not hasattr(message, "tool_calls")
 
 
 def test_a_config_makes_it(file):

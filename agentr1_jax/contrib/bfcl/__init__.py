@@ -1,3 +1,1 @@
 """BFCL: stateful tool use over several turns of a user, on our own implementation of the functions."""
-
-from agentr1_jax.contrib.bfcl.task import BfclTask as BfclTask

@@ -1,11 +1,14 @@
-"""Shared parts of the function sets: their contract, failed calls, and checks of the data by JSON Schema."""
+"""Shared parts of the function sets: failed calls, and checks of the data by JSON Schema.
+
+A function set is a dataclass whose fields are its state, plain JSON, and whose public methods the policy may call.
+`from_config` makes the initial state of a row's `initial_config`; it raises ValueError where that is invalid.
+A method takes valid arguments. It returns JSON, or raises `CallFailed` and changes nothing.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any, ClassVar, Protocol, Self
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
 
 import jsonschema
 
@@ -17,34 +20,11 @@ OPTIONAL_TEXT: Schema = {"type": ["string", "null"]}
 
 
 class CallFailed(Exception):
-    """A call with valid arguments that cannot be executed; its message is what the policy reads.
-
-    Attributes:
-      kind: short name of the error, e.g. `no_such_file`.
-    """
+    """A call with valid arguments that cannot be executed: short name of the error, and what the policy reads."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind
-
-
-class FunctionSet(Protocol):
-    """A dataclass whose fields are its state, plain JSON, and whose public methods the policy may call.
-
-    A method takes valid arguments, which it may keep. It returns JSON, or raises `CallFailed` and changes nothing.
-    """
-
-    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Return the initial state for a row's `initial_config`, which may be kept. Raises ValueError."""
-        ...
-
-
-def public_methods(cls: type) -> dict[str, Callable[..., Any]]:
-    """Return the functions of a function set, by name."""
-    return {name: x for name, x in vars(cls).items() if inspect.isfunction(x) and not name.startswith("_")}
 
 
 def check(value: Any, schema: Schema, what: str) -> None:

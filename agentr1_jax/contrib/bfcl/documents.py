@@ -1,24 +1,18 @@
-"""Function documents of the data: names, descriptions and schemas of the functions."""
+"""Functions as the documents of the data describe them: names, descriptions and schemas."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from typing import Any
 
-from agentr1_jax.contrib.bfcl.base import TEXT, Schema, array, check, mapping
-from agentr1_jax.tools.records import DAMAGE, damage_error, read_records
+from agentr1_jax.contrib.bfcl.base import TEXT, Schema, array, mapping
 
-WHAT = "not a function document"
 TYPES = {"dict": "object", "float": "number", "tuple": "array", "list": "array"}
 """Types that JSON Schema names otherwise; `any` has no counterpart there."""
 PLAIN_TYPES = ("object", "array", "string", "integer", "number", "boolean")
 NONE = "None"
 """Default in the documents of a parameter without default value."""
-
-_SEPARATOR = "Tool description:"
-"""Text between the description of the class and that of the function."""
 
 _OBJECT: Schema = {
     "type": "object",
@@ -29,7 +23,7 @@ _OBJECT: Schema = {
         "required": array(TEXT),
     },
 }
-SHAPE: Schema = {
+DOCUMENT: Schema = {
     "type": "object",
     "required": ["name", "description", "parameters", "response"],
     "properties": {
@@ -43,12 +37,10 @@ SHAPE: Schema = {
 
 @dataclasses.dataclass(frozen=True)
 class Function:
-    """A function as its document describes it.
+    """A documented function.
 
     Attributes:
-      name: name of the function.
       class_description: the part of its description that all functions of the class share; "" for none.
-      description: description of this function.
       parameters: JSON Schema of the arguments, in order.
       response: JSON Schema of the result.
       optional: parameters whose text value `None` means no value.
@@ -67,34 +59,23 @@ class Function:
         return _convert_integers(self.parameters, present)
 
 
-def read_documents(path: str | os.PathLike[str]) -> dict[str, Function]:
-    """Return the functions of a file, by name.
-
-    Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: a line is no function document, or a function is described twice; the message names file and line.
-    """
-    path = os.fspath(path)
-    if not os.path.isfile(path):
-        raise FileNotFoundError(f"{path}: no such file of function documents; is the data folder whole?")
-    functions: dict[str, Function] = {}
-    for where, record in read_records(path, WHAT):
-        try:
-            function = _function(record)
-            if function.name in functions:
-                raise ValueError(f"the function {function.name!r} is described twice")
-        except DAMAGE as error:
-            raise damage_error(where, WHAT, error) from error
-        functions[function.name] = function
-    return functions
+def read_document(record: Mapping[str, Any]) -> Function:
+    """Return the function of a record of the form `DOCUMENT`. Raises ValueError on an unknown type."""
+    class_description, _, description = record["description"].rpartition("Tool description:")
+    parameters = {"properties": {}, **record["parameters"]}
+    optional = [name for name, spec in parameters["properties"].items() if spec.get("default") == NONE]
+    return Function(
+        name=record["name"],
+        class_description=class_description.strip(),
+        description=description.strip(),
+        parameters=to_schema(parameters),
+        response=to_schema(record["response"]),
+        optional=frozenset(optional),
+    )
 
 
 def to_schema(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON Schema of a value as a document describes it.
-
-    Raises:
-      ValueError: unknown type.
-    """
+    """Return the JSON Schema of a value as a document describes it. Raises ValueError on an unknown type."""
     kind = TYPES.get(spec["type"], spec["type"])
     if kind not in (*PLAIN_TYPES, "any"):
         raise ValueError(f"unknown type {kind!r}; known are {', '.join((*TYPES, *PLAIN_TYPES, 'any'))}")
@@ -112,21 +93,6 @@ def to_schema(spec: Mapping[str, Any]) -> dict[str, Any]:
         schema["required"] = list(spec.get("required", ()))
         schema["additionalProperties"] = False
     return schema
-
-
-def _function(record: Any) -> Function:
-    check(record, SHAPE, "it")
-    class_description, _, description = record["description"].rpartition(_SEPARATOR)
-    parameters = {"properties": {}, **record["parameters"]}
-    optional = [name for name, spec in parameters["properties"].items() if spec.get("default") == NONE]
-    return Function(
-        name=record["name"],
-        class_description=class_description.strip(),
-        description=description.strip(),
-        parameters=to_schema(parameters),
-        response=to_schema(record["response"]),
-        optional=frozenset(optional),
-    )
 
 
 def _convert_integers(schema: Mapping[str, Any], value: Any) -> Any:

@@ -38,19 +38,14 @@ CONFIG = {**record(["root"], root=_ROOT), "$defs": {"folder": _FOLDER}}
 
 @dataclasses.dataclass
 class FileSystem:
-    """A tree of files.
-
-    Attributes:
-      tree: root folder, which has the folders of the config.
-      cwd: names from the root to the working directory. It always exists: commands remove entries of this folder only.
-    """
+    """A tree of files, whose root has the folders of the config."""
 
     tree: Folder
     cwd: list[str]
+    """names from the root to the working directory, which always exists: commands remove entries of this folder only"""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Return the tree of `root`; its first folder is the working directory."""
         check(config, CONFIG, "GorillaFileSystem")
         tree = {name: _tree(folder) for name, folder in config["root"].items()}
         return cls(tree, [next(iter(tree))])

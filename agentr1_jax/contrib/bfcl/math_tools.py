@@ -43,7 +43,6 @@ class MathTools:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Return the function set; a config has nothing that a function reads."""
         return cls()
 
     def absolute_value(self, number: float) -> dict[str, Any]:

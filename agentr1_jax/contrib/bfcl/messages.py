@@ -32,27 +32,21 @@ CONFIG = record(
 
 @dataclasses.dataclass
 class Messages:
-    """Users and messages.
-
-    The data have no senders: the user who is logged in counts as the sender of all messages.
-
-    Attributes:
-      users: name -> id.
-      user_count: the id of a new user is larger than this number.
-      inbox: `{"receiver_id", "message"}` each, oldest first.
-      message_count: number of messages ever sent, deleted ones included; the id of the latest one.
-      current_user: id of the user who is logged in.
-    """
+    """Users and messages. The data have no senders: the user who is logged in counts as the sender of all messages."""
 
     users: dict[str, str]
+    """name -> id"""
     user_count: int
+    """the id of a new user is larger than this number"""
     inbox: list[dict[str, str]]
+    """`{"receiver_id", "message"}` each, oldest first"""
     message_count: int
+    """number of messages ever sent, deleted ones included; the id of the latest one"""
     current_user: str | None
+    """id of the user who is logged in"""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Return the config's state; by default four users and no messages."""
         check(config, CONFIG, "MessageAPI")
         users = dict(config.get("user_map", USERS))
         sent = [pair for entry in config.get("inbox", ()) for pair in entry.items()]

@@ -31,30 +31,23 @@ CONFIG = record(
 
 @dataclasses.dataclass
 class Posting:
-    """The account and the posts.
-
-    Attributes:
-      username, password: credentials of the account.
-      authenticated: True while its user is logged in.
-      tweets: id, as a string, -> tweet.
-      comments: id of a tweet -> its comments, `{"username", "content"}` each.
-      retweets: user -> ids of the tweets that the user retweeted.
-      following: users that the account follows.
-      tweet_counter: least id of a new tweet.
-    """
+    """The account and the posts. An account without username cannot log in."""
 
     username: str
     password: str
     authenticated: bool
     tweets: dict[str, dict[str, Any]]
+    """id, as a string, -> tweet"""
     comments: dict[str, list[dict[str, str]]]
+    """id of a tweet -> its comments, `{"username", "content"}` each"""
     retweets: dict[str, list[int]]
+    """user -> ids of the tweets that the user retweeted"""
     following: list[str]
     tweet_counter: int
+    """least id of a new tweet"""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Return the config's state; by default an account without password, which cannot log in, and no posts."""
         check(config, CONFIG, "TwitterAPI")
         tweets = dict(config.get("tweets", {}))
         for key, tweet in tweets.items():
@@ -87,13 +80,8 @@ class Posting:
     ) -> dict[str, Any]:
         self._check_login()
         number = free_number(self.tweet_counter, [tweet["id"] for tweet in self.tweets.values()])
-        tweet = {
-            "id": number,
-            "username": self.username,
-            "content": content,
-            "tags": tags or [],
-            "mentions": mentions or [],
-        }
+        tweet: dict[str, Any] = {"id": number, "username": self.username, "content": content}
+        tweet |= {"tags": tags or [], "mentions": mentions or []}
         self.tweets[str(number)] = tweet
         return tweet
 
@@ -119,17 +107,17 @@ class Posting:
 
     def follow_user(self, username_to_follow: str) -> dict[str, Any]:
         self._check_login()
-        new = username_to_follow not in self.following
-        if new:
-            self.following.append(username_to_follow)
-        return {"follow_status": new}
+        if username_to_follow in self.following:
+            return {"follow_status": False}
+        self.following.append(username_to_follow)
+        return {"follow_status": True}
 
     def unfollow_user(self, username_to_unfollow: str) -> dict[str, Any]:
         self._check_login()
-        known = username_to_unfollow in self.following
-        if known:
-            self.following.remove(username_to_unfollow)
-        return {"unfollow_status": known}
+        if username_to_unfollow not in self.following:
+            return {"unfollow_status": False}
+        self.following.remove(username_to_unfollow)
+        return {"unfollow_status": True}
 
     def list_all_following(self) -> dict[str, Any]:
         self._check_login()

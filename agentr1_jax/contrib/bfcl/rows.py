@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import inspect
 import os
 from collections.abc import Mapping, Sequence
@@ -11,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+from absl import logging
 
-from agentr1_jax.contrib.bfcl.base import TEXT, CallFailed, Schema, array, check, public_methods, record
-from agentr1_jax.contrib.bfcl.documents import Function, read_documents
+from agentr1_jax.contrib.bfcl.base import TEXT, CallFailed, Schema, array, check, record
+from agentr1_jax.contrib.bfcl.documents import DOCUMENT, Function, read_document
 from agentr1_jax.contrib.bfcl.state import FUNCTION_SETS, World
 from agentr1_jax.envs.base import Row
 from agentr1_jax.tools.records import DAMAGE, damage_error, read_records
 
 NO_TASK, NO_ANSWER = "not a multi-turn task", "not the ground truth of a task"
+NO_DOCUMENT = "not a function document"
 TASKS = "BFCL_v4_multi_turn_base.jsonl.gz"
 ANSWERS = f"possible_answer/{TASKS}"
 DOCUMENTS = {
@@ -34,7 +35,7 @@ READ_ONLY = "read_only"
 """Kind of the rows whose ground truth changes nothing that is compared."""
 
 _MESSAGE = record(["role", "content"], role={"const": "user"}, content=TEXT)
-SHAPE: Schema = record(
+TASK: Schema = record(
     ["id", "question", "initial_config", "involved_classes"],
     id={"type": "string", "minLength": 1},
     question=array(array(_MESSAGE), minItems=1),
@@ -43,29 +44,16 @@ SHAPE: Schema = record(
     path={"type": "array"},
     excluded_function=array(TEXT),
 )
-ANSWER_SHAPE: Schema = record(["id", "ground_truth"], id=TEXT, ground_truth=array(array(TEXT)))
+ANSWER: Schema = record(["id", "ground_truth"], id=TEXT, ground_truth=array(array(TEXT)))
 
 Documents = Mapping[str, Mapping[str, Function]]
 """Class -> name -> function."""
+Offer = Mapping[str, tuple[str, Function]]
+"""Name -> (class, function)."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Tasks:
-    """Content of the data folder.
-
-    Attributes:
-      rows: rows in the file's order; see `make_row`.
-      documents: functions of the five classes.
-      counts: `other_classes`: number of tasks left out because they involve a class that is not implemented.
-    """
-
-    rows: Sequence[Row]
-    documents: Documents
-    counts: Mapping[str, int]
-
-
-def read_tasks(folder: str | os.PathLike[str]) -> Tasks:
-    """Read the folder `bfcl_v4/`.
+def read_tasks(folder: str | os.PathLike[str]) -> tuple[list[Row], Documents]:
+    """Return the rows of the folder `bfcl_v4/` in the file's order (see `make_row`), and its function documents.
 
     Raises:
       FileNotFoundError: a file is missing.
@@ -73,24 +61,24 @@ def read_tasks(folder: str | os.PathLike[str]) -> Tasks:
         file and line.
     """
     folder = Path(folder)
-    documents = {name: _documents(folder, name) for name in FUNCTION_SETS}
-    answers = _records(folder / ANSWERS, NO_ANSWER, ANSWER_SHAPE)
-    records = _records(folder / TASKS, NO_TASK, SHAPE)
+    documents = {name: _read_functions(folder, name) for name in FUNCTION_SETS}
+    answers = _read(folder / ANSWERS, NO_ANSWER, ANSWER, "id")
+    records = _read(folder / TASKS, NO_TASK, TASK, "id")
     if unasked := sorted(set(answers) - set(records)):
         raise ValueError(f"{answers[unasked[0]][0]}: the ground truth of {unasked[0]!r}, which {TASKS} does not have")
-    rows, others = [], 0
+    rows = []
     for name, (where, task) in records.items():
         if name not in answers:
             raise ValueError(f"{where}: the task {name!r} has no ground truth in {ANSWERS}; download both files again")
         if set(task["involved_classes"]) & set(NOT_IMPLEMENTED):
-            others += 1
             continue
         place, answer = answers[name]
         try:
             rows.append(make_row(task, answer["ground_truth"], documents))
         except DAMAGE as error:
             raise damage_error(f"{where} (ground truth: {place})", NO_TASK, error) from error
-    return Tasks(rows, documents, {"other_classes": others})
+    logging.info("bfcl: %d tasks; %d of other classes are left out", len(rows), len(records) - len(rows))
+    return rows, documents
 
 
 def make_row(task: Mapping[str, Any], ground_truth: Sequence[Sequence[str]], documents: Documents) -> Row:
@@ -110,7 +98,8 @@ def make_row(task: Mapping[str, Any], ground_truth: Sequence[Sequence[str]], doc
         raise ValueError(f"{len(task['question'])} turns, but the ground truth has {len(ground_truth)}")
     if extra := set(task["initial_config"]) - set(task["involved_classes"]):
         raise ValueError(f"initial_config has {', '.join(sorted(extra))}, which involved_classes has not")
-    offered = offered_functions(task["involved_classes"], task.get("excluded_function", ()), documents)
+    excluded = list(task.get("excluded_function", ()))
+    offered = offered_functions(task["involved_classes"], excluded, documents)
     turns: list[str] = []
     calls: list[list[dict[str, Any]]] = []
     for messages, turn_calls in zip(task["question"], ground_truth, strict=True):
@@ -122,23 +111,20 @@ def make_row(task: Mapping[str, Any], ground_truth: Sequence[Sequence[str]], doc
         calls[-1] += [parse_call(text, offered) for text in turn_calls]
     row = {
         "id": task["id"],
-        "kind": "+".join(sorted(task["involved_classes"])),
         "question": turns[0],
         "turns": turns,
         "classes": list(task["involved_classes"]),
-        "excluded": list(task.get("excluded_function", ())),
+        "excluded": excluded,
         "initial_config": task["initial_config"],
         "ground_truth": calls,
     }
     start, expected = _replay(row, offered)
-    kind = READ_ONLY if set(expected) == {start["compared"]} else row["kind"]
+    kind = READ_ONLY if set(expected) == {start["compared"]} else "+".join(sorted(row["classes"]))
     return {**row, "kind": kind, "start": start, "expected": expected}
 
 
-def offered_functions(
-    classes: Sequence[str], excluded: Sequence[str], documents: Documents
-) -> dict[str, tuple[str, Function]]:
-    """Return name -> (class, function). Raises ValueError where a function is excluded that no class has."""
+def offered_functions(classes: Sequence[str], excluded: Sequence[str], documents: Documents) -> Offer:
+    """Return the functions on offer. Raises ValueError where one is excluded that no class has."""
     functions = {name: (owner, function) for owner in classes for name, function in documents[owner].items()}
     for name in excluded:
         if name not in functions:
@@ -146,7 +132,7 @@ def offered_functions(
     return {name: pair for name, pair in functions.items() if name not in excluded}
 
 
-def parse_call(text: str, offered: Mapping[str, tuple[str, Function]]) -> dict[str, Any]:
+def parse_call(text: str, offered: Offer) -> dict[str, Any]:
     """Parse a call such as `cd(folder='x')`; only literals are evaluated, arguments may be positional.
 
     Raises:
@@ -177,7 +163,7 @@ def parse_call(text: str, offered: Mapping[str, tuple[str, Function]]) -> dict[s
     return {"name": function.name, "arguments": function.convert(arguments)}
 
 
-def _replay(row: Row, offered: Mapping[str, tuple[str, Function]]) -> tuple[dict[str, str], list[str]]:
+def _replay(row: Row, offered: Offer) -> tuple[dict[str, str], list[str]]:
     """Return the digests of the initial state, and the digest `compared` after each turn of the ground truth."""
     world = World(row["classes"], row["initial_config"])
     start, expected = world.digests(), []
@@ -191,29 +177,34 @@ def _replay(row: Row, offered: Mapping[str, tuple[str, Function]]) -> tuple[dict
     return start, expected
 
 
-def _documents(folder: Path, name: str) -> dict[str, Function]:
-    """Return the functions of a class. Raises ValueError where one is not implemented as its document says."""
-    path = folder / "multi_turn_func_doc" / f"{DOCUMENTS[name]}.json.gz"
-    functions = read_documents(path)
-    implemented = public_methods(FUNCTION_SETS[name])
-    for function in functions.values():
-        code = implemented.get(function.name)
-        if code is None or list(inspect.signature(code).parameters)[1:] != list(function.parameters["properties"]):
-            raise ValueError(f"{path}: {function.name!r} is not a function of {name} as it is implemented here")
+def _read_functions(folder: Path, owner: str) -> dict[str, Function]:
+    """Return the functions of a class by name. Raises ValueError where one is not implemented as documented."""
+    functions = {}
+    path = folder / "multi_turn_func_doc" / f"{DOCUMENTS[owner]}.json.gz"
+    for name, (where, document) in _read(path, NO_DOCUMENT, DOCUMENT, "name").items():
+        try:
+            function = read_document(document)
+            code = vars(FUNCTION_SETS[owner]).get(name)
+            parameters = list(inspect.signature(code).parameters)[1:] if inspect.isfunction(code) else None
+            if parameters != list(function.parameters["properties"]):
+                raise ValueError(f"{name!r} is not a function of {owner} as it is implemented here")
+        except DAMAGE as error:
+            raise damage_error(where, NO_DOCUMENT, error) from error
+        functions[name] = function
     return functions
 
 
-def _records(path: Path, what: str, shape: Schema) -> dict[str, tuple[str, Mapping[str, Any]]]:
-    """Return id -> (place, record) for a file."""
+def _read(path: Path, what: str, shape: Schema, key: str) -> dict[str, tuple[str, Mapping[str, Any]]]:
+    """Return (place, record) of each record of a file, by the record's `key`."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; set AGENTR1_DATA to the folder that holds bfcl_v4/")
     records: dict[str, tuple[str, Mapping[str, Any]]] = {}
     for where, entry in read_records(path, what):
         try:
             check(entry, shape, "it")
-            if entry["id"] in records:
-                raise ValueError(f"the id {entry['id']!r} occurs twice, first in {records[entry['id']][0]}")
+            if entry[key] in records:
+                raise ValueError(f"the {key} {entry[key]!r} occurs twice, first in {records[entry[key]][0]}")
         except DAMAGE as error:
             raise damage_error(where, what, error) from error
-        records[entry["id"]] = (where, entry)
+        records[entry[key]] = (where, entry)
     return records

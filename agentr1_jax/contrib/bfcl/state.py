@@ -9,14 +9,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentr1_jax.contrib.bfcl.base import FunctionSet
 from agentr1_jax.contrib.bfcl.file_system import FileSystem
 from agentr1_jax.contrib.bfcl.math_tools import MathTools
 from agentr1_jax.contrib.bfcl.messages import Messages
 from agentr1_jax.contrib.bfcl.posting import Posting
 from agentr1_jax.contrib.bfcl.tickets import Tickets
 
-FUNCTION_SETS: Mapping[str, type[FunctionSet]] = {
+FUNCTION_SETS: Mapping[str, Any] = {
     "GorillaFileSystem": FileSystem,
     "MathAPI": MathTools,
     "MessageAPI": Messages,
@@ -30,11 +29,7 @@ NOT_COMPARED = {"GorillaFileSystem": ("cwd",)}
 
 
 class World:
-    """The state of one episode.
-
-    Args:
-      classes: names of the function sets.
-      config: name -> initial config; a missing one is empty.
+    """The state of one episode: function sets `classes`, each made from its part of `config`, by default empty.
 
     Raises:
       ValueError: a config is invalid; the message names the place.

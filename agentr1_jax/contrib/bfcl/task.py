@@ -1,4 +1,8 @@
-"""Task `bfcl`: stateful multi-turn tool use."""
+"""Task `bfcl`: reach, over several requests of a user, the state that the ground truth leads to.
+
+Reward parts, metrics and state keys are functions of the row and the turns: every result carries digests of the state
+after its call, and the row has those that the ground truth leads to (see `rows`).
+"""
 
 from __future__ import annotations
 
@@ -6,26 +10,23 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import os
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Any
 
-from absl import logging
 from pydantic.dataclasses import dataclass
 
-from agentr1_jax.contrib.bfcl import scoring
 from agentr1_jax.contrib.bfcl.base import CallFailed
 from agentr1_jax.contrib.bfcl.documents import Function
-from agentr1_jax.contrib.bfcl.rows import offered_functions, read_tasks
+from agentr1_jax.contrib.bfcl.rows import Documents, offered_functions, read_tasks
 from agentr1_jax.contrib.bfcl.state import World
-from agentr1_jax.envs.base import Expert, Row
-from agentr1_jax.envs.datasets import FiniteRows, data_folder
+from agentr1_jax.envs.base import Row
+from agentr1_jax.envs.datasets import RowsTask, data_folder
 from agentr1_jax.envs.registry import TaskContext, register
-from agentr1_jax.envs.rewards import Reward
+from agentr1_jax.envs.rewards import Part, Reward, Turn
 from agentr1_jax.envs.tool_env import ToolEnv
-from agentr1_jax.text.tool_calls import render_call
+from agentr1_jax.text.tool_calls import ParseError, render_call
 from agentr1_jax.tools import base
-from agentr1_jax.tools.base import Tool, ToolResult
+from agentr1_jax.tools.base import ToolResult
 from agentr1_jax.validation import STRICT
 
 INSTRUCTION = (
@@ -34,6 +35,8 @@ INSTRUCTION = (
 )
 DONE = "Done."
 EVALUATION_ONE_IN = 3
+ILL_FORMED = ("unknown_tool", "bad_arguments")
+"""Errors of form, which are errors in every state; a missing file is not one of them."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -56,164 +59,170 @@ class BfclConfig:
     """weights of the reward parts"""
 
 
-class BfclTask:
-    """Reach, over several requests of a user, the state that the ground truth leads to.
+@register("bfcl", BfclConfig)
+def make_bfcl(config: BfclConfig, run: TaskContext) -> RowsTask:
+    """Return the Task. Its splits are `train`, and `eval` (about one task in three, by a hash of the id).
 
-    Splits: `train`, and `eval` (about one task in three, by a hash of the id).
-
-    Args:
-      data_dir: folder that holds `bfcl_v4/`; see `data_folder`.
-      rewards: weights of the reward parts.
-      seed: seed of the order of training rows.
-      wrap: applied to every tool of an episode (e.g. limits of time and size). Tools belong to one episode, and so does
-        the state of a wrapper: a limit on concurrent calls holds for each episode.
-
-    Attributes:
-      counts: reason -> number of tasks left out.
+    Tools belong to one episode, and so does the state of a wrapper: a limit on concurrent calls holds for each episode.
 
     Raises:
       FileNotFoundError: the data are missing.
       ValueError: a file is damaged; the message names the line.
     """
+    reward = Reward(PARTS, dataclasses.asdict(config.rewards))
+    rows, documents = read_tasks(data_folder(run.data_dir) / "bfcl_v4")
+    splits: dict[str, list[Row]] = {"train": [], "eval": []}
+    for row in sorted(rows, key=_hash):
+        splits["train" if int(_hash(row), 16) % EVALUATION_ONE_IN else "eval"].append(row)
 
-    name = "bfcl"
-
-    def __init__(
-        self,
-        data_dir: str | os.PathLike[str] = "",
-        rewards: BfclRewards = BfclRewards(),  # noqa: B008
-        seed: int = 0,
-        wrap: Callable[[Tool], Tool] = lambda tool: tool,
-    ) -> None:
-        self._reward = Reward(scoring.PARTS, dataclasses.asdict(rewards))
-        tasks = read_tasks(data_folder(data_dir) / "bfcl_v4")
-        self._documents = tasks.documents
-        self._wrap = wrap
-        self.counts = tasks.counts
-        splits: dict[str, list[Row]] = {"train": [], "eval": []}
-        for row in sorted(tasks.rows, key=_hash):
-            splits["train" if int(_hash(row), 16) % EVALUATION_ONE_IN else "eval"].append(row)
-        self._rows = FiniteRows(self.name, splits, seed)
-        logging.info("bfcl: %s; left out: %s", {s: len(rows) for s, rows in splits.items()}, dict(self.counts))
-
-    @property
-    def reward_parts(self) -> Sequence[str]:
-        """Names of the weighted parts."""
-        return list(self._reward.weights)
-
-    def row(self, split: str, index: int) -> Row:
-        """Return row `index` of a split; see `FiniteRows`."""
-        return self._rows.row(split, index)
-
-    def size(self, split: str) -> int:
-        """Return the number of rows of a split."""
-        return self._rows.size(split)
-
-    def env(self) -> ToolEnv:
-        """Return a new environment; each of its episodes has its own state and tools."""
+    def env() -> ToolEnv:
         return ToolEnv(
-            tools=lambda row: [self._wrap(tool) for tool in self._tools(row)],
-            opening=self._opening,
-            reward=self._reward,
-            metrics=scoring.metrics,
-            state_key=scoring.state_key,
-            user=scoring.next_user_text,
+            tools=lambda row: [run.wrap(tool) for tool in _tools(row, documents)],
+            opening=lambda row: _opening(row, documents),
+            reward=reward,
+            metrics=metrics,
+            state_key=state_key,
+            user=next_user_text,
             in_order=True,
         )
 
-    def expert(self, row: Row, seed: int) -> Expert:
-        """Return an expert that makes the calls of the ground truth, one per response; `seed` is not used."""
-        return _play(row).send  # type: ignore[return-value]
-
-    def texts(self, count: int) -> list[str]:
-        """Return the requests of training rows, the expert's calls and their results, one per text."""
-        return list(
-            itertools.islice((text for row in self._rows.splits["train"] for text in self._episode(row)), count)
-        )
-
-    def _episode(self, row: Row) -> Iterator[str]:
-        yield from (message["content"] for message in self._opening(row))
-        tools = {tool.name: tool for tool in self._tools(row)}
-        for request, calls in itertools.zip_longest(row["turns"][1:], row["ground_truth"]):
-            for call in calls:
-                yield render_call(call["name"], call["arguments"])
-                yield tools[call["name"]].execute(call["arguments"]).content
-            yield from [DONE, request] if request else [DONE]
-
-    def _tools(self, row: Row) -> list[FunctionTool]:
-        """Return the tools of an episode, on a new state."""
-        world = World(row["classes"], row["initial_config"])
-        offered = offered_functions(row["classes"], row["excluded"], self._documents).values()
-        return [FunctionTool(world, owner, function) for owner, function in offered]
-
-    def _opening(self, row: Row) -> list[dict[str, str]]:
-        """Return the instruction with the descriptions of the classes, and the user's first request."""
-        offered = offered_functions(row["classes"], row["excluded"], self._documents).values()
-        classes = dict.fromkeys(function.class_description for _, function in offered if function.class_description)
-        return [
-            {"role": "system", "content": "\n".join([INSTRUCTION, *classes])},
-            {"role": "user", "content": row["turns"][0]},
-        ]
+    return RowsTask(
+        "bfcl",
+        splits,
+        env,
+        reward_parts=list(reward.weights),
+        expert=lambda row, seed: _play(row).send,  # type: ignore[arg-type, return-value]
+        texts=[text for row in splits["train"] for text in _texts(row, documents)],
+        seed=run.seed,
+    )
 
 
-@register("bfcl", BfclConfig)
-def make_bfcl(config: BfclConfig, run: TaskContext) -> BfclTask:
-    """Return the Task; see `BfclTask`."""
-    return BfclTask(run.data_dir, config.rewards, run.seed, run.wrap)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class FunctionTool:
     """One function on one episode's state. Results are JSON; their data are the digests of the state after the call.
 
     A call runs at once on the event loop, where no time limit interrupts it, so that no call is applied twice.
 
-    Attributes:
+    Args:
       world: state of the episode, shared by its tools.
       owner: name of the function set.
       function: document of the function.
     """
 
-    world: World
-    owner: str
-    function: Function
-    blocking: ClassVar[bool] = False
+    blocking = False
 
-    @property
-    def name(self) -> str:
-        """Name of the function."""
-        return self.function.name
-
-    @property
-    def description(self) -> str:
-        """Description in its document."""
-        return self.function.description
-
-    @property
-    def parameters(self) -> Mapping[str, Any]:
-        """JSON Schema of its arguments."""
-        return self.function.parameters
+    def __init__(self, world: World, owner: str, function: Function) -> None:
+        self.name, self.description, self.parameters = function.name, function.description, function.parameters
+        self._world, self._owner, self._convert = world, owner, function.convert
 
     def execute(self, arguments: Mapping[str, Any]) -> ToolResult:
         """Apply a call to the state."""
         try:
-            result = self.world.call(self.owner, self.name, self.function.convert(arguments))
+            result = self._world.call(self._owner, self.name, self._convert(arguments))
         except CallFailed as error:
             answer = base.failure(error.kind, f"Error: {self.name}: {error}")
         else:
             answer = ToolResult(json.dumps(result, ensure_ascii=False))
-        return dataclasses.replace(answer, data=self.world.digests())
+        return dataclasses.replace(answer, data=self._world.digests())
+
+
+def _tools(row: Row, documents: Documents) -> list[FunctionTool]:
+    """Return the tools of an episode, on a new state."""
+    world = World(row["classes"], row["initial_config"])
+    offered = offered_functions(row["classes"], row["excluded"], documents).values()
+    return [FunctionTool(world, owner, function) for owner, function in offered]
+
+
+def _opening(row: Row, documents: Documents) -> list[dict[str, str]]:
+    """Return the instruction with the descriptions of the classes, and the user's first request."""
+    offered = offered_functions(row["classes"], row["excluded"], documents).values()
+    classes = dict.fromkeys(function.class_description for _, function in offered if function.class_description)
+    return [
+        {"role": "system", "content": "\n".join([INSTRUCTION, *classes])},
+        {"role": "user", "content": row["turns"][0]},
+    ]
 
 
 def _play(row: Row) -> Generator[str, str | None, None]:
+    """Yield the calls of the ground truth, one per response; each request ends with `DONE`."""
     for calls in row["ground_truth"]:
         for call in calls:
             yield render_call(call["name"], call["arguments"])
         yield DONE
-    while True:
-        yield DONE
+    yield from itertools.repeat(DONE)
+
+
+def _texts(row: Row, documents: Documents) -> Iterator[str]:
+    """Yield what the user and the expert say and the calls return in the expert's episode."""
+    yield from (message["content"] for message in _opening(row, documents))
+    tools = {tool.name: tool for tool in _tools(row, documents)}
+    for request, calls in itertools.zip_longest(row["turns"][1:], row["ground_truth"]):
+        for call in calls:
+            yield render_call(call["name"], call["arguments"])
+            yield tools[call["name"]].execute(call["arguments"]).content
+        yield from [DONE, request] if request else [DONE]
 
 
 def _hash(row: Row) -> str:
     """Return the hash of a row's id, which decides its split and its place."""
     return hashlib.sha256(row["id"].encode()).hexdigest()
+
+
+def next_user_text(row: Row, turns: Sequence[Turn]) -> str | None:
+    """Return the user's next request after these turns, the last of which has no call; None after the last request."""
+    return None if _is_over(row, turns) else row["turns"][_count_user_turns(turns)]
+
+
+def state_part(row: Row, turns: Sequence[Turn]) -> float:
+    """Return 1 where the turn ends the episode in the state that the whole ground truth leads to."""
+    return float(_is_over(row, turns) and _digest(row, turns, "compared") == row["expected"][-1])
+
+
+def turn_state_part(row: Row, turns: Sequence[Turn]) -> float:
+    """Return 1 / (number of requests) where the turn ends a request in the state of the ground truth up to there."""
+    return (_count_right_states(row, turns) - _count_right_states(row, turns[:-1])) / len(row["turns"])
+
+
+def format_part(row: Row, turns: Sequence[Turn]) -> float:
+    """Return −1 for a turn with a call that is unreadable, of an unknown function, or against its schema; else 0."""
+    turn = turns[-1]
+    unreadable = any(isinstance(call, ParseError) for call in turn.calls)
+    return -float(unreadable or any(r.error is not None and r.error.kind in ILL_FORMED for r in turn.results))
+
+
+PARTS: Mapping[str, Part] = {"state": state_part, "turn_state": turn_state_part, "format": format_part}
+
+
+def metrics(row: Row, turns: Sequence[Turn]) -> dict[str, float]:
+    """Return `em` (1 where the episode is over in the right state), `turns_reached` (a share) and `tool_calls`."""
+    return {
+        "em": state_part(row, turns),
+        "turns_reached": _count_right_states(row, turns) / len(row["turns"]),
+        "tool_calls": float(sum(len(turn.calls) for turn in turns)),
+    }
+
+
+def state_key(row: Row, turns: Sequence[Turn]) -> str:
+    """Return a key of row, request and state: equal states of a group have equal keys."""
+    return f"{row['id']}|{_count_user_turns(turns)}|{_digest(row, turns, 'state')}"
+
+
+def _count_user_turns(turns: Sequence[Turn]) -> int:
+    """Return how many requests of the user are done: each ends with a response without calls."""
+    return sum(not turn.calls for turn in turns)
+
+
+def _is_over(row: Row, turns: Sequence[Turn]) -> bool:
+    return _count_user_turns(turns) >= len(row["turns"])
+
+
+def _count_right_states(row: Row, turns: Sequence[Turn]) -> int:
+    """Return at the ends of how many requests the state was that of the ground truth."""
+    ends = [at for at, turn in enumerate(turns, 1) if not turn.calls]
+    pairs = zip(ends, row["expected"], strict=False)
+    return sum(_digest(row, turns[:at], "compared") == expected for at, expected in pairs)
+
+
+def _digest(row: Row, turns: Sequence[Turn], what: str) -> str:
+    """Return the digest `state` or `compared` after these turns."""
+    results = (result for turn in reversed(turns) for result in reversed(turn.results))
+    return next((result.data[what] for result in results if what in result.data), row["start"][what])

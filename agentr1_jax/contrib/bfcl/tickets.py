@@ -35,21 +35,16 @@ CONFIG = record(ticket_queue=array(_TICKET), ticket_counter=COUNT, current_user=
 
 @dataclasses.dataclass
 class Tickets:
-    """The queue.
-
-    Attributes:
-      queue: tickets, oldest first; those of the config may lack fields other than `id`.
-      ticket_counter: least id of a new ticket.
-      current_user: name of the user who is logged in.
-    """
+    """The queue, and the name of the user who is logged in."""
 
     queue: list[dict[str, Any]]
+    """tickets, oldest first; those of the config may lack fields other than `id`"""
     ticket_counter: int
+    """least id of a new ticket"""
     current_user: str | None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Return the config's state; by default an empty queue."""
         check(config, CONFIG, "TicketAPI")
         queue = list(config.get("ticket_queue", ()))
         ids = [ticket["id"] for ticket in queue]
@@ -75,13 +70,7 @@ class Tickets:
         self._check_login()
         _check_priority(priority)
         number = free_number(self.ticket_counter, [ticket["id"] for ticket in self.queue])
-        ticket = {
-            "id": number,
-            "title": title,
-            "description": description,
-            "status": "Open",
-            "priority": priority,
-        }
+        ticket = {"id": number, "title": title, "description": description, "status": "Open", "priority": priority}
         self.queue.append({**ticket, "created_by": self.current_user})
         return ticket
 

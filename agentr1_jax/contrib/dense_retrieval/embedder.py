@@ -17,10 +17,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from agentr1_jax.contrib.dense_retrieval import weights
-from agentr1_jax.contrib.dense_retrieval.encoder import POOLINGS, embed_tokens
+from agentr1_jax.contrib.dense_retrieval.encoder import embed_tokens
 from agentr1_jax.policy.weights import hub
 
-DTYPES = ("float32", "bfloat16")
 MIN_LENGTH = 16
 IDENTIFYING = ("config.json", "tokenizer.json", "*.safetensors")
 PASSAGE_TOKENS = 8192
@@ -39,10 +38,9 @@ class Embedder:
 
     Args:
       path_or_hub_id: a folder of config.json, safetensors and tokenizer, or `owner/name` on the hub.
-      pooling: see `encoder.pool`.
-      normalised: likewise.
+      pooling, normalised: see `embed_tokens`.
       dtype: dtype of activations, float32 or bfloat16.
-      max_tokens: tokens of a text, no more than the encoder has positions; longer texts are truncated.
+      max_tokens: tokens of a text, at least `MIN_LENGTH`; longer texts are truncated, also to the encoder's positions.
       devices: devices of this process that share the rows of a call; None for all.
 
     Attributes:
@@ -51,7 +49,7 @@ class Embedder:
 
     Raises:
       FileNotFoundError: there is nothing at that path.
-      ValueError: a setting makes no sense, or there is something else than an encoder and its tokenizer.
+      ValueError: there is something else than an encoder and its tokenizer.
     """
 
     def __init__(
@@ -64,16 +62,11 @@ class Embedder:
         max_tokens: int = 512,
         devices: Sequence[jax.Device] | None = None,
     ) -> None:
-        if pooling not in POOLINGS:
-            raise ValueError(f"pooling is {pooling!r}; choose one of {', '.join(POOLINGS)}")
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
-        if max_tokens < MIN_LENGTH:
-            raise ValueError(f"tokens is {max_tokens}; it must be at least {MIN_LENGTH}")
         folder = hub.locate(path_or_hub_id)
         self._config = dataclasses.replace(weights.read_config(folder), dtype=dtype)
         max_tokens = min(max_tokens, self._config.max_tokens)
-        self.lengths = tuple(_bucket_lengths(max_tokens))
+        doublings = itertools.takewhile(lambda n: n < max_tokens, (MIN_LENGTH << i for i in itertools.count()))
+        self.lengths = (*doublings, max_tokens)
         self._tokenizer = _load_tokenizer(folder, self._config.vocab_size, max_tokens)
         settings = [pooling, normalised, dtype, max_tokens]
         self.identity = f"{Path(path_or_hub_id).name} {_hash_files(folder, settings)}"
@@ -84,12 +77,11 @@ class Embedder:
         self._program = functools.partial(_embed_tokens, self._config, params, pooling=pooling, normalised=normalised)
 
     def embed(self, texts: Sequence[str], prefix: str = "", tokens_per_call: int = PASSAGE_TOKENS) -> np.ndarray:
-        """Return the vectors of texts, float32 [texts, width].
+        """Return the vectors of texts of any length, float32 [texts, width].
 
         Args:
-          texts: any number of texts of any length.
           prefix: stands before each text.
-          tokens_per_call: tokens of a call, padding included; see `PASSAGE_TOKENS` and `QUERY_TOKENS`.
+          tokens_per_call: see `PASSAGE_TOKENS` and `QUERY_TOKENS`.
 
         Raises:
           ValueError: a vector is not finite.
@@ -106,11 +98,10 @@ class Embedder:
             raise ValueError(f"{self.identity}: the encoder's vectors are not finite; its weights must be damaged")
         return out
 
-    def compile(self, tokens_per_call: int) -> int:
-        """Compile every program that `embed` can need by running each once; return their number."""
+    def compile(self, tokens_per_call: int) -> None:
+        """Compile every program that `embed` can need, by running each once."""
         for length in self.lengths:
             jax.block_until_ready(self._call([], self._rows_of(length, tokens_per_call), length))
-        return len(self.lengths)
 
     def _calls(self, ids: Sequence[Sequence[int]], tokens_per_call: int) -> Iterator[tuple[list[int], tuple[int, int]]]:
         """Yield the indices of the texts of each call, and its shape (rows, length)."""
@@ -132,14 +123,6 @@ class Embedder:
         for i, text in enumerate(ids):
             tokens[i, : len(text)], lengths[i] = text, len(text)
         return self._program(*jax.device_put((tokens, lengths), self._rows))
-
-
-def _bucket_lengths(longest: int) -> Iterator[int]:
-    length = MIN_LENGTH
-    while length < longest:
-        yield length
-        length *= 2
-    yield longest
 
 
 def _load_tokenizer(folder: Path, vocab_size: int, max_tokens: int) -> tokenizers.Tokenizer:

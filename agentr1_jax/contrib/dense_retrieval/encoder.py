@@ -16,7 +16,6 @@ from jaxtyping import Array, Bool, Float, Int
 from agentr1_jax.policy.attention import grouped_attention
 
 Params = Any
-POOLINGS = ("mean", "cls")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,15 +23,10 @@ class EncoderConfig:
     """Shape and numerics of an encoder.
 
     Attributes:
-      vocab_size: rows of the token embedding.
-      width: size of the residual stream.
-      layers: number of blocks, scanned.
-      heads: attention heads; divides `width`.
       hidden: inner size of the MLP.
       positions: rows of the position embedding.
       first_position: position of a text's first token; RoBERTa leaves out those up to its padding id.
       types: rows of the token-type embedding, of which the first is used.
-      norm_eps: epsilon of LayerNorm.
       dtype: dtype of activations and matmuls; norms, softmax and pooling are float32 in any case.
     """
 
@@ -55,7 +49,7 @@ class EncoderConfig:
 
     @property
     def max_tokens(self) -> int:
-        """Longest text."""
+        """Tokens of the longest text."""
         return self.positions - self.first_position
 
 
@@ -80,7 +74,7 @@ class EncoderBlock(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Token ids to final hidden states."""
+    """Token ids to hidden states after the last layer's norm; those at padding (`mask` is False) are meaningless."""
 
     config: EncoderConfig
 
@@ -88,15 +82,6 @@ class Encoder(nn.Module):
     def __call__(
         self, tokens: Int[Array, "rows length"], mask: Bool[Array, "rows length"]
     ) -> Float[Array, "rows length width"]:
-        """Return the hidden states.
-
-        Args:
-          tokens: ids; texts begin at the left, what follows them is padding of any id.
-          mask: True where a text's tokens are; nothing else is attended to.
-
-        Returns:
-          hidden: after the last layer's norm; meaningless at padding.
-        """
         c, length = self.config, tokens.shape[1]
         embed = functools.partial(nn.Embed, features=c.width, dtype=c.dtype)
         x = embed(c.vocab_size, name="token")(tokens)
@@ -114,39 +99,6 @@ class Encoder(nn.Module):
         return x
 
 
-def init_encoder(config: EncoderConfig, key: Array) -> Params:
-    """Return random parameters."""
-    ids = jnp.zeros((1, 1), jnp.int32)
-    return Encoder(config).init(key, ids, ids == 0)["params"]
-
-
-def pool(
-    hidden: Float[Array, "rows length width"], mask: Bool[Array, "rows length"], pooling: str, normalised: bool
-) -> Float[Array, "rows width"]:
-    """Return one vector for each text, float32.
-
-    Args:
-      hidden: hidden states of the encoder.
-      mask: True where a text's tokens are.
-      pooling: `mean` of its tokens, or `cls`: its first one.
-      normalised: scale vectors to length 1, so that their dot product is the cosine.
-
-    Raises:
-      ValueError: another pooling.
-    """
-    if pooling not in POOLINGS:
-        raise ValueError(f"pooling is {pooling!r}; choose one of {', '.join(POOLINGS)}")
-    wide = hidden.astype(jnp.float32)
-    if pooling == "cls":
-        vector = wide[:, 0]
-    else:
-        total = jnp.sum(jnp.where(mask[..., None], wide, 0), axis=1)
-        vector = total / jnp.maximum(jnp.sum(mask, axis=1, keepdims=True), 1)
-    if not normalised:
-        return vector
-    return vector / jnp.maximum(jnp.linalg.norm(vector, axis=-1, keepdims=True), 1e-12)
-
-
 def embed_tokens(
     config: EncoderConfig,
     params: Params,
@@ -156,7 +108,21 @@ def embed_tokens(
     pooling: str,
     normalised: bool,
 ) -> Float[Array, "rows width"]:
-    """Return the vectors of texts: tokens [i, : lengths[i]] is text i; see `Encoder` and `pool`."""
+    """Return the float32 vectors of texts.
+
+    Args:
+      tokens: text i is tokens[i, : lengths[i]]; what follows is padding of any id.
+      pooling: `mean` of a text's hidden states, or `cls`: the first one.
+      normalised: scale vectors to length 1, so that their dot product is the cosine.
+    """
     mask = jnp.arange(tokens.shape[1]) < lengths[:, None]
-    hidden: Any = Encoder(config).apply({"params": params}, tokens, mask)
-    return pool(hidden, mask, pooling, normalised)
+    states: Any = Encoder(config).apply({"params": params}, tokens, mask)
+    wide = states.astype(jnp.float32)
+    if pooling == "cls":
+        vector = wide[:, 0]
+    else:
+        total = jnp.sum(jnp.where(mask[..., None], wide, 0), axis=1)
+        vector = total / jnp.maximum(lengths[:, None], 1)
+    if not normalised:
+        return vector
+    return vector / jnp.maximum(jnp.linalg.norm(vector, axis=-1, keepdims=True), 1e-12)

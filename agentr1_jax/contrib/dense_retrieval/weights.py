@@ -1,19 +1,20 @@
-"""Weights of encoders in: Hugging Face folders and hub ids of BERT, RoBERTa and XLM-RoBERTa."""
+"""Weights of encoders in: Hugging Face folders of BERT, RoBERTa and XLM-RoBERTa."""
 
 from __future__ import annotations
 
+import functools
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from agentr1_jax.contrib.dense_retrieval.encoder import EncoderConfig, Params, init_encoder
-from agentr1_jax.policy.weights import files, hub
+from agentr1_jax.contrib.dense_retrieval.encoder import Encoder, EncoderConfig, Params
+from agentr1_jax.policy.weights import files
 from agentr1_jax.policy.weights.files import Tensor
 from agentr1_jax.policy.weights.hf_config import count, number
 
@@ -46,21 +47,21 @@ MODULES: dict[str, str] = {
 LEAVES = {"embedding": "weight", "kernel": "weight", "scale": "weight", "bias": "bias"}
 
 
-def read_config(path_or_hub_id: str | os.PathLike[str]) -> EncoderConfig:
-    """The encoder whose weights lie in a folder or at a hub id; float32.
+def read_config(folder: Path) -> EncoderConfig:
+    """Return the shape of the encoder whose weights lie in a folder; float32.
 
     Raises:
-      FileNotFoundError: there is nothing.
+      FileNotFoundError: there is no config.json.
       ValueError: it is of another family, or does what the encoder cannot; the message names file and key.
     """
-    file = hub.locate(path_or_hub_id) / "config.json"
+    file = folder / "config.json"
     if not file.is_file():
-        raise FileNotFoundError(f"{file.parent}: not a Hugging Face folder (no config.json); give another")
+        raise FileNotFoundError(f"{folder}: not a Hugging Face folder (no config.json); give another")
     return from_hf(files.read_json(file), str(file))
 
 
 def from_hf(record: Mapping[str, Any], source: str) -> EncoderConfig:
-    """The encoder that a `config.json` describes; what it leaves out means what it means to `transformers`.
+    """Return the encoder that a `config.json` describes; what it leaves out means what it means to `transformers`.
 
     Raises:
       ValueError: see `read_config`; `source` is the file's name.
@@ -78,24 +79,25 @@ def from_hf(record: Mapping[str, Any], source: str) -> EncoderConfig:
     padding = record.get("pad_token_id", 1)
     if family != "bert" and (not isinstance(padding, int) or padding < 0):
         raise ValueError(f"{source}: pad_token_id is {padding!r}; {family} counts positions from it: complete the file")
+    shape: dict[str, Any] = {
+        "vocab_size": count(record, "vocab_size", source),
+        "width": count(record, "hidden_size", source),
+        "layers": count(record, "num_hidden_layers", source),
+        "heads": count(record, "num_attention_heads", source),
+        "hidden": count(record, "intermediate_size", source),
+        "positions": count(record, "max_position_embeddings", source),
+        "first_position": 0 if family == "bert" else padding + 1,
+        "types": count(record, "type_vocab_size", source, 2),
+        "norm_eps": number(record, "layer_norm_eps", source, 1e-12),
+    }
     try:
-        return EncoderConfig(
-            vocab_size=count(record, "vocab_size", source),
-            width=count(record, "hidden_size", source),
-            layers=count(record, "num_hidden_layers", source),
-            heads=count(record, "num_attention_heads", source),
-            hidden=count(record, "intermediate_size", source),
-            positions=count(record, "max_position_embeddings", source),
-            first_position=0 if family == "bert" else padding + 1,
-            types=count(record, "type_vocab_size", source, 2),
-            norm_eps=number(record, "layer_norm_eps", source, 1e-12),
-        )
+        return EncoderConfig(**shape)
     except ValueError as error:
-        raise ValueError(str(error) if source in str(error) else f"{source}: {error}") from error
+        raise ValueError(f"{source}: {error}") from error
 
 
 def _refusals(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(key, reason) of what the encoder cannot compute."""
+    """Yield (key, reason) of what the encoder cannot compute."""
     if record.get("hidden_act", "gelu") != "gelu":
         yield "hidden_act", "but only gelu (by the error function) is known"
     if record.get("position_embedding_type", "absolute") != "absolute":
@@ -107,40 +109,32 @@ def _refusals(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "quantization_config", "but quantised weights are not read"
 
 
-def load(path_or_hub_id: str | os.PathLike[str], config: EncoderConfig) -> Params:
-    """An encoder's parameters from safetensors, float32, on the host.
-
-    Args:
-      path_or_hub_id: see `read_config`.
-      config: what `read_config` tells of it.
-
-    Returns:
-      the parameters of `encoder.Encoder`, as numpy arrays.
+def load(folder: Path, config: EncoderConfig) -> Params:
+    """Return the parameters of `Encoder(config)` from the safetensors of a folder, as float32 numpy arrays.
 
     Raises:
-      FileNotFoundError: there is nothing.
       ValueError: a tensor is missing, unexpected or of another shape, or a file is broken; tensor and file are named.
     """
-    folder = hub.locate(path_or_hub_id)
     tensors: dict[str, Tensor] = {}
     for name, tensor in files.open_folder(folder, HARMLESS).items():
         short = PREFIX.sub("", name)
         for old, new in OLD_NAMES.items():
             short = short.replace(old, new)
         tensors[short] = tensor
-    shapes = jax.eval_shape(lambda key: init_encoder(config, key), jax.random.key(0))
+    ids = jnp.zeros((1, 1), jnp.int32)
+    shapes = jax.eval_shape(functools.partial(Encoder(config).init, jax.random.key(0)), ids, ids == 0)["params"]
     wanted: set[str] = set()
 
     def read(keys: Any, shape: jax.ShapeDtypeStruct) -> np.ndarray:
-        module, _, leaf = jax.tree_util.keystr(keys, simple=True, separator="/").rpartition("/")
+        path = jax.tree_util.keystr(keys, simple=True, separator="/")
+        module, _, leaf = path.rpartition("/")
         theirs = f"{MODULES[module]}.{LEAVES[leaf]}"
-        inputs = 2 if module == "layers/out" else 1
         if not module.startswith("layers/"):
             wanted.add(theirs)
-            return _read(theirs, shape.shape, leaf, inputs, tensors, folder)
+            return _read(theirs, path, shape.shape, tensors, folder)
         names = [theirs.format(layer=layer) for layer in range(config.layers)]
         wanted.update(names)
-        return np.stack([_read(name, shape.shape[1:], leaf, inputs, tensors, folder) for name in names])
+        return np.stack([_read(name, path, shape.shape[1:], tensors, folder) for name in names])
 
     params = jax.tree_util.tree_map_with_path(read, shapes)
     if extra := sorted(tensors.keys() - wanted):
@@ -151,16 +145,17 @@ def load(path_or_hub_id: str | os.PathLike[str], config: EncoderConfig) -> Param
     return params
 
 
-def _read(
-    name: str, ours: tuple[int, ...], leaf: str, inputs: int, tensors: Mapping[str, Tensor], folder: Path
-) -> np.ndarray:
-    """One of their tensors, whole, in the shape of our parameter (of one layer)."""
+def _read(name: str, path: str, ours: tuple[int, ...], tensors: Mapping[str, Tensor], folder: Path) -> np.ndarray:
+    """Return one of their tensors in the shape of our parameter at `path` (of one layer)."""
     if name not in tensors:
         raise ValueError(f"{folder}: tensor {name!r} is missing, which config.json asks for; download the folder again")
-    theirs = {
-        "embedding": ours,
-        "kernel": (math.prod(ours[inputs:]), math.prod(ours[:inputs])),
-    }.get(leaf, (math.prod(ours),))
+    is_kernel = path.endswith("/kernel")
+    inputs = 2 if path == "layers/out/kernel" else 1
+    theirs: tuple[int, ...]
+    if is_kernel:
+        theirs = (math.prod(ours[inputs:]), math.prod(ours[:inputs]))
+    else:
+        theirs = ours if path.endswith("/embedding") else (math.prod(ours),)
     tensor = tensors[name]
     if tensor.shape != theirs:
         raise ValueError(
@@ -168,4 +163,4 @@ def _read(
             "belong together"
         )
     stored = np.asarray(tensor.read(tuple(slice(0, size) for size in theirs)), np.float32)
-    return (stored.T if leaf == "kernel" else stored).reshape(ours)
+    return (stored.T if is_kernel else stored).reshape(ours)

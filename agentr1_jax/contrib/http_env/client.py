@@ -5,6 +5,7 @@ Bodies are JSON, and every request can be repeated safely.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -58,38 +59,38 @@ class HttpConfig:
     """seconds before the second request; doubles with every request"""
 
 
-class Server:
-    """An environment server. Status 500 is a failure of the environment, and its request is not repeated."""
+def ask(config: HttpConfig, path: str, body: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+    """Send a GET request, or a POST request with a body; return the answer.
 
-    def __init__(self, config: HttpConfig) -> None:
-        self.config = config
+    Status 500 is a failure of the environment, and its request is not repeated.
 
-    def get(self, path: str, **query: Any) -> Mapping[str, Any]:
-        """Send a GET request, return the answer. Raises HttpError, or HttpEnvError where that is no JSON object."""
-        return self._request("GET", f"{path}?{urllib.parse.urlencode(query)}" if query else path, None)
-
-    def post(self, path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Send a POST request, return the answer; see `get`."""
-        return self._request("POST", path, json.dumps(body).encode())
-
-    def _request(self, method: str, path: str, body: bytes | None) -> Mapping[str, Any]:
-        config = self.config
-        url = config.url.rstrip("/") + path
-        for retry in range(1, config.attempts + 1):
-            try:
-                answer = request(method, url, body, config.seconds)
-                break
-            except HttpError as error:
-                if error.kind not in TRANSIENT_KINDS or error.status == 500 or retry == config.attempts:
-                    raise
-            time.sleep(retry_pause(config.backoff, retry))
+    Raises:
+      HttpError: there is no good answer.
+      HttpEnvError: it is no JSON object.
+    """
+    url = config.url.rstrip("/") + path
+    method, content = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
+    for retry in range(1, config.attempts + 1):
         try:
-            fields = json.loads(answer)
-        except (ValueError, RecursionError) as error:
-            raise HttpEnvError(f"{url} answered no JSON ({error}): {quote(answer)}") from error
-        if not isinstance(fields, dict):
-            raise HttpEnvError(f"{url} answered no JSON object: {quote(answer)}")
-        return fields
+            answer = request(method, url, content, config.seconds)
+            break
+        except HttpError as error:
+            if error.kind not in TRANSIENT_KINDS or error.status == 500 or retry == config.attempts:
+                raise
+        time.sleep(retry_pause(config.backoff, retry))
+    try:
+        fields = json.loads(answer)
+    except (ValueError, RecursionError) as error:
+        raise HttpEnvError(f"{url} answered no JSON ({error}): {quote(answer)}") from error
+    if not isinstance(fields, dict):
+        raise HttpEnvError(f"{url} answered no JSON object: {quote(answer)}")
+    return fields
+
+
+@register("http", HttpConfig)
+def make_http(config: HttpConfig, run: TaskContext) -> HttpTask:
+    """Return the Task; see `HttpTask`."""
+    return HttpTask(config)
 
 
 class HttpTask:
@@ -103,9 +104,9 @@ class HttpTask:
     has_texts = False
 
     def __init__(self, config: HttpConfig) -> None:
-        self._server = server = Server(config)
+        self._config = config
         try:
-            info = server.get("/info")
+            info = ask(config, "/info")
             if info.get("protocol") != PROTOCOL:
                 raise TypeError(f"its protocol is {info.get('protocol')!r}, and this is {PROTOCOL}")
             self.name = _of(info, "name", str)
@@ -113,7 +114,7 @@ class HttpTask:
             self._sizes = {str(split): size for split, size in _of(info, "splits", dict).items()}
         except (HttpError, HttpEnvError, TypeError) as error:
             raise ValueError(
-                f"task.http.url {server.config.url}: no environment answers there ({error}); start one, e.g. by "
+                f"task.http.url {config.url}: no environment answers there ({error}); start one, e.g. by "
                 "python -m experiments.serve_env --config=..., and see docs/contrib/http_env.md for what it must answer"
             ) from error
 
@@ -125,18 +126,18 @@ class HttpTask:
           RetryableError: the server cannot be reached any more; the run can be resumed once it can.
         """
         try:
-            answer = self._server.get("/rows", split=split, index=index)
-            row = _of(answer, "row", dict)
+            query = urllib.parse.urlencode({"split": split, "index": index})
+            row = _of(ask(self._config, f"/rows?{query}"), "row", dict)
             _of(row, "id", str)
         except HttpError as error:
             if error.status == 404:
                 raise ValueError(
-                    f"{self.name} at {self._server.config.url} has no row {split!r} {index}; splits are "
+                    f"{self.name} at {self._config.url} has no row {split!r} {index}; splits are "
                     f"{', '.join(self._sizes)} ({quote(error.answer)})"
                 ) from error
             raise RetryableError(f"task.http: {error}; the same command goes on once the server is back") from error
         except (HttpEnvError, TypeError) as error:
-            raise ValueError(f"{self._server.config.url}/rows: not a row ({error})") from error
+            raise ValueError(f"{self._config.url}/rows: not a row ({error})") from error
         return row
 
     def size(self, split: str) -> int | None:
@@ -145,7 +146,7 @@ class HttpTask:
 
     def env(self) -> HttpEnv:
         """Return a new environment; each of its episodes is a session of the server."""
-        return HttpEnv(self._server)
+        return HttpEnv(self._config)
 
     def expert(self, row: Row, seed: int) -> Expert:
         """Raise ValueError: the protocol has none."""
@@ -163,34 +164,34 @@ class HttpEnv:
     trajectory.
     """
 
-    def __init__(self, server: Server) -> None:
-        self._server = server
+    def __init__(self, config: HttpConfig) -> None:
+        self._config = config
         self._session, self._steps = "", 0
         self._metrics: Mapping[str, float] = {}
 
     async def reset(self, row: Row, seed: int) -> Observation:
         """Start an episode in a new session."""
-        answer = await run_in_thread(self._server.post, "/reset", {"row": row, "seed": seed})
+        answer = await run_in_thread(ask, self._config, "/reset", {"row": row, "seed": seed})
         try:
             self._session, self._steps = _of(answer, "session", str), 0
             self._metrics = _numbers(answer, "metrics")
             observation = _observation(_of(answer, "observation", dict))
         except (TypeError, ValueError) as error:
-            raise HttpEnvError(f"{self._server.config.url}/reset: not a first observation ({error})") from error
+            raise HttpEnvError(f"{self._config.url}/reset: not a first observation ({error})") from error
         # However the episode ends, the server can drop the session without waiting until it is idle for long.
-        weakref.finalize(self, _closing_queue().put, (self._server, self._session)).atexit = False
+        weakref.finalize(self, _closing_queue().put, (self._config, self._session)).atexit = False
         return observation
 
     async def step(self, action: Action) -> Transition:
         """Apply one response. Its step number lets the server recognise a repeated request."""
         fields = {key: getattr(action, key) for key in ("text", "truncated", "final", "lenient")}
         body = {"session": self._session, "step": self._steps, "action": fields}
-        answer = await run_in_thread(self._server.post, "/step", body)
+        answer = await run_in_thread(ask, self._config, "/step", body)
         try:
             transition = _transition(answer)
             self._metrics = _numbers(answer, "metrics")
         except (TypeError, ValueError) as error:
-            raise HttpEnvError(f"{self._server.config.url}/step: not a transition ({error})") from error
+            raise HttpEnvError(f"{self._config.url}/step: not a transition ({error})") from error
         self._steps += 1
         return transition
 
@@ -200,29 +201,26 @@ class HttpEnv:
 
 
 @functools.cache
-def _closing_queue() -> queue.SimpleQueue[tuple[Server, str]]:
+def _closing_queue() -> queue.SimpleQueue[tuple[HttpConfig, str]]:
     """Return the queue of sessions to close, served by a thread.
 
     Finalizers fill it: the garbage collector can interrupt a thread that holds any lock, and `SimpleQueue.put` is
     reentrant.
     """
-    sessions: queue.SimpleQueue[tuple[Server, str]] = queue.SimpleQueue()
+    sessions: queue.SimpleQueue[tuple[HttpConfig, str]] = queue.SimpleQueue()
     threading.Thread(target=_close_sessions, args=(sessions,), daemon=True, name="http_env:close").start()
     return sessions
 
 
-def _close_sessions(sessions: queue.SimpleQueue[tuple[Server, str]]) -> None:
+def _close_sessions(sessions: queue.SimpleQueue[tuple[HttpConfig, str]]) -> None:
     while True:
-        server, session = sessions.get()
-        try:
-            once = Server(dataclasses.replace(server.config, attempts=1))
-            once.post("/close", {"session": session})
-        except Exception:  # Best effort: the server drops idle sessions by itself.
-            pass
+        config, session = sessions.get()
+        with contextlib.suppress(Exception):  # Best effort: the server drops idle sessions by itself.
+            ask(dataclasses.replace(config, attempts=1), "/close", {"session": session})
 
 
 def _observation(fields: Mapping[str, Any]) -> Observation:
-    """Return an Observation. Raises TypeError or ValueError where the fields are not those of one."""
+    """Raise TypeError or ValueError where the fields are not those of an Observation."""
     unknown = [key for key in fields if key not in OBSERVATION_FIELDS]
     if unknown:
         raise ValueError(f"an observation has no {unknown[0]!r}; it has {', '.join(OBSERVATION_FIELDS)}")
@@ -239,7 +237,7 @@ def _observation(fields: Mapping[str, Any]) -> Observation:
 
 
 def _transition(answer: Mapping[str, Any]) -> Transition:
-    """Return a Transition. Raises TypeError or ValueError where the answer is not one."""
+    """Raise TypeError or ValueError where the answer is not a Transition."""
     terminated, truncated = (_of(answer, key, bool) for key in ("terminated", "truncated"))
     ended = Outcome.ENV_DONE if terminated else Outcome.MAX_STEPS if truncated else None
     outcome = Outcome(answer["outcome"]) if answer.get("outcome") is not None else ended
@@ -263,7 +261,7 @@ def _transition(answer: Mapping[str, Any]) -> Transition:
 
 
 def _of(fields: Any, key: str, kind: type) -> Any:
-    """Return `fields[key]`. Raises TypeError where it is not of a type."""
+    """Return `fields[key]`. Raises TypeError where it is not of that type."""
     if not isinstance(fields, Mapping) or not isinstance(fields.get(key), kind):
         found = fields.get(key) if isinstance(fields, Mapping) else fields
         raise TypeError(f"its {key!r} is no {kind.__name__}: {found!r:.80}")
@@ -278,9 +276,3 @@ def _number(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise TypeError(f"its {name!r} is no finite number: {value!r:.80}")
     return float(value)
-
-
-@register("http", HttpConfig)
-def make_http(config: HttpConfig, run: TaskContext) -> HttpTask:
-    """Return the Task; see `HttpTask`."""
-    return HttpTask(config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import contextlib
 import inspect
 import json
 import threading
@@ -32,23 +32,15 @@ class Refusal(Exception):
         self.status = status
 
 
-@dataclasses.dataclass
 class Session:
-    """An episode in progress.
+    """An episode in progress."""
 
-    Attributes:
-      env: environment of the episode.
-      steps: number of steps applied.
-      last: answer to the last step, repeated where its request is repeated.
-      used: time of the last request (`time.monotonic`).
-      lock: held while a step is applied.
-    """
-
-    env: Env
-    steps: int = 0
-    last: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    used: float = dataclasses.field(default_factory=time.monotonic)
-    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    def __init__(self, env: Env) -> None:
+        self.env = env
+        self.steps = 0
+        self.last: Mapping[str, Any] = {}  # Answer to the last step, repeated where its request is repeated.
+        self.used = time.monotonic()
+        self.lock = threading.Lock()  # Held while a step is applied.
 
 
 class Service:
@@ -62,12 +54,15 @@ class Service:
 
     def info(self) -> Mapping[str, Any]:
         """Describe the task."""
-        splits = {split: self._task.size(split) for split in SPLITS if self._has(split)}
+        splits = {}
+        for split in SPLITS:
+            with contextlib.suppress(ValueError):
+                self._task.row(split, 0)
+                splits[split] = self._task.size(split)
         parts = list(self._task.reward_parts)
         return {"protocol": PROTOCOL, "name": self._task.name, "reward_parts": parts, "splits": splits}
 
     def rows(self, split: str, index: int) -> Mapping[str, Any]:
-        """Return a row."""
         try:
             return {"row": self._task.row(split, index)}
         except ValueError as error:
@@ -75,7 +70,8 @@ class Service:
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Mapping[str, Any]:
         """Start a session."""
-        self._drop_idle()
+        for idle in [key for key, x in list(self._sessions.items()) if time.monotonic() - x.used > IDLE_SECONDS]:
+            self.close(idle)
         env, name = self._task.env(), uuid.uuid4().hex
         observation = self._run(env.reset(row, seed))
         self._sessions[name] = Session(env)
@@ -107,18 +103,6 @@ class Service:
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
-
-    def _has(self, split: str) -> bool:
-        try:
-            self._task.row(split, 0)
-        except ValueError:
-            return False
-        return True
-
-    def _drop_idle(self) -> None:
-        for name, session in list(self._sessions.items()):
-            if time.monotonic() - session.used > IDLE_SECONDS:
-                self.close(name)
 
 
 def make_server(task: Task, host: str, port: int) -> ThreadingHTTPServer:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
-from agentr1_jax.contrib.mcp.server import Connection, ServerAddress
+from agentr1_jax.contrib.mcp.connection import Connection, ServerAddress
 from agentr1_jax.tools.base import Fault
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ _QUOTED = 500  # characters of an error that a message quotes
 
 
 class CallError(Exception):
-    """Why a call has no result: kind, fault and message of the ToolResult that stands for it."""
+    """Kind, fault and message of the ToolResult that stands for a call without result."""
 
     def __init__(self, kind: str, message: str, fault: Fault = "infrastructure") -> None:
         super().__init__(message)
@@ -38,9 +38,8 @@ class Session:
     Each rollout has its own event loop, while a connection belongs to one: it lives here, in a thread that all share.
 
     Args:
-      address: of the server.
-      start_seconds: for starting or reaching the server, greeting it, and its list of tools.
-      seconds: for a call.
+      start_seconds: limit on the start of the server, and on the list of its tools.
+      seconds: limit on a call.
 
     Attributes:
       tools: those that the server offers, as the library has them.
@@ -57,7 +56,7 @@ class Session:
         self._address, self._start_seconds, self._seconds = address, start_seconds, seconds
         self._connection: Connection | None = None
         self._attempt: asyncio.Task[Connection] | None = None
-        self._dropped: set[asyncio.Task[None]] = set()
+        self._closing: set[asyncio.Task[None]] = set()
         self._last_answer = 0.0
         self._closed = False
         self._lock = threading.Lock()
@@ -75,15 +74,11 @@ class Session:
             raise
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> Any:
-        """Return the answer of the server to a call, as the library has it. May be used from any event loop.
-
-        Raises:
-          CallError: it does not.
-        """
+        """Return the answer to a call, as the library has it, on any event loop. Raises CallError."""
         return await asyncio.wrap_future(self._submit(self._call_tool(tool, arguments)))
 
     def close(self) -> None:
-        """Ends the connection, and a server that it started. What is still asked fails; may be called twice."""
+        """End the connection, and a server that it started. Calls in flight fail; may be called twice."""
         with self._lock:
             if self._closed:
                 return
@@ -130,21 +125,21 @@ class Session:
             async with asyncio.timeout(self._seconds):
                 result = await connection.client.call_tool(tool, dict(arguments))
         except asyncio.CancelledError:
-            # Whoever asked has a shorter limit than ours, or a run ends; only one that answers nobody hangs.
+            # The caller has a shorter limit than ours, or a run ends; only a server that answers nobody hangs.
             if self._last_answer < start and time.monotonic() - start > SILENT_SECONDS:
                 self._drop(connection)
             raise
         except Exception as error:
             failure = self._failure(connection, error, "a call")
             silent = failure.kind == "timeout" and self._last_answer < start
-            if failure.kind == "connection_lost" or silent:  # One that answers nobody hangs.
+            if failure.kind == "connection_lost" or silent:
                 self._drop(connection)
             raise failure from error
         self._last_answer = time.monotonic()
         return result
 
     async def _get_connection(self) -> Connection:
-        """The open connection; calls that find none wait for one and the same attempt to open it."""
+        """Return the open connection; calls that find none wait for one and the same attempt to open it."""
         if self._connection is not None and not self._connection.alive:
             self._drop(self._connection)
         if self._connection is not None:
@@ -169,10 +164,9 @@ class Session:
     def _drop(self, connection: Connection) -> None:
         if self._connection is connection:
             self._connection = None
-        connection.drop()
-        closing = asyncio.create_task(connection.wait_for_end())
-        self._dropped.add(closing)
-        closing.add_done_callback(self._dropped.discard)
+        closing = asyncio.create_task(connection.drop())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
 
     async def _end(self) -> None:
         if self._attempt is not None:
@@ -180,15 +174,15 @@ class Session:
             await asyncio.wait([self._attempt])
         if self._connection is not None:
             self._drop(self._connection)
-        if self._dropped:
-            await asyncio.wait(self._dropped)
+        if self._closing:
+            await asyncio.wait(self._closing)
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
 
     def _failure(self, connection: Connection, error: Exception, doing: str) -> CallError:
-        """The typed failure that stands for what the library raised."""
+        """Return the typed failure that stands for what the library raised."""
         import mcp_types
         import pydantic
         from mcp import MCPError
@@ -203,10 +197,11 @@ class Session:
         if isinstance(error, pydantic.ValidationError | RuntimeError):
             return CallError("bad_answer", f"{doing}: it answers what no MCP server does ({said}){output}")
         if isinstance(error, MCPError):
+            message = error.message[:_QUOTED]
             if error.code in (mcp_types.INVALID_PARAMS, mcp_types.METHOD_NOT_FOUND):
-                return CallError("bad_arguments", error.message[:_QUOTED], "model")
+                return CallError("bad_arguments", message, "model")
             if error.code == mcp_types.INTERNAL_ERROR:
-                return CallError("server_error", f"{doing} failed: {error.message[:_QUOTED]}{output}")
+                return CallError("server_error", f"{doing} failed: {message}{output}")
             if error.code == mcp_types.PARSE_ERROR:
-                return CallError("bad_answer", f"{doing}: {error.message[:_QUOTED]}{output}")
+                return CallError("bad_answer", f"{doing}: {message}{output}")
         return CallError("connection_lost", f"the connection ended in {doing} ({said}){output}")

@@ -1,45 +1,37 @@
-"""From what an MCP server offers to Tools."""
+"""Tools that an MCP server offers."""
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jsonschema
 
-from agentr1_jax.contrib.mcp.server import ServerAddress
+from agentr1_jax.contrib.mcp.connection import ServerAddress
 from agentr1_jax.contrib.mcp.session import CallError, Session
 from agentr1_jax.tools.base import ToolResult, failure
 
 EMPTY_RESULT = "No result."
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class McpTool:
-    """A tool of an MCP server.
+    """A tool of an MCP server; `prefix` and the server's name for it are its name.
 
     A result's text parts are joined by line ends; an image, a sound or a resource is only named. What the server calls
     an error is a fault of the model, `tool_error`; `bad_arguments` too. Faults of the infrastructure are
     `connection_lost` (the next call connects again), `timeout`, `server_error`, `bad_answer` and `closed`.
-
-    Attributes:
-      name: by which the policy calls it.
-      description: as the server says.
-      parameters: as the server says.
     """
 
-    name: str
-    description: str
-    parameters: Mapping[str, Any]
-    _remote: str
-    _session: Session
+    def __init__(self, tool: Any, prefix: str, session: Session) -> None:
+        self.name = prefix + tool.name
+        self.description = tool.description or ""
+        self.parameters: Mapping[str, Any] = tool.input_schema
+        self._remote, self._session = tool.name, session
 
     async def execute(self, arguments: Mapping[str, Any]) -> ToolResult:
-        """Asks the server."""
+        """Ask the server."""
         try:
             answer = await self._session.call(self._remote, arguments)
         except CallError as error:
@@ -94,21 +86,16 @@ class McpTools(Sequence[McpTool]):
         except BaseException:
             self.close()
             raise
-        self._tools = [
-            McpTool(prefix + tool.name, tool.description or "", tool.input_schema, tool.name, self._session)
-            for tool in offered
-        ]
+        self._tools = [McpTool(tool, prefix, self._session) for tool in offered]
 
     def close(self) -> None:
-        """Ends the connection, and the server where this started it; later calls fail with `closed`."""
+        """End the connection, and the server where this started it; later calls fail with `closed`."""
         self._session.close()
 
     def __enter__(self) -> McpTools:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __len__(self) -> int:
@@ -117,12 +104,9 @@ class McpTools(Sequence[McpTool]):
     def __getitem__(self, index: Any) -> Any:
         return self._tools[index]
 
-    def __iter__(self) -> Iterator[McpTool]:
-        return iter(self._tools)
-
 
 def _choose_tools(address: ServerAddress, tools: Sequence[Any], only: Sequence[str]) -> list[Any]:
-    """The tools that are wanted. Raises ValueError where one is missing, or unusable."""
+    """Return the tools in `only`, else all. Raises ValueError where one is missing, or unusable."""
     names = collections.Counter(tool.name for tool in tools)
     missing = [name for name in only if name not in names]
     if missing or not tools:
@@ -142,7 +126,7 @@ def _choose_tools(address: ServerAddress, tools: Sequence[Any], only: Sequence[s
 
 
 def _text(part: Any) -> str:
-    """A part of a result as text."""
+    """Return a part of a result as text."""
     if part.type == "text":
         return str(part.text)
     if part.type in ("image", "audio"):

@@ -1,8 +1,7 @@
-"""The command line of bubblewrap for one call."""
+"""The limits of one call, and the command line of bubblewrap that starts it."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import os
@@ -12,8 +11,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from agentr1_jax.contrib.python_sandbox.limits import MIB, SandboxLimits
+from pydantic.dataclasses import dataclass
+
+from agentr1_jax.validation import STRICT, Count, Positive
+
+MIB = 1 << 20
 
 ENVIRONMENT: Mapping[str, str] = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -43,22 +47,36 @@ _PROBE = "import json, sys; print(json.dumps([sys.prefix, sys.exec_prefix, sys.b
 _PROGRAM = pathlib.Path(__file__).with_name("first_process.py")
 
 
-@dataclasses.dataclass(frozen=True)
-class Interpreter:
+@dataclass(frozen=True, config=STRICT)
+class SandboxLimits:
+    """Limits of one call.
+
+    Attributes:
+      seconds: time limit from the start of the code; the start of the sandbox does not count.
+      memory_mib: address space of each process, and memory of all processes of the call together, in MiB.
+      processes: processes and threads at once.
+      output_bytes: bytes of standard output and standard error together.
+      folder_mib: size of /tmp and of /dev/shm, each of which is memory, too, in MiB.
+      file_mib: size of the largest file, in MiB.
+    """
+
+    seconds: Positive = 10.0
+    memory_mib: Count = 1024
+    processes: Count = 32
+    output_bytes: Count = 16_384
+    folder_mib: Count = 64
+    file_mib: Count = 64
+
+
+class Interpreter(NamedTuple):
     """A Python and the folders that it needs."""
 
     path: str
     folders: tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Command:
-    """A program to start for one call.
-
-    Attributes:
-      argv: program and arguments.
-      user: user and group id that the code runs as; None for those of this process.
-    """
+class Command(NamedTuple):
+    """Program and arguments of one call, and the user and group id that the code runs as; None for this process's."""
 
     argv: Sequence[str]
     user: int | None
@@ -66,7 +84,7 @@ class Command:
 
 @functools.cache
 def find_interpreter(path: str | None) -> Interpreter:
-    """Return the interpreter at `path`; None stands for the one beneath this process's environment.
+    """Return the interpreter at `path`, by default the one beneath this process's environment.
 
     Raises:
       ValueError: it does not run.
@@ -83,13 +101,7 @@ def find_interpreter(path: str | None) -> Interpreter:
 
 
 def make_command(python: Interpreter, visible: Sequence[str], limits: SandboxLimits) -> Command:
-    """Return the command that runs `first_process.py` in a sandbox.
-
-    Args:
-      python: interpreter inside.
-      visible: further files and folders that the code may read.
-      limits: of the call.
-    """
+    """Return the command that runs `first_process.py` in a sandbox; the code may read what is `visible`, too."""
     user = _unused_id()
     argv = [shutil.which("bwrap") or "bwrap", "--unshare-pid", "--unshare-ipc", "--unshare-net", "--unshare-uts"]
     # Not --die-with-parent: a bwrap killed as it starts leaves its child waiting for ever. The end of stdin suffices.

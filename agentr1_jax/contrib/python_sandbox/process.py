@@ -12,8 +12,7 @@ import signal
 import subprocess
 from typing import IO, Any, cast
 
-from agentr1_jax.contrib.python_sandbox.bubblewrap import ENVIRONMENT, Command
-from agentr1_jax.contrib.python_sandbox.limits import MIB, SandboxLimits
+from agentr1_jax.contrib.python_sandbox.bubblewrap import ENVIRONMENT, MIB, Command, SandboxLimits
 
 START_SECONDS = 30.0
 """Time limit for the start of the sandbox, also on a busy machine."""
@@ -86,7 +85,6 @@ class _Program:
     """A running program, whose pipes the running event loop serves.
 
     Args:
-      process: the program.
       job: first line of its stdin.
       max_output: bytes of its stdout that are kept, and one more.
     """

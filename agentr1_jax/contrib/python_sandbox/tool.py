@@ -8,8 +8,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentr1_jax.contrib.python_sandbox.bubblewrap import Interpreter, find_interpreter, make_command
-from agentr1_jax.contrib.python_sandbox.limits import SandboxLimits
+from agentr1_jax.contrib.python_sandbox.bubblewrap import Interpreter, SandboxLimits, find_interpreter, make_command
 from agentr1_jax.contrib.python_sandbox.process import ProgramEnd, run_program
 from agentr1_jax.tools.base import ToolResult, failure
 
@@ -26,7 +25,6 @@ class PythonTool:
     could not be started, is the infrastructure's.
 
     Args:
-      limits: limits of one call.
       python: path of the interpreter, whose environment's packages the code can import; by default the one beneath this
         process's environment.
       visible: further files and folders that the code may read, at the same paths. Where this process is root, the
@@ -68,7 +66,7 @@ class PythonTool:
 
     @property
     def description(self) -> str:
-        """Description for the policy."""
+        """Description for the policy, with the time limit."""
         return (
             "Runs Python code in a new interpreter and shows what it prints, and the value of a last expression. There "
             f"is no network; variables and files do not outlast the call. At most {self.limits.seconds:g} seconds."

@@ -1,4 +1,4 @@
-"""Address of an MCP server, and one connection to it."""
+"""One connection to an MCP server, by the official client library."""
 
 from __future__ import annotations
 
@@ -17,27 +17,20 @@ _MAX_OUTPUT = 2000  # characters of a server's output beside the protocol, the l
 
 @dataclasses.dataclass(frozen=True)
 class ServerAddress:
-    """A server: a command to start it and talk over its stdin and stdout, or the URL of a running one.
-
-    Attributes:
-      command: program and arguments; empty for a server behind a URL.
-      url: of a server that speaks streamable HTTP.
-      environment: of the program, beside PATH, HOME and the like.
-      folder: in which the program runs.
-      headers: of the requests.
+    """A command to start a server and talk over its stdin and stdout, or the URL of a running one; see `McpTools`.
 
     Raises:
       ValueError: neither or both are given, or the URL is none.
     """
 
-    command: Sequence[str] = ()
-    url: str = ""
-    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    folder: str | None = None
-    headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    command: Sequence[str]
+    url: str
+    environment: Mapping[str, str]
+    folder: str | None
+    headers: Mapping[str, str]
 
     def __post_init__(self) -> None:
-        if isinstance(self.command, str) or bool(self.command) == bool(self.url):
+        if bool(self.command) == bool(self.url):
             raise ValueError(
                 f"an MCP server is a command, as a list of program and arguments, or a url; given are {self.command!r} "
                 f"and {self.url!r}"
@@ -51,7 +44,7 @@ class ServerAddress:
 
 
 class Connection:
-    """One connection, open until it is dropped. To be used on one event loop.
+    """One connection, open until it is dropped, for use on one event loop.
 
     Attributes:
       client: of the library.
@@ -85,12 +78,9 @@ class Connection:
         """True until the connection ends."""
         return self._life is not None and not self._life.done()
 
-    def drop(self) -> None:
-        """End the connection; a server that it started ends, too."""
+    async def drop(self) -> None:
+        """End the connection, and a server that it started."""
         self._ending.set()
-
-    async def wait_for_end(self) -> None:
-        """Wait until the connection has ended."""
         if self._life is not None:
             await asyncio.wait([self._life])
 

@@ -1,22 +1,25 @@
-"""Task `gymnasium`: any environment of Gymnasium (https://gymnasium.farama.org), observations and actions as text."""
+"""Task `gymnasium`: any environment of Gymnasium (https://gymnasium.farama.org), observations and actions as text.
+
+Spaces are recognised by class name, so that this module can be imported without Gymnasium.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import itertools
-import json
 import math
 import random
 import re
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
+import numpy as np
 from annotated_types import Ge, Le, MinLen
 from pydantic.dataclasses import dataclass
 
-from agentr1_jax.contrib.gymnasium.spaces import ActionFormat, action_format, check_observation_space, observation_text
+from agentr1_jax.contrib import read_arguments
 from agentr1_jax.envs.base import Action, Expert, Observation, Row, Transition
 from agentr1_jax.envs.registry import TaskContext, register
 from agentr1_jax.envs.tabular import NO_ACTION, REWARD_PARTS, GameRewards
@@ -30,6 +33,8 @@ SUCCESS = ("is_success", "success")
 """Keys of the last step's info by which environments report success."""
 SAMPLE_STEPS = 50
 """Limit on the random steps of one row in `texts`."""
+OBSERVATION_SPACES = ("Discrete", "MultiDiscrete", "MultiBinary", "Box", "Text", "Tuple", "Dict")
+ACTION_SPACES = ("Discrete", "MultiDiscrete", "Text")
 _COLOURED = re.compile(r"\x1b\[[0-9;]+m(.*?)\x1b\[0?m", re.DOTALL)
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
@@ -58,6 +63,12 @@ class GymnasiumConfig:
     """weights of goal, the reward of the step that terminates, and side, that of all other steps"""
 
 
+@register("gymnasium", GymnasiumConfig)
+def make_gymnasium(config: GymnasiumConfig, run: TaskContext) -> GymnasiumTask:
+    """Return the Task; see `GymnasiumTask`."""
+    return GymnasiumTask(config)
+
+
 class GymnasiumTask:
     """An environment of Gymnasium's registry as a Task; a row is a seed of `reset`.
 
@@ -69,13 +80,14 @@ class GymnasiumTask:
     """
 
     name = "gymnasium"
+    reward_parts: Sequence[str] = REWARD_PARTS
 
     def __init__(self, config: GymnasiumConfig) -> None:
         self.config = config
         self.reward_weights = dataclasses.asdict(config.rewards)
         with contextlib.closing(self.make()) as env:
             try:
-                self.action_format(env)
+                self.actions = action_format(env.action_space, config.actions)
                 if config.observation == "text":
                     check_observation_space(env.observation_space, config.most_numbers)
                 elif "ansi" not in (modes := env.metadata.get("render_modes") or ()):
@@ -85,11 +97,6 @@ class GymnasiumTask:
                     )
             except ValueError as error:
                 raise ValueError(f"task.gymnasium.id {config.id!r}: {error}") from error
-
-    @property
-    def reward_parts(self) -> Sequence[str]:
-        """Reward of the last step, and of all other steps."""
-        return REWARD_PARTS
 
     def row(self, split: str, index: int) -> Row:
         """Return row `index` of a split. Raises ValueError on another split or an index beyond its seeds."""
@@ -108,9 +115,7 @@ class GymnasiumTask:
     def expert(self, row: Row, seed: int) -> Expert:
         """Return an expert that takes random actions: it demonstrates their form only."""
         rng = random.Random(f"{row['id']}/expert/{seed}")
-        with contextlib.closing(self.make()) as env:
-            actions = self.action_format(env)
-        return lambda observation: actions.sample(rng)
+        return lambda observation: self.actions.sample(rng)
 
     def texts(self, count: int) -> Sequence[str]:
         """Return openings, observations and actions of random play on training rows, one per text."""
@@ -124,15 +129,7 @@ class GymnasiumTask:
             raise ValueError(
                 "task 'gymnasium' needs gymnasium, which is not installed: pip install 'agentr1_jax[gymnasium]'"
             ) from error
-        try:
-            kwargs = json.loads(self.config.kwargs or "{}")
-            if not isinstance(kwargs, dict):
-                raise TypeError("it is no object")
-        except (ValueError, TypeError) as error:
-            raise ValueError(
-                f"task.gymnasium.kwargs: {self.config.kwargs!r} is not the text of a JSON object ({error}); write e.g. "
-                '{"map_name": "8x8"}'
-            ) from error
+        kwargs = read_arguments("task.gymnasium.kwargs", self.config.kwargs)
         if self.config.observation == "ansi":
             kwargs["render_mode"] = "ansi"
         try:
@@ -143,10 +140,6 @@ class GymnasiumTask:
                 f"({type(error).__name__}: {error})"
             ) from error
 
-    def action_format(self, env: Any) -> ActionFormat:
-        """Return the text form of the actions of an environment of Gymnasium."""
-        return action_format(env.action_space, self.config.actions)
-
     def observation_text(self, env: Any, value: Any) -> str:
         """Return an observation of an environment of Gymnasium as text."""
         if self.config.observation == "ansi":
@@ -154,21 +147,20 @@ class GymnasiumTask:
             return _ESCAPE.sub("", _COLOURED.sub(r"[\1]", drawing)).strip("\n")
         return observation_text(env.observation_space, value, self.config.digits)
 
-    def opening(self, actions: ActionFormat, first: str) -> str:
+    def opening(self, first: str) -> str:
         """Return the first message of an episode whose first observation is `first`."""
-        return "\n".join(part for part in (self.config.instruction, actions.instruction, first) if part)
+        return "\n".join(part for part in (self.config.instruction, self.actions.instruction, first) if part)
 
     def _texts(self) -> Iterator[str]:
         yield NO_ACTION
         with contextlib.closing(self.make()) as env:
-            actions = self.action_format(env)
             for index in itertools.count():
                 row = self.row("train", index)
                 rng = random.Random(f"{row['id']}/texts")
-                yield self.opening(actions, self.observation_text(env, env.reset(seed=row["seed"])[0]))
+                yield self.opening(self.observation_text(env, env.reset(seed=row["seed"])[0]))
                 for _ in range(SAMPLE_STEPS):
-                    action = actions.sample(rng)
-                    value, _, terminated, truncated, _ = env.step(actions.read(action))
+                    action = self.actions.sample(rng)
+                    value, _, terminated, truncated, _ = env.step(self.actions.read(action))
                     yield from (action, self.observation_text(env, value))
                     if terminated or truncated:
                         break
@@ -190,14 +182,14 @@ class GymnasiumEnv:
         """Start an episode with the row's seed; `seed` is not used."""
         self._row, self._return, self._success = row, 0.0, None
         self._text = await run_in_thread(self._begin, row["seed"])
-        opening = self._task.opening(self._actions, self._text)
+        opening = self._task.opening(self._text)
         return Observation(messages=[{"role": "user", "content": opening}], state_key=self._key())
 
     async def step(self, action: Action) -> Transition:
         """Apply one response."""
-        value = self._actions.read(action.text)
+        value = self._task.actions.read(action.text)
         if value is None:
-            text = f"{NO_ACTION} {self._actions.instruction}\n{self._text}"
+            text = f"{NO_ACTION} {self._task.actions.instruction}\n{self._text}"
             return Transition(
                 observation=Observation(text=text, role="user", state_key=self._key()),
                 reward=0.0,
@@ -211,7 +203,6 @@ class GymnasiumEnv:
         self._success = next((float(info[key]) for key in SUCCESS if key in info), None)
         raw = dict(zip(REWARD_PARTS, (reward, 0.0) if terminated else (0.0, reward), strict=True))
         parts = {name: self._task.reward_weights[name] * value for name, value in raw.items()}
-        ended = terminated or truncated
         return Transition(
             observation=None if terminated else Observation(text=text, role="user", state_key=self._key()),
             reward=sum(parts.values()),
@@ -219,7 +210,7 @@ class GymnasiumEnv:
             terminated=terminated,
             truncated=truncated and not terminated,
             outcome=Outcome.ENV_DONE if terminated else Outcome.MAX_STEPS if truncated else None,
-            metrics=self.truncate() if ended else {},
+            metrics=self.truncate() if terminated or truncated else {},
             info={"errors": {}},
         )
 
@@ -232,7 +223,6 @@ class GymnasiumEnv:
         if self._env is None:
             self._env = self._task.make()
             weakref.finalize(self, self._env.close)
-            self._actions = self._task.action_format(self._env)
         value, _ = self._env.reset(seed=seed)
         return self._task.observation_text(self._env, value)
 
@@ -245,7 +235,125 @@ class GymnasiumEnv:
         return f"{self._row['id']}|{self._text}"
 
 
-@register("gymnasium", GymnasiumConfig)
-def make_gymnasium(config: GymnasiumConfig, run: TaskContext) -> GymnasiumTask:
-    """Return the Task; see `GymnasiumTask`."""
-    return GymnasiumTask(config)
+def observation_text(space: Any, value: Any, digits: int) -> str:
+    """Return an observation of a space as text; `digits` is the number of significant digits of floats."""
+    kind = type(space).__name__
+    if kind == "Dict":
+        return "\n".join(f"{key}: {observation_text(inner, value[key], digits)}" for key, inner in space.spaces.items())
+    if kind == "Tuple":
+        return "; ".join(observation_text(s, v, digits) for s, v in zip(space.spaces, value, strict=True))
+    if kind == "Text":
+        return str(value)
+    array = np.atleast_1d(value)
+    return "\n".join(_line(row, digits) for row in array.reshape(-1, array.shape[-1]))
+
+
+def _line(values: np.ndarray, digits: int) -> str:
+    if values.dtype.kind in "biu":
+        return " ".join(str(int(x)) for x in values)
+    return " ".join(f"{float(x):.{digits}g}" for x in values)
+
+
+def check_observation_space(space: Any, most_numbers: int) -> None:
+    """Raise ValueError where observations of a space cannot be written as text, or have more than `most_numbers`."""
+    numbers = 0
+    for inner in _leaves(space):
+        if type(inner).__name__ not in OBSERVATION_SPACES:
+            part = "" if inner is space else f" (in {space})"
+            raise ValueError(
+                f"its observation space {inner}{part} cannot be written as text; "
+                f"{', '.join(OBSERVATION_SPACES)} can, or the environment's own text (task.gymnasium.observation=ansi)"
+            )
+        numbers += 1 if type(inner).__name__ in ("Discrete", "Text") else int(np.prod(inner.shape))
+    if numbers > most_numbers:
+        raise ValueError(
+            f"its observation space {space} has {numbers} numbers, more than task.gymnasium.most_numbers "
+            f"({most_numbers}); raise it, or wrap the environment"
+        )
+
+
+def _leaves(space: Any) -> Iterator[Any]:
+    kind = type(space).__name__
+    if kind not in ("Dict", "Tuple"):
+        yield space
+    else:
+        yield from itertools.chain(*map(_leaves, space.spaces.values() if kind == "Dict" else space.spaces))
+
+
+class ActionFormat(NamedTuple):
+    """Text form of the actions of a space.
+
+    Attributes:
+      instruction: one sentence for the policy.
+      read: text of a response -> the action; None where the text is no action.
+      sample: returns the text of a random action.
+    """
+
+    instruction: str
+    read: Callable[[str], Any]
+    sample: Callable[[random.Random], str]
+
+
+def action_format(space: Any, names: Sequence[str] = ()) -> ActionFormat:
+    """Return the text form of a space of actions; `names` are those of a Discrete space, in order, () for numbers.
+
+    Raises:
+      ValueError: the space is none of `ACTION_SPACES`, or the names do not fit it.
+    """
+    kind = type(space).__name__
+    if kind not in ACTION_SPACES or (kind == "MultiDiscrete" and len(space.shape) != 1):
+        raise ValueError(
+            f"its action space {space} cannot be written as text; {', '.join(ACTION_SPACES)} of one dimension can"
+        )
+    if names and kind != "Discrete":
+        raise ValueError(f"task.gymnasium.actions names actions, and its action space {space} has none to name")
+    if kind == "Discrete":
+        return _discrete(space, [_normalize(name) for name in names])
+    if kind == "MultiDiscrete":
+        return _multi_discrete(space)
+    return ActionFormat(
+        f"Say a text of {space.min_length} to {space.max_length} characters.",
+        lambda text: text.strip() if space.contains(text.strip()) else None,
+        lambda rng: "".join(
+            rng.choices(sorted(space.character_set), k=rng.randint(space.min_length, space.max_length))
+        ),
+    )
+
+
+def _normalize(text: str) -> str:
+    return " ".join(text.lower().split())
+
+
+def _discrete(space: Any, names: Sequence[str]) -> ActionFormat:
+    start, count = int(space.start), int(space.n)
+    if names and (len(names) != count or len(set(names)) != count or not all(names)):
+        raise ValueError(
+            f"task.gymnasium.actions has {len(names)} names ({', '.join(names)}); its action space {space} needs "
+            f"{count} that differ"
+        )
+    known = dict(zip(names or map(str, range(start, start + count)), range(start, start + count), strict=True))
+    if names:
+        instruction = f"Say one of: {', '.join(names)}."
+    else:
+        instruction = f"Say a number from {start} to {start + count - 1}."
+    return ActionFormat(instruction, lambda text: known.get(_normalize(text)), lambda rng: rng.choice(list(known)))
+
+
+def _multi_discrete(space: Any) -> ActionFormat:
+    lows, counts = np.asarray(space.start).tolist(), np.asarray(space.nvec).tolist()
+    ranges = [range(low, low + count) for low, count in zip(lows, counts, strict=True)]
+
+    def read(text: str) -> Any:
+        try:
+            numbers = [int(word) for word in text.replace(",", " ").split()]
+        except ValueError:
+            return None
+        fits = len(numbers) == len(ranges) and all(n in allowed for n, allowed in zip(numbers, ranges, strict=True))
+        return np.asarray(numbers, space.dtype) if fits else None
+
+    bounds = ", ".join(f"{allowed[0]} to {allowed[-1]}" for allowed in ranges)
+    return ActionFormat(
+        f"Say {len(ranges)} numbers: {bounds}.",
+        read,
+        lambda rng: " ".join(str(rng.choice(allowed)) for allowed in ranges),
+    )

@@ -1,1 +1,0 @@
-"""Environments of Gymnasium's registry as text tasks."""
