@@ -21,6 +21,7 @@ from pydantic.dataclasses import dataclass
 
 from agentr1_jax.contrib import read_arguments
 from agentr1_jax.envs.base import Action, Expert, Observation, Row, Transition
+from agentr1_jax.envs.datasets import ProceduralTask
 from agentr1_jax.envs.registry import TaskContext, register
 from agentr1_jax.envs.tabular import NO_ACTION, REWARD_PARTS, GameRewards
 from agentr1_jax.tools.base import run_in_thread
@@ -28,7 +29,7 @@ from agentr1_jax.trajectory import Outcome
 from agentr1_jax.validation import STRICT, Count, Finite
 
 SEEDS = {"train": 0, "eval": 10**9, "dev": 2 * 10**9}
-"""Seed of a split's first row; a split has 10^9 rows."""
+"""Seed of a split's first row."""
 SUCCESS = ("is_success", "success")
 """Keys of the last step's info by which environments report success."""
 SAMPLE_STEPS = 50
@@ -64,23 +65,41 @@ class GymnasiumConfig:
 
 
 @register("gymnasium", GymnasiumConfig)
-def make_gymnasium(config: GymnasiumConfig, run: TaskContext) -> GymnasiumTask:
-    """Return the Task; see `GymnasiumTask`."""
-    return GymnasiumTask(config)
-
-
-class GymnasiumTask:
-    """An environment of Gymnasium's registry as a Task; a row is a seed of `reset`.
+def make_gymnasium(config: GymnasiumConfig, run: TaskContext) -> ProceduralTask:
+    """Return the Task. A row is a seed of `reset`; the expert takes random actions: it demonstrates their form only.
 
     The episodes of a group start in the same state, and their chance events are equal as long as their actions are.
+
+    Raises:
+      ValueError: see `TextGame`.
+    """
+    game = TextGame(config)
+
+    def make_row(split: str, index: int) -> Row:
+        return {"id": f"gymnasium/{split}/{index}", "question": config.instruction, "seed": SEEDS[split] + index}
+
+    def make_expert(row: Row, seed: int) -> Expert:
+        rng = random.Random(f"{row['id']}/expert/{seed}")
+        return lambda observation: game.actions.sample(rng)
+
+    return ProceduralTask(
+        name="gymnasium",
+        splits=tuple(SEEDS),
+        make_row=make_row,
+        make_env=lambda: GymnasiumEnv(game),
+        reward_parts=REWARD_PARTS,
+        make_expert=make_expert,
+        make_texts=lambda: _texts(game, make_row),
+    )
+
+
+class TextGame:
+    """An environment of Gymnasium's registry, and its observations and actions as text.
 
     Raises:
       ValueError: Gymnasium is not installed, does not know the id or refuses the arguments, or a space cannot be
         written as text.
     """
-
-    name = "gymnasium"
-    reward_parts: Sequence[str] = REWARD_PARTS
 
     def __init__(self, config: GymnasiumConfig) -> None:
         self.config = config
@@ -97,29 +116,6 @@ class GymnasiumTask:
                     )
             except ValueError as error:
                 raise ValueError(f"task.gymnasium.id {config.id!r}: {error}") from error
-
-    def row(self, split: str, index: int) -> Row:
-        """Return row `index` of a split. Raises ValueError on another split or an index beyond its seeds."""
-        if split not in SEEDS or not 0 <= index < SEEDS["eval"]:
-            raise ValueError(f"gymnasium has no row {split!r} {index}; splits are {', '.join(SEEDS)}, rows start at 0")
-        return {"id": f"gymnasium/{split}/{index}", "question": self.config.instruction, "seed": SEEDS[split] + index}
-
-    def size(self, split: str) -> int | None:
-        """Return None: rows are seeds."""
-        return None
-
-    def env(self) -> GymnasiumEnv:
-        """Return a new environment."""
-        return GymnasiumEnv(self)
-
-    def expert(self, row: Row, seed: int) -> Expert:
-        """Return an expert that takes random actions: it demonstrates their form only."""
-        rng = random.Random(f"{row['id']}/expert/{seed}")
-        return lambda observation: self.actions.sample(rng)
-
-    def texts(self, count: int) -> Sequence[str]:
-        """Return openings, observations and actions of random play on training rows, one per text."""
-        return list(itertools.islice(self._texts(), count))
 
     def make(self) -> Any:
         """Make an environment of Gymnasium. Raises ValueError where that fails."""
@@ -151,30 +147,32 @@ class GymnasiumTask:
         """Return the first message of an episode whose first observation is `first`."""
         return "\n".join(part for part in (self.config.instruction, self.actions.instruction, first) if part)
 
-    def _texts(self) -> Iterator[str]:
-        yield NO_ACTION
-        with contextlib.closing(self.make()) as env:
-            for index in itertools.count():
-                row = self.row("train", index)
-                rng = random.Random(f"{row['id']}/texts")
-                yield self.opening(self.observation_text(env, env.reset(seed=row["seed"])[0]))
-                for _ in range(SAMPLE_STEPS):
-                    action = self.actions.sample(rng)
-                    value, _, terminated, truncated, _ = env.step(self.actions.read(action))
-                    yield from (action, self.observation_text(env, value))
-                    if terminated or truncated:
-                        break
+
+def _texts(game: TextGame, make_row: Callable[[str, int], Row]) -> Iterator[str]:
+    """Yield openings, observations and actions of random play on training rows, without end."""
+    yield NO_ACTION
+    with contextlib.closing(game.make()) as env:
+        for index in itertools.count():
+            row = make_row("train", index)
+            rng = random.Random(f"{row['id']}/texts")
+            yield game.opening(game.observation_text(env, env.reset(seed=row["seed"])[0]))
+            for _ in range(SAMPLE_STEPS):
+                action = game.actions.sample(rng)
+                value, _, terminated, truncated, _ = env.step(game.actions.read(action))
+                yield from (action, game.observation_text(env, value))
+                if terminated or truncated:
+                    break
 
 
 class GymnasiumEnv:
-    """Env of a `GymnasiumTask`. A response that is no action is counted and answered without a step of the environment.
+    """Env of a `TextGame`. A response that is no action is counted and answered without a step of the environment.
 
     Calls run in a thread, since an environment may compute for long. An exception of the environment fails the episode;
     the runner counts it as `env_failure`.
     """
 
-    def __init__(self, task: GymnasiumTask) -> None:
-        self._task = task
+    def __init__(self, game: TextGame) -> None:
+        self._game = game
         self._env: Any = None
         self._success: float | None = None
 
@@ -182,14 +180,14 @@ class GymnasiumEnv:
         """Start an episode with the row's seed; `seed` is not used."""
         self._row, self._return, self._success = row, 0.0, None
         self._text = await run_in_thread(self._begin, row["seed"])
-        opening = self._task.opening(self._text)
+        opening = self._game.opening(self._text)
         return Observation(messages=[{"role": "user", "content": opening}], state_key=self._key())
 
     async def step(self, action: Action) -> Transition:
         """Apply one response."""
-        value = self._task.actions.read(action.text)
+        value = self._game.actions.read(action.text)
         if value is None:
-            text = f"{NO_ACTION} {self._task.actions.instruction}\n{self._text}"
+            text = f"{NO_ACTION} {self._game.actions.instruction}\n{self._text}"
             return Transition(
                 observation=Observation(text=text, role="user", state_key=self._key()),
                 reward=0.0,
@@ -198,11 +196,11 @@ class GymnasiumEnv:
             )
         text, reward, terminated, truncated, info = await run_in_thread(self._apply, value)
         if not math.isfinite(reward):
-            raise ValueError(f"{self._task.config.id}: its reward is {reward}, after the action {action.text!r}")
+            raise ValueError(f"{self._game.config.id}: its reward is {reward}, after the action {action.text!r}")
         self._text, self._return = text, self._return + reward
         self._success = next((float(info[key]) for key in SUCCESS if key in info), None)
         raw = dict(zip(REWARD_PARTS, (reward, 0.0) if terminated else (0.0, reward), strict=True))
-        parts = {name: self._task.reward_weights[name] * value for name, value in raw.items()}
+        parts = {name: self._game.reward_weights[name] * value for name, value in raw.items()}
         return Transition(
             observation=None if terminated else Observation(text=text, role="user", state_key=self._key()),
             reward=sum(parts.values()),
@@ -216,19 +214,19 @@ class GymnasiumEnv:
 
     def truncate(self) -> Mapping[str, float]:
         """Return `success` (also as `em`) and the unweighted `return` of the episode so far."""
-        success = float(self._return >= self._task.config.success_return) if self._success is None else self._success
+        success = float(self._return >= self._game.config.success_return) if self._success is None else self._success
         return {"em": success, "success": success, "return": self._return}
 
     def _begin(self, seed: int) -> str:
         if self._env is None:
-            self._env = self._task.make()
+            self._env = self._game.make()
             weakref.finalize(self, self._env.close)
         value, _ = self._env.reset(seed=seed)
-        return self._task.observation_text(self._env, value)
+        return self._game.observation_text(self._env, value)
 
     def _apply(self, action: Any) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
         value, reward, terminated, truncated, info = self._env.step(action)
-        text = self._task.observation_text(self._env, value)
+        text = self._game.observation_text(self._env, value)
         return text, float(reward), bool(terminated), bool(truncated), info
 
     def _key(self) -> str:
