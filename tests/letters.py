@@ -92,10 +92,15 @@ def loop(make_env, rule: str = "append", **budget) -> EnvLoop:
 
 def play(texts: Sequence[str], env, rule: str = "append", row=ROW, **budget):
     """The trajectory of a policy that says `texts`, one a step."""
+    return run(loop(lambda: env, rule, **budget), texts, row)
+
+
+def run(agent, texts: Sequence[str], row=ROW):
+    """The trajectory of an agent whose policy says `texts`, one a step."""
     script = iter(texts)
     session = ScriptedSession(Identity("u", 0, 0, "letters", 7), lambda observation: next(script), TOKENIZER)
     session.begin(row)
-    asyncio.run(loop(lambda: env, rule, **budget).run(session, row))
+    asyncio.run(agent.run(session, row))
     return session.trajectory()
 
 

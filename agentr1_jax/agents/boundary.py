@@ -56,14 +56,12 @@ def check_numbers(values: Any, name: str, largest: float = math.inf) -> dict[str
 
 
 def check_text(value: Any, name: str) -> str:
-    """Return a text."""
     if not isinstance(value, str):
         raise BoundaryError(f"{name} is {_show(value)}; it must be a text")
     return str(value)
 
 
 def check_flag(value: Any, name: str) -> bool:
-    """Return a bool."""
     plain = _from_numpy(value)
     if not isinstance(plain, bool):
         raise BoundaryError(f"{name} is {_show(value)}; it must be True or False")
@@ -71,7 +69,6 @@ def check_flag(value: Any, name: str) -> bool:
 
 
 def check_outcome(value: Any) -> Outcome:
-    """Return an outcome, which may be given by its name."""
     try:
         return Outcome(value)
     except ValueError:
@@ -106,7 +103,6 @@ def check_records(values: Any, name: str) -> tuple[dict[str, Any], ...]:
 
 
 def check_observation(observation: Any) -> Observation:
-    """Return an observation with every field checked."""
     if not isinstance(observation, Observation):
         raise BoundaryError(f"an observation is {_show(observation)}; it must be an Observation")
     o = observation
@@ -129,17 +125,16 @@ def check_observation(observation: Any) -> Observation:
 
 
 def check_transition(transition: Any) -> Transition:
-    """Return a transition with every field checked."""
     if not isinstance(transition, Transition):
         raise BoundaryError(f"the result of step() is {_show(transition)}; it must be a Transition")
     t = transition
     terminated, truncated = check_flag(t.terminated, "terminated"), check_flag(t.truncated, "truncated")
     if t.observation is None and not terminated and not truncated:
         raise BoundaryError("the episode goes on without an observation")
-    facts = check_step(t.reward, {name: getattr(t, name) for name in TRANSITION_FACTS})
+    facts = ("reward_parts", "raw_reward_parts", "tool_calls", "action_key", "info")
     return dataclasses.replace(
         t,
-        **facts,
+        **check_step(t.reward, {name: getattr(t, name) for name in facts}),
         observation=None if t.observation is None else check_observation(t.observation),
         terminated=terminated,
         truncated=truncated,
@@ -148,16 +143,8 @@ def check_transition(transition: Any) -> Transition:
     )
 
 
-TRANSITION_FACTS = ("reward_parts", "raw_reward_parts", "tool_calls", "action_key", "info")
-"""Fields that a transition and a step share, apart from the reward."""
-
-
 def check_step(reward: Any, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a step that its environment or agent determines, from its reward and `STEP_CHECKS` by name.
-
-    Raises:
-      TypeError: `facts` has an unknown name.
-    """
+    """Return fields of a step; `facts` are some of `STEP_CHECKS`. Raises TypeError for any other name."""
     unknown = facts.keys() - STEP_CHECKS.keys()
     if unknown:
         raise TypeError(f"a step has no {min(unknown)!r}; it has reward, {', '.join(STEP_CHECKS)}")
@@ -171,12 +158,10 @@ def check_reward(value: Any, name: str) -> float | None:
 
 
 def check_rewards(value: Any, name: str) -> dict[str, float]:
-    """Return rewards by name."""
     return check_numbers(value, name, LARGEST_REWARD)
 
 
 def check_optional_text(value: Any, name: str) -> str | None:
-    """Return a text or None."""
     return None if value is None else check_text(value, name)
 
 

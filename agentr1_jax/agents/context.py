@@ -69,7 +69,6 @@ class History:
 
     Attributes:
       opening: int32 [P], ids of the first prompt.
-      turns: turns since the opening, in order of time.
       starts_with_summary: True if the first of `turns` is a summary of all earlier ones.
       render_evidence: evidence -> int32 ids of an opening whose last message ends with it.
     """

@@ -63,13 +63,11 @@ class EnvLoop:
 
     Attributes:
       make_env: makes a fresh environment for each episode.
-      tokenizer: decodes responses.
       chat: renders observations as ids, for the same call format.
-      rule: builds the next prompt.
       budget: every length limit. Summaries do not count as steps of `max_steps`; all other limits include them.
       call_format: how the policy writes calls and answers; environments read the common format.
       lenient: allow environments to repair calls that cannot be read.
-      tell_tools: describe the tools in the first prompt; a policy that knows them needs no description.
+      tell_tools: describe the tools in the first prompt.
       summary_tokens: most tokens of a summary.
       train_summaries: False leaves summaries out of the loss.
     """
@@ -86,7 +84,7 @@ class EnvLoop:
     train_summaries: bool = True
 
     async def run(self, session: Session, row: Row) -> None:
-        """Run one episode on a task row."""
+        """See `Agent.run`."""
         env = self.make_env()
         try:
             async with time_limit(self.budget.trajectory_seconds, "budget.trajectory_seconds"):
@@ -165,13 +163,12 @@ class EnvLoop:
         session.finish(Outcome.MAX_STEPS, self._next(history, last_sequence), env.truncate())
 
     def _room(self, prompt: np.ndarray, spent: int) -> int:
-        """Return the most tokens that a response to a prompt may have."""
         return min(self.budget.context_tokens - len(prompt), self.budget.trajectory_tokens - spent)
 
     async def _summarise(
         self, session: Session, env: Env, prompt: np.ndarray, room: int, after: Observation
     ) -> Completion:
-        """Run one step in which the policy sums up everything but the newest observation."""
+        """Run a step in which the policy sums up everything but the newest observation."""
         async with time_limit(self.budget.step_seconds, "budget.step_seconds"):
             completion = await session.generate(prompt, min(self.summary_tokens, room), stop=self._stops)
         parts = boundary.check_numbers(summary_rewards(env, self._parse(completion, ())), "parts of a summary's reward")
@@ -206,11 +203,11 @@ class EnvLoop:
         return MOST_CHARACTERS_PER_TOKEN * self.budget.context_tokens
 
     def _render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> np.ndarray:
-        bounded = [{**message, "content": message["content"][: self._most_characters]} for message in messages]
-        return np.asarray(self.chat.render_opening(bounded, tools if self.tell_tools else ()), np.int32)
+        limit = self._most_characters
+        bounded = [{**message, "content": message["content"][:limit]} for message in messages]
+        return self.chat.render_opening(bounded, tools if self.tell_tools else ())
 
     def _render_evidence(self, first: Observation, evidence: str) -> np.ndarray:
-        """Return the ids of an opening that ends with evidence, which is data."""
         if not first.messages:
             raise ValueError("the context rule 'evidence' needs an environment that opens with messages")
         *before, last = first.messages
@@ -225,22 +222,22 @@ class EnvLoop:
         return Turn(completion.ids, observation_ids, self._thinking_tokens(completion), evidence)
 
     def _next(self, history: History, otherwise: np.ndarray | None) -> np.ndarray | None:
-        """Return the next prompt, or `otherwise` where it is too long or cannot be built."""
+        """Next prompt, or `otherwise` where it is too long or cannot be built."""
         if self.rule.needs_evidence and history.turns[-1].evidence is None:
             return otherwise
         prompt = self.rule.next_prompt(history)
         return prompt if len(prompt) <= self.budget.context_tokens else otherwise
 
     def _summary_prompt(self, history: History, turn: Turn, completion: Completion) -> np.ndarray | None:
-        """Return the prompt that asks for a summary in place of the newest observation; None where none is due."""
+        """Prompt that asks for a summary in place of the newest observation; None where none is due."""
         if self.rule.summary_due is None or not self.rule.summary_due(history.with_turn(turn)):
             return None
         stopped = completion.finish_reason == "stop"
-        request = np.asarray(self.chat.render_observation(SUMMARY_REQUEST, "user", stopped), np.int32)
+        request = self.chat.render_observation(SUMMARY_REQUEST, "user", stopped)
         return append(history.with_turn(dataclasses.replace(turn, observation_ids=request)))
 
     def _thinking_tokens(self, completion: Completion) -> int:
-        """Return the fewest ids at the start of a response that decode to all up to `</think>`; 0 without one."""
+        """Number of the first ids of a response that decode to all up to `</think>`; 0 without one."""
         ids = completion.ids.tolist()
         if END_OF_THINKING not in self.tokenizer.decode(ids):
             return 0
@@ -249,7 +246,7 @@ class EnvLoop:
         )
 
     def _render_observation(self, observation: Observation, completion: Completion, ask_now: bool) -> np.ndarray:
-        """Return the ids between a response and the next one: glue, the observation within its budget, glue."""
+        """Ids between a response and the next one: glue, the observation within its budget, glue."""
         if observation.token_ids is not None:
             return np.asarray(observation.token_ids, np.int32)
         texts = [observation.text] if observation.text is not None else observation.texts
@@ -259,13 +256,12 @@ class EnvLoop:
             texts = [f"{FINAL_REQUEST}\n{texts[0]}", *texts[1:]]
         stopped = completion.finish_reason == "stop"
         limit = self.budget.observation_tokens
-        return np.asarray(self.chat.render_observation(texts, observation.role, stopped, max_tokens=limit), np.int32)
+        return self.chat.render_observation(texts, observation.role, stopped, max_tokens=limit)
 
     def _parse(self, completion: Completion, tools: Sequence[Mapping[str, Any]]) -> str:
-        """Return the text of a response in the common format of calls and answers."""
+        """Text of a response in the common format of calls and answers."""
         ids = completion.ids[:-1] if completion.finish_reason == "stop" else completion.ids
         return self.call_format.parse(self.tokenizer.decode(ids.tolist()), tools)
 
     def _content(self, observation: Observation | None) -> str:
-        """Return the text of an observation for the record."""
         return "" if observation is None else (observation.content or "")[: self._most_characters]

@@ -23,11 +23,6 @@ class BackgroundEngine(contextlib.AbstractContextManager["BackgroundEngine"]):
 
     The parameters must not be donated elsewhere: the engine needs a copy of its own. Where the learner uses the same
     devices, its programs must go through `engine.dispatcher.call`.
-
-    Args:
-      engine: must not be open.
-      params: decoder parameters on the engine's mesh.
-      version: version of the policy.
     """
 
     def __init__(self, engine: Engine, params: Params, version: int) -> None:
@@ -41,8 +36,7 @@ class BackgroundEngine(contextlib.AbstractContextManager["BackgroundEngine"]):
     def start(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Run a coroutine in the loop of the engine.
 
-        Returns:
-          future of its result. It raises the exception of the coroutine, or of the engine beneath it.
+        The future of its result raises the exception of the coroutine, or of the engine beneath it.
         """
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 

@@ -43,12 +43,6 @@ def cache_shape(config: DecoderConfig, slots: int, length: int, tensor: int) -> 
 
     Key heads that `tensor` devices cannot share evenly are repeated, so that each device holds exactly the key heads of
     its query heads: 2 heads on 4 devices are 4 in the cache, one for each device.
-
-    Args:
-      config: the decoder.
-      slots: number of KV slots.
-      length: tokens per slot.
-      tensor: devices that share the heads.
     """
     heads = math.lcm(config.kv_heads, tensor) if config.heads % tensor == 0 else config.kv_heads
     return config.layers, slots, heads, length, config.head_dim
@@ -74,8 +68,8 @@ class CacheView:
       slot: KV slot of each row (prefill); None in decoding, where row i is slot i and has one token.
       position: position of each token in its slot. In prefill the positions of a row are consecutive and all within the
         length; in decoding a position ≥ length marks an idle row, which writes nothing.
-      block: positions per attention block; divides the length.
-      group_size: slots per attention group in decoding, which attends as far as its longest sequence; divides the rows.
+      block: positions per attention block.
+      group_size: slots per attention group in decoding.
     """
 
     slot: Int[Any, "rows"] | None

@@ -22,8 +22,7 @@ class SamplingConfig:
     Attributes:
       temperature: divides the logits; 0 is greedy.
       top_k: only the k most likely ids are sampled (more where several tie with the last); 0 for all.
-      top_p: only the most likely ids whose probabilities sum to p are sampled, including the one that reaches p; 1 for
-        all. Applied after `top_k`.
+      top_p: of these, only the most likely ids up to the one with which their probabilities sum to p; 1 for all.
     """
 
     temperature: NonNegative = 1.0
@@ -36,23 +35,20 @@ class EngineConfig:
     """Shapes and scheduling of an engine; the shapes decide what is compiled.
 
     Attributes:
-      slots: decode slots: responses that this process decodes together.
+      slots: responses that this process decodes together.
       slot_tokens: tokens that a KV slot can hold; at least `budget.context_tokens`.
       decode_chunk: most tokens sampled per slot in one decode call.
       prefill_width: consecutive tokens of a sequence that make one row of a prefill call.
       prefill_rows: buckets of rows per prefill call and data shard, ascending.
-      attention_block: positions per attention block; divides `slot_tokens`. Small blocks follow the lengths of the
-        sequences closely, large blocks need fewer loop iterations.
-      attention_group: decode slots per attention group. A group attends as far as its longest sequence; the size is
-        lowered where it does not divide the decode slots of a data shard. Sequences of similar length are assigned to
-        the same group.
+      attention_block: positions per attention block; divides `slot_tokens`.
+      attention_group: decode slots per attention group, which attends as far as its longest sequence; lowered where it
+        does not divide the decode slots of a data shard.
       swap_slots: further KV slots, for sequences that are swapped out while their tool runs.
       early_exit_after: a decode call ends early once this many responses of a data shard have ended in it; 0: never.
       fetch_lag: 0: the host fetches a chunk before it dispatches the next one; 1: it dispatches the next one first.
-      prefix_reuse: cached prefixes that are not computed again: those of `all` KV slots, of the `own` slot of the
-        sequence, or `none`. The last two exist for comparison.
-      deterministic: wait for all running tools before each cycle, so that the composition of every device call depends
-        on seeds alone and not on the speed of tools.
+      prefix_reuse: cached prefixes that are not computed again: those of `all` KV slots, or, for comparison, those of
+        the `own` slot of the sequence or `none`.
+      deterministic: wait for all running tools before each cycle, so that device calls depend on seeds alone.
     """
 
     slots: Count
@@ -104,8 +100,7 @@ class RolloutConfig:
       samples: trajectories per group.
       attempts: attempts at a trajectory that fails by the fault of a tool or environment; the last one stands.
       staleness: batches by which rollouts may run ahead of the learner; 0: each batch is sampled when it is needed.
-      dynamic_sampling_groups: most further groups sampled per batch in place of zero-variance groups (DAPO's dynamic
-        sampling); 0: none.
+      dynamic_sampling_groups: most further groups per batch in place of zero-variance groups (DAPO's dynamic sampling).
       tensor: devices that share the heads of a KV slot; the slots are sharded over the other devices of the process.
     """
 
@@ -134,8 +129,7 @@ class AttemptLimits:
 
     Attributes:
       attempts: attempts at a trajectory that fails by the fault of the infrastructure; the last one stands.
-      seconds: most seconds per attempt, including tools and waiting for a slot; None for no limit. Agents may keep to
-        shorter limits of their own; this one also ends those that hang.
+      seconds: most seconds per attempt, including tools and waiting for a slot; None for no limit.
     """
 
     attempts: Count = 1

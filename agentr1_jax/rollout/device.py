@@ -37,11 +37,7 @@ class Counters:
       decode_tokens: tokens sampled.
       decode_slot_steps: decode slots x iterations of the decode loop.
       waiting_tokens, waiting_slot_steps: the same two, of the calls during which some trajectory waited for a slot.
-      prefill_tokens: prompt tokens computed.
-      prefill_tokens_padded: the same with the padding of the prefill calls.
-      prefill_tokens_saved: prompt tokens that were cached and not computed again.
-      copied_tokens: tokens copied from one KV slot to another.
-      decode_calls, prefill_calls, copy_calls: calls of the compiled programs.
+      prefill_tokens: prompt tokens computed; `_padded` with the padding of the calls, `_saved` those found cached.
       device_seconds: time during which some program was running, as the host sees it.
       decode_seconds: time from the dispatch of each decode call until its output was fetched.
       seconds: duration of all rollouts.
@@ -57,7 +53,6 @@ class Counters:
     copied_tokens: int = 0
     decode_calls: int = 0
     prefill_calls: int = 0
-    copy_calls: int = 0
     device_seconds: float = 0.0
     decode_seconds: float = 0.0
     seconds: float = 0.0
@@ -96,9 +91,7 @@ class Counters:
 def next_bucket(rows: int, buckets: Sequence[int]) -> int:
     """Return the rows of the next call: the smallest bucket that holds all rows, or a full one if less than half of it.
 
-    Args:
-      rows: number of rows that are left, ≥ 1.
-      buckets: numbers of rows per call, ascending.
+    `buckets` are ascending, and `rows` ≥ 1 are left.
     """
     enough = next((b for b in buckets if rows <= b), buckets[-1])
     full = [b for b in buckets if b <= rows]
@@ -127,15 +120,8 @@ class ResponseRequest:
 class Device:
     """Parameters, KV cache and slot states on a mesh, with one method per call of a compiled program.
 
-    Args:
-      policy: the decoder.
-      config: shapes.
-      mesh: devices with axes `(data, fsdp, tensor)`; slots are sharded over `data`.
-
     Attributes:
-      programs: the compiled programs.
       new_cache: compiled function that allocates an empty cache.
-      counters: work done; may be replaced.
       in_flight: outputs of the decode calls that were not fetched yet, with their times of dispatch.
     """
 
@@ -160,11 +146,7 @@ class Device:
         self.close()
 
     def open(self, params: Params) -> None:
-        """Allocate the cache.
-
-        Args:
-          params: decoder parameters on the mesh.
-        """
+        """Allocate the cache; the decoder parameters are on the mesh."""
         c = self._config
         self._params, self._cache = params, self.new_cache()
         self._next_state, self._changed = idle_slot_state(c), np.zeros(c.slots, bool)
@@ -198,12 +180,7 @@ class Device:
         jax.block_until_ready((self._cache, self._state))
 
     def start(self, slot: int, request: ResponseRequest) -> None:
-        """Have the next decode call begin a response.
-
-        Args:
-          slot: decode slot.
-          request: the response.
-        """
+        """Have the next decode call begin a response in a decode slot."""
         s, r = self._next_state, request
         s.token[slot], s.position[slot] = r.prompt[-1], len(r.prompt) - 1
         s.sampled[slot], s.budget[slot] = 0, r.max_tokens
@@ -236,7 +213,6 @@ class Device:
         self._note_dispatch()
         source, target = table.reshape(2, -1)
         self._cache = self.programs.copy(self._cache, source, target, count)
-        self.counters.copy_calls += 1
 
     def prefill(self, prefills: Sequence[Prefill], spare: Sequence[int]) -> None:
         """Compute new tokens, in calls of rows of `prefill_width`; the rows of a KV slot in order.

@@ -92,14 +92,10 @@ class Timeline:
 class Engine:
     """Sampler of the responses of many trajectories on the devices of this process.
 
-    Args:
-      policy: the decoder.
-      config: shapes and scheduling.
-      mesh: devices with axes `(data, fsdp, tensor)`; slots are sharded over `data`.
-      dispatcher: thread of its programs; None makes one. What else uses the devices during a rollout, such as a dense
-        retriever, must go through it.
+    The slots are sharded over the axis `data` of the mesh.
 
     Attributes:
+      dispatcher: thread of its programs. What else uses the devices during a rollout must go through it.
       version: version of the policy that samples: the number of updates of its parameters.
       timeline: timeline of the current or last rollout; None unless `record_timeline`.
       record_timeline: whether to record one. The host then waits for every prefill, which costs a little time.
@@ -145,14 +141,7 @@ class Engine:
         """Serve the coroutines of the body, which use `acquire`, `generate` and `release`.
 
         The KV cache is allocated here and freed at the end, so that the learner has the memory to itself. What breaks
-        the engine cancels the body, and is raised here.
-
-        Args:
-          params: decoder parameters on the engine's mesh.
-          version: version of the policy.
-
-        Raises:
-          RuntimeError: the engine is open already.
+        the engine cancels the body, and is raised here. The parameters of the policy are on the engine's mesh.
         """
         if self._wake_up is not None:
             raise RuntimeError("the engine is rolling out already; take that rollout to its end or close it first")
@@ -184,8 +173,7 @@ class Engine:
     async def acquire(self, order: tuple[int, ...] = ()) -> SlotLease:
         """Wait until one more trajectory can be admitted: until a KV slot, for decoding or swapping, is free.
 
-        Args:
-          order: (group, sample), which orders requests of one cycle in deterministic mode.
+        The order, (group, sample), is that of the requests of one cycle in deterministic mode.
         """
         if self._free_leases:
             self._free_leases -= 1
@@ -223,11 +211,7 @@ class Engine:
             self._wake_up.set()
 
     async def generate(self, lease: SlotLease, request: ResponseRequest) -> Completion:
-        """Sample a response; the longest cached prefix of the prompt is not computed again.
-
-        Raises:
-          RequestError: the request does not fit the engine.
-        """
+        """Sample a response. Raises RequestError where the request does not fit the engine."""
         self._check(request)
         done = asyncio.get_running_loop().create_future()
         self._waiting.append(PendingResponse(lease, request, done))
@@ -346,13 +330,13 @@ class Engine:
 
     def _prefill(self, copies: list[CacheCopy], prompts: dict[int, np.ndarray]) -> None:
         """Execute the copies of the scheduler, then bring each KV slot to hold its prompt."""
-        plan = self._scheduler.plan_prefill(list(prompts.items()))
-        self.counters.prefill_tokens_saved += plan.tokens_saved
+        passes, saved = self._scheduler.plan_prefill(prompts)
+        self.counters.prefill_tokens_saved += saved
         started = time.perf_counter()
         self.device.copy(copies)
-        for step in plan.passes:
-            self.device.copy(step.copies)
-            self.device.prefill(step.prefills, self._scheduler.spare)
+        for each in passes:
+            self.device.copy(each.copies)
+            self.device.prefill(each.prefills, self._scheduler.spare)
         if self.timeline is not None:
             self.device.wait()
             slots = [self._scheduler.decode_slot(slot) for slot in prompts]

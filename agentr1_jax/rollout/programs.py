@@ -35,11 +35,9 @@ class SlotState:
     """State of each decode slot. It stays on the device; the host sends only the rows that it changes.
 
     Attributes:
-      token: id to feed next: the last of the prompt, or the last one sampled.
-      position: position of that token in the KV slot.
+      token: id to feed next, at `position` of the KV slot: the last of the prompt, or the last one sampled.
       sampled: number of tokens of the response so far; also the index that keys their random numbers.
       budget: number of tokens that may still be sampled.
-      temperature, top_k, top_p: see `SamplingConfig`.
       key: raw threefry key of the response.
       active: whether the slot is decoding a response.
       tail: last ids of the response, right-aligned, `NO_TOKEN` before its start.
@@ -77,7 +75,7 @@ def idle_slot_state(config: EngineConfig) -> SlotState:
     )
 
 
-def encode_updates(state: SlotState, changed: np.ndarray) -> np.ndarray:
+def encode_updates(state: SlotState, changed: np.ndarray) -> UInt32[np.ndarray, "slots words"]:
     """Lay all fields side by side as 32-bit words, followed by one word that says whether the slot changes.
 
     One array, because each array that is sent to the device has a fixed cost.
@@ -85,9 +83,6 @@ def encode_updates(state: SlotState, changed: np.ndarray) -> np.ndarray:
     Args:
       state: new state, as numpy arrays.
       changed: bool [slots], the slots that take the new state.
-
-    Returns:
-      uint32 [slots, words].
     """
     fields = [*jax.tree.leaves(state), changed]
     words = [x.astype(np.uint32) if x.dtype == bool else x.view(np.uint32) for x in fields]
@@ -112,9 +107,7 @@ class Sampled:
     """Output of one decode call.
 
     Attributes:
-      ids: sampled ids; those of a slot are the first `count` columns of its row.
-      logprobs: log-probabilities of the ids.
-      count: number of tokens sampled in each slot.
+      ids, logprobs: sampled ids and their log-probabilities, in the first `count` columns of the row of a slot.
       active: whether the response of the slot goes on.
       stopped: whether the response of the slot ended with a stop sequence in this call.
       iterations: iterations of the decode loop of each shard.
@@ -240,13 +233,9 @@ def sample(
     key: UInt32[Array, "slots 2"],
     index: Int[Array, "slots"],
 ) -> tuple[Int[Array, "slots"], Float[Array, "slots"]]:
-    """Sample one id per slot by Gumbel-max from softmax(logits / temperature), keyed by (key, index).
+    """Sample one id per slot by Gumbel-max from softmax(logits / temperature), truncated as `SamplingConfig` says.
 
-    Args:
-      logits: of the next token.
-      temperature, top_k, top_p: see `SamplingConfig`.
-      key: raw threefry key of each response.
-      index: index of the token in its response.
+    The raw threefry key of a response and the index of a token in it key the random numbers.
 
     Returns:
       ids, and their log-probabilities under the distribution sampled from (0 where greedy: a point mass).
@@ -288,13 +277,7 @@ def matches_stop(tail: Int[Array, "slots width"], stops: Int[Array, "slots stops
 
 
 def build_programs(policy: DecoderConfig, config: EngineConfig, mesh: Mesh) -> Programs:
-    """Jit the programs for a mesh; the cache is donated.
-
-    Args:
-      policy: the decoder.
-      config: shapes.
-      mesh: slots are sharded over `data`, heads of parameters and cache over `tensor`.
-    """
+    """Jit the programs for a mesh: slots over `data`, heads over `tensor`. The cache is donated."""
     decoder = Decoder(policy)
     by_row, by_slot = P("data"), P(None, "data")
     # Explicit: on one device the inferred sharding would be P(), another entry of jit's cache.

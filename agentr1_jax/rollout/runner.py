@@ -119,17 +119,7 @@ def run_groups(
     policy_version: int,
     limits: AttemptLimits = ONE_ATTEMPT,
 ) -> Generator[Group, None, None]:
-    """Open the engine, sample groups, and yield each when it is complete.
-
-    Args:
-      engine: must not be open.
-      params: decoder parameters on the engine's mesh.
-      agent: workflow of one trajectory.
-      tasks: groups to sample.
-      sampling: distribution of the responses.
-      policy_version: version of the parameters, recorded in every step.
-      limits: attempts and seconds of each trajectory.
-    """
+    """Open the engine, sample groups, and yield each when it is complete; see `start_batch`."""
     complete: queue.SimpleQueue[Group | None] = queue.SimpleQueue()
     with BackgroundEngine(engine, params, policy_version) as background:
         batch = GroupBatch(len(tasks), tasks)
@@ -159,13 +149,10 @@ def start_batch(
     Args:
       background: the engine.
       agent: workflow of one trajectory.
-      batch: the groups; its `complete` grows as groups become complete.
+      batch: the groups; its `complete` grows as groups become complete, each sorted by sample.
       sampling: distribution of the responses.
       limits: attempts and seconds of each trajectory.
       on_complete: called with each complete group, in the thread of the engine.
-
-    Returns:
-      future of all complete groups, each sorted by sample.
     """
 
     async def sample_group(task: TaskGroup) -> Group:

@@ -10,7 +10,7 @@ are numbered over all shards, and so are decode slots; `decode_slot` and `kv_slo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Container, Mapping
 
 import numpy as np
 
@@ -23,8 +23,7 @@ class SlotLease:
 
     Attributes:
       order: (group, sample), which breaks ties.
-      shard: data shard of its KV slot; None before its first response.
-      kv_slot: its KV slot; None before its first response is assigned a slot.
+      shard, kv_slot: its KV slot and the data shard of that; None before its first response.
       idle_since: cycle of the engine in which its last response ended; None while a response is requested.
     """
 
@@ -60,14 +59,6 @@ class PrefillPass:
     prefills: list[Prefill]
 
 
-@dataclasses.dataclass(frozen=True)
-class PrefillPlan:
-    """Passes to execute in order, and the number of tokens that need not be computed because some slot holds them."""
-
-    passes: list[PrefillPass]
-    tokens_saved: int
-
-
 def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     """Number of ids that two sequences share from their start."""
     n = min(len(a), len(b))
@@ -77,10 +68,6 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
 
 class Scheduler:
     """Assignment of KV slots to sequences, and the ids whose keys and values each slot holds.
-
-    Args:
-      config: numbers of slots and scheduling.
-      shards: number of data shards of the engine's mesh.
 
     Attributes:
       spare: for each shard, the KV slot that belongs to no sequence and holds nothing: the target of the next swap, and
@@ -142,12 +129,8 @@ class Scheduler:
     def assign(self, lease: SlotLease, prompt: np.ndarray) -> list[CacheCopy] | None:
         """Assign a decode slot: its own, a free one, or that of a sequence whose tool is running, which is swapped out.
 
-        Args:
-          lease: of the sequence; its `shard` and `kv_slot` are set.
-          prompt: int32 [P].
-
-        Returns:
-          the cache copies that this needs, or None if every slot of its shard is decoding.
+        Sets `shard` and `kv_slot` of the lease. Returns the cache copies that this needs, or None if every slot of its
+        shard is decoding.
         """
         if lease.kv_slot is not None and self.is_decode_slot(lease.kv_slot):
             return []
@@ -209,62 +192,51 @@ class Scheduler:
         self.set_cached_ids(target, ids)
         return [CacheCopy(source, target, len(ids))] if len(ids) else []
 
-    def plan_prefill(self, prompts: Sequence[tuple[int, np.ndarray]]) -> PrefillPlan:
-        """Plan the copies and prefills after which each KV slot holds its prompt; a shared prefix is computed once.
+    def plan_prefill(self, prompts: Mapping[int, np.ndarray]) -> tuple[list[PrefillPass], int]:
+        """Plan passes after which each KV slot of `prompts` holds its ids; a shared prefix is computed once.
 
-        Args:
-          prompts: (KV slot, ids that it is to hold), each slot at most once.
+        Also return the number of tokens that need not be computed.
         """
-        passes, saved, remaining = [], 0, list(prompts)
-        while remaining:
-            copies: list[CacheCopy] = []
-            prefills: list[Prefill] = []
-            deferred: list[tuple[int, np.ndarray]] = []
-            planned: list[tuple[int, np.ndarray]] = []
-            for slot, ids in remaining:
+        passes, saved = [], 0
+        while prompts:
+            this = PrefillPass([], [])
+            planned: dict[int, np.ndarray] = {}
+            for slot, ids in prompts.items():
                 own = 0 if self._prefix_reuse == "none" else common_prefix(self.cached_ids(slot), ids)
-                source, shared = self._longest_prefix(slot, ids, {other for other, _ in planned})
-                shard = slot // self.kv_slots_per_shard
-                same_shard = [
-                    other_ids
-                    for other, other_ids in planned
-                    if other // self.kv_slots_per_shard == shard and self._prefix_reuse == "all"
-                ]
-                after_this_pass = max((common_prefix(ids, other_ids) for other_ids in same_shard), default=0)
-                if after_this_pass >= max(own, shared) + self._min_copy:
-                    deferred.append((slot, ids))
-                    continue
+                source, shared = self._longest_prefix(slot, ids, planned)
+                if self._longest_planned_prefix(slot, ids, planned) >= max(own, shared) + self._min_copy:
+                    continue  # The next pass copies it.
                 if shared >= own + self._min_copy:
-                    copies.append(CacheCopy(source, slot, shared))
+                    this.copies.append(CacheCopy(source, slot, shared))
                     own = shared
-                saved += own
                 if own < len(ids):
-                    prefills.append(Prefill(slot, ids, own))
-                planned.append((slot, ids))
-            for slot, ids in planned:
+                    this.prefills.append(Prefill(slot, ids, own))
+                saved += own
+                planned[slot] = ids
+            for slot, ids in planned.items():
                 self.set_cached_ids(slot, ids)
-            passes.append(PrefillPass(copies, prefills))
-            remaining = deferred
-        return PrefillPlan(passes, saved)
+            passes.append(this)
+            prompts = {slot: ids for slot, ids in prompts.items() if slot not in planned}
+        return passes, saved
 
-    def _longest_prefix(self, kv_slot: int, ids: np.ndarray, excluded: set[int]) -> tuple[int, int]:
-        """Other slot of the shard that shares the longest prefix with some ids, and its length.
-
-        Args:
-          kv_slot: the slot that is to hold the ids.
-          ids: int32 [P].
-          excluded: slots that this pass overwrites.
-        """
-        first = kv_slot // self.kv_slots_per_shard * self.kv_slots_per_shard
+    def _longest_planned_prefix(self, kv_slot: int, ids: np.ndarray, planned: Mapping[int, np.ndarray]) -> int:
+        """Length of the longest prefix that some ids share with those planned in the shard of a slot."""
         if self._prefix_reuse != "all":
-            return kv_slot, 0
+            return 0
+        shard = kv_slot // self.kv_slots_per_shard
+        same_shard = (other for slot, other in planned.items() if slot // self.kv_slots_per_shard == shard)
+        return max((common_prefix(ids, other) for other in same_shard), default=0)
+
+    def _longest_prefix(self, kv_slot: int, ids: np.ndarray, excluded: Container[int]) -> tuple[int, int]:
+        """Other slot of the shard, not excluded, that shares the longest prefix with some ids, and its length."""
+        first = kv_slot // self.kv_slots_per_shard * self.kv_slots_per_shard
         shard = range(first, first + self.kv_slots_per_shard)
         slots = [slot for slot in shard if slot != kv_slot and slot not in excluded]
-        if not slots or not len(ids):
+        if self._prefix_reuse != "all" or not slots:
             return kv_slot, 0
         count = np.minimum(self._count[slots], len(ids))
         n = int(count.max())
-        differs = self._ids[slots, :n] != ids[:n]
-        shared = np.minimum(np.where(differs.any(1), differs.argmax(1) if n else 0, n), count)
+        differs = np.pad(self._ids[slots, :n] != ids[:n], ((0, 0), (0, 1)), constant_values=True)
+        shared = np.minimum(differs.argmax(1), count)
         best = int(np.argmax(shared))
         return slots[best], int(shared[best])

@@ -16,7 +16,7 @@ from agentr1_jax.agents.context import History, Turn, context_rule
 from agentr1_jax.agents.loop import FINAL_REQUEST
 from agentr1_jax.agents.session import Completion, Identity, ScriptedSession, Session
 from agentr1_jax.envs.base import Observation
-from agentr1_jax.trajectory import POLICIES, Outcome
+from agentr1_jax.trajectory import Outcome
 
 OPENING = TOKENIZER.encode_template("<|im_start|>user\nwho?<|im_end|>\n<|im_start|>assistant\n")
 STOP = TOKENIZER.stop_id
@@ -45,18 +45,14 @@ def test_rules_concatenate_ids_in_order(opening, turns, k):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("", "cannot read ''"),
         ("windows(2)", "unknown context rule 'windows'; choose one of append, evidence, .*, window"),
         ("window", r"write window\(k\), with whole numbers"),
-        ("window()", r"write window\(k\)"),
         ("window(0)", "a window of 0 turns"),
         ("window(-1)", "'-1' is no whole number"),
-        ("window(2", r"cannot read 'window\(2'"),
         ("window(k=1, l=2)", r"write window\(k\)"),
         ("window(1, k=1)", r"write window\(k\)"),
         ("append(2)", "write append, with"),
         ("summary", r"needs a time: summary\(turns=3\)"),
-        ("summary(0)", "needs a time"),
     ],
 )
 def test_an_unknown_rule_is_refused(spec, message):
@@ -117,16 +113,11 @@ def test_a_window_keeps_the_opening_and_the_last_turns():
     assert {s.context_rule for s in t.steps} == {"window(2)"}
 
 
-def test_out_of_steps_the_final_prompt_ends_with_the_last_observation():
-    env = ScriptedEnv(SEEN)
-    t = play(WORDS, env)
-    check(t, Outcome.MAX_STEPS, 4, ids_after(t) + observed(SEEN[3]))
-    assert t.metrics == {"em": 0.0}
-    assert [a.final for a in env.actions] == [False, False, False, True]
-
-
 def test_out_of_steps_and_of_context_the_last_state_that_fits_stands_for_the_future():
-    whole = play(WORDS, ScriptedEnv(SEEN), max_steps=2)
+    env = ScriptedEnv(SEEN)
+    whole = play(WORDS, env, max_steps=2)
+    check(whole, Outcome.MAX_STEPS, 2, ids_after(whole) + observed(SEEN[1]))
+    assert whole.metrics == {"em": 0.0} and [a.final for a in env.actions] == [False, True]
     room = len(whole.final_prompt_ids)
     fitting = play(WORDS, ScriptedEnv(SEEN), max_steps=2, context_tokens=room)
     check(fitting, Outcome.MAX_STEPS, 2, whole.final_prompt_ids.tolist())
@@ -144,11 +135,7 @@ def test_a_prompt_without_room_for_a_response_is_a_context_overflow():
     check(one_more, Outcome.RESPONSE_TRUNCATED, 3, ids_after(one_more))
     assert len(one_more.steps[2].response_ids) == 1
     assert all(len(ids_after(one_more, i)) <= third + 1 for i in range(3))
-
-
-def test_an_opening_without_room_ends_before_the_first_step():
-    t = play(WORDS, ScriptedEnv(SEEN), context_tokens=len(OPENING))
-    check(t, Outcome.CONTEXT_OVERFLOW, 0, None)
+    check(play(WORDS, ScriptedEnv(SEEN), context_tokens=len(OPENING)), Outcome.CONTEXT_OVERFLOW, 0, None)
 
 
 def test_sampled_and_observed_tokens_of_a_trajectory_are_limited():
@@ -180,6 +167,8 @@ def test_a_response_that_stops_with_its_last_token_is_not_cut():
     t = play([word], ScriptedEnv(SEEN, end=1))
     assert t.steps[0].response_ids.tolist() == [*TOKENIZER.encode_data(word), STOP]
     check(t, Outcome.ENV_DONE, 1, None)
+    # An answer in a truncated response counts.
+    check(play([LONG], ScriptedEnv(SEEN, end=1, outcome=Outcome.ANSWERED)), Outcome.ANSWERED, 1, None)
 
 
 def test_fault_2_the_end_of_turn_of_a_cut_response_is_glue_and_not_sampled():
@@ -192,40 +181,13 @@ def test_fault_2_the_end_of_turn_of_a_cut_response_is_glue_and_not_sampled():
     assert [a.truncated for a in env.actions] == [False, True, False]
 
 
-def test_an_answer_in_a_cut_response_still_counts():
-    t = play([LONG], ScriptedEnv(SEEN, end=1, outcome=Outcome.ANSWERED))
-    check(t, Outcome.ANSWERED, 1, None)
-
-
-@pytest.mark.parametrize("outcome", [None, Outcome.PARSE_FAILURE, Outcome.ENV_DONE])
-def test_an_environment_may_end_an_episode(outcome):
-    t = play(WORDS, ScriptedEnv(SEEN, end=2, outcome=outcome))
-    check(t, outcome or Outcome.ENV_DONE, 2, None)
-    assert t.metrics == {"em": 1.0}
-
-
 def test_an_environment_may_cut_an_episode():
     env = ScriptedEnv(SEEN, end=2, terminated=False, truncated=True, outcome=Outcome.TIME_LIMIT)
     t = play(WORDS, env)
     check(t, Outcome.TIME_LIMIT, 2, ids_after(t))
 
 
-@pytest.mark.parametrize(
-    ("outcome", "budget"),
-    [
-        (Outcome.MAX_STEPS, {}),
-        (Outcome.CONTEXT_OVERFLOW, {"context_tokens": 60}),
-        (Outcome.RESPONSE_TRUNCATED, {"response_tokens": 3}),
-        (Outcome.ANSWERED, {"max_steps": 5}),
-    ],
-)
-def test_what_was_cut_can_be_bootstrapped_and_what_ended_cannot(outcome, budget):
-    t = play(WORDS, ScriptedEnv(SEEN, end=5, outcome=Outcome.ANSWERED), **budget)
-    assert t.outcome is outcome
-    assert (t.final_prompt_ids is not None) == POLICIES[outcome].bootstrap
-
-
-def test_a_long_observation_is_cut_with_a_visible_marker():
+def test_a_long_observation_is_cut_with_a_visible_marker_and_ids_are_appended_as_they_are():
     long = " ".join(["birds"] * 30)
     t = play(WORDS, ScriptedEnv([long]), max_steps=2)
     assert t.steps[0].observation == long
@@ -234,9 +196,6 @@ def test_a_long_observation_is_cut_with_a_visible_marker():
     glue = len(observed(""))
     assert len(new) - glue <= BUDGET["observation_tokens"] < len(TOKENIZER.encode_data(long))
     assert TOKENIZER.decode(new).endswith(" [cut]<|im_end|>\n<|im_start|>assistant\n")
-
-
-def test_token_observations_are_appended_as_they_are():
     ids = np.asarray([5, 9, 60, 0, 1], np.int32)
     t = play(WORDS, ScriptedEnv([ids]), max_steps=2)
     assert t.steps[1].prompt_ids.tolist() == [*ids_after(t, 0), *ids.tolist()]
@@ -276,16 +235,6 @@ def test_the_first_observation_must_be_a_prompt():
             return Observation(token_ids=np.asarray([7, 8]), state_key="s0")
 
     assert play(WORDS, Numbers(SEEN)).steps[0].prompt_ids.tolist() == [7, 8]
-
-
-def test_a_later_observation_is_no_conversation():
-    class Chatty(ScriptedEnv):
-        async def step(self, action):
-            later = Observation(messages=[{"role": "user", "content": "and?"}])
-            return dataclasses.replace(await super().step(action), observation=later)
-
-    with pytest.raises(ValueError, match="must hold text or token ids, not messages"):
-        play(WORDS, Chatty(SEEN))
 
 
 def test_the_final_answer_is_asked_for_in_one_step_more():
@@ -361,15 +310,10 @@ def test_calls_out_of_order_are_errors():
     with pytest.raises(RuntimeError, match=r"after finish"):
         asyncio.run(done.generate(np.asarray([1]), 3))
 
-
-def test_one_session_generates_one_response_at_a_time():
-    s = session()
-
-    async def two():
+    async def two(s):
         return await asyncio.gather(s.generate([1], 3), s.generate([1], 3), return_exceptions=True)
 
-    results = asyncio.run(two())
-    assert [type(r) for r in results] == [Completion, RuntimeError]
+    assert [type(r) for r in asyncio.run(two(session()))] == [Completion, RuntimeError]
 
 
 def test_fault_9_a_broken_off_trajectory_keeps_its_finished_steps_and_its_error():

@@ -15,6 +15,7 @@ from schedules import all_ids, engine_of, sampled
 from agentr1_jax.agents.session import Identity
 from agentr1_jax.credit.batch import flatten
 from agentr1_jax.envs.base import Observation
+from agentr1_jax.rollout import runner
 from agentr1_jax.rollout.config import AttemptLimits, SamplingConfig
 from agentr1_jax.rollout.runner import TaskGroup, run_groups
 from agentr1_jax.trajectory import Outcome
@@ -82,7 +83,7 @@ async def ignore_every_cancellation():
             continue
 
 
-def told(**fields):
+def shows(**fields):
     return {"observation": Observation(**({} if fields.keys() & {"texts", "messages"} else {"text": "so?"}) | fields)}
 
 
@@ -129,18 +130,22 @@ STEPS = {
     "not a number in info": ({"info": {"a": float("nan")}}, DONE, ""),
     "no observation": ({"observation": None}, FAILED, "goes on without an observation"),
     "a text as observation": ({"observation": "so?"}, FAILED, "it must be an Observation"),
-    "a number as text": (told(text=5), FAILED, "text of an observation is 5"),
-    "a number among texts": (told(texts=["a", 5]), FAILED, "one of the texts"),
-    "messages later": (told(messages=[{"role": "user", "content": "a"}]), FAILED, "must hold text or token ids"),
-    "an unknown role": (told(role="judge"), FAILED, "renders no 'judge' turn"),
+    "a number as text": (shows(text=5), FAILED, "text of an observation is 5"),
+    "a number among texts": (shows(texts=["a", 5]), FAILED, "one of the texts"),
+    "messages later": (
+        shows(messages=[{"role": "user", "content": "a"}]),
+        FAILED,
+        "must hold text or token ids",
+    ),
+    "an unknown role": (shows(role="judge"), FAILED, "renders no 'judge' turn"),
     "token ids that are texts": ({"observation": Observation(token_ids=["a"])}, FAILED, "must be integers"),
     "token ids beyond the vocabulary": ({"observation": Observation(token_ids=[10**6])}, Outcome.ENGINE_FAILURE, "ids"),
-    "lone surrogates": (told(text="a\ud800b"), DONE, ""),
-    "a dict as state key": (told(state_key={"a": 1}), FAILED, "state_key is {'a': 1}; it must be a text"),
-    "a potential that is not a number": (told(potential=np.nan), FAILED, "potential is nan"),
-    "a potential of numpy": (told(potential=np.float32(0.5)), DONE, ""),
-    "a list as evidence": (told(evidence=["a"]), FAILED, "evidence of an observation"),
-    "a text of 10 MB": (told(text="the cab " * 1_250_000), DONE, ""),
+    "lone surrogates": (shows(text="a\ud800b"), DONE, ""),
+    "a dict as state key": (shows(state_key={"a": 1}), FAILED, "state_key is {'a': 1}; it must be a text"),
+    "a potential that is not a number": (shows(potential=np.nan), FAILED, "potential is nan"),
+    "a potential of numpy": (shows(potential=np.float32(0.5)), DONE, ""),
+    "a list as evidence": (shows(evidence=["a"]), FAILED, "evidence of an observation"),
+    "a text of 10 MB": (shows(text="the cab " * 1_250_000), DONE, ""),
 }
 
 CALLS = {
@@ -186,58 +191,59 @@ def agent(make_env=Faulty, **budget):
     return letters.loop(make_env, context_tokens=128, on_truncated_response="continue", **budget)
 
 
-def rows(fault, **facts):
-    """A faulty row between two healthy ones."""
-    return [letters.ROW, letters.ROW | {"fault": fault} | facts, letters.ROW]
+def among_healthy(rows, **options):
+    """Trajectories of rows, sampled between healthy ones, whose ids are those that they have alone."""
+    rows = [letters.ROW, *(part for row in rows for part in (row, letters.ROW))]
+    out = sampled(rows, agent=agent(), **options)
+    assert {t.outcome for t in out[::2]} == {DONE}
+    assert all_ids(out[::2]) == all_ids(sampled([letters.ROW] * len(rows), agent=agent()))[::2]
+    return out[1::2]
 
 
-@pytest.fixture(scope="module")
-def healthy():
-    return all_ids(sampled([letters.ROW] * 3, agent=agent()))
-
-
-def check(out, healthy, outcome, error, tmp_path):
-    """Other rows sampled the same ids, the faulty one ended as the table says, and all can be stored and trained."""
-    assert all_ids([out[0], out[2]]) == [healthy[0], healthy[2]]
-    assert out[0].outcome is out[2].outcome is DONE
-    faulty = out[1]
+def check(faulty, outcome, error, tmp_path):
+    """It ended as the table says, and can be stored and trained."""
     assert outcome is None or faulty.outcome is outcome, faulty.info
     assert error in faulty.info.get("error", "")
     assert len(faulty.info.get("error", "")) < 3000
-    write_jsonl(tmp_path / "out.jsonl.gz", out)
-    again = list(read_jsonl(tmp_path / "out.jsonl.gz"))
-    assert [t.outcome for t in again] == [t.outcome for t in out]
+    write_jsonl(tmp_path / "out.jsonl.gz", [faulty])
+    assert [t.outcome for t in read_jsonl(tmp_path / "out.jsonl.gz")] == [faulty.outcome]
     json.dumps([faulty.row, faulty.metrics, faulty.info], allow_nan=False)
-    flat = flatten([t for t in out if t.outcome is DONE])
-    assert np.isfinite(flat.rewards).all() and np.isfinite(flat.returns).all()
-
-
-@pytest.mark.parametrize("fault", STEPS)
-def test_a_faulty_transition_ends_its_own_trajectory_only(fault, healthy, tmp_path):
-    _, outcome, error = STEPS[fault]
-    started = time.monotonic()
-    out = sampled(rows(fault), agent=agent())
-    check(out, healthy, outcome, error, tmp_path)
-    assert time.monotonic() - started < 30
-    for step in out[1].steps:
+    if faulty.outcome is DONE:
+        flat = flatten([faulty])
+        assert np.isfinite(flat.rewards).all() and np.isfinite(flat.returns).all()
+    for step in faulty.steps:
         numbers = [step.reward, *step.reward_parts.values(), step.potential, step.next_potential]
         assert all(type(x) is float for x in numbers if x is not None)
 
 
-@pytest.mark.parametrize("fault", CALLS)
-def test_whatever_an_environment_raises_ends_its_own_trajectory_only(fault, healthy, tmp_path):
-    _, outcome, error = CALLS[fault]
-    hangs = "ignores" in fault
-    started = time.monotonic()
-    out = sampled(rows(fault), agent=agent(), limits=AttemptLimits(seconds=SECONDS if hangs else None))
-    check(out, healthy, outcome, error, tmp_path)
-    assert time.monotonic() - started < 30
+def test_faulty_transitions_end_their_own_trajectory_only(tmp_path):
+    faulty = among_healthy([letters.ROW | {"fault": fault} for fault in STEPS])
+    for t, (_, outcome, error) in zip(faulty, STEPS.values(), strict=True):
+        check(t, outcome, error, tmp_path)
 
 
-@pytest.mark.parametrize("fault", ["it ignores one cancellation", "it ignores every cancellation"])
-def test_a_stream_that_ends_early_waits_for_no_agent_that_ignores_it(fault):
+def test_whatever_environments_raise_ends_their_own_trajectory_only(tmp_path):
+    raising = [fault for fault in CALLS if "ignores" not in fault]
+    faulty = among_healthy([letters.ROW | {"fault": fault} for fault in raising])
+    for t, fault in zip(faulty, raising, strict=True):
+        check(t, *CALLS[fault][1:], tmp_path)
+
+
+@pytest.fixture
+def hanging(monkeypatch):
+    monkeypatch.setattr(runner, "CANCEL_SECONDS", 0.1)
+    return [letters.ROW | {"fault": fault} for fault in CALLS if "ignores" in fault]
+
+
+def test_environments_that_ignore_cancellations_end_at_the_time_limit(hanging, tmp_path):
+    for t in among_healthy(hanging, limits=AttemptLimits(seconds=SECONDS)):
+        check(t, FAILED, "no step within", tmp_path)
+
+
+def test_a_stream_that_ends_early_waits_for_no_agent_that_ignores_it(hanging):
     engine, params = engine_of(3)
-    groups = [TaskGroup(row, [Identity(f"t/{i}", i, 0, "letters", i)]) for i, row in enumerate(rows(fault))]
+    rows = [letters.ROW, *hanging]
+    groups = [TaskGroup(row, [Identity(f"t/{i}", i, 0, "letters", i)]) for i, row in enumerate(rows)]
     stream = run_groups(engine, params, agent(), groups, sampling=SamplingConfig(), policy_version=0)
     started = time.monotonic()
     assert next(stream)[0].outcome is DONE
@@ -245,19 +251,16 @@ def test_a_stream_that_ends_early_waits_for_no_agent_that_ignores_it(fault):
     assert time.monotonic() - started < 30
 
 
-@pytest.mark.parametrize(
-    ("row", "error"),
-    [
-        (OSError("no row"), "OSError: no row"),
-        (Unspeakable(), "Unspeakable: (its message raises"),
-        (None, "a task row is None; it must be a mapping"),
-        (letters.ROW | {"answers": {1, 2}}, "row['answers'] holds {1, 2}"),
-        (letters.ROW | {"max_steps": "two"}, "TypeError"),
-    ],
-)
-def test_a_row_that_cannot_be_used_ends_its_own_trajectories_only(row, error, healthy, tmp_path):
-    out = sampled([letters.ROW, row, letters.ROW], agent=agent())
-    check(out, healthy, FAILED, error, tmp_path)
+def test_rows_that_cannot_be_used_end_their_own_trajectories_only(tmp_path):
+    rows = {
+        "OSError: no row": OSError("no row"),
+        "Unspeakable: (its message raises": Unspeakable(),
+        "a task row is None; it must be a mapping": None,
+        "row['answers'] holds {1, 2}": letters.ROW | {"answers": {1, 2}},
+        "TypeError": letters.ROW | {"max_steps": "two"},
+    }
+    for t, error in zip(among_healthy(rows.values()), rows, strict=True):
+        check(t, FAILED, error, tmp_path)
 
 
 def fails():

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from letters import BUDGET, CHAT, ROW, TOKENIZER, ScriptedEnv, loop, observed, play
+from letters import BUDGET, CHAT, ROW, TOKENIZER, Letters, ScriptedEnv, loop, observed, play, run
 
 from agentr1_jax.agents.context import RULES, History, Turn, context_rule, register
 from agentr1_jax.agents.loop import FINAL_REQUEST
-from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.credit.batch import flatten
-from agentr1_jax.envs.base import SUMMARY_REQUEST, Observation
+from agentr1_jax.envs.base import SUMMARY_REQUEST
 from agentr1_jax.trajectory import Outcome
 
 STOP = TOKENIZER.stop_id
@@ -51,14 +49,9 @@ def test_thinking_is_cut_from_the_front_of_all_but_the_last_responses(opening, t
     for place, ((response, observation), n) in enumerate(zip(turns, thought, strict=True)):
         slow += (response[n:] if len(turns) - place > keep else response) + observation
     assert context_rule(f"strip_thinking({keep})").next_prompt(history).tolist() == slow
-    if not keep:
-        assert context_rule("strip_thinking").next_prompt(history).tolist() == slow
 
 
-THINKER = TOKENIZER.__class__
-
-
-class Thinking(THINKER):
+class Thinking(Letters):
     """Letters with a closing tag of thoughts that is one of several pieces of its text."""
 
     def decode(self, ids):
@@ -66,13 +59,8 @@ class Thinking(THINKER):
 
 
 def test_the_loop_finds_where_thinking_ends():
-    env = ScriptedEnv(SEEN, end=3)
-    agent = loop(lambda: env, "strip_thinking", **WIDE)
-    object.__setattr__(agent, "tokenizer", Thinking())
-    script = iter(["abzqcd", "qme", "ing"])
-    session = ScriptedSession(Identity("u", 0, 0, "letters", 7), lambda observation: next(script), TOKENIZER)
-    asyncio.run(agent.run(session, ROW))
-    first, second, third = session.trajectory().steps
+    agent = loop(lambda: ScriptedEnv(SEEN, end=3), "strip_thinking", **WIDE)
+    first, second, third = run(dataclasses.replace(agent, tokenizer=Thinking()), ["abzqcd", "qme", "ing"]).steps
     assert first.response_ids.tolist() == said("abzqcd")
     assert second.prompt_ids.tolist() == [*OPENING, *said("cd"), *observed("a dog")]
     assert third.prompt_ids.tolist() == [*second.prompt_ids, *said("me"), *observed("the cat")]
@@ -90,28 +78,22 @@ class Showing(ScriptedEnv):
         if transition.observation is None:
             return transition
         shown = ". ".join(self.observations[: len(self.actions)])
-        text, key = transition.observation.text, transition.observation.state_key
-        object.__setattr__(transition, "observation", Observation(text=text, state_key=key, evidence=shown))
-        return transition
+        return dataclasses.replace(transition, observation=dataclasses.replace(transition.observation, evidence=shown))
 
     def judge_summary(self, text):
         self.judged.append(text)
         return {"summary": 0.5, "length": -0.25}
 
 
-def test_evidence_is_told_in_an_opening_made_anew():
+def test_evidence_is_data_in_an_opening_made_anew():
     t = play(["ab", "cd", "ing"], Showing(SEEN, end=3), "evidence", **WIDE)
-    told = [CHAT.render_opening([{"role": "user", "content": c}]).tolist() for c in ("who?", "who?\n\na dog")]
-    assert [s.prompt_ids.tolist() for s in t.steps[:2]] == told
+    openings = [CHAT.render_opening([{"role": "user", "content": c}]).tolist() for c in ("who?", "who?\n\na dog")]
+    assert [s.prompt_ids.tolist() for s in t.steps[:2]] == openings
     assert TOKENIZER.decode(t.steps[2].prompt_ids).startswith("<|im_start|>user\nwho?\n\na dog. the cat<|im_end|>")
-
-
-def test_evidence_is_data():
     t = play(["ab", "cd"], Showing(["<|im_end|>", "so?"], end=2), "evidence", **WIDE)
     assert t.steps[1].prompt_ids.tolist().count(STOP) == t.steps[0].prompt_ids.tolist().count(STOP)
-
-
-def test_evidence_needs_an_environment_that_gives_some():
+    t = play(["ab", "cd", "ing"], Showing(SEEN), "evidence", **WIDE | {"max_steps": 2, "final_answer_step": True})
+    assert [FINAL_REQUEST in TOKENIZER.decode(s.prompt_ids) for s in t.steps] == [False, False, True]
     with pytest.raises(ValueError, match="'evidence' needs an environment that sets Observation.evidence"):
         play(["ab", "cd"], ScriptedEnv(SEEN, end=3), "evidence", **WIDE)
 
@@ -156,11 +138,7 @@ def test_a_summary_is_due_by_tokens():
 
 def test_a_summary_that_is_cut_closes_its_turn_and_the_episode_goes_on():
     agent = loop(lambda: ScriptedEnv(SEEN, end=2), "summary(1)", **WIDE)
-    object.__setattr__(agent, "summary_tokens", 2)
-    script = iter(["ab", "a long sum", "cd"])
-    session = ScriptedSession(Identity("u", 0, 0, "letters", 7), lambda observation: next(script), TOKENIZER)
-    asyncio.run(agent.run(session, ROW))
-    t = session.trajectory()
+    t = run(dataclasses.replace(agent, summary_tokens=2), ["ab", "a long sum", "cd"])
     cut = TOKENIZER.encode_template("a long sum")[:2]
     assert t.steps[1].response_ids.tolist() == cut and t.steps[1].info["finish_reason"] == "length"
     assert t.steps[2].prompt_ids.tolist() == [*OPENING, *cut, *observed("a dog", stopped=False)]
@@ -209,27 +187,18 @@ def test_an_end_without_evidence_is_an_end(ends, final):
     class Silent(Showing):
         async def step(self, action):
             transition = await super().step(action)
-            told = dataclasses.replace(transition.observation, evidence=None)
-            return dataclasses.replace(transition, observation=told, outcome=Outcome.ENV_DONE, **ends)
+            silent = dataclasses.replace(transition.observation, evidence=None)
+            return dataclasses.replace(transition, observation=silent, outcome=Outcome.ENV_DONE, **ends)
 
     t = play(["ab"], Silent(SEEN), "evidence", **WIDE)
     assert t.outcome is Outcome.ENV_DONE and [s.observation for s in t.steps] == ["a dog"]
     assert (None if t.final_prompt_ids is None else t.final_prompt_ids.tolist()) == final
 
 
-def test_evidence_comes_with_the_request_for_an_answer():
-    t = play(["ab", "cd", "ing"], Showing(SEEN), "evidence", **WIDE | {"max_steps": 2, "final_answer_step": True})
-    assert [FINAL_REQUEST in TOKENIZER.decode(s.prompt_ids) for s in t.steps] == [False, False, True]
-
-
 @pytest.mark.parametrize("trains", [True, False])
 def test_summaries_can_be_left_out_of_the_loss_and_still_count(trains):
     agent = loop(lambda: Showing(SEEN, end=2), "summary(1)", **WIDE)
-    object.__setattr__(agent, "train_summaries", trains)
-    script = iter(["ab", "sum", "cd"])
-    session = ScriptedSession(Identity("u", 0, 0, "letters", 7), lambda observation: next(script), TOKENIZER)
-    asyncio.run(agent.run(session, ROW))
-    flat = flatten([session.trajectory()])
+    flat = flatten([run(dataclasses.replace(agent, train_summaries=trains), ["ab", "sum", "cd"])])
     assert flat.trainable.tolist() == [True, trains, True]
     assert flat.rewards.tolist() == [1.0, 0.25, 2.0] and flat.returns.tolist() == [3.25]
 

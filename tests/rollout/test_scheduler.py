@@ -38,6 +38,11 @@ def scheduler_of(slots, swap_slots, shards=1, group=1, reuse="all"):
     return Scheduler(config, shards)
 
 
+def computed_by(passes):
+    """Tokens that passes compute."""
+    return sum(len(row.ids) - row.start for step in passes for row in step.prefills)
+
+
 class Cache:
     """Ids that are really in each KV slot; garbage where nothing was written."""
 
@@ -129,13 +134,12 @@ class Trajectories(RuleBasedStateMachine):
             assert lease.kv_slot not in held_by
             held_by[lease.kv_slot] = prompt[:-1]
             assigned[lease] = prompt
-        plan = self.scheduler.plan_prefill(list(held_by.items()))
-        self.cache.execute(copies, plan.passes, self.scheduler.spare)
+        passes, saved = self.scheduler.plan_prefill(held_by)
+        self.cache.execute(copies, passes, self.scheduler.spare)
         assert {t: t.kv_slot for t in self.decoding} == decoding_at, "a trajectory was moved while it decoded"
-        computed = sum(len(row.ids) - row.start for step in plan.passes for row in step.prefills)
-        assert computed + plan.tokens_saved == sum(map(len, held_by.values()))
+        assert computed_by(passes) + saved == sum(map(len, held_by.values()))
         if self.reuse == "none":
-            assert plan.tokens_saved == 0
+            assert saved == 0
         for lease, ids in before.items():
             if lease not in assigned:
                 np.testing.assert_array_equal(self.scheduler.cached_ids(lease.kv_slot), ids)
@@ -214,12 +218,12 @@ def test_what_prompts_share_is_computed_once(group, attention_group):
     cache = Cache(7, 1)
     leases = [SlotLease((i,)) for i in range(len(group))]
     assert all(scheduler.assign(t, ids) == [] for t, ids in zip(leases, group, strict=True))
-    plan = scheduler.plan_prefill([(t.kv_slot, ids) for t, ids in zip(leases, group, strict=True)])
-    cache.execute([], plan.passes, scheduler.spare)
+    passes, saved = scheduler.plan_prefill({t.kv_slot: ids for t, ids in zip(leases, group, strict=True)})
+    cache.execute([], passes, scheduler.spare)
     for t, ids in zip(leases, group, strict=True):
         np.testing.assert_array_equal(cache.ids[t.kv_slot, : len(ids)], ids)
-    computed = sum(len(row.ids) - row.start for step in plan.passes for row in step.prefills)
-    assert computed + plan.tokens_saved == sum(map(len, group))
+    computed = computed_by(passes)
+    assert computed + saved == sum(map(len, group))
     # Where less than that could be copied, it is computed again.
     assert trie(group) <= computed <= trie(group) + (MIN_COPY - 1) * (len(group) - 1)
 
@@ -230,11 +234,9 @@ def test_a_group_computes_its_prompt_once_in_each_shard():
         scheduler = scheduler_of(8, 0, shards)
         leases = [SlotLease((0, i)) for i in range(8)]
         assert all(scheduler.assign(t, prompt) == [] for t in leases)
-        plan = scheduler.plan_prefill([(t.kv_slot, prompt) for t in leases])
-        assert sum(len(row.ids) - row.start for step in plan.passes for row in step.prefills) == 20 * shards
-        assert plan.tokens_saved == 20 * (8 - shards) and len(plan.passes) == 2
-        assert len(plan.passes[0].prefills) == shards
-        assert not plan.passes[0].copies and not plan.passes[1].prefills
+        (first, second), saved = scheduler.plan_prefill({t.kv_slot: prompt for t in leases})
+        assert computed_by([first, second]) == 20 * shards and saved == 20 * (8 - shards)
+        assert len(first.prefills) == shards and not first.copies and not second.prefills
         assert collections.Counter(t.shard for t in leases) == dict.fromkeys(range(shards), 8 // shards)
 
 
@@ -249,10 +251,9 @@ def test_lesser_reuse_computes_more(reuse, computed):
     other = np.concatenate([own[:7], own[:13]])
     scheduler.assign(second, other)
     scheduler.set_cached_ids(second.kv_slot, other[:7])
-    plan = scheduler.plan_prefill([(first.kv_slot, own), (second.kv_slot, own)])
-    rows = [len(row.ids) - row.start for step in plan.passes for row in step.prefills]
-    assert sum(rows) == computed and plan.tokens_saved == 40 - computed
-    assert bool(sum(len(step.copies) for step in plan.passes)) == (reuse == "all")
+    passes, saved = scheduler.plan_prefill({first.kv_slot: own, second.kv_slot: own})
+    assert computed_by(passes) == computed and saved == 40 - computed
+    assert any(step.copies for step in passes) == (reuse == "all")
 
 
 def test_a_slot_that_is_overwritten_is_no_source():
@@ -262,8 +263,8 @@ def test_a_slot_that_is_overwritten_is_no_source():
     for slot, ids in ((0, x), (2, y)):
         scheduler.set_cached_ids(slot, ids)
         cache.ids[slot, :9] = ids
-    plan = scheduler.plan_prefill([(0, y), (1, x)])
-    cache.execute([], plan.passes, scheduler.spare)
+    passes, _ = scheduler.plan_prefill({0: y, 1: x})
+    cache.execute([], passes, scheduler.spare)
     assert cache.ids[0, :9].tolist() == y.tolist() and cache.ids[1, :9].tolist() == x.tolist()
 
 
@@ -286,10 +287,3 @@ def test_the_last_tool_call_is_swapped_out_first_and_a_decoding_sequence_never()
     (spare,), swapped = scheduler.spare, leases[1].kv_slot
     assert scheduler.assign(leases[1], prompt) == [CacheCopy(0, spare, 9), CacheCopy(swapped, 0, 9)]
     assert (leases[0].kv_slot, leases[1].kv_slot, scheduler.spare) == (spare, 0, [swapped])
-
-
-def test_slots_are_numbered_over_all_shards():
-    scheduler = scheduler_of(4, 2, 2)
-    assert [scheduler.kv_slot(slot) for slot in range(4)] == [0, 1, 4, 5]
-    assert [scheduler.decode_slot(slot) for slot in (0, 1, 4, 5)] == [0, 1, 2, 3]
-    assert [scheduler.is_decode_slot(slot) for slot in range(8)] == [True, True, False, False] * 2
