@@ -328,7 +328,7 @@ def _make_retriever(c: RetrieverConfig, corpus: Corpus, top_k: int, dispatch: Di
     index = os.path.join(os.path.expanduser(c.index), c.kind) if c.index else ""
     try:
         if c.kind == "http":
-            return RemoteRetriever(c.url, c.seconds, c.attempts, cache=c.cache, corpus=corpus)
+            return RemoteRetriever(c.url, c.seconds, cache=c.cache, corpus=corpus)
         if c.kind == "bm25":
             return BM25(corpus, index)
         dense = importlib.import_module("agentr1_jax.contrib.dense_retrieval")

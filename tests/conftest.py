@@ -135,15 +135,6 @@ def data_dir() -> pathlib.Path:
 
 
 @pytest.fixture(scope="session")
-def full_bm25(data_dir: pathlib.Path) -> Any:
-    """BM25 over the merged passages of the three data sets, built once: it takes seconds."""
-    from agentr1_jax.tools.search import BM25, read_corpus  # Not before the hook that checks annotations is in place.
-
-    files = [f"corpus_{dataset}.jsonl.gz" for dataset in ("hotpotqa", "2wikimultihopqa", "musique")]
-    return BM25([passage for file in files for passage in read_corpus(data_dir / "multihop" / file)])
-
-
-@pytest.fixture(scope="session")
 def _served() -> Iterator[None]:
     program = buckets.program()
     if program is None or importlib.util.find_spec("gcsfs") is None:

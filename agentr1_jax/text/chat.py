@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from agentr1_jax.text.call_formats import CallFormat, hermes
-from agentr1_jax.text.call_formats.base import Schemas
+from agentr1_jax.text.call_formats.base import Schemas, escape
 from agentr1_jax.text.tokenizer import Tokenizer, encode_parts, match_any, split_at_tokens
 
 TRUNCATION_MARKER = " [cut]"
@@ -203,11 +203,6 @@ def _with_instructions(messages: Sequence[Mapping[str, Any]], instructions: str)
     if messages and messages[0]["role"] == "system":
         return [{**messages[0], "content": f"{messages[0]['content']}\n\n{instructions}"}, *messages[1:]]
     return [{"role": "system", "content": instructions}, *messages]
-
-
-def escape(text: str, delimiters: Sequence[str]) -> str:
-    r"""Return data text in which delimiters are visibly broken: `</tool_response>` becomes `<\/tool_response>`."""
-    return re.sub(f"(?={match_any(delimiters)})(.)", lambda found: f"{found[1]}\\", text, flags=re.DOTALL)
 
 
 def _escape_marks(tokenizer: Tokenizer, text: str, marks: Sequence[str]) -> str:

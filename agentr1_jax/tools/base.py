@@ -14,7 +14,7 @@ import math
 import numbers
 import threading
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 import jsonschema
 
@@ -29,7 +29,7 @@ class ToolError:
     """Kind and fault of a failed call.
 
     Attributes:
-      kind: a short typed name, e.g. `unknown_tool`, `bad_arguments`, `oversized`, `exception`, `bad_result`, `timeout`.
+      kind: e.g. `unknown_tool`, `bad_arguments`, `oversized`, `exception`, `bad_result`, `timeout`.
       fault: `model` errors go back to the policy as an observation; `infrastructure` errors are retried.
     """
 
@@ -65,46 +65,21 @@ class Tool(Protocol):
     loop, where no time limit can interrupt it. An async `execute` must not block.
 
     A tool that gains from many calls at once may have `execute_batch(sequence of arguments) -> sequence of ToolResult`,
-    sync or async too; see `batching.Batched`.
+    sync or async too; see `wrappers.Batched`.
     """
 
     @property
-    def name(self) -> str:
-        """Name by which the policy calls it."""
-        ...
+    def name(self) -> str: ...
 
     @property
-    def description(self) -> str:
-        """Description for the policy."""
-        ...
+    def description(self) -> str: ...
 
     @property
-    def parameters(self) -> Mapping[str, Any]:
-        """JSON Schema of the arguments."""
-        ...
+    def parameters(self) -> Mapping[str, Any]: ...
 
     def execute(self, arguments: Mapping[str, Any]) -> ToolResult | Awaitable[ToolResult]:
         """Run the call. `arguments` have been validated against `parameters`."""
         ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Wrapper:
-    """Base of all wrappers: name, description and parameters are those of the tool inside."""
-
-    tool: Tool
-
-    @property
-    def name(self) -> str:
-        return self.tool.name
-
-    @property
-    def description(self) -> str:
-        return self.tool.description
-
-    @property
-    def parameters(self) -> Mapping[str, Any]:
-        return self.tool.parameters
 
 
 def failure(kind: str, content: str, fault: Fault = "model") -> ToolResult:
@@ -121,8 +96,8 @@ def schema(tool: Tool) -> dict[str, Any]:
 def argument_error(tool: Tool, arguments: Any) -> str | None:
     """Return in one line what is wrong with `arguments` by the tool's schema; None if nothing is."""
     validator = jsonschema.Draft202012Validator(dict(tool.parameters))
-    error = next(iter(sorted(validator.iter_errors(arguments), key=lambda e: list(map(str, e.absolute_path)))), None)
-    return None if error is None else error.message
+    errors = sorted(validator.iter_errors(arguments), key=lambda error: list(map(str, error.absolute_path)))
+    return errors[0].message if errors else None
 
 
 async def call(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
@@ -157,16 +132,17 @@ async def run_safely(tool: Tool, function: Callable[[Any], Any], argument: Any) 
     """
     task = asyncio.current_task()
     cancels = task.cancelling() if task else 0
+    in_thread = getattr(tool, "blocking", True) and not inspect.iscoroutinefunction(function)
     value, problem = None, None
     try:
-        if inspect.iscoroutinefunction(function) or not getattr(tool, "blocking", True):
-            value = function(argument)
-        else:
-            value = await run_in_thread(_in_worker, function, argument)
+        value = await run_in_thread(function, argument) if in_thread else function(argument)
         if inspect.isawaitable(value):
             value = await value
     except BaseException as error:  # Nothing that a tool does may end the batch.
-        if _ends_the_program(error, task):
+        by_user = not in_thread and threading.current_thread() is threading.main_thread()
+        if (isinstance(error, KeyboardInterrupt) and by_user) or (
+            isinstance(error, GeneratorExit) and _is_closed(task)
+        ):
             raise
         value, problem = None, exception_result(tool, error)
     if task and task.cancelling() > cancels:
@@ -186,48 +162,35 @@ def exception_result(tool: Tool, error: BaseException) -> ToolResult:
 
 def check_result(tool: Tool, result: Any) -> ToolResult:
     """Return `result` if it keeps the contract, else the failed call that says how it does not."""
-    problem = result_problem(result)
-    return failure("bad_result", f"Error: {tool.name} {problem}", "infrastructure") if problem else result
+    problem = _result_problem(result)
+    return failure("bad_result", f"Error: {tool.name} returned {problem}", "infrastructure") if problem else result
 
 
-def result_problem(result: Any) -> str | None:
-    """Return how this result breaks the contract, as `returned ...`; None if it does not."""
+def _result_problem(result: Any) -> str | None:
     if not isinstance(result, ToolResult):
-        return f"returned a {type(result).__name__}, not a ToolResult"
+        return f"a {type(result).__name__}, not a ToolResult"
     content, ok, error, reward, data = (getattr(result, field.name) for field in dataclasses.fields(ToolResult))
     if not isinstance(content, str):
-        return f"returned a content of type {type(content).__name__}, not str"
+        return f"a content of type {type(content).__name__}, not str"
     if not isinstance(ok, bool) or not isinstance(error, ToolError | None) or ok != (error is None):
-        return "returned an `ok` that does not fit its `error`"
+        return "an `ok` that does not fit its `error`"
     if not isinstance(reward, numbers.Real | None) or not math.isfinite(reward or 0):
-        return "returned a reward that is no finite number"
+        return "a reward that is no finite number"
     if not isinstance(data, Mapping):
-        return f"returned data of type {type(data).__name__}, not a mapping"
+        return f"data of type {type(data).__name__}, not a mapping"
     return None
 
 
-def _ends_the_program(error: BaseException, task: asyncio.Task[Any] | None) -> bool:
-    """Return True for an interrupt by the user, and for the end of a coroutine that nobody will resume."""
-    if isinstance(error, KeyboardInterrupt):
-        return threading.current_thread() is threading.main_thread()
-    if isinstance(error, GeneratorExit):
-        try:
-            return asyncio.current_task() is not task
-        except RuntimeError:  # No loop runs.
-            return True
-    return False
-
-
-def _in_worker(function: Callable[[Any], Any], argument: Any) -> Any:
+def _is_closed(task: asyncio.Task[Any] | None) -> bool:
+    """Return whether the coroutine of a task is closed from outside: nobody will resume it."""
     try:
-        return function(argument)
-    except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt) as error:
-        # On the event loop these would pass for the loop's own.
-        raise RuntimeError(type(error).__name__) from error
+        return asyncio.current_task() is not task
+    except RuntimeError:  # No loop runs.
+        return True
 
 
-_abandoned: set[threading.Thread] = set()
-_lock = threading.Lock()
+class _CallThread(threading.Thread):
+    abandoned = False
 
 
 async def run_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -257,12 +220,12 @@ async def run_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwa
 
     context = contextvars.copy_context()
     name = f"run_in_thread:{getattr(function, '__qualname__', 'call')}"
-    thread = threading.Thread(target=context.run, args=(work,), daemon=True, name=name)
+    thread = _CallThread(target=context.run, args=(work,), daemon=True, name=name)
     thread.start()
     try:
         values, error = await outcome
     except BaseException:
-        _abandon(thread)
+        thread.abandoned = True
         raise
     if error is not None:
         raise error
@@ -271,37 +234,4 @@ async def run_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwa
 
 def abandoned_threads() -> int:
     """Return the number of threads that still run a call whose waiter was cancelled."""
-    with _lock:
-        _forget_dead_threads()
-        return len(_abandoned)
-
-
-def _abandon(thread: threading.Thread) -> None:
-    with _lock:
-        _forget_dead_threads()
-        _abandoned.add(thread)
-
-
-def _forget_dead_threads() -> None:
-    _abandoned.difference_update([thread for thread in _abandoned if not thread.is_alive()])
-
-
-class PerLoop(Generic[T]):
-    """A value for each running event loop: each rollout has its own, and asyncio's locks and futures do not travel.
-
-    Args:
-      make: makes the value where it is first asked for; values of closed loops are dropped.
-    """
-
-    def __init__(self, make: Callable[[], T]) -> None:
-        self._make = make
-        self._values: dict[asyncio.AbstractEventLoop, T] = {}
-
-    def get(self) -> T:
-        """Return the running loop's value."""
-        loop = asyncio.get_running_loop()
-        if loop not in self._values:
-            for other in [loop for loop in list(self._values) if loop.is_closed()]:
-                self._values.pop(other, None)
-            self._values[loop] = self._make()
-        return self._values[loop]
+    return sum(isinstance(thread, _CallThread) and thread.abandoned for thread in threading.enumerate())

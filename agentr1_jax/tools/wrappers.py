@@ -1,7 +1,7 @@
-"""Wrappers around a tool, each a Tool itself: time limit, retries, concurrency limit, truncation, measurement.
+"""Wrappers around a tool, each a Tool itself: batches, time limit, concurrency limit, retries, truncation, metrics.
 
 They take valid arguments (`base.call` validates once, outside of them) and hand on results, never exceptions.
-`batching.Batched` is one more, and `wrap_tool` nests them in the order that makes sense.
+`wrap_tool` nests them in the order that makes sense.
 """
 
 from __future__ import annotations
@@ -9,22 +9,20 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
-import hashlib
-import json
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from pydantic.dataclasses import dataclass
 
+from agentr1_jax.http import retry_pause
 from agentr1_jax.tools import base
-from agentr1_jax.tools.base import Fault, PerLoop, Tool, ToolError, ToolResult, Wrapper, abandoned_threads
-from agentr1_jax.tools.batching import Batched
+from agentr1_jax.tools.base import Tool, ToolError, ToolResult, abandoned_threads
 from agentr1_jax.validation import STRICT, Count, NonNegative, Whole
 
-MAX_DURATIONS = 10_000  # the latest, for percentiles
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -76,11 +74,132 @@ def wrap_tool(tool: Tool, config: ToolsConfig, metrics: ToolMetrics) -> Tool:
 
 
 @dataclasses.dataclass(frozen=True)
+class Wrapper:
+    """Base of all wrappers: name, description and parameters are those of the tool inside."""
+
+    tool: Tool
+
+    @property
+    def name(self) -> str:
+        return self.tool.name
+
+    @property
+    def description(self) -> str:
+        return self.tool.description
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        return self.tool.parameters
+
+
+class PerLoop(Generic[T]):
+    """A value for each running event loop: each rollout has its own, and asyncio's locks and futures do not travel.
+
+    `make` makes the value where it is first asked for; values of closed loops are dropped.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._values: dict[asyncio.AbstractEventLoop, T] = {}
+
+    def get(self) -> T:
+        """Return the running loop's value."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._values:
+            for other in [loop for loop in list(self._values) if loop.is_closed()]:
+                self._values.pop(other, None)
+            self._values[loop] = self._make()
+        return self._values[loop]
+
+
+@dataclasses.dataclass(eq=False)
+class _Call:
+    arguments: Mapping[str, Any]
+    result: asyncio.Future[ToolResult]
+
+
+@dataclasses.dataclass
+class _Queue:
+    """Calls that wait to be sent, the timer that will send them, and the batches that run."""
+
+    calls: list[_Call] = dataclasses.field(default_factory=list)
+    timer: asyncio.TimerHandle | None = None
+    batches: set[asyncio.Task[None]] = dataclasses.field(default_factory=set)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batched(Wrapper):
+    """Run calls by the tool's `execute_batch(sequence of arguments) -> sequence of ToolResult`, sync or async.
+
+    A batch is sent when it holds `max_batch` calls, or `milliseconds` after its first one. A cancelled waiter takes
+    back only its own call; a batch that nobody waits for any more is cancelled. An exception of `execute_batch` fails
+    every call of its batch (`exception`), as does a wrong number of results (`bad_result`).
+    """
+
+    milliseconds: float
+    max_batch: int
+    _queues: PerLoop[_Queue] = dataclasses.field(
+        default_factory=lambda: PerLoop(_Queue), init=False, repr=False, compare=False
+    )
+
+    async def execute(self, arguments: Mapping[str, Any]) -> ToolResult:
+        """Join the next batch and wait for the result of this call."""
+        loop, queue = asyncio.get_running_loop(), self._queues.get()
+        call = _Call(arguments, loop.create_future())
+        queue.calls.append(call)
+        if len(queue.calls) >= self.max_batch:
+            self._send(queue)
+        elif queue.timer is None:
+            queue.timer = loop.call_later(self.milliseconds / 1000, self._send, queue)
+        try:
+            return await call.result
+        finally:
+            if call in queue.calls:  # Cancelled before it was sent: it shall not count towards `max_batch`.
+                queue.calls.remove(call)
+
+    def _send(self, queue: _Queue) -> None:
+        if queue.timer is not None:
+            queue.timer.cancel()
+        calls, queue.calls, queue.timer = queue.calls, [], None
+        if not calls:
+            return
+        batch = asyncio.get_running_loop().create_task(self._run(calls))
+        queue.batches.add(batch)  # The loop itself keeps no task alive.
+        batch.add_done_callback(queue.batches.discard)
+
+        def cancel_without_waiters(_: asyncio.Future[ToolResult]) -> None:
+            if all(call.result.done() for call in calls):
+                batch.cancel()
+
+        for call in calls:
+            call.result.add_done_callback(cancel_without_waiters)
+
+    async def _run(self, calls: Sequence[_Call]) -> None:
+        try:
+            results = await _execute_batch(self.tool, [call.arguments for call in calls])
+            for call, result in zip(calls, results, strict=True):
+                if not call.result.done():
+                    call.result.set_result(result)
+        finally:
+            for call in calls:  # Nobody may wait for a batch that is gone.
+                call.result.cancel()
+
+
+async def _execute_batch(tool: Any, arguments: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Return one result per call, whatever the tool does; each call checks its own."""
+    results, failure = await base.run_safely(tool, tool.execute_batch, arguments)
+    if failure is None and not (isinstance(results, Sequence) and len(results) == len(arguments)):
+        count = len(results) if isinstance(results, Sequence) else f"a {type(results).__name__} of"
+        content = f"Error: {tool.name} returned {count} results for a batch of {len(arguments)}"
+        failure = base.failure("bad_result", content, "infrastructure")
+    return [failure] * len(arguments) if failure else list(results)
+
+
+@dataclasses.dataclass(frozen=True)
 class TimeLimited(Wrapper):
     """A call that takes longer than `seconds` fails with `timeout`; nobody waits for what is left of it."""
 
     seconds: float
-    fault: Fault = "infrastructure"
 
     async def execute(self, arguments: Mapping[str, Any]) -> ToolResult:
         # A task of its own: a tool that ignores its cancellation must not be waited for.
@@ -91,15 +210,14 @@ class TimeLimited(Wrapper):
                 return call.result()
         finally:
             call.cancel()
-        return base.failure("timeout", f"Error: {self.name} took more than {self.seconds:g} s.", self.fault)
+        return base.failure("timeout", f"Error: {self.name} took more than {self.seconds:g} s.", "infrastructure")
 
 
 @dataclasses.dataclass(frozen=True)
 class Retried(Wrapper):
     """Repeat a call that fails by a fault of the infrastructure, up to `max_attempts` attempts in all.
 
-    The pause before retry n = 1, 2, ... is u · min(backoff_seconds · 2ⁿ⁻¹, max_pause) seconds with ½ <= u < 1 keyed by
-    tool, arguments and n, so that calls that failed together do not come back together.
+    The pause before each is that of `http.retry_pause`.
 
     Attributes:
       on_retry: gets each failed result that is not the last.
@@ -107,7 +225,6 @@ class Retried(Wrapper):
 
     max_attempts: int
     backoff_seconds: float
-    max_pause: float = 30.0
     on_retry: Callable[[ToolResult], None] = lambda result: None
 
     async def execute(self, arguments: Mapping[str, Any]) -> ToolResult:
@@ -115,15 +232,10 @@ class Retried(Wrapper):
         result = await base.execute(self.tool, arguments)
         while result.error is not None and result.error.fault == "infrastructure" and attempt < self.max_attempts:
             self.on_retry(result)
-            await asyncio.sleep(self.pause(arguments, attempt))
+            await asyncio.sleep(retry_pause(self.backoff_seconds, attempt))
             result = await base.execute(self.tool, arguments)
             attempt += 1
         return result
-
-    def pause(self, arguments: Mapping[str, Any], retry: int) -> float:
-        """Return the seconds before retry number `retry`, counted from 1."""
-        jitter = 0.5 + keyed_uniform("retry", self.name, canonical_json(arguments), retry) / 2
-        return jitter * min(self.backoff_seconds * 2.0 ** (retry - 1), self.max_pause)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,25 +285,14 @@ class Measured(Wrapper):
         try:
             result = await base.execute(self.tool, arguments)
         except asyncio.CancelledError:
-            self.metrics.record_cancellation(time.perf_counter() - start)
+            self.metrics.record_call(None, time.perf_counter() - start)
             raise
         self.metrics.record_call(result, time.perf_counter() - start)
         return result
 
 
-def canonical_json(arguments: Mapping[str, Any]) -> str:
-    """Return arguments as JSON text, equal for equal arguments."""
-    return json.dumps(dict(arguments), sort_keys=True, default=repr)
-
-
-def keyed_uniform(*key: str | int) -> float:
-    """Return u with 0 <= u < 1, uniform over keys; equal keys have equal numbers in every process."""
-    digest = hashlib.blake2b(json.dumps(key).encode(), digest_size=8).digest()
-    return (int.from_bytes(digest, "big") >> 11) / 2**53
-
-
 class ToolMetrics:
-    """Counts of calls since the last `reset`. Calls may end in any thread."""
+    """Counts and durations of calls since the last `reset`. Calls may end in any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -200,30 +301,23 @@ class ToolMetrics:
     def reset(self) -> None:
         """Forget every call so far."""
         with self._lock:
-            self._calls = self._cancelled = self._failures = self._retries = 0
-            self._sum = self._max = 0.0
-            self._seconds: collections.deque[float] = collections.deque(maxlen=MAX_DURATIONS)
+            self._counts = collections.Counter(calls=0, cancelled=0, failures=0, retries=0)
             self._errors: collections.Counter[str] = collections.Counter()
+            self._seconds: list[float] = []
 
-    def record_call(self, result: ToolResult, seconds: float) -> None:
-        """Count a call that came back after `seconds`."""
+    def record_call(self, result: ToolResult | None, seconds: float) -> None:
+        """Count a call that ended after `seconds`; its result is None where it was cancelled."""
         with self._lock:
-            self._calls += 1
-            self._record_seconds(seconds)
-            self._failures += not result.ok
+            self._counts["calls"] += 1
+            self._counts["cancelled"] += result is None
+            self._counts["failures"] += result is not None and not result.ok
+            self._seconds.append(seconds)
             self._count_error(result)
-
-    def record_cancellation(self, seconds: float) -> None:
-        """Count a call that was cancelled after `seconds`."""
-        with self._lock:
-            self._calls += 1
-            self._record_seconds(seconds)
-            self._cancelled += 1
 
     def record_retry(self, result: ToolResult) -> None:
         """Count a failed attempt that is repeated."""
         with self._lock:
-            self._retries += 1
+            self._counts["retries"] += 1
             self._count_error(result)
 
     def metrics(self) -> dict[str, float]:
@@ -233,29 +327,19 @@ class ToolMetrics:
           `tools/calls`; of them `tools/cancelled` (the trajectory ended first) and `tools/failures` (came back with an
           error); `tools/retries`; `tools/error/<kind>`, failed attempts, those that were repeated included;
           `time/tool_mean`, `_max`, `_p50` and `_p95` of what a trajectory waited for a call (only where there were
-          calls; percentiles over the latest 10,000); `tools/abandoned_threads`, at this moment.
+          calls); `tools/abandoned_threads`, at this moment.
         """
         with self._lock:
-            out = {
-                "tools/calls": float(self._calls),
-                "tools/cancelled": float(self._cancelled),
-                "tools/failures": float(self._failures),
-                "tools/retries": float(self._retries),
-                "tools/abandoned_threads": float(abandoned_threads()),
-            }
-            if self._calls:
+            out = {f"tools/{name}": float(count) for name, count in self._counts.items()}
+            out["tools/abandoned_threads"] = float(abandoned_threads())
+            if self._seconds:
                 p50, p95 = np.percentile(self._seconds, [50, 95])
-                out["time/tool_mean"] = self._sum / self._calls
-                out["time/tool_max"] = self._max
+                out["time/tool_mean"] = sum(self._seconds) / len(self._seconds)
+                out["time/tool_max"] = max(self._seconds)
                 out["time/tool_p50"] = float(p50)
                 out["time/tool_p95"] = float(p95)
             return out | {f"tools/error/{kind}": float(count) for kind, count in sorted(self._errors.items())}
 
-    def _record_seconds(self, seconds: float) -> None:
-        self._sum += seconds
-        self._max = max(self._max, seconds)
-        self._seconds.append(seconds)
-
-    def _count_error(self, result: ToolResult) -> None:
-        if result.error is not None:
+    def _count_error(self, result: ToolResult | None) -> None:
+        if result is not None and result.error is not None:
             self._errors[result.error.kind] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 
 import pytest
@@ -102,7 +103,7 @@ def test_on_real_questions_every_query_was_read_before(data_dir) -> None:
         while (answer := extract_answer(text := respond(observation))) is None:
             queries.append(query(text).strip())
             assert queries[-1] in read
-            observation = task.search.execute({"query": queries[-1]}).content
+            observation = asyncio.run(task.search.execute({"query": queries[-1]})).content
             read += f"\n{observation}"
         assert answer == row["answers"][0]
         assert 0 < len(queries) == len(set(queries)) <= MOST_SEARCHES

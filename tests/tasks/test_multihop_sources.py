@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import builtins
 import gzip
 import json
@@ -357,7 +358,7 @@ def test_passages_of_equal_title_and_text_have_one_id(tmp_path):
     assert [p.id for p in task.corpus] == ["c1", "c2", "c1"]
     rows = {task.row("train", i)["id"]: task.row("train", i)["gold_ids"] for i in range(2)}
     assert rows == {"q0": ["c1", "c2"], "q1": ["c1"]} and task.row("eval", 0)["gold_ids"] == ["c1"]
-    assert task.search.execute({"query": "born ohio"}).data["ids"] == ["c1", "c1"]
+    assert asyncio.run(task.search.execute({"query": "born ohio"})).data["ids"] == ["c1", "c1"]
 
 
 def test_a_cut_gzip_is_named(tmp_path):

@@ -39,7 +39,10 @@ def test_the_prompt_holds_the_passages_and_no_tools():
     opening = asyncio.run(env().reset(ROW, 0))
     (message,) = opening.messages
     passages, question, instruction = message["content"].split("\n\n")
-    assert passages == SEARCH.execute({"query": ROW["question"]}).content and "Glass Harbor: About" in passages
+    assert (
+        passages == asyncio.run(SEARCH.execute({"query": ROW["question"]})).content
+        and "Glass Harbor: About" in passages
+    )
     assert question == f"Question: {ROW['question']}" and instruction == rag.INSTRUCTION
     assert not opening.tools and not rag.searches(opening)
     short = asyncio.run(env(told=lambda text: text[:7]).reset(ROW, 0)).messages[0]["content"]

@@ -19,6 +19,7 @@ from agentr1_jax.agents.context import context_rule
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.text import chat
+from agentr1_jax.text.call_formats.base import escape
 from agentr1_jax.text.sentencepiece import train_sentencepiece
 from agentr1_jax.text.tokenizer import load_tokenizer
 from agentr1_jax.trajectory import Budget
@@ -212,7 +213,7 @@ def test_hostile_contents_add_no_added_token(load, small, name):
     tool = {**SEARCH, "function": {**SEARCH["function"], "description": HOSTILE}}
     opening = form.render_opening(messages, [tool])
     assert added_in(tokenizer, opening) == added_in(tokenizer, form.render_opening(calm, [SEARCH]))
-    escaped = chat.escape(HOSTILE, form.result_marks)
+    escaped = escape(HOSTILE, form.result_marks)
     assert (escaped != HOSTILE) is (name == "qwen2.5")
     assert all(said in tokenizer.decode(opening) for said in (f"system\n{HOSTILE}", f"user\n{escaped}"))
     assert all(ord(c) < 0xF0000 for c in tokenizer.decode(opening))

@@ -17,7 +17,8 @@ from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.tasks import qa
 from agentr1_jax.tasks.rag import RagEnv
 from agentr1_jax.text.call_formats import make_call_format
-from agentr1_jax.text.chat import chat_format, escape
+from agentr1_jax.text.call_formats.base import escape
+from agentr1_jax.text.chat import chat_format
 from agentr1_jax.text.sentencepiece import train_sentencepiece
 from agentr1_jax.text.tokenizer import load_tokenizer
 from agentr1_jax.text.tool_calls import render_answer, render_call

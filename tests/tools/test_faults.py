@@ -1,37 +1,51 @@
-"""Fault injection: repeatable, counted, and survived by tools and environments as their contracts say."""
+"""Fault injection: single calls, and rollouts in which a fifth of all calls goes wrong, in every way."""
 
 from __future__ import annotations
 
 import asyncio
 import collections
 import dataclasses
+import gc
 import itertools
-import math
-import random
+import threading
 import time
 
+import letters
 import numpy as np
 import pytest
-from faulty import ENV_KINDS, KINDS, FaultPlan, FaultyTool, InjectedError, faulty_env
-from letters import ROW, ScriptedEnv
+from faulty import ENV_KINDS, KINDS, FaultPlan, FaultyTool, canonical_json, faulty_env
+from schedules import Planned, all_ids, assert_exact, engine_of, planned
 from tool_doubles import no_thread_is_left
 
+from agentr1_jax.agents.session import Identity
 from agentr1_jax.envs.base import Action
+from agentr1_jax.envs.rewards import Reward
+from agentr1_jax.envs.tool_env import ToolEnv
+from agentr1_jax.rollout.config import AttemptLimits, SamplingConfig
+from agentr1_jax.rollout.runner import TaskGroup, run_groups
 from agentr1_jax.tasks import qa
 from agentr1_jax.text.tool_calls import render_answer, render_call
-from agentr1_jax.tools import base
-from agentr1_jax.tools.base import ToolError, ToolResult
+from agentr1_jax.tools.base import ToolResult
 from agentr1_jax.tools.wrappers import ToolMetrics, ToolsConfig, wrap_tool
-from agentr1_jax.trajectory import Outcome
+from agentr1_jax.trajectory import POLICIES, Outcome
 
-LIMITS = ToolsConfig(max_attempts=2, backoff_seconds=0.001, max_characters=100)
-NAMES = {"exception": "exception", "crash": "exception", "hang": "timeout", "garbage": "bad_result"}
+SAMPLES, CALLS = 8, 3
+SLOTS = 8
+LIMITS = ToolsConfig(max_attempts=2, backoff_seconds=0.005, max_characters=100)
+SECONDS = {"waits": 0.05, "blocks": 0.25}
+"""Time limits of two tools. One waits on the event loop, the other blocks a thread, which may come late."""
+FAILS = {"exception": "exception", "crash": "exception", "hang": "timeout", "garbage": "bad_result"}
+SLACK = 60.0
+"""Seconds that a busy machine may take for what takes two; far less than the hangs, were anybody to wait for them."""
 
 
 class Echo:
-    name, description = "echo", ""
-    parameters = {"type": "object"}
+    description = ""
+    parameters = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     blocking = False
+
+    def __init__(self, name):
+        self.name = name
 
     def execute(self, arguments):
         return ToolResult(f"echo {arguments['n']}")
@@ -53,7 +67,7 @@ def play(faults):
     # Only what hangs gets a limit that a busy machine could exceed.
     limits = dataclasses.replace(LIMITS, timeout_seconds=0.06 if "hang" in faults.kinds else 30.0)
     injected, meter = collections.Counter(), ToolMetrics()
-    tool = wrap_tool(FaultyTool(Echo(), faults, injected), limits, meter)
+    tool = wrap_tool(FaultyTool(Echo("echo"), faults, injected), limits, meter)
 
     async def run():
         env = qa.search_env([tool], {"answer": 1.0, "format": 0.1}, "")
@@ -65,24 +79,25 @@ def play(faults):
     return transition, injected, meter.metrics()
 
 
-@pytest.mark.parametrize("blocking", [False, True])
-@pytest.mark.parametrize("kind", NAMES)
+EACH_WAY = [("exception", True), ("crash", False), ("hang", True), ("hang", False), ("garbage", True)]
+
+
+@pytest.mark.parametrize(("kind", "blocking"), EACH_WAY)
 def test_a_fault_that_persists_ends_the_episode_and_each_attempt_is_counted(kind, blocking):
     transition, injected, metrics = play(plan(kind, blocking=blocking))
     assert transition.outcome is Outcome.TOOL_FAILURE and transition.truncated and transition.observation is None
-    assert transition.info["errors"] == {NAMES[kind]: 1} and transition.tool_calls[0]["error"] == NAMES[kind]
+    assert transition.info["errors"] == {FAILS[kind]: 1} and transition.tool_calls[0]["error"] == FAILS[kind]
     assert injected == {kind: 2}
-    assert metrics[f"tools/error/{NAMES[kind]}"] == 2
+    assert metrics[f"tools/error/{FAILS[kind]}"] == 2
     assert (metrics["tools/calls"], metrics["tools/failures"], metrics["tools/retries"]) == (1, 1, 1)
 
 
-@pytest.mark.parametrize("blocking", [False, True])
-@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize(("kind", "blocking"), EACH_WAY)
 def test_a_fault_that_passes_is_not_seen_by_the_policy(kind, blocking):
     transition, injected, metrics = play(transient(kind, blocking=blocking))
     assert transition.observation.text == "echo 0" and transition.info["errors"] == {}
     assert injected == {kind: 1}
-    assert metrics[f"tools/error/{NAMES[kind]}"] == metrics["tools/retries"] == 1 and metrics["tools/failures"] == 0
+    assert metrics[f"tools/error/{FAILS[kind]}"] == metrics["tools/retries"] == 1 and metrics["tools/failures"] == 0
 
 
 def test_a_huge_result_comes_back_cut():
@@ -95,150 +110,231 @@ def test_a_huge_result_comes_back_cut():
     assert injected == {"huge": 1} and metrics["tools/error/oversized"] == 1 and metrics["tools/retries"] == 0
 
 
-@pytest.mark.parametrize("blocking", [False, True])
-def test_a_late_result_is_a_result(blocking):
-    transition, injected, metrics = play(plan("latency", blocking=blocking, latency_seconds=0.03))
+def test_a_late_result_is_a_result():
+    transition, injected, metrics = play(plan("latency", blocking=True, latency_seconds=0.03))
     assert transition.observation.text == "echo 0" and injected == {"latency": 1}
     assert metrics["time/tool_max"] >= 0.03 and metrics["tools/failures"] == 0
 
 
-def test_a_plan_keeps_its_rate_and_deals_its_kinds_evenly():
-    p = FaultPlan(0.2, seed=3)
-    counts = collections.Counter(p.fault(n, attempt) for n in range(3000) for attempt in range(2))
-    for kind in KINDS:
-        assert abs(counts[kind] - 200) < 4 * math.sqrt(200)
-    assert {FaultPlan(0.0).fault(n) for n in range(100)} == {None}
-    assert None not in {FaultPlan(1.0).fault(n) for n in range(100)}
-    others = [FaultPlan(0.2, seed=4).fault(n, 0) for n in range(200)]
-    assert others != [p.fault(n, 0) for n in range(200)] == [FaultPlan(0.2, seed=3).fault(n, 0) for n in range(200)]
+def call_of(seed, i):
+    """Call `i` of an episode: a tool and arguments that no other call has."""
+    n = seed * 10 + i
+    return list(SECONDS)[n % 2], {"n": n}
 
 
-def test_faults_of_a_tool_do_not_depend_on_the_order_of_calls():
-    faults = plan(KINDS, 0.5, hang_seconds=0.01, huge_characters=1000)
+class Calling(ToolEnv):
+    """Takes whatever the policy says for the next call of the episode, and at last for an answer."""
 
-    def rollout(order):
-        injected = collections.Counter()
-        tool = FaultyTool(Echo(), faults, injected)
+    async def reset(self, row, seed):
+        self._seed = seed
+        return await super().reset(row, seed)
 
-        async def main():
-            calls = [asyncio.ensure_future(base.call(tool, {"n": n})) for n in order]
-            return await asyncio.gather(*calls)
-
-        outcomes = collections.defaultdict(list)
-        for n, result in zip(order, asyncio.run(main()), strict=True):
-            outcomes[n].append(result)
-        return outcomes, injected
-
-    order = [n for n in range(20) for _ in range(3)]
-    first = rollout(order)
-    random.Random(0).shuffle(order)
-    assert rollout(order) == first
-    assert set(first[1]) == set(KINDS)
+    async def step(self, action):
+        n = len(self._turns)
+        text = render_call(*call_of(self._seed, n)) if n < CALLS else render_answer("me")
+        return await super().step(dataclasses.replace(action, text=text))
 
 
-def test_equal_arguments_count_as_attempts_however_they_are_written():
-    tool = FaultyTool(Echo(), FaultPlan(0.0), collections.Counter())
-    for arguments in ({"n": 1, "m": [1, "é"]}, {"m": [1, "é"], "n": 1}):
-        assert asyncio.run(base.call(tool, arguments)).ok
-    assert list(tool.attempts.values()) == [2]
+def calling(tools):
+    return Calling(
+        tools,
+        opening=lambda row: [{"role": "user", "content": row["question"]}],
+        reward=Reward({"step": lambda row, turns: 1.0}, {"step": 1.0}),
+        metrics=lambda row, turns: {"em": 1.0},
+        state_key=lambda row, turns: "s",
+    )
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"rate": 1.5}, "rate is 1.5"),
-        ({"rate": float("nan")}, "rate is nan"),
-        ({"rate": 0.1, "kinds": ("explosion",)}, "'explosion'; choose among exception, hang"),
-        ({"rate": 0.1, "kinds": ()}, "kinds is empty"),
-        ({"rate": 0.1, "hang_seconds": float("inf")}, "hang_seconds is inf"),
-    ],
-)
-def test_a_plan_that_makes_no_sense_is_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        FaultPlan(**fields)
+def seed_of(group, sample):
+    return group * SAMPLES + sample
 
 
-def episode(make_env, seed=7, steps=3):
-    """What each call of an episode came to: a type, in order; it ends at the first that is not as it should be."""
-
-    async def run():
-        env = make_env()
-        seen = []
-        try:
-            observation = await env.reset(ROW, seed)
-            seen.append(observation and "observation")
-            while observation is not None and len(seen) <= steps:
-                observation = await env.step(Action(np.zeros(0, np.int32), render_answer("me")))
-                fine = observation is not None and observation.observation.messages is None
-                seen.append("transition" if fine else observation and "messages")
-        except (InjectedError, SystemExit) as error:
-            seen.append(type(error).__name__)
-        return seen, env.truncate()
-
-    return asyncio.run(run())
+def faulty_tools(plans, injected, meter):
+    return [
+        wrap_tool(
+            FaultyTool(Echo(name), plan, injected), dataclasses.replace(LIMITS, timeout_seconds=SECONDS[name]), meter
+        )
+        for name, plan in plans.items()
+    ]
 
 
-def scripted():
-    return ScriptedEnv(["so?"] * 3)
+def expected_of(plans, seed):
+    """The outcome, the steps and the faults of an episode, by the plans alone."""
+    injected, errors = collections.Counter(), collections.Counter()
+    for i in range(CALLS):
+        tool, arguments = call_of(seed, i)
+        failed = True
+        for attempt in range(LIMITS.max_attempts):
+            kind = plans[tool].fault(canonical_json(arguments), attempt)
+            injected.update([kind] if kind else [])
+            failed = kind in FAILS
+            errors.update([FAILS[kind]] if failed else ["oversized"] if kind == "huge" else [])
+            if not failed:
+                break
+        if failed:
+            return Outcome.TOOL_FAILURE, i + 1, injected, errors
+    return Outcome.ANSWERED, CALLS + 1, injected, errors
 
 
-def faulty(faults):
+class Watcher(Planned):
+    """A trajectory more, which looks round when all others are over."""
+
+    def __init__(self, agent, engine):
+        self.agent, self.engine = agent, engine
+        self.over = False
+        self.seen = None
+
+    async def run(self, session, row):
+        if not row.get("watches"):
+            await self.agent.run(session, row)
+            return
+        while not self.over:
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05)  # What was cancelled ends.
+        tasks = sorted(task.get_coro().__qualname__.split(".")[-1] for task in asyncio.all_tasks())
+        leases = [owner for owner in self.engine._scheduler._leases if owner is not None]
+        self.seen = tasks, dict(self.engine._decoding), self.engine._waiting, leases, self.engine._free_leases
+        session.finish(Outcome.ENV_DONE)
+
+
+def pending_tasks():
+    """Ids of all tasks of asyncio that are not done; other tests in this process may have left some."""
+    # By `type`: `isinstance` asks for `__class__`, and torch has objects that warn when asked for anything.
+    return {id(x) for x in gc.get_objects() if issubclass(type(x), asyncio.Task) and not x.done()}
+
+
+def rollout(agent, groups, **options):
+    """Trajectories by group and sample, and what was left when all were over."""
+    engine, params = engine_of(SLOTS)
+    engine.reset_counters()
+    watcher = Watcher(agent, engine)
+    watch = TaskGroup({"watches": True}, [Identity("watcher", 10**6, 0, "faults", 0)])
+    threads, tasks_before = set(threading.enumerate()), pending_tasks()
+    began = time.perf_counter()
+    out = []
+    usual = {"sampling": SamplingConfig(), "policy_version": 0}
+    for group in run_groups(engine, params, watcher, [watch, *groups], **usual, **options):
+        out.append(group)
+        watcher.over = len(out) == len(groups)
+    seconds = time.perf_counter() - began
+    tasks, open_slots, waiting, leases, room = watcher.seen
+    own = ["_episode", "_run", "_run_cycles", "run", "run", "sample_group"]
+    assert tasks == own  # Those that the watcher itself needs.
+    assert not open_slots and not waiting and not leases and room == 2 * SLOTS - 1
+    assert no_thread_is_left()
+    assert {t for t in threading.enumerate() if not t.name.startswith("dispatch")} <= threads
+    assert pending_tasks() <= tasks_before
+    assert seconds < SLACK
+    return sorted((t for g in out for t in g if t.uid != "watcher"), key=lambda t: (t.group, t.sample))
+
+
+def groups_of(groups, samples):
+    return [
+        TaskGroup(letters.ROW, [Identity(f"f/{g}/{k}", g, k, "faults", seed_of(g, k)) for k in range(samples)])
+        for g in range(groups)
+    ]
+
+
+def loop(make_env, **budget):
+    usual = {"max_steps": CALLS + 1, "response_tokens": 4, "observation_tokens": 10, "context_tokens": 128}
+    usual |= {"on_truncated_response": "continue"}
+    return letters.loop(make_env, **usual | budget)
+
+
+@pytest.mark.parametrize("groups", [6, pytest.param(32, marks=pytest.mark.slow)])
+def test_fault_9_all_trajectories_return_with_typed_outcomes(groups):
+    """A fifth of all attempts at tool calls fails; retries save most; nothing is dropped, scored 0 or left behind."""
+    usual = {"seed": 1, "latency_seconds": 0.004, "huge_characters": 100_000}
+    plans = {
+        "waits": FaultPlan(0.2, hang_seconds=10 * SLACK, blocking=False, **usual),
+        "blocks": FaultPlan(0.2, hang_seconds=1.0, blocking=True, **usual),
+    }
+    injected, meter = collections.Counter(), ToolMetrics()
+    tools = faulty_tools(plans, injected, meter)
+    out = rollout(loop(lambda: calling(tools)), groups_of(groups, SAMPLES))
+
+    assert [(t.group, t.sample) for t in out] == [(g, k) for g in range(groups) for k in range(SAMPLES)]
+    expected = [expected_of(plans, t.seed) for t in out]
+    assert [(t.outcome, len(t.steps)) for t in out] == [(outcome, steps) for outcome, steps, _, _ in expected]
+    assert 1 <= sum(t.outcome is Outcome.TOOL_FAILURE for t in out) <= len(out) // 6
+    for t in out:
+        assert POLICIES[t.outcome].training == ("drop" if t.outcome is Outcome.TOOL_FAILURE else "train")
+        assert t.outcome is Outcome.TOOL_FAILURE or t.total_reward == CALLS + 1
+    assert_exact(out[::8])
+
+    assert injected == sum((e[2] for e in expected), collections.Counter()) and set(injected) == set(KINDS)
+    errors = sum((e[3] for e in expected), collections.Counter())
+    figures = meter.metrics()
+    assert {kind: figures[f"tools/error/{kind}"] for kind in errors} == errors
+    calls = sum(len(s.tool_calls) for t in out for s in t.steps)
+    failures = sum(not call["ok"] for t in out for s in t.steps for call in s.tool_calls)
+    assert figures["tools/calls"] == calls and figures["tools/failures"] == failures
+    assert failures == errors["oversized"] + sum(t.outcome is Outcome.TOOL_FAILURE for t in out)
+    assert figures["tools/retries"] == errors.total() - failures
+    assert figures["tools/cancelled"] == figures["tools/abandoned_threads"] == 0
+    assert figures["tools/error/exception"] == injected["exception"] + injected["crash"]
+    assert figures["tools/error/timeout"] == injected["hang"]
+
+
+def test_faults_of_tools_change_no_token_of_those_they_spare():
+    runs = []
+    for rate in (0, 0.3):
+        plan = FaultPlan(rate, ("exception", "crash", "garbage", "latency"), latency_seconds=0.004)
+        tools = faulty_tools(dict.fromkeys(SECONDS, plan), collections.Counter(), ToolMetrics())
+        runs.append(rollout(loop(lambda tools=tools: calling(tools)), groups_of(8, 4)))
+    assert {t.outcome for t in runs[0]} == {Outcome.ANSWERED}
+    for fine, struck in zip(*runs, strict=True):
+        assert all_ids([struck])[0] == all_ids([fine])[0][: len(struck.steps)]
+        assert len(struck.steps) == len(fine.steps) or struck.outcome is Outcome.TOOL_FAILURE
+    assert any(t.outcome is Outcome.TOOL_FAILURE for t in runs[1])
+
+
+STEP_SECONDS, TRAJECTORY_SECONDS, ATTEMPTS, STEPS = 0.8, 1.6, 2, 3
+
+
+def expected_of_env(faults, seed):
+    """The outcome, the steps and the failed attempts of an episode whose environment has the faults of a plan."""
+    for attempt in range(ATTEMPTS):
+        kinds = [faults.fault(seed, attempt, call) for call in range(STEPS + 1)]
+        bad = next((call for call, kind in enumerate(kinds) if kind not in (None, "latency")), None)
+        if bad is None:
+            return Outcome.MAX_STEPS, STEPS, attempt
+        if kinds[bad] == "hang" and bad >= 2:
+            return Outcome.TIME_LIMIT, bad - 1, attempt
+    return Outcome.ENV_FAILURE, 0, ATTEMPTS
+
+
+@pytest.mark.parametrize("blocking", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_fault_9_environments_that_fail_end_their_own_attempt_only(blocking):
+    faults = FaultPlan(
+        0.2,
+        ENV_KINDS,
+        seed=2,
+        hang_seconds=2.5 if blocking else 10 * SLACK,
+        latency_seconds=0.004,
+        blocking=blocking,
+    )
     injected = collections.Counter()
-    return faulty_env(scripted, faults, injected), injected
+    make = faulty_env(lambda: letters.ScriptedEnv(["abc"] * STEPS), faults, injected)
+    agent = loop(make, max_steps=STEPS, step_seconds=STEP_SECONDS, trajectory_seconds=TRAJECTORY_SECONDS)
+    out = rollout(agent, groups_of(12, 4), limits=AttemptLimits(attempts=ATTEMPTS))
+    assert len(out) == 48
+    for t in out:
+        outcome, steps, failures = expected_of_env(faults, t.seed)
+        assert t.outcome is outcome, t.info
+        assert outcome is Outcome.ENV_FAILURE or len(t.steps) == steps
+        assert len(t.info.get("failures", [])) == failures
+    assert_exact([t for t in out if t.steps][::4])
+    assert len({t.outcome for t in out}) == 3 and set(injected) == set(ENV_KINDS)
 
 
-def test_an_environment_without_faults_is_as_it_was():
-    make, injected = faulty(plan(ENV_KINDS, 0.0))
-    assert episode(make) == (["observation", *["transition"] * 3], {"em": 0.0}) and not injected
+def test_a_whole_group_may_fail():
+    class Down(Planned):
+        async def run(self, session, row):
+            await session.generate(np.int32(row["opening"]), 4)
+            raise ConnectionError("no route")
 
-
-@pytest.mark.parametrize(("kind", "seen"), [("exception", "InjectedError"), ("crash", "SystemExit"), ("garbage", None)])
-def test_faults_strike_reset_and_every_step(kind, seen):
-    make, injected = faulty(plan(kind))
-    assert episode(make)[0] == [seen]
-    make, _ = faulty(plan(kind, 0.4))
-    ends = [episode(make, seed)[0] for seed in range(60)]
-    assert {len(end) for end in ends} == {1, 2, 3, 4}
-    struck = {end[-1] for end in ends} - {"transition"}
-    assert struck == ({seen} if kind != "garbage" else {None, "messages"})
-    assert injected == {kind: 1}
-
-
-@pytest.mark.parametrize("blocking", [False, True])
-def test_hangs_and_latencies_end(blocking):
-    make, injected = faulty(plan(("hang", "latency"), hang_seconds=0.01, blocking=blocking))
-    start = time.perf_counter()
-    assert episode(make)[0] == ["observation", *["transition"] * 3]
-    assert injected.total() == 4 and injected["hang"] >= 1
-    assert time.perf_counter() - start >= 0.01 * injected["hang"]
-
-
-def test_faults_of_an_environment_are_keyed_by_seed_and_attempt():
-    faults = plan(("exception", "crash"), 0.3, seed=1)
-
-    def history(order):
-        make, injected = faulty(faults)
-        seen = collections.defaultdict(list)
-        for seed in order:
-            seen[seed].append(episode(make, seed)[0])
-        return seen, injected
-
-    order = [seed for seed in range(30) for _ in range(3)]
-    first = history(order)
-    random.Random(0).shuffle(order)
-    assert history(order) == first
-    assert any(attempts[0] != attempts[1] for attempts in first[0].values())
-
-
-def test_environments_have_no_huge_fault():
-    with pytest.raises(ValueError, match="no fault of kind 'huge'"):
-        faulty(FaultPlan(0.1))[0]()
-
-
-def test_the_error_of_a_tool_inside_stays_typed():
-    class Down(Echo):
-        def execute(self, arguments):
-            return base.failure("down", "Error: down.", "infrastructure")
-
-    tool = FaultyTool(Down(), FaultPlan(0.0), collections.Counter())
-    assert asyncio.run(base.call(tool, {})).error == ToolError("down", "infrastructure")
+    row = planned([1, 2, 3], {})
+    out = rollout(Down(), [TaskGroup(row, [Identity(f"f/{k}", 0, k, "faults", k) for k in range(8)])])
+    assert [t.outcome for t in out] == [Outcome.ENV_FAILURE] * 8
+    assert {t.info["error"] for t in out} == {"ConnectionError: no route"}

@@ -1,11 +1,13 @@
-"""The HTTP retriever against a real server on the loopback: good answers, slow ones, garbage, broken connections."""
+"""The HTTP retriever against a real server on the loopback, and from config to each kind of retriever."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import http.server
 import json
+import re
 import socket
 import struct
 import threading
@@ -16,9 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentr1_jax import http as requests
+from agentr1_jax.errors import UserError
+from agentr1_jax.tasks.multihop.task import RETRIEVER_KEYS, RetrieverConfig
 from agentr1_jax.tools import base
-from agentr1_jax.tools.search import Passage, RemoteRetriever, RetrieverError, SearchTool, remote
+from agentr1_jax.tools.search import BM25, Passage, RemoteRetriever, RetrieverError, SearchTool, remote
 from agentr1_jax.tools.wrappers import ToolMetrics, ToolsConfig, wrap_tool
+from agentr1_jax.validation import from_section
+from experiments.setup import _make_retriever as make_retriever
 
 FOREVER = 60.0
 
@@ -200,7 +206,6 @@ def test_what_was_asked_before_is_not_asked_again(server):
     assert retriever.search(["b", "c"], 2)[0] == first[1] and asked(server) == [["a", "b"], ["c"]]
     assert len(retriever.search(["a"], 3)[0]) == 3 and asked(server)[2:] == [["a"]]  # Another top_k.
     assert retriever.search(["a", "b", "c"], 2)[:2] == first[:2] and len(server.requests) == 3
-    assert (retriever.hits, retriever.misses) == (4, 5)
 
 
 def test_the_cache_keeps_what_was_used_last(server):
@@ -213,7 +218,7 @@ def test_the_cache_keeps_what_was_used_last(server):
     retriever.search(["b"], 1)
     assert asked(server) == [["b"]] and len(retriever._cache) == 2
     none = RemoteRetriever(server.url, cache=0)
-    assert none.search(["a"], 1) == none.search(["a"], 1) and len(asked(server)) == 3 and none.hits == 0
+    assert none.search(["a"], 1) == none.search(["a"], 1) and len(asked(server)) == 3
 
 
 def test_failures_are_not_cached(server):
@@ -242,7 +247,7 @@ def test_passages_that_the_task_has_take_its_ids(server):
     for _ in range(2):  # From the server, then from the cache.
         (hits,) = retriever.search(["a"], 3)
         assert [hit.passage.id for hit in hits] == ["p7", "a1", "a2"]
-    assert hits[0].passage == Passage("p7", "About a", "text 0") and retriever.hits == 1
+    assert hits[0].passage == Passage("p7", "About a", "text 0")
 
 
 @pytest.mark.parametrize("act", [drops, resets, speaks_no_http])
@@ -257,35 +262,26 @@ def test_where_nobody_listens_that_is_told():
     assert kind_of(RemoteRetriever(f"http://127.0.0.1:{port}")) == "unreachable"
 
 
-@pytest.mark.parametrize(("status", "kind"), [(500, "http_5xx"), (503, "http_5xx"), (429, "http_429")])
-def test_a_passing_failure_is_tried_again(server, status, kind, monkeypatch):
-    pauses = []
-    monkeypatch.setattr(time, "sleep", pauses.append)
-    server.plan = [says({}, status), drops, says({}, status)]
-    retriever = RemoteRetriever(server.url, attempts=4, backoff=10)
-    assert len(retriever.search(["a"], 2)[0]) == 2 and asked(server) == [["a"]] * 4
-    for pause, full in zip(pauses, (10, 20, 30), strict=True):  # Doubled, up to the most.
-        assert full / 2 <= pause <= full
-    server.plan = [says({}, status)] * 4
-    assert kind_of(retriever, ["b"]) == kind and not server.plan
-
-
-@pytest.mark.parametrize("act", [says(b"<html>busy</html>"), says({}, 404), says(b"", 307)])
-def test_what_will_not_pass_is_not_tried_again(server, act):
+@pytest.mark.parametrize(
+    ("act", "kind"),
+    [
+        (says({}, 404), "http_error"),
+        (says(b"", 307), "http_error"),
+        (says({}, 429), "http_429"),
+        (says({}, 503), "http_5xx"),
+    ],
+)
+def test_a_status_is_told(server, act, kind):
     server.plan = [act]
-    assert kind_of(RemoteRetriever(server.url, attempts=3)) in ("bad_answer", "http_error")
-    assert len(server.requests) == 1
+    assert kind_of(RemoteRetriever(server.url)) == kind and len(server.requests) == 1
 
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"\xff\xfe\x00", b"null", b"[]", b"{}", b'{"result": {}}', b'{"result": null}', b'{"result": []}']
-    + [b'{"result": [[], []]}', b'{"result": [{}]}', b'{"result": [[3]]}', b'{"result": [["text"]]}']
-    + [b'{"result": [[{"document": {}}]]}', b'{"result": [[{"document": {"contents": 3}}]]}']
-    + [b'{"result": [[{"document": {"contents": "x"}, "score": "much"}]]}', b"[" * 100_000]
-    + [b'{"result": [[{"document": {"contents": "x"}, "score": NaN}]]}']
-    + [b'{"result": [[{"document": {"text": 3}}]]}', b'{"result": [[{"document": {"title": 3, "text": "x"}}]]}']
-    + [b'{"result": [[{"document": {"text": "x"}, "score": 1' + b"0" * 400 + b"}]]}", b'{"result": [[]'],
+    [b"", b"\xff\xfe\x00", b"null", b"{}", b'{"result": {}}', b'{"result": []}', b'{"result": [[], []]}']
+    + [b'{"result": [{}]}', b'{"result": [[3]]}', b'{"result": [[{"document": {"contents": 3}}]]}']
+    + [b'{"result": [[{"document": {"contents": "x"}, "score": NaN}]]}', b"[" * 100_000]
+    + [b'{"result": [[{"document": {"text": "x"}, "score": 1' + b"0" * 400 + b"}]]}"],
 )
 def test_garbage_is_told(server, body):
     server.plan = [says(body)]
@@ -342,20 +338,47 @@ def test_calls_of_many_trajectories_are_one_request(server):
     assert meter.metrics()["tools/failures"] == 0
 
 
-def test_a_server_that_stays_down_ends_as_a_typed_failure(server):
-    tool = wrap_tool(
-        SearchTool(RemoteRetriever(server.url), 2), ToolsConfig(max_attempts=2, backoff_seconds=0), ToolMetrics()
-    )
-    server.plan = [says(b"soon", 503)] * 2
-    result = asyncio.run(base.call(tool, {"query": "a"}))
-    assert result.error == base.ToolError("http_5xx", "infrastructure") and "status 503: 'soon'" in result.content
+CORPUS = [Passage(f"p{i}", f"Title {i}", f"text {word} number {i}") for i, word in enumerate("red green blue".split())]
+
+
+def config_of(**keys):
+    return from_section(RetrieverConfig, "task.multihop.retriever", keys)
+
+
+def test_every_key_belongs_to_a_kind():
+    names = {field.name for field in dataclasses.fields(RetrieverConfig)}
+    assert names == {"kind", *(key for keys in RETRIEVER_KEYS.values() for key in keys)}
+
+
+def test_bm25_is_the_default_and_keeps_its_index(tmp_path):
+    assert isinstance(make_retriever(RetrieverConfig(), CORPUS, 2), BM25)
+    config = config_of(index=str(tmp_path))
+    for _ in range(2):
+        ((hit,),) = make_retriever(config, CORPUS, 2).search(["green"], 2)
+        assert hit.passage.id == "p1"
+    assert len(list((tmp_path / "bm25").iterdir())) == 1
+
+
+def test_http(tmp_path):
+    retriever = make_retriever(config_of(kind="http", url="http://localhost:9/retrieve", seconds=3.0), CORPUS, 2)
+    assert isinstance(retriever, RemoteRetriever)
+    assert (retriever.url, retriever.seconds) == ("http://localhost:9/retrieve", 3.0)
+    assert set(retriever._ids.values()) == {"p0", "p1", "p2"}  # What it finds takes these ids.
+    for url in ("localhost", "ftp://a/b", "http://", "http://a:b", "http://[a"):
+        with pytest.raises(UserError, match=f"task.multihop.retriever: url is {re.escape(repr(url))}; it must be like"):
+            make_retriever(config_of(kind="http", url=url), CORPUS, 2)
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("url", "localhost:8000"), ("url", "ftp://a/b"), ("url", "http://"), ("url", "http://a:b"), ("url", "http://[a")]
-    + [("seconds", 0), ("seconds", float("nan")), ("attempts", 0), ("backoff", -1), ("cache", -1)],
+    ("keys", "message"),
+    [
+        ({"kind": "sparse"}, "task.multihop.retriever.kind is 'sparse'; it must be 'bm25', 'dense' or 'http'"),
+        ({"kind": "http"}, "task.multihop.retriever: kind is 'http', which needs url; set it"),
+        ({"encoder": "x"}, "retriever: encoder is 'x', which only kind 'dense' reads; .*kind is 'bm25': change"),
+        ({"kind": "http", "url": "http://x", "index": "y"}, "index is 'y', which only kind 'bm25' or 'dense' reads"),
+        ({"kind": "dense", "encoder": "x", "seconds": 1.0}, "seconds is 1.0, which only kind 'http' reads"),
+    ],
 )
-def test_settings_that_make_no_sense_are_refused(field, value):
-    with pytest.raises(ValueError, match=rf"task\.multihop\.retriever\.{field} is "):
-        RemoteRetriever(**{"url": "http://localhost"} | {field: value})
+def test_keys_that_do_not_fit_are_refused(keys, message):
+    with pytest.raises(UserError, match=message):
+        config_of(**keys)

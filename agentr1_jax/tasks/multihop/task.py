@@ -44,7 +44,7 @@ MIXTURE = "task.multihop.mixture"
 RETRIEVER_KEYS = {
     "bm25": ("index",),
     "dense": ("encoder", "index", "pooling", "normalised", "query_prefix", "passage_prefix", "tokens", "dtype"),
-    "http": ("url", "seconds", "attempts", "cache"),
+    "http": ("url", "seconds", "cache"),
 }
 """Keys that each kind of retriever reads."""
 
@@ -75,8 +75,6 @@ class RetrieverConfig:
     """http: URL of the server's search, e.g. http://localhost:8000/retrieve"""
     seconds: Positive = 10.0
     """http: time limit of a request, in seconds"""
-    attempts: Count = 1
-    """http: requests for one search; tools.max_attempts repeats calls, too"""
     cache: Whole = 10_000
     """http: answers kept in memory; 0 for none"""
 

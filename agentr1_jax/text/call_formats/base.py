@@ -1,8 +1,4 @@
-r"""The CallFormat contract, and what formats share: escapes, and pieces of text in the common format.
-
-Delimiters that are meant as data get a backslash behind their first character (`<\/tool_response>`), one more where
-they have some already, so that it can be undone.
-"""
+"""The CallFormat contract, and what formats share: escapes, and pieces of text in the common format."""
 
 from __future__ import annotations
 
@@ -12,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from agentr1_jax.text.tokenizer import match_any
 from agentr1_jax.text.tool_calls import CLOSE, OPEN, ParseError, ToolCall, parse_tool_calls
 
 Schemas = Sequence[Mapping[str, Any]]
@@ -39,7 +36,7 @@ class CallFormat:
       parse: (text of a response, schemas of the available tools) -> the same in the common format. Never raises. Tags
         of the common format that are not tags of this one become data (`<\\tool_call>`).
       render: text of an expert in the common format -> the same in this format; parsing it gives the same calls and
-        answer.
+        answer, but for marks of this format outside of calls, which become data (`<\\code>`).
       marks: delimiters of the format; escaped in results where they are plain text to the tokenizer.
       results: text around results; None where the chat template renders them, in turns of role `tool`.
       instructions: schemas -> text for the system message about tools and format.
@@ -55,36 +52,26 @@ class CallFormat:
     tools_in_template: bool = True
 
 
+def escape(text: str, delimiters: Iterable[str], *, ignore_case: bool = False) -> str:
+    r"""Return data text in which delimiters are visibly broken: `</tool_response>` becomes `<\/tool_response>`."""
+    case = re.IGNORECASE if ignore_case else 0
+    return re.sub(f"(?={match_any(delimiters)})(.)", lambda found: f"{found[1]}\\", text, flags=re.DOTALL | case)
+
+
+def escape_common_tags(text: str) -> str:
+    """Return text in which the tags of the common format are data."""
+    return escape(text, [OPEN])
+
+
 def common_call(body: str, closed: bool = True) -> str:
     """Return a call in the common format, with any text for its body."""
     inner = body.replace(CLOSE, CLOSE.replace("/", r"\/"))
     return f"{OPEN}{inner}{CLOSE if closed else ''}"
 
 
-def escape_common_tags(text: str) -> str:
-    """Return text in which the tags of the common format are data."""
-    return text.replace(OPEN, f"{OPEN[0]}\\{OPEN[1:]}")
-
-
 def dump_json(record: Any) -> str:
     """Return JSON in one line, without needless escapes."""
     return json.dumps(record, ensure_ascii=False)
-
-
-def restore_marks(text: str, marks: Iterable[str]) -> str:
-    """Undo `break_marks`."""
-    return _with_backslashes(marks, r"\\").sub(lambda found: found[0][0] + found[0][2:], text)
-
-
-def break_marks(text: str, marks: Iterable[str]) -> str:
-    r"""Return data text in which no mark occurs: `<code>` becomes `<\code>`, `<\code>` becomes `<\\code>`."""
-    return _with_backslashes(marks, "").sub(lambda found: f"{found[0][0]}\\{found[0][1:]}", text)
-
-
-def _with_backslashes(marks: Iterable[str], least: str) -> re.Pattern[str]:
-    ordered = sorted(marks, key=len, reverse=True)
-    patterns = (rf"{re.escape(mark[0])}{least}\\*{re.escape(mark[1:])}" for mark in ordered)
-    return re.compile("|".join(patterns) or r"(?!)", re.IGNORECASE)
 
 
 def strip_fence(body: str, language: str) -> str:

@@ -19,12 +19,11 @@ from agentr1_jax.text.call_formats.base import (
     CallFormat,
     Results,
     Schemas,
-    break_marks,
     choose_rendering,
     common_call,
     dump_json,
+    escape,
     list_tools,
-    restore_marks,
     strip_fence,
 )
 from agentr1_jax.text.tool_calls import CLOSE, OPEN, ToolCall, read_call, segments
@@ -52,7 +51,7 @@ def parse(text: str, tools: Schemas = ()) -> str:
     """See `CallFormat.parse`. Output that the policy invented, and all behind it, is dropped."""
     out, at = [], 0
     for match in _PART.finditer(text):
-        out.append(restore_marks(text[at : match.start()], _OWN))
+        out.append(text[at : match.start()])
         at = match.end()
         if match["made_up"]:
             return "".join(out)
@@ -62,7 +61,7 @@ def parse(text: str, tools: Schemas = ()) -> str:
         body = match["fence"].removesuffix("\n") if match["code"] is None else match["code"]
         closed = bool(match["code_end"] or match["fence_end"])
         out.append(common_call(dump_json({"name": TOOL, "arguments": {ARGUMENT: strip_fence(body, _PYTHON)}}), closed))
-    return "".join([*out, restore_marks(text[at:], _OWN)])
+    return "".join([*out, text[at:]])
 
 
 def render(text: str) -> str:
@@ -70,7 +69,7 @@ def render(text: str) -> str:
     out = []
     for part in segments(text):
         if part.kind in ("text", "answer"):
-            out.append(break_marks(part.source, _OWN))
+            out.append(escape(part.source, _OWN, ignore_case=True))
             continue
         call = read_call(part)
         candidates = [part.source]

@@ -13,10 +13,9 @@ from agentr1_jax.text.call_formats.base import (
     OF_ANY_POLICY,
     CallFormat,
     Schemas,
-    break_marks,
     common_call,
+    escape,
     escape_common_tags,
-    restore_marks,
 )
 from agentr1_jax.text.tokenizer import Tokenizer
 from agentr1_jax.text.tool_calls import CLOSE, OPEN, ToolCall, parse_tool_calls, segments
@@ -48,12 +47,9 @@ def call_format(tags: CallTags = COMMON) -> CallFormat:
             return text
         out, at = [], 0
         for match in call.finditer(text):
-            out += [
-                restore_marks(escape_common_tags(text[at : match.start()]), own),
-                common_call(match[1], bool(match[2])),
-            ]
+            out += [escape_common_tags(text[at : match.start()]), common_call(match[1], bool(match[2]))]
             at = match.end()
-        return "".join([*out, restore_marks(escape_common_tags(text[at:]), own)])
+        return "".join([*out, escape_common_tags(text[at:])])
 
     def render(text: str) -> str:
         if tags == COMMON:
@@ -63,7 +59,7 @@ def call_format(tags: CallTags = COMMON) -> CallFormat:
         out = []
         for part in segments(text):
             if part.kind in ("text", "answer"):
-                out.append(break_marks(part.source, own))
+                out.append(escape(part.source, own))
             else:
                 closing = tags.close if part.kind == "call" else ""
                 out.append(f"{tags.open}{part.text.replace(tags.close, spelled)}{closing}")

@@ -14,13 +14,12 @@ from agentr1_jax.text.call_formats.base import (
     OF_ANY_POLICY,
     CallFormat,
     Schemas,
-    break_marks,
     choose_rendering,
     common_call,
     dump_json,
+    escape,
     escape_common_tags,
     list_tools,
-    restore_marks,
 )
 from agentr1_jax.text.tokenizer import Tokenizer
 from agentr1_jax.text.tool_calls import ParseError, ToolCall, read_call, segments
@@ -29,8 +28,7 @@ TAG = "<|python_tag|>"
 _KEY = r"""\s*["']?(?:name|type|function|parameters|arguments)\b"""
 _START = re.compile(rf"{re.escape(TAG)}\s*|^[ \t]*\[?[ \t]*(?=\{{{_KEY})", re.MULTILINE)
 _NEXT = re.compile(rf"[\s;,]*(?=\{{{_KEY})")
-_OBJECT = re.compile(rf"\{{(?=\\*{_KEY})")
-_BROKEN_OBJECT = re.compile(rf"\{{\\(?=\\*{_KEY})")
+_OBJECT = re.compile(rf"\{{(?={_KEY})")
 # Where a call that is no JSON ends at the latest.
 _END = re.compile(rf"{_START.pattern}|<answer>", re.MULTILINE)
 _APART = re.compile(rf"\n|<answer>|{re.escape(TAG)}")
@@ -48,13 +46,13 @@ def parse(text: str, tools: Schemas = ()) -> str:
     """See `CallFormat.parse`."""
     out, at = [], 0
     while start := _START.search(text, at):
-        out.append(_prose(text[at : start.start()]))
+        out.append(escape_common_tags(text[at : start.start()]))
         begin: re.Match[str] | None = start
         while begin:
             body, at = _call(text, begin.end())
             out.append(common_call(body))
             begin = _NEXT.match(text, at)
-    return "".join([*out, _prose(text[at:])])
+    return "".join([*out, escape_common_tags(text[at:])])
 
 
 def render(text: str) -> str:
@@ -63,7 +61,7 @@ def render(text: str) -> str:
     for part in segments(text):
         if part.kind in ("text", "answer"):
             if part.kind == "answer" or not broken:
-                out += _OBJECT.sub(r"{\\", break_marks(part.source, [TAG]))
+                out += _OBJECT.sub(r"{\\", escape(part.source, [TAG]))
                 broken = False
             continue
         call = read_call(part)
@@ -93,10 +91,6 @@ def template_tells_tools(tokenizer: Tokenizer) -> bool:
         return name in tokenizer.render_chat([{"role": "user", "content": "?"}], [{"function": function}])
     except ValueError:
         return False
-
-
-def _prose(text: str) -> str:
-    return restore_marks(_BROKEN_OBJECT.sub("{", escape_common_tags(text)), [TAG])
 
 
 def _broken_call(body: str) -> str:

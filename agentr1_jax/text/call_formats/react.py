@@ -33,8 +33,7 @@ _FIELD_LABEL = r"^[ \t]*(?i:thought|action(?:[ \t]+input)?|final[ \t]+answer)(?:
 _OBSERVED_LABEL = r"(?:^[ \t]*(?i:observation)|\bObservation)(?:[ \t]*\d+)?[ \t]*"
 _FIELD = re.compile(f"{_FIELD_LABEL}:", re.MULTILINE)
 _OBSERVED = re.compile(f"{_OBSERVED_LABEL}:", re.MULTILINE)
-_LABEL = re.compile(rf"({_FIELD_LABEL}|{_OBSERVED_LABEL})(\\*:)", re.MULTILINE)
-_BROKEN_LABEL = re.compile(rf"({_FIELD_LABEL}|{_OBSERVED_LABEL})\\(\\*:)", re.MULTILINE)
+_LABEL = re.compile(rf"({_FIELD_LABEL}|{_OBSERVED_LABEL}):", re.MULTILINE)
 _BRACKETS = re.compile(r"([\w.-]+)[ \t]*\[(.*?)\][ \t]*(?:\n.*)?", re.DOTALL)
 _WHOLE_CALL = "Action Input:"
 
@@ -76,16 +75,17 @@ def render(text: str) -> str:
     out = []
     for part in segments(text):
         if part.kind == "text":
-            out += [f"Thought: {_break_labels(part.text.strip())}"] if part.text.strip() else []
+            out += [f"Thought: {_escape_labels(part.text.strip())}"] if part.text.strip() else []
         elif part.kind == "answer":
-            out.append(f"Final Answer: {_break_labels(part.text.strip())}")
+            out.append(f"Final Answer: {_escape_labels(part.text.strip())}")
         else:
             call = read_call(part)
-            candidates = [f"{_WHOLE_CALL} {_break_labels(part.text)}"]
+            # Within a string of JSON a colon may be written as its number.
+            body = _LABEL.sub(r"\1\\u003a", part.text)
+            candidates = [f"{_WHOLE_CALL} {body}", f"{_WHOLE_CALL} {{"]
             if isinstance(call, ToolCall):
-                candidates.insert(0, f"Action: {call.name}\nAction Input: {_break_labels(dump_json(call.arguments))}")
-            else:
-                candidates.append(f"{_WHOLE_CALL} {{")
+                arguments = _LABEL.sub(r"\1\\u003a", dump_json(call.arguments))
+                candidates = [f"Action: {call.name}\nAction Input: {arguments}", candidates[0]]
             out.append(choose_rendering(call, candidates, parse))
     return "\n".join(out)
 
@@ -114,7 +114,7 @@ def _fields(text: str) -> list[tuple[str, str]]:
     for match, end in zip(labels, ends[1:], strict=True):
         label = " ".join(re.findall("[a-z]+", match[0].lower()))
         content = text[match.end() : end]
-        fields.append((label, match[0] + content if label == "thought" else _restore_labels(content)))
+        fields.append((label, match[0] + content if label == "thought" else content))
     return fields
 
 
@@ -155,9 +155,5 @@ def _answer(content: str) -> str:
     return render_answer(re.sub("<(?=/?answer>)", r"<\\", text.strip()) if inside is None else inside)
 
 
-def _break_labels(text: str) -> str:
-    return _LABEL.sub(r"\1\\\2", text)
-
-
-def _restore_labels(text: str) -> str:
-    return _BROKEN_LABEL.sub(r"\1\2", text)
+def _escape_labels(text: str) -> str:
+    return _LABEL.sub(r"\1\\:", text)

@@ -13,63 +13,43 @@ import hashlib
 import json
 import math
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentr1_jax.http import TRANSIENT_KINDS, HttpError, is_http_url, quote, request, retry_pause
+from agentr1_jax.http import HttpError, is_http_url, quote, request
+from agentr1_jax.text.tokenizer import replace_surrogates
 from agentr1_jax.tools.search.corpus import content_hash, ids_by_content
 from agentr1_jax.tools.search.tool import Corpus, Hit, Passage, RetrieverError
 
 
-@dataclasses.dataclass
 class RemoteRetriever:
-    """Ask a retrieval server: many queries in one request, and none that was asked before.
+    """A Retriever that asks a server: many queries in one request, and none that was asked before.
 
-    A call within `wrappers.wrap_tool` is made again by `wrappers.Retried`, which knows the budget of a call, so
-    `attempts` is 1 by default; raise it where a retriever is used without that. Two retrying layers would multiply.
+    A failed request is not repeated here: `wrappers.Retried` repeats the call. Errors are of the kinds of
+    `http.HttpError`, or `bad_answer`.
 
-    Errors are of kind `timeout`, `unreachable` (no connection, or one that broke), `http_429`, `http_5xx`,
-    `http_error` (any other status but 200), `huge_answer` or `bad_answer`; the first four pass, and only these are
-    tried again.
-
-    Attributes:
+    Args:
       url: address of the server's search, e.g. `http://localhost:8000/retrieve`. Proxies are not used, and redirects
         not followed.
       seconds: time limit of a request, from connecting to the last byte of the answer.
-      attempts: requests in all for one search; the pause before retry n is u · min(backoff · 2ⁿ⁻¹, 30) s, ½ <= u < 1.
-      backoff: seconds before the first retry.
       cache: number of answers in memory, those used last; 0 for none. One answer belongs to one query and `top_k`.
       corpus: passages of the task; a hit that is among them, by title and text, takes the id that it has there. Others
         keep the id of the server.
-      hits, misses: queries answered from the cache, and those that were not, since the start.
 
     Raises:
-      ValueError: a setting makes no sense; the message names it as `task.multihop.retriever.<field>`.
+      ValueError: `url` is none.
     """
-
-    url: str
-    seconds: float = 10.0
-    attempts: int = 1
-    backoff: float = 0.5
-    cache: int = 10_000
-    corpus: dataclasses.InitVar[Corpus] = ()
-    hits: int = dataclasses.field(default=0, init=False)
-    misses: int = dataclasses.field(default=0, init=False)
 
     blocking = True
     batches = True
 
-    def __post_init__(self, corpus: Corpus) -> None:
-        if not is_http_url(self.url):
-            raise ValueError(
-                f"task.multihop.retriever.url is {self.url!r}; it must be like http://localhost:8000/retrieve"
-            )
-        for name, least in (("seconds", 1e-3), ("attempts", 1), ("backoff", 0), ("cache", 0)):
-            value = getattr(self, name)
-            if not least <= value < math.inf:
-                raise ValueError(f"task.multihop.retriever.{name} is {value}; it must be finite and at least {least:g}")
+    def __init__(self, url: str, seconds: float = 10.0, *, cache: int = 10_000, corpus: Corpus = ()) -> None:
+        if not is_http_url(url):
+            raise ValueError(f"url is {url!r}; it must be like http://localhost:8000/retrieve")
+        self.url = url
+        self.seconds = seconds
         self._ids = ids_by_content(corpus)
+        self._most = cache
         self._cache: collections.OrderedDict[tuple[str, int], list[Hit]] = collections.OrderedDict()
         self._lock = threading.Lock()
 
@@ -82,24 +62,16 @@ class RemoteRetriever:
         known = self._from_cache(queries, top_k)
         unknown = [query for query in dict.fromkeys(queries) if query not in known]
         if unknown:
-            answers = [[self._with_corpus_id(hit) for hit in hits] for hits in self._ask(unknown, top_k)]
-            asked = dict(zip(unknown, answers, strict=True))
+            asked = dict(zip(unknown, self._ask(unknown, top_k), strict=True))
             self._store(asked, top_k)
             known |= asked
         return [known[query] for query in queries]
-
-    def _with_corpus_id(self, hit: Hit) -> Hit:
-        name = self._ids.get(content_hash(hit.passage), hit.passage.id)
-        return dataclasses.replace(hit, passage=dataclasses.replace(hit.passage, id=name))
 
     def _from_cache(self, queries: Sequence[str], top_k: int) -> dict[str, list[Hit]]:
         with self._lock:
             known = {query: self._cache[query, top_k] for query in queries if (query, top_k) in self._cache}
             for query in known:
                 self._cache.move_to_end((query, top_k))
-            found = sum(query in known for query in queries)
-            self.hits += found
-            self.misses += len(queries) - found
         return known
 
     def _store(self, asked: Mapping[str, list[Hit]], top_k: int) -> None:
@@ -107,27 +79,21 @@ class RemoteRetriever:
             for query, hits in asked.items():
                 self._cache[query, top_k] = hits
                 self._cache.move_to_end((query, top_k))
-            while len(self._cache) > self.cache:
+            while len(self._cache) > self._most:
                 self._cache.popitem(last=False)
 
     def _ask(self, queries: Sequence[str], top_k: int) -> list[list[Hit]]:
         body = json.dumps({"queries": list(queries), "topk": top_k, "return_scores": True}).encode()
-        retry = 1
-        while True:
-            try:
-                return self._request(body, len(queries), top_k)
-            except RetrieverError as error:
-                if error.kind not in TRANSIENT_KINDS or retry >= self.attempts:
-                    raise
-            time.sleep(retry_pause(self.backoff, retry))
-            retry += 1
-
-    def _request(self, body: bytes, count: int, top_k: int) -> list[list[Hit]]:
         try:
             answer = request("POST", self.url, body, self.seconds)
         except HttpError as error:
             raise RetrieverError(error.kind, str(error)) from error
-        return _parse(answer, count, top_k, self.url)
+        found = _parse(answer, len(queries), top_k, self.url)
+        return [[self._with_corpus_id(hit) for hit in hits] for hits in found]
+
+    def _with_corpus_id(self, hit: Hit) -> Hit:
+        name = self._ids.get(content_hash(hit.passage), hit.passage.id)
+        return dataclasses.replace(hit, passage=dataclasses.replace(hit.passage, id=name))
 
 
 def _parse(answer: bytes, count: int, top_k: int, url: str) -> list[list[Hit]]:
@@ -162,17 +128,12 @@ def _passage(document: Any) -> Passage:
         first, _, rest = text.partition("\n")
         if rest and title in (None, first, _unquote(first)):
             title, text = _unquote(first), rest
-    title, text = _replace_surrogates(title or ""), _replace_surrogates(text)
+    title, text = replace_surrogates(title or ""), replace_surrogates(text)
     key = document.get("id")
     if key is None:
         key = hashlib.blake2b(f"{title}\n{text}".encode(), digest_size=8).hexdigest()
-    return Passage(_replace_surrogates(str(key)), title, text)
+    return Passage(replace_surrogates(str(key)), title, text)
 
 
 def _unquote(title: str) -> str:
     return title[1:-1] if len(title) > 1 and title[0] == title[-1] == '"' else title
-
-
-def _replace_surrogates(text: str) -> str:
-    """Return the text without half surrogate pairs, which JSON can hold and tokenizers cannot read."""
-    return text.encode("utf-8", "replace").decode("utf-8")

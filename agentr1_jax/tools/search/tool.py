@@ -8,13 +8,11 @@ import re
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Protocol
 
-from agentr1_jax.tools.base import ToolResult, failure
+from agentr1_jax.tools.base import ToolResult, failure, run_in_thread
 
 EMPTY_RESULT = "No results."
 MARKER = " ..."
 _WHOLE_WORDS = re.compile(r"(?s)(.*\S)\s")
-
-Results = list[ToolResult]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +48,10 @@ class Retriever(Protocol):
     @property
     def blocking(self) -> bool:
         """True where `search` takes so long (0.5 ms and more) that it is worth a thread; False where it is async."""
-        ...
 
     @property
     def batches(self) -> bool:
         """True where many queries at once cost less than one by one."""
-        ...
 
     def search(self, queries: Sequence[str], top_k: int) -> Sequence[Hits] | Awaitable[Sequence[Hits]]:
         """Return at most `top_k` hits for each query, best first; sync or async.
@@ -63,7 +59,6 @@ class Retriever(Protocol):
         Raises:
           RetrieverError: the infrastructure failed all of the queries.
         """
-        ...
 
 
 class RetrieverError(Exception):
@@ -90,7 +85,6 @@ class SearchTool:
       retriever: finds the passages.
       top_k: passages of a result.
       passage_characters: length of a passage's text, the ` ...` of a truncated one included; 0 for no limit.
-      blocking: see `Tool`; the retriever's.
 
     Raises:
       ValueError: `top_k` or `passage_characters` makes no sense.
@@ -110,14 +104,31 @@ class SearchTool:
         self.retriever = retriever
         self.top_k = top_k
         self.passage_characters = passage_characters
-        self.blocking = retriever.blocking
         if retriever.batches:  # `wrappers.wrap_tool` collects calls for a tool that has it.
             self.execute_batch = self._execute_batch
 
-    def execute(self, arguments: Mapping[str, Any]) -> ToolResult | Awaitable[ToolResult]:
+    async def execute(self, arguments: Mapping[str, Any]) -> ToolResult:
         """Run one search; see the class."""
-        results = self._search([arguments["query"]])
-        return results[0] if isinstance(results, list) else _first(results)
+        (result,) = await self._execute_batch([arguments])
+        return result
+
+    async def _execute_batch(self, arguments: Sequence[Mapping[str, Any]]) -> list[ToolResult]:
+        queries = [call["query"] for call in arguments]
+        try:
+            found = await self._search(queries)
+        except RetrieverError as error:
+            return [failure(error.kind, f"Error: search failed: {error.message}", "infrastructure")] * len(queries)
+        if len(found) != len(queries):
+            message = f"Error: the retriever returned results of {len(found)} queries for {len(queries)}"
+            return [failure("bad_result", message, "infrastructure")] * len(queries)
+        return [self.result(hits[: self.top_k]) for hits in found]
+
+    async def _search(self, queries: Sequence[str]) -> Sequence[Hits]:
+        if self.retriever.blocking:
+            found = await run_in_thread(self.retriever.search, queries, self.top_k)
+        else:
+            found = self.retriever.search(queries, self.top_k)
+        return await found if inspect.isawaitable(found) else found
 
     def result(self, hits: Hits) -> ToolResult:
         """Return the result that shows these hits."""
@@ -127,30 +138,6 @@ class SearchTool:
             "scores": [float(hit.score) for hit in hits],
         }
         return ToolResult("\n".join(self._line(hit.passage) for hit in hits) or EMPTY_RESULT, data=data)
-
-    def _execute_batch(self, arguments: Sequence[Mapping[str, Any]]) -> Results | Awaitable[Results]:
-        return self._search([call["query"] for call in arguments])
-
-    def _search(self, queries: Sequence[str]) -> Results | Awaitable[Results]:
-        try:
-            found = self.retriever.search(queries, self.top_k)
-        except RetrieverError as error:
-            return [_failure(error)] * len(queries)
-        if inspect.isawaitable(found):
-            return self._await_results(found, len(queries))
-        return self._results(found, len(queries))
-
-    async def _await_results(self, found: Awaitable[Sequence[Hits]], count: int) -> Results:
-        try:
-            return self._results(await found, count)
-        except RetrieverError as error:
-            return [_failure(error)] * count
-
-    def _results(self, found: Sequence[Hits], count: int) -> Results:
-        if len(found) != count:
-            message = f"Error: the retriever returned results of {len(found)} queries for {count}"
-            return [failure("bad_result", message, "infrastructure")] * count
-        return [self.result(hits[: self.top_k]) for hits in found]
 
     def _line(self, passage: Passage) -> str:
         if not self.passage_characters:
@@ -173,11 +160,3 @@ def truncate_text(text: str, characters: int) -> str:
     room = characters - len(MARKER)
     whole = _WHOLE_WORDS.match(text[: room + 1])
     return (whole[1] if whole else text[:room]) + MARKER
-
-
-async def _first(results: Awaitable[Results]) -> ToolResult:
-    return (await results)[0]
-
-
-def _failure(error: RetrieverError) -> ToolResult:
-    return failure(error.kind, f"Error: search failed: {error.message}", "infrastructure")

@@ -105,12 +105,8 @@ def test_an_interrupt_of_the_main_thread_is_the_users():
     "value",
     [
         None,
-        "text",
-        {"content": "x"},
-        ToolResult(None),
         ToolResult(b"x"),
         ToolResult("x", ok=False),
-        ToolResult("x", ok=None),
         ToolResult("x", error=ToolError("a", "model")),
         ToolResult("x", ok=False, error="broken"),
         ToolResult("x", reward="1"),
@@ -126,7 +122,7 @@ def test_what_is_no_proper_result_is_typed(value):
         assert result.content.startswith("Error: does returned")
 
 
-@pytest.mark.parametrize("content", ["", "\0", "\ud800 alone", "é\r\n", "x" * 10**6])
+@pytest.mark.parametrize("content", ["", "\ud800 alone", "x" * 10**6])
 def test_any_text_is_a_proper_content(content):
     given = ToolResult(content, reward=np.float32(1), data={"a": 1})
     assert run(Does(lambda arguments: given)) is given
