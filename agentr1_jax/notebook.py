@@ -8,7 +8,8 @@
     policy, metrics = ar.update(policy, groups, "grpo", learning_rate=1e-4)
 
 Each function is a few calls of those that `experiments/train.py` is made of, in one process. A policy is a value: an
-update returns a new one, and the old one can still be used. There is no KL term.
+update returns a new one, and the old one can still be used. There is no KL term, and no greedy rollout for `remax`.
+Published weights are loaded as by `policy.weights` of a run; the tests of this module load runs and presets only.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from agentr1_jax import files
 from agentr1_jax.credit.scheme import CreditConfig
@@ -33,7 +33,6 @@ from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.policy.presets import PRESETS
 from agentr1_jax.registry import parse_call
-from agentr1_jax.rollout.engine import Engine
 from agentr1_jax.runtime.mesh import MeshConfig
 from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.text.tokenizer import Tokenizer
@@ -61,30 +60,28 @@ class Policy:
     """A policy that can be rolled out and updated.
 
     Attributes:
-      settings: of rollouts and updates: budget, context rule, sampling, loss, optimizer.
-      shape: of the decoder.
-      tokenizer: of its prompts and responses.
+      setup: parts of a run around it: settings, tokenizer, shape, frozen parameters, engine; no task.
       params: trained parameters: `{"decoder": ...}`, and `value` or `critic` where it has a critic.
-      frozen: parameters that LoRA does not train; empty without LoRA.
-      engine: samples its responses.
-      learner_mesh: devices that the parameters are spread over.
-      rollout_mesh: devices of the engine.
       state: parameters with the optimizer's state; None before the first update.
-      version: updates that the parameters have seen since they were loaded.
+      version: number of updates since the parameters were loaded.
       programs: compiled programs by their settings, shared by all versions of the policy.
     """
 
-    settings: Settings
-    shape: DecoderConfig
-    tokenizer: Tokenizer
+    setup: Setup
     params: Params
-    frozen: Params
-    engine: Engine
-    learner_mesh: Mesh
-    rollout_mesh: Mesh
     state: LearnerState | None = None
     version: int = 0
     programs: dict[str, tuple[Setup, build.StateBuilder, Phase]] = dataclasses.field(default_factory=dict, repr=False)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer of its prompts and responses."""
+        return self.setup.tokenizer
+
+    @property
+    def shape(self) -> DecoderConfig:
+        """Shape of the decoder."""
+        return self.setup.policy
 
 
 def load_policy(source: str, *, task: Task | None = None, **sections: Any) -> Policy:
@@ -100,8 +97,11 @@ def load_policy(source: str, *, task: Task | None = None, **sections: Any) -> Po
       UserError: there is no such policy, or a key is unknown or out of range.
     """
     is_run = files.is_folder(os.path.join(source, "checkpoints"))
-    values = _merge(_run_config(source) if is_run else _default_config(source), OTHERWISE_IN_A_NOTEBOOK)
-    settings = _fit_devices(settings_from_dict(_with_row_sizes(_merge(values, sections)), TaskConfig()))
+    if is_run:
+        values = {key: x for key, x in RunFolder(source).read_config().items() if key != "task"} | {"run_dir": source}
+    else:
+        values = _default_config(source)
+    settings = _read_settings(_merge(_merge(values, OTHERWISE_IN_A_NOTEBOOK), sections))
     if settings.kl.kind != "none":
         raise UserError("kl.kind: an update in a notebook has no KL term; leave it out")
     if not (is_run or settings.tokenizer.path or task):
@@ -112,16 +112,20 @@ def load_policy(source: str, *, task: Task | None = None, **sections: Any) -> Po
     shape = build.make_policy(settings, tokenizer)
     learner_mesh, rollout_mesh = build.make_learner_mesh(settings), build.make_rollout_mesh(settings)
     builder = build.make_state_builder(settings, shape, learner_mesh)
-    return Policy(
+    nothing: Any = None
+    setup = Setup(
         settings=settings,
-        shape=shape,
+        task=nothing,
         tokenizer=tokenizer,
-        params=restore_params(source, builder.shapes.params)[0] if is_run else builder.init().params,
+        agent=nothing,
+        policy=shape,
         frozen=build.make_frozen(settings, shape, learner_mesh),
-        engine=build.make_engine(settings, shape, rollout_mesh),
         learner_mesh=learner_mesh,
-        rollout_mesh=rollout_mesh,
+        engine=build.make_engine(settings, shape, rollout_mesh),
+        rollout_params=build.make_rollout_params(shape, learner_mesh, rollout_mesh),
+        tool_metrics=ToolMetrics(),
     )
+    return Policy(setup, restore_params(source, builder.shapes.params)[0] if is_run else builder.init().params)
 
 
 def roll_out(
@@ -139,13 +143,14 @@ def roll_out(
     Args:
       policy: samples the responses.
       task: source of rows and environments.
-      groups: task rows.
+      groups: number of task rows.
       samples: trajectories of each row.
       split: of the task.
       first: index of the first row; a loop of updates moves it on.
       temperature: of sampling; 0 is greedy, None that of the policy's settings.
     """
-    sampling = policy.settings.sampling
+    settings = policy.setup.settings
+    sampling = settings.sampling
     request = collect.Request(
         name=split,
         split=split,
@@ -154,7 +159,8 @@ def roll_out(
         sampling=sampling if temperature is None else dataclasses.replace(sampling, temperature=temperature),
         version=policy.version,
     )
-    batch = collect.roll_out(_make_setup(policy, policy.settings, task), policy.params, request)
+    agent = build.make_agent(settings, task, policy.tokenizer)
+    batch = collect.roll_out(dataclasses.replace(policy.setup, task=task, agent=agent), policy.params, request)
     assert batch is not None  # Nobody asks it to stop.
     return sorted(batch.complete, key=lambda group: group[0].group)
 
@@ -173,12 +179,9 @@ def describe(trajectory: Trajectory, tokenizer: Tokenizer) -> str:
 
 
 def compare_credit(policy: Policy, groups: Sequence[Group], *schemes: str) -> list[dict[str, Any]]:
-    """Assign credit by several schemes to the same steps.
+    """Assign credit to the same steps by several schemes, named with arguments: `grpo`, `step_gae(lam=0.9)`.
 
-    Args:
-      policy: its critic gives values to the schemes that need them, its settings shape the rewards.
-      groups: trajectories of each task row.
-      *schemes: names with arguments, e.g. `grpo` or `step_gae(lam=0.9)`.
+    The policy's critic gives values to the schemes that need them, its settings shape the rewards.
 
     Returns:
       a row for each step, ready for `markdown_table` or a data frame: group, sample, step, reward, and by the name of
@@ -187,16 +190,12 @@ def compare_credit(policy: Policy, groups: Sequence[Group], *schemes: str) -> li
     Raises:
       UserError: a scheme is unknown, or the policy or the trajectories lack what it needs.
     """
-    trajectories = _renumber(groups)
-    steps = [(t, number) for t in trajectories for number in range(len(t.steps))]
+    steps = [(t, number) for t in _renumber(groups) for number in range(len(t.steps))]
     rows: list[dict[str, Any]] = [
         {"group": t.group, "sample": t.sample, "step": number, "reward": t.steps[number].reward} for t, number in steps
     ]
     for scheme in schemes:
-        setup, _, phase = _make_phase(policy, scheme, groups)
-        batch = train_step.pack(setup, phase, trajectories)
-        outputs = train_step.token_outputs(setup, phase, policy.params, batch)
-        credit = train_step.assign_credit(setup, phase, batch, outputs, Progress())
+        *_, batch, _, credit = _assign_credit(policy, groups, scheme)
         trained = {(t.group, t.sample): t for t in train_step.with_advantages(batch, credit)}
         for row, (t, number) in zip(rows, steps, strict=True):
             advantages = trained[t.group, t.sample].steps[number].advantages
@@ -207,10 +206,10 @@ def compare_credit(policy: Policy, groups: Sequence[Group], *schemes: str) -> li
 def update(
     policy: Policy, groups: Sequence[Group], scheme: str = "grpo", *, learning_rate: float | None = None
 ) -> tuple[Policy, dict[str, float]]:
-    """Take one train step: credit, loss and optimizer of the policy's settings.
+    """Take one train step with the loss and optimizer of the policy's settings; the old policy stays as it is.
 
     Args:
-      policy: stays as it is.
+      policy: policy to update.
       groups: trajectories of each task row, as `roll_out` returns them.
       scheme: credit scheme with arguments, e.g. `grpo` or `step_gae(lam=0.9)`.
       learning_rate: of the decoder; None for `optimizer.lr` of the settings.
@@ -221,36 +220,26 @@ def update(
     Raises:
       UserError: see `compare_credit`.
     """
-    setup, builder, phase = _make_phase(policy, scheme, groups)
-    c = policy.settings.optimizer
-    rates = dict.fromkeys(policy.params, c.value_lr)
-    rates["decoder"] = c.lr if learning_rate is None else learning_rate
-    batch = train_step.pack(setup, phase, _renumber(groups))
-    outputs = train_step.token_outputs(setup, phase, policy.params, batch)
-    credit = train_step.assign_credit(setup, phase, batch, outputs, Progress())
+    setup, builder, phase, batch, outputs, credit = _assign_credit(policy, groups, scheme)
+    optimizer = setup.settings.optimizer
+    rates = dict.fromkeys(policy.params, optimizer.value_lr)
+    rates["decoder"] = optimizer.lr if learning_rate is None else learning_rate
     # The program takes its state over; the old policy needs its own arrays.
     state = jax.tree.map(jnp.copy, policy.state or builder.restart(policy.params))
     state, metrics = train_step.update(setup, phase, state, batch, outputs, credit, rates)
     return dataclasses.replace(policy, params=state.params, state=state, version=policy.version + 1), metrics.fetch()
 
 
-def _run_config(run: str) -> dict[str, Any]:
-    """Return the config of a run without its task, on the devices that there are."""
-    values = RunFolder(run).read_config()
-    del values["task"]
-    return {**values, "run_dir": run}
-
-
 def _default_config(source: str) -> dict[str, Any]:
     """Return the keys that weights or a preset need, by the kind of the devices."""
-    on_cpu = jax.default_backend() == "cpu"
+    on_cpu, is_preset = jax.default_backend() == "cpu", source in PRESETS
+    engine = {"groups": 4, "samples": 8, "slots": 32, "decode_chunk": 16, "prefill_width": 128, "prefill_rows": (4, 16)}
+    if on_cpu:
+        engine |= {"decode_chunk": 8, "prefill_width": 16, "prefill_rows": (8, 32)}
     return {
         "run_dir": tempfile.mkdtemp(prefix="agentr1_jax-"),  # For the tokenizer of a preset.
-        "policy": {
-            "preset" if source in PRESETS else "weights": source,
-            "dtype": "float32" if on_cpu else "bfloat16",
-        },
-        "tokenizer": {"path": "" if source in PRESETS else source},
+        "policy": {"preset" if is_preset else "weights": source, "dtype": "float32" if on_cpu else "bfloat16"},
+        "tokenizer": {"path": "" if is_preset else source},
         "budget": {
             "max_steps": 5,
             "response_tokens": 128,
@@ -258,25 +247,8 @@ def _default_config(source: str) -> dict[str, Any]:
             "context_tokens": 1024,
             "trajectory_tokens": 8192,
         },
-        "rollout": {
-            "groups": 4,
-            "samples": 8,
-            "slots": 32,
-            "decode_chunk": 8 if on_cpu else 16,
-            "prefill_width": 16 if on_cpu else 128,
-            "prefill_rows": (8, 32) if on_cpu else (4, 16),
-            "attention_block": 64 if on_cpu else 512,
-            "attention_group": 8 if on_cpu else 32,
-        },
+        "rollout": engine | {"attention_block": 64 if on_cpu else 512, "attention_group": 8 if on_cpu else 32},
     }
-
-
-def _with_row_sizes(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a config in which cache slots and packed rows hold `budget.context_tokens`, where it names no sizes."""
-    block = values["rollout"]["attention_block"]
-    tokens = -(-values["budget"]["context_tokens"] // block) * block
-    rows = {"row_tokens": tokens, "row_loss_tokens": tokens}
-    return _merge({"rollout": {"slot_tokens": tokens}, "learner": rows}, values)
 
 
 def _merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -288,12 +260,15 @@ def _merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
     return merged
 
 
-def _fit_devices(settings: Settings) -> Settings:
-    """Return settings whose parameters, slots and rows spread over the devices that there are."""
+def _read_settings(values: dict[str, Any]) -> Settings:
+    """Return checked settings, spread over the devices; slots and rows hold a context where no sizes are named."""
+    block = values["rollout"]["attention_block"]
+    tokens = -(-values["budget"]["context_tokens"] // block) * block
+    sizes = {"rollout": {"slot_tokens": tokens}, "learner": {"row_tokens": tokens, "row_loss_tokens": tokens}}
+    settings = settings_from_dict(_merge(sizes, values), TaskConfig())
     devices = jax.device_count()
-    mesh = MeshConfig(data=1, fsdp=devices)
     learner = dataclasses.replace(settings.learner, rows=-(-settings.learner.rows // devices) * devices)
-    return build.fit_devices(dataclasses.replace(settings, mesh=mesh, learner=learner))
+    return build.fit_devices(dataclasses.replace(settings, mesh=MeshConfig(data=1, fsdp=devices), learner=learner))
 
 
 def _renumber(groups: Sequence[Group]) -> list[Trajectory]:
@@ -305,29 +280,16 @@ def _renumber(groups: Sequence[Group]) -> list[Trajectory]:
     ]
 
 
-def _make_setup(policy: Policy, settings: Settings, task: Task | None) -> Setup:
-    """Return the parts of a run around a policy; without a task they serve the learner alone."""
-    nothing: Any = None
-    return Setup(
-        settings=settings,
-        task=task or nothing,
-        tokenizer=policy.tokenizer,
-        agent=build.make_agent(settings, task, policy.tokenizer) if task else nothing,
-        policy=policy.shape,
-        frozen=policy.frozen,
-        learner_mesh=policy.learner_mesh,
-        engine=policy.engine,
-        rollout_params=build.make_rollout_params(policy.shape, policy.learner_mesh, policy.rollout_mesh),
-        tool_metrics=ToolMetrics(),
-    )
+def _assign_credit(policy: Policy, groups: Sequence[Group], scheme: str) -> tuple[Any, ...]:
+    """Return (setup, state builder, phase, batch, token outputs, credit) of an update up to its gradient."""
+    setup, builder, phase = _make_phase(policy, scheme, groups)
+    batch = train_step.pack(setup, phase, _renumber(groups))
+    outputs = train_step.token_outputs(setup, phase, policy.params, batch)
+    return setup, builder, phase, batch, outputs, train_step.assign_credit(setup, phase, batch, outputs, Progress())
 
 
 def _make_phase(policy: Policy, scheme: str, groups: Sequence[Group]) -> tuple[Setup, build.StateBuilder, Phase]:
-    """Return the phase of RL with a credit scheme for batches of this size; made once.
-
-    Raises:
-      UserError: the scheme is unknown, or the policy or the trajectories lack what it needs.
-    """
+    """Return the phase of RL with a credit scheme for batches of this size; made once. Raises as `compare_credit`."""
     try:
         call = parse_call(scheme, "scheme")
         credit = CreditConfig(call.name, args=call.named)
@@ -339,13 +301,14 @@ def _make_phase(policy: Policy, scheme: str, groups: Sequence[Group]) -> tuple[S
         raise UserError(f"credit scheme {bound.name!r} compares steps of equal state_key, and these steps have none")
     if bound.needs_greedy and all(t.greedy_return is None for t in trajectories):
         raise UserError(f"credit scheme {bound.name!r} needs a greedy rollout of each row, which these rows lack")
+    settings = policy.setup.settings
     samples = max((len(group) for group in groups), default=1)
-    sizes = dataclasses.replace(policy.settings.rollout, groups=max(len(groups), 1), samples=samples)
-    settings = dataclasses.replace(policy.settings, credit=credit, scheme=bound, rollout=sizes)
+    sizes = dataclasses.replace(settings.rollout, groups=max(len(groups), 1), samples=samples)
+    settings = dataclasses.replace(settings, credit=credit, scheme=bound, rollout=sizes)
     key = repr(settings)
     if key not in policy.programs:
-        setup = _make_setup(policy, settings, None)
-        builder = build.make_state_builder(settings, policy.shape, policy.learner_mesh)
+        setup = dataclasses.replace(policy.setup, settings=settings)
+        builder = build.make_state_builder(settings, setup.policy, setup.learner_mesh)
         phase = phases.reinforcement(setup, builder.optimizer, builder.layout, None)
         policy.programs[key] = setup, builder, phase
     return policy.programs[key]

@@ -33,7 +33,7 @@ from agentr1_jax.runtime import compile_cache
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.processes import StopRequest
 from agentr1_jax.train.settings import RunConfig
-from experiments.ablation import cost, grid, jobs
+from experiments.ablation import checks, grid, jobs
 from experiments.ablation.comparison import compare
 from experiments.setup import change_config, read_section
 
@@ -47,7 +47,7 @@ PARALLEL = flags.DEFINE_integer(
 LOSS_MASK = flags.DEFINE_list("loss_mask", [], "values of learner.loss_mask to run each arm with")
 ADVANTAGE_MASK = flags.DEFINE_list("advantage_mask", [], "values of learner.advantage_mask to run each arm with")
 METRIC = flags.DEFINE_string("metric", "em", "metric of the evaluations that is compared")
-DRY_RUN = flags.DEFINE_bool("dry_run", False, "print the grid and what it costs, and leave")
+DRY_RUN = flags.DEFINE_bool("dry_run", False, "print the grid and the hours left, and leave")
 WIDTH = 150
 """Columns of the tables where the output is no terminal."""
 
@@ -70,13 +70,12 @@ def main(argv: Sequence[str]) -> int:
     config = change_config(config, {"compilation_cache": cache})
     warm_starts, cells = grid.make_grid(config, arms, grid.parse_seeds(SEEDS.value), out)
     todo = [cell for cell in (*warm_starts, *cells) if not cell.is_finished]
-    backend = cost.check_apart([cell.config for cell in todo]) if todo else ""
-    cost.check_folders([*warm_starts, *cells])
+    backend = checks.check_apart([cell.config for cell in todo]) if todo else ""
+    checks.check_folders([*warm_starts, *cells])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parallel = min(PARALLEL.value or (cores if backend == "cpu" else 1), max(len(cells), 1))
     if DRY_RUN.value:
-        console.print(cost.grid_table(warm_starts, cells))
-        console.print(cost.cost_table(warm_starts, cells, parallel))
+        console.print(checks.grid_table(warm_starts, cells, parallel))
         return 0
 
     with StopRequest() as stop:

@@ -18,7 +18,6 @@ import dataclasses
 import functools
 import json
 import math
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -37,22 +36,17 @@ from agentr1_jax.learner.update import LearnerState, batch_gradient, init_state,
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.params import init_params
 from agentr1_jax.policy.sharding import shardings
-from agentr1_jax.runtime.compile_cache import CompileCounter
 from agentr1_jax.runtime.mesh import global_batch, learner_mesh
 from agentr1_jax.runtime.processes import use_huge_pages
 from agentr1_jax.trajectory import Outcome, Step, Trajectory
 
 STEPS = flags.DEFINE_list("steps", ["2", "4", "8", "16", "32"], "steps of a trajectory, for each case")
 ROUNDS = flags.DEFINE_integer("rounds", 5, "times that each mode runs, the modes in turn")
-UPDATES = flags.DEFINE_integer(
-    "updates", 50, "updates of varying batches, to count recompiles and idle time; 0 for none"
-)
-CHECKED = flags.DEFINE_integer("checked_steps", 8, "gradients are compared up to this many steps")
-HIDDEN = flags.DEFINE_integer("hidden", 768, "inner size of the SwiGLU")
-BLOCK = flags.DEFINE_integer("round_to", 8, "rows are a multiple of this many tokens")
 JSON = flags.DEFINE_string("json", "", "file for the figures")
 SEED = flags.DEFINE_integer("seed", 0, "of ids and advantages")
 
+CHECKED_STEPS, ROUND_TO = 8, 8
+"""Gradients are compared up to so many steps; rows are a multiple of so many tokens."""
 GROUP, PROMPT, RESPONSE, OBSERVATION = 8, 64, 16, 24
 LONG_PROMPT_STEPS, LONG_PROMPT = 4, 8 * (4 * (RESPONSE + OBSERVATION) - OBSERVATION)
 MICROBATCH = 2700
@@ -81,9 +75,9 @@ class Case:
     peak_bytes: int
 
 
-def make_group(steps: int, prompt: int, seed: int, group: int = 0) -> list[Trajectory]:
+def make_group(steps: int, prompt: int, seed: int) -> list[Trajectory]:
     """Return a group of trajectories with random ids: `steps` steps that append to one shared prompt."""
-    rng = np.random.default_rng((seed, group))
+    rng = np.random.default_rng(seed)
 
     def ids(count: int) -> np.ndarray:
         return rng.integers(0, 4096, count).astype(np.int32)
@@ -96,8 +90,8 @@ def make_group(steps: int, prompt: int, seed: int, group: int = 0) -> list[Traje
             made.append(Step(context, response, logprobs, reward=0.0))
             context = np.concatenate([context, response, ids(OBSERVATION)])
         return Trajectory(
-            uid=f"{group}/{sample}",
-            group=group,
+            uid=str(sample),
+            group=0,
             sample=sample,
             task="bench",
             seed=seed,
@@ -125,16 +119,14 @@ def row_length(trajectories: Sequence[Trajectory], mode: PackingMode) -> int:
     if mode == "prefix_tree":
         together = [prompt + (longest - prompt) * count for count in (1, 2, 4, GROUP)]
         longest = max(together[0], *(tokens for tokens in together if tokens <= TREE_ROW))
-    return -(-longest // BLOCK.value) * BLOCK.value
+    return -(-longest // ROUND_TO) * ROUND_TO
 
 
 class Bench:
     """The policy, its optimizer and the compiled programs that all cases share."""
 
     def __init__(self) -> None:
-        self.policy = DecoderConfig(
-            vocab_size=4096, width=256, layers=4, heads=4, kv_heads=2, head_dim=64, hidden=HIDDEN.value
-        )
+        self.policy = DecoderConfig(vocab_size=4096, width=256, layers=4, heads=4, kv_heads=2, head_dim=64, hidden=768)
         self.mesh = learner_mesh(1, 1, 1, jax.devices()[:1])
         self.optimizer = make_optimizer(OptimizerConfig())
         make = functools.partial(init_params, self.policy, jax.random.key(SEED.value))
@@ -191,142 +183,39 @@ def gradient_error(bench: Bench, cases: Mapping[PackingMode, Case]) -> float:
     return max(max(jax.tree.leaves(jax.tree.map(error, g, reference))) for g in grads.values())
 
 
-def many_updates(bench: Bench, updates: int) -> dict[str, float]:
-    """Updates of batches of varying size, dispatched ahead with their metrics fetched one late: recompiles, and the
-    share of time in which the device had nothing to do."""
-    rng = np.random.default_rng(SEED.value)
-    state, row_tokens, rows, most = bench.fresh(), 512, 4, 8
-    counter = CompileCounter()
-    ready, sent, late = [], [], None
-    compiled = 0
-
-    def watch(metrics: Any) -> None:
-        jax.block_until_ready(metrics)
-        ready.append(time.perf_counter())
-
-    for i in range(updates):
-        trajectories = [
-            t for g in range(rng.integers(1, 5)) for t in make_group(int(rng.integers(1, 12)), PROMPT, i, g)
-        ]
-        layout, loss_tokens = lay_out(trajectories, "trajectory", row_tokens, i)
-        batch = to_microbatches(layout.packed_tokens, loss_tokens, microbatches=most, rows=rows)
-        batch, count = global_batch(batch, bench.mesh), np.int32(-(-layout.rows // rows))
-        sent.append(time.perf_counter())
-        state, metrics = bench.update(state, {}, batch, count, bench.rates)
-        watcher = threading.Thread(target=watch, args=(metrics,))
-        watcher.start()
-        if late is not None:
-            late.join()
-        late = watcher
-        compiled = counter.count if i == 1 else compiled
-    assert late is not None
-    late.join()
-    idle = sum(max(0.0, after - before) for before, after in zip(ready[1:], sent[2:], strict=False))
-    return {
-        "updates": updates,
-        "recompiles": counter.count - compiled,
-        "idle_share": idle / (ready[-1] - ready[1]),
-    }
-
-
 def main(argv: Sequence[str]) -> None:
     """Run all cases; print a table and write the figures as JSON."""
     del argv
     bench, console = Bench(), Console()
-    modes: dict[str, dict[int, dict[str, float]]] = {mode: {} for mode in PACKING_MODES}
-    errors = []
-    for steps in map(int, STEPS.value):
-        trajectories = make_group(steps, PROMPT, SEED.value)
-        cases = {mode: bench.case(trajectories, mode) for mode in PACKING_MODES}
-        if steps <= CHECKED.value:
+    rows, errors = list[dict[str, Any]](), list[float]()
+    sizes = [(int(steps), PROMPT, tuple(PACKING_MODES)) for steps in STEPS.value]
+    for steps, prompt, modes in [*sizes, (LONG_PROMPT_STEPS, LONG_PROMPT, ("trajectory", "prefix_tree"))]:
+        trajectories = make_group(steps, prompt, SEED.value)
+        cases = {mode: bench.case(trajectories, mode) for mode in modes}
+        if steps <= CHECKED_STEPS:
             errors.append(gradient_error(bench, cases))
         seconds = time_updates(bench, cases)
         for mode, case in cases.items():
-            modes[mode][steps] = {
-                "seconds": seconds[mode],
-                "tokens_computed": case.tokens,
-                "peak_bytes": case.peak_bytes,
-            }
-        console.print(f"{steps} steps: " + ", ".join(f"{m} {modes[m][steps]['seconds']:.3f} s" for m in PACKING_MODES))
-    long_cases = make_group(LONG_PROMPT_STEPS, LONG_PROMPT, SEED.value)
-    cases = {mode: bench.case(long_cases, mode) for mode in ("trajectory", "prefix_tree")}
-    errors.append(gradient_error(bench, cases))
-    seconds = time_updates(bench, cases)
-    figures = {
-        "modes": modes,
-        "speedup_trajectory_vs_per_step_padded": ratios(modes, "per_step_padded", "trajectory", "seconds"),
-        "speedup_trajectory_vs_per_step": ratios(modes, "per_step", "trajectory", "seconds"),
-        "token_ratio": ratios(modes, "per_step", "trajectory", "tokens_computed"),
-        "padded_token_ratio": {steps: float(steps) for steps in modes["trajectory"]},
-        "growth_exponent": growth(modes["trajectory"]),
-        "max_relative_gradient_error": max(errors),
-        "long_prompt": {
-            "prompt": LONG_PROMPT,
-            "steps": LONG_PROMPT_STEPS,
-            "seconds": seconds,
-            "tokens_computed": {mode: case.tokens for mode, case in cases.items()},
-            "speedup_prefix_tree_vs_trajectory": seconds["trajectory"] / seconds["prefix_tree"],
-            "token_ratio": cases["trajectory"].tokens / cases["prefix_tree"].tokens,
-        },
-    }
-    if UPDATES.value:
-        figures["many_updates"] = many_updates(bench, UPDATES.value)
-    show(console, figures)
+            rows.append(
+                {
+                    "prompt": prompt,
+                    "steps": steps,
+                    "mode": mode,
+                    "seconds": round(seconds[mode], 3),
+                    "tokens": case.tokens,
+                    "peak MiB": round(case.peak_bytes / 2**20),
+                    "times as fast": round(seconds[modes[0]] / seconds[mode], 2),
+                }
+            )
+        console.print(f"{steps} steps: " + ", ".join(f"{mode} {seconds[mode]:.3f} s" for mode in modes))
+    table = Table(*rows[0], title="one update; times as fast as the first mode of its size")
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    console.print(table)
+    console.print(f"gradients differ by at most {max(errors):.1e} of their largest entry")
     if JSON.value:
         with open(JSON.value, "w", encoding="utf-8") as out:
-            json.dump(figures, out, indent=2)
-
-
-def ratios(modes: dict[str, Any], above: str, below: str, what: str) -> dict[int, float]:
-    """Return the quotient of two modes for each number of steps."""
-    return {steps: modes[above][steps][what] / modes[below][steps][what] for steps in modes[below]}
-
-
-def growth(cases: dict[int, dict[str, float]]) -> float | None:
-    """Return the exponent of seconds over steps from 4 to the most; None without both."""
-    sizes = [steps for steps in cases if steps >= 4]
-    if len(sizes) < 2:
-        return None
-    first, last = min(sizes), max(sizes)
-    return math.log(cases[last]["seconds"] / cases[first]["seconds"]) / math.log(last / first)
-
-
-def show(console: Console, figures: dict[str, Any]) -> None:
-    """Print the figures as tables."""
-    modes = figures["modes"]
-    table = Table(title="one update: seconds (tokens computed, peak MiB)")
-    for column in ("steps", *PACKING_MODES):
-        table.add_column(column, justify="right")
-    for steps in modes["trajectory"]:
-        cells = [modes[mode][steps] for mode in PACKING_MODES]
-        table.add_row(
-            str(steps),
-            *(f"{c['seconds']:.3f} ({c['tokens_computed']:,}, {c['peak_bytes'] / 2**20:,.0f})" for c in cells),
-        )
-    console.print(table)
-    table = Table(title="mode trajectory against per_step_padded and per_step: seconds, tokens, their quotient")
-    for column in ("steps", "per_step_padded", "tokens", "quotient", "per_step", "tokens", "quotient"):
-        table.add_column(column, justify="right")
-    for steps in modes["trajectory"]:
-        row = []
-        for kind, tokens in (("per_step_padded", "padded_token_ratio"), ("per_step", "token_ratio")):
-            speedup, ratio = figures[f"speedup_trajectory_vs_{kind}"][steps], figures[tokens][steps]
-            row += [f"{speedup:.2f}", f"{ratio:.2f}", f"{speedup / ratio:.2f}"]
-        table.add_row(str(steps), *row)
-    console.print(table)
-    long = figures["long_prompt"]
-    console.print(
-        f"trajectory grows as steps^{figures['growth_exponent'] or math.nan:.2f}; gradients differ by at most "
-        f"{figures['max_relative_gradient_error']:.1e}; prompt of {long['prompt']}: prefix_tree is "
-        f"{long['speedup_prefix_tree_vs_trajectory']:.2f} times as fast as trajectory, tokens "
-        f"{long['token_ratio']:.2f}, quotient {long['speedup_prefix_tree_vs_trajectory'] / long['token_ratio']:.2f}"
-    )
-    if "many_updates" in figures:
-        console.print(
-            "updates of varying batches: {updates}, recompiles {recompiles}, device idle {idle_share:.3f}".format(
-                **figures["many_updates"]
-            )
-        )
+            json.dump({"rows": rows, "max_relative_gradient_error": max(errors)}, out, indent=2)
 
 
 if __name__ == "__main__":

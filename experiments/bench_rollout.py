@@ -44,15 +44,7 @@ from agentr1_jax.trajectory import Outcome
 
 EPISODES = flags.DEFINE_integer("episodes", 256, "episodes, in groups of 8")
 SLOTS = flags.DEFINE_integer("slots", 16, "responses decoded together")
-SWAP_SLOTS = flags.DEFINE_integer("swap_slots", 16, "further KV slots, for trajectories that are swapped out")
 ROUNDS = flags.DEFINE_integer("rounds", 3, "times that each mode is run, one after the other in turn")
-CHUNK = flags.DEFINE_integer("chunk", 32, "most tokens sampled per slot in one decode call")
-EARLY_EXIT = flags.DEFINE_integer("early_exit_after", 3, "ended responses after which a decode call ends early")
-FETCH_LAG = flags.DEFINE_integer("fetch_lag", 0, "chunks by which the fetch lags behind the dispatch: 0 | 1")
-BLOCK = flags.DEFINE_integer("attention_block", 128, "positions per attention block")
-GROUP_SLOTS = flags.DEFINE_integer("attention_group", 4, "decode slots per attention group")
-LATENCY = flags.DEFINE_float("latency", 1.0, "factor on the time that tools take")
-MODES = flags.DEFINE_list("modes", ["lockstep_reprefill", "lockstep_cached", "engine"], "which to run")
 JSON = flags.DEFINE_string("json", "", "file for the figures")
 SEED = flags.DEFINE_integer("seed", 0, "of the workload")
 
@@ -84,7 +76,7 @@ class Episode:
         return self.group * SAMPLES + self.sample
 
 
-def workload(episodes: int, seed: int, latency: float) -> list[Episode]:
+def workload(episodes: int, seed: int) -> list[Episode]:
     """Episodes of simulated tool use, the same for every mode."""
     rng = np.random.default_rng(seed)
 
@@ -93,7 +85,7 @@ def workload(episodes: int, seed: int, latency: float) -> list[Episode]:
 
     def turn() -> Turn:
         response = int(np.clip(round(24 * np.exp(0.7 * rng.normal())), 1, RESPONSE))
-        seconds = latency * max(0.05 + 0.03 * rng.normal(), 0.0)
+        seconds = max(0.05 + 0.03 * rng.normal(), 0.0)
         return Turn(response, seconds, ids(int(rng.integers(OBSERVATION[0], OBSERVATION[1] + 1))))
 
     prompts = [ids(PROMPT) for _ in range(-(-episodes // SAMPLES))]
@@ -175,43 +167,41 @@ def engines() -> Iterator[tuple[str, Engine]]:
     """An engine for each mode; they share their programs."""
     shapes = EngineConfig(
         slots=SLOTS.value,
-        swap_slots=SWAP_SLOTS.value,
+        swap_slots=16,
         slot_tokens=LENGTH,
-        decode_chunk=CHUNK.value,
-        early_exit_after=EARLY_EXIT.value,
-        fetch_lag=1 if FETCH_LAG.value else 0,
+        decode_chunk=32,
+        early_exit_after=3,
         prefill_width=16,
         prefill_rows=(4, 8, 12, 16),
-        attention_block=BLOCK.value,
-        attention_group=GROUP_SLOTS.value,
+        attention_block=128,
+        attention_group=4,
     )
     mesh = learner_mesh(-1, 1, 1)
     # A mode that waits for all responses gains nothing from an early exit.
-    lockstep = dataclasses.replace(shapes, early_exit_after=0, fetch_lag=0)
+    lockstep = dataclasses.replace(shapes, early_exit_after=0)
     configs = {
         "lockstep_reprefill": dataclasses.replace(lockstep, prefix_reuse="none"),
         "lockstep_cached": dataclasses.replace(lockstep, prefix_reuse="own"),
         "engine": shapes,
     }
     programs = None
-    for name in MODES.value:
-        engine = Engine(POLICY, configs[name], mesh)
+    for name, config in configs.items():
+        engine = Engine(POLICY, config, mesh)
         engine.device.programs = programs = programs or engine.device.programs
         yield name, engine
 
 
-def figures(counters: Counters, sampled: int, rounds: int) -> dict[str, float]:
-    """Return the means of a mode over one round."""
+def figures(counters: Counters, sampled: int) -> dict[str, float]:
+    """Return the figures of a mode, those of one round where they are sums."""
+    rounds = ROUNDS.value
     return {
         "seconds": round(counters.seconds / rounds, 3),
         "decode_tokens_per_s": round(sampled * rounds / counters.seconds, 1),
         "prefill_tokens": round(counters.prefill_tokens / rounds),
-        "prefill_tokens_padded": round(counters.prefill_tokens_padded / rounds),
         "slot_occupancy": round(counters.occupancy, 4),
         "slot_occupancy_while_waiting": round(counters.occupancy_while_waiting, 4),
         "host_share": round(counters.host_share, 4),
         "decode_calls": round(counters.decode_calls / rounds),
-        "decode_iterations": round(counters.decode_slot_steps / SLOTS.value / rounds),
         "prefill_calls": round(counters.prefill_calls / rounds),
         "copied_tokens": round(counters.copied_tokens / rounds),
     }
@@ -226,7 +216,7 @@ def least_prefill(episodes: Sequence[Episode]) -> int:
 def main(argv: Sequence[str]) -> None:
     del argv
     console = Console()
-    episodes = workload(EPISODES.value, SEED.value, LATENCY.value)
+    episodes = workload(EPISODES.value, SEED.value)
     shapes = jax.eval_shape(lambda: init_decoder(POLICY, jax.random.key(0)))
     layout = shardings(shapes, learner_mesh(-1, 1, 1))
     params = jax.jit(lambda: init_decoder(POLICY, jax.random.key(0)), out_shardings=layout)()
@@ -241,13 +231,13 @@ def main(argv: Sequence[str]) -> None:
         for _, engine, run in runs:
             sampled = run(engine, params, episodes)
             assert sampled == sum(t.response for e in episodes for t in e.turns)
-    modes = {name: figures(engine.counters, sampled, ROUNDS.value) for name, engine, _ in runs}
+    modes = {name: figures(engine.counters, sampled) for name, engine, _ in runs}
     out = {
         "modes": modes,
         **{
             f"speedup_vs_{name}": round(modes[name]["seconds"] / modes["engine"]["seconds"], 3)
             for name in modes
-            if name != "engine" and "engine" in modes
+            if name != "engine"
         },
         "recompiles_after_warmup": compiles.count,
         "compiled_programs": compiled,

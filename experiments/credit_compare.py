@@ -1,10 +1,10 @@
 """Compare credit schemes on the recorded trajectories of a run.
 
-    python -m experiments.credit_compare RUN [RUN ...] [--schemes=grpo,step_gae(lam=0.9),gigpo] [--update=12]
+    python -m experiments.credit_compare RUN [--schemes=grpo,step_gae(lam=0.9),gigpo] [--update=12]
 
 All schemes judge the same steps, and all gradients are taken at the parameters of the newest checkpoint. OUT (in RUN
 unless given) gets report.html, summary.md, schemes.csv, pairs.csv, advantages.csv and the pictures. The quickstart's
-batch of 128 trajectories takes a minute on two CPU cores. Several RUNs are joined if they recorded one policy.
+batch of 128 trajectories takes a minute on two CPU cores.
 """
 
 from __future__ import annotations
@@ -25,11 +25,9 @@ from rich.text import Text
 from agentr1_jax import files
 from agentr1_jax.errors import UserError
 from agentr1_jax.learner.config import AGGREGATES
-from agentr1_jax.report import credit as plots
-from agentr1_jax.report import credit_stats as stats
-from agentr1_jax.report.credit import StepView
+from agentr1_jax.report import credit as stats
 from agentr1_jax.report.page import write_page
-from agentr1_jax.report.tables import format_value, markdown_table
+from agentr1_jax.report.tables import format_value, markdown_table, write_csv
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.text.tokenizer import Tokenizer
@@ -37,12 +35,13 @@ from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.train import build, phases, train_step
 from agentr1_jax.train.build import Setup
 from agentr1_jax.train.phases import Phase
+from agentr1_jax.train.progress import read_progress
+from agentr1_jax.train.restore import restore_params
 from agentr1_jax.trajectory import POLICIES, Step, Trajectory
 from experiments.credit import recording
 from experiments.credit.choice import choose
 from experiments.credit.effects import Effects, effects
-from experiments.credit.parts import score_groups
-from experiments.setup import use_compile_cache
+from experiments.setup import read_run, read_settings, use_compile_cache
 
 UPDATE = flags.DEFINE_string("update", "last", "the recorded RL batch: a number as in trajectories/rl_000012, or last")
 SCHEMES = flags.DEFINE_string("schemes", "all", "names with commas between them, with hyper-parameters in brackets")
@@ -58,9 +57,9 @@ AFFINE_TO = 1e-3
 
 def main(argv: Sequence[str]) -> None:
     """Read recordings and parameters, compare the schemes, write the results."""
-    recordings = [recording.read_recording(folder, UPDATE.value) for folder in argv[1:]]
-    recording.check_one_policy(recordings)
-    settings, out = recordings[0].settings, OUT.value or os.path.join(recordings[0].folder, "credit_compare")
+    run = argv[1]
+    settings, out = read_settings(read_run(run)), OUT.value or os.path.join(run, "credit_compare")
+    update, batch = recording.read_batch(run, settings, UPDATE.value)
     use_compile_cache(settings)
     tokenizer = build.make_tokenizer(settings, None, resumes=True)
     policy, mesh = build.make_policy(settings, tokenizer), meshes.learner_mesh(1, jax.device_count(), 1)
@@ -79,12 +78,13 @@ def main(argv: Sequence[str]) -> None:
     )
     builder = build.make_state_builder(settings, policy, mesh)
     phase = phases.reinforcement(setup, builder.optimizer, builder.layout, None)
-    trajectories = usable(setup, phase, recording.join(recordings))
+    trajectories = usable(setup, phase, batch)
     chosen = choose(SCHEMES.value, settings, trajectories)
-    params, progress = recording.newest_params(recordings, builder.shapes.params)
+    params, record = restore_params(run, builder.shapes.params)
+    progress = read_progress(record, run)
 
-    statistics, unsure = recording.statistics_before(setup, phase, progress, recordings[0].trajectories)
-    parts, baseline, gap = score_groups(setup, params, trajectories, statistics)
+    statistics, unsure = recording.statistics_before(setup, phase, progress, batch)
+    parts, baseline, gap = recording.score_groups(setup, params, trajectories, statistics)
     result = effects(
         setup, params, parts, chosen.schemes, aggregate=AGGREGATE.value, resamples=RESAMPLES.value, baseline=baseline
     )
@@ -101,7 +101,7 @@ def main(argv: Sequence[str]) -> None:
         "resamples": RESAMPLES.value,
     }
     notes = [*chosen.notes, *unsure, *remarks(params, result, late=version - sampled_by)]
-    title = f"Credit schemes on {', '.join(f'{r.folder} rl_{u:06d}' for r in recordings for u in r.updates)}"
+    title = f"Credit schemes on {run} rl_{update:06d}"
     write(out, title, facts, notes, chosen.own, result, tokenizer)
     show(Console(), title, notes, result)
     Console(soft_wrap=True).print(Text(f"Look at {out}/report.html; figures are in {out}/*.csv and {out}/summary.md"))
@@ -205,11 +205,15 @@ def advantage_rows(result: Effects) -> list[dict[str, Any]]:
     ]
 
 
-def disputed_steps(result: Effects, tokenizer: Tokenizer) -> list[StepView]:
-    """Return the steps on which schemes disagree most, at most one of each trajectory."""
-    scaled, split = stats.scale_by_rms(result.steps), stats.disagreement(result.steps)
+def disputed_steps(result: Effects, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Return the steps on which scaled advantages differ most, at most one of each trajectory, for the page.
+
+    `advantages` are pairs (advantage, advantage over the scheme's root mean square) by scheme.
+    """
+    scaled = stats.scale_by_rms(result.steps)
+    split = scaled.std(axis=0)
     steps, seen = step_positions(result.trajectories), set()
-    out: list[StepView] = []
+    out: list[dict[str, Any]] = []
     for place in np.argsort(-split, kind="stable"):
         t, number, step = steps[place]
         if t.uid in seen or len(out) == MOST_STEPS:
@@ -223,19 +227,19 @@ def disputed_steps(result: Effects, tokenizer: Tokenizer) -> list[StepView]:
             str(t.outcome),
         )
         out.append(
-            StepView(
-                title=f"Step {number + 1} of {len(t.steps)}",
-                uid=t.uid,
-                facts=facts,
-                question=str(t.row.get("question", t.task)),
-                prompt=("… " if len(end) < len(step.prompt_ids) else "") + tokenizer.decode(end),
-                response=tokenizer.decode(step.response_ids),
-                observation=step.observation,
-                advantages={
+            {
+                "title": f"Step {number + 1} of {len(t.steps)}",
+                "uid": t.uid,
+                "facts": facts,
+                "question": str(t.row.get("question", t.task)),
+                "prompt": ("… " if len(end) < len(step.prompt_ids) else "") + tokenizer.decode(end),
+                "response": tokenizer.decode(step.response_ids),
+                "observation": step.observation,
+                "advantages": {
                     name: (float(a), float(z))
                     for name, a, z in zip(result.schemes, result.steps[:, place], scaled[:, place], strict=True)
                 },
-            )
+            }
         )
     return out
 
@@ -256,13 +260,13 @@ def write(
     names = [result.schemes[i] for i in order]
     pictures = {name: os.path.join(out, f"{name}.png") for name in ("heatmaps", "noise", "strips")}
     square = np.ix_(order, order)
-    plots.plot_heatmaps(
+    stats.plot_heatmaps(
         pictures["heatmaps"],
         names,
         [("Rank correlation of advantages", rank[square]), ("Cosine of gradients", cosine[square])],
     )
     measured = {key: np.array([row[key] for row in schemes]) for key in ("snr", "direction", "batch effect")}
-    plots.plot_noise(
+    stats.plot_noise(
         pictures["noise"],
         result.schemes,
         [
@@ -272,7 +276,7 @@ def write(
         ],
     )
     index = np.array([number for _, number, _ in step_positions(result.trajectories)])
-    plots.plot_strips(pictures["strips"], result.schemes, stats.scale_by_rms(result.steps), index, above_mean(result))
+    stats.plot_strips(pictures["strips"], result.schemes, stats.scale_by_rms(result.steps), index, above_mean(result))
     write_page(
         os.path.join(out, "report.html"),
         "credit.html",
@@ -286,8 +290,7 @@ def write(
         own=own,
     )
     for name, rows in (("schemes", schemes), ("pairs", pairs), ("advantages", advantage_rows(result))):
-        with files.atomic_write(os.path.join(out, f"{name}.csv"), errors="replace", newline="") as file:
-            file.write(stats.csv_text(rows))
+        write_csv(os.path.join(out, f"{name}.csv"), rows)
     lines = "".join(f"- {note}\n" for note in [*(f"{k}: {format_value(x)}" for k, x in facts.items()), *notes])
     with files.atomic_write(os.path.join(out, "summary.md")) as file:
         file.write(f"# {title}\n\n{lines}\n{markdown_table(short(schemes))}\n{markdown_table(short(pairs))}")
@@ -317,4 +320,4 @@ def show(console: Console, title: str, notes: Sequence[str], result: Effects) ->
 
 
 if __name__ == "__main__":
-    configs.run_main(main, arguments=("RUN...",))
+    configs.run_main(main, arguments=("RUN",))

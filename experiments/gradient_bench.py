@@ -12,7 +12,6 @@ function, or (`const V`) 0.5 everywhere. Takes about two minutes on two cores.
 
 from __future__ import annotations
 
-import csv
 import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,9 +22,8 @@ from rich.table import Table
 
 from agentr1_jax.credit import SCHEMES
 from agentr1_jax.learner.config import AGGREGATES, RATIOS
-from agentr1_jax.report.gradient_errors import LEVEL
-from agentr1_jax.report.gradients import plot_gradients
-from agentr1_jax.report.tables import markdown_table
+from agentr1_jax.report.gradients import LEVEL, plot_gradients
+from agentr1_jax.report.tables import markdown_table, write_csv
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.monitoring import progress_bar
 from agentr1_jax.train.settings import load_file
@@ -122,10 +120,7 @@ def write(folder: str, rows: Sequence[Row], notes: str) -> None:
         out.write(f"{notes}\n")
         for title, lines in tables(rows):
             out.write(f"\n### {title}\n\n{markdown_table(lines)}")
-    with open(os.path.join(folder, "gradients.csv"), "w", encoding="utf-8", newline="") as out:
-        writer = csv.DictWriter(out, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    write_csv(os.path.join(folder, "gradients.csv"), rows)
     fixed = [row for row in rows if row["loss"] == "on-policy" and row["aggregate"] == "fixed"]
     names = dict.fromkeys(row["process"] for row in fixed)
     panels = {name: [row for row in fixed if row["process"] == name] for name in names}

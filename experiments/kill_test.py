@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import functools
 import glob
 import os
@@ -27,7 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -76,8 +75,7 @@ OUTPUT_CHARACTERS = 3000
 """Number of characters of a failed run's output in the message."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Times:
+class Times(NamedTuple):
     """Durations in an undisturbed run, in seconds: of the whole run, of a rollout, of an update."""
 
     all: float
@@ -85,15 +83,8 @@ class Times:
     learn: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Aim:
-    """Moment to kill a run at.
-
-    Attributes:
-      pattern: files whose appearance is waited for, relative to the run folder; empty for the start of the run.
-      delay: seconds from then to the kill.
-      signal: signal to send.
-    """
+class Aim(NamedTuple):
+    """Moment to kill a run at: some seconds after new files of a pattern appear; "" is the start of the run."""
 
     pattern: str
     delay: Callable[[Times, np.random.Generator], float]
@@ -112,8 +103,8 @@ AIMS = {
     "writing a checkpoint": Aim("checkpoints/*tmp*", lambda _, rng: rng.uniform(0, 0.02)),
     "writing trajectories": Aim("trajectories/rl_*", lambda _, rng: 0.0),  # The .partial file, if it is seen in time.
     "any moment": Aim("", lambda times, rng: rng.uniform(0, times.all)),
-    "rolling out, asked to stop": Aim("trajectories/rl_*.gz", in_rollout, signal.SIGTERM),
-    "about an evaluation, asked to stop": Aim(BEFORE_EVALUATIONS, in_rollout, signal.SIGTERM),
+    "asked to stop": Aim("trajectories/rl_*.gz", in_rollout, signal.SIGTERM),
+    "asked to stop about an evaluation": Aim(BEFORE_EVALUATIONS, in_rollout, signal.SIGTERM),
 }
 
 
@@ -128,8 +119,7 @@ def main(argv: Sequence[str]) -> None:
     run_reference(command, first)
     times = run_reference(command, straight)  # This run loads its programs, as the killed ones do.
     console.print(f"undisturbed: {times.all:.0f} s; a rollout {times.rollout:.2f} s, an update {times.learn:.2f} s")
-    kills: collections.Counter[str] = collections.Counter()
-    tries: collections.Counter[str] = collections.Counter()  # A run may end before the moment.
+    kills, tries = collections.Counter[str](), collections.Counter[str]()  # A run may end before the moment.
     faults = faults_of(first, straight, [])
     for number in range(MOST_RUNS_PER_KILL * KILLS.value):
         if by_sigkill(kills) == KILLS.value:
@@ -150,7 +140,7 @@ def by_sigkill(kills: collections.Counter[str]) -> int:
 
 
 def arguments(argv: Sequence[str]) -> list[str]:
-    """Return the arguments of experiments.train; raises UserError if one lacks the prefix."""
+    """Return the arguments of experiments.train. Raise UserError if one lacks the prefix."""
     if strangers := [argument for argument in argv if not argument.startswith(f"{PREFIX}--")]:
         raise UserError(f"unexpected argument {strangers[0]!r}; flags of experiments.train are written {PREFIX}--...")
     own = [argument.removeprefix(PREFIX) for argument in argv]
@@ -168,7 +158,7 @@ def start(command: Sequence[str], run: Path) -> subprocess.Popen[str]:
 
 
 def check_end(child: subprocess.Popen[str], run: Path) -> None:
-    """Wait for the end of a run; raises UserError if its status is not 0."""
+    """Wait for the end of a run. Raise UserError if its status is not 0."""
     if status := child.wait():
         raise UserError(
             f"{run}: a start ended with status {status}:\n{Path(f'{run}.log').read_text()[-OUTPUT_CHARACTERS:]}"
@@ -268,10 +258,8 @@ def differences(what: str, mine: Mapping[str, Any], expected: Mapping[str, Any])
 def records_of(run: Path, resumed: Collection[int]) -> dict[str, dict[str, Any]]:
     """Return the records of metrics by their index, without times.
 
-    Args:
-      run: run folder.
-      resumed: updates of which an earlier start had finished some groups; their records are without the work of engine
-        and tools, which had less to do.
+    Those of `resumed` updates, of which an earlier start had finished some groups, are without the work of engine and
+    tools, which had less to do.
     """
     records = {}
     for r in read_metrics(run / "metrics.jsonl"):

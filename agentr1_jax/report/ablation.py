@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
@@ -12,9 +11,10 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from agentr1_jax import files
-from agentr1_jax.report.drawing import BLUE, GREEN, INK, ORANGE, PURPLE, SOFT, new_figure, save, tidy
+from agentr1_jax.report.drawing import BLUE, GREEN, ORANGE, PURPLE, new_figure, save, tidy
 from agentr1_jax.report.statistics import Interval, area_under, mean_interval, paired_difference, two_stage_interval
 from agentr1_jax.report.tables import format_value, markdown_table
+from agentr1_jax.report.tables import write_csv as write_rows
 
 COLORS = (BLUE, ORANGE, GREEN, PURPLE, "#c2334d", "#0e9aa7", "#8a6d3b", "#e377c2")
 STYLES = ("-", "--", ":", "-.")
@@ -46,14 +46,7 @@ class RunResult:
 
 @dataclasses.dataclass(frozen=True)
 class ArmResult:
-    """The runs of one arm.
-
-    Attributes:
-      name: of the arm.
-      runs: by seed, the finished ones.
-      missing: seeds whose run is not finished.
-      note: what a reader must know of it; may be empty.
-    """
+    """The runs of one arm: the finished ones by seed, the seeds without a finished run, and a remark for the reader."""
 
     name: str
     runs: Mapping[int, RunResult]
@@ -70,12 +63,9 @@ def final_scores(arm: ArmResult, kind: str) -> Interval:
 def difference(arm: ArmResult, base: ArmResult, kind: str) -> Interval | None:
     """Arm minus base over the seeds and questions that both have; None where they share none."""
     ours, theirs = [], []
-    for seed in arm.runs:
-        if seed not in base.runs:
-            continue
+    for seed in [seed for seed in arm.runs if seed in base.runs]:
         a, b = getattr(arm.runs[seed], kind), getattr(base.runs[seed], kind)
-        common = sorted(a.keys() & b.keys())
-        if common:
+        if common := sorted(a.keys() & b.keys()):
             ours.append({question: a[question] for question in common})
             theirs.append({question: b[question] for question in common})
     if not ours:
@@ -94,8 +84,7 @@ def table_rows(arms: Sequence[ArmResult]) -> list[dict[str, Any]]:
             row[kind] = final_scores(arm, kind) if arm.runs else None
         row["area"] = mean_interval(areas) if len(areas) else None
         for kind in KINDS:
-            other = arm is not arms[0] and arm.runs and arms[0].runs
-            row[f"{kind} − first"] = difference(arm, arms[0], kind) if other else None
+            row[f"{kind} − first"] = None if arm is arms[0] else difference(arm, arms[0], kind)
         row["seconds"] = round(float(np.mean([run.seconds for run in arm.runs.values()])), 1) if arm.runs else None
         missing = f"seeds {', '.join(map(str, arm.missing))} missing" if arm.missing else ""
         row["note"] = "; ".join(part for part in (arm.note, missing) if part)
@@ -104,29 +93,26 @@ def table_rows(arms: Sequence[ArmResult]) -> list[dict[str, Any]]:
 
 
 def seed_rows(arms: Sequence[ArmResult]) -> list[dict[str, Any]]:
-    """One row an arm: the mean final score of each seed, greedy and sampled."""
+    """One row an arm: the mean final score of each seed, greedy / sampled."""
     seeds = sorted({seed for arm in arms for seed in (*arm.runs, *arm.missing)})
     rows = []
     for arm in arms:
-        row: dict[str, Any] = {"arm": arm.name}
-        for seed in seeds:
-            run = arm.runs.get(seed)
-            scores = [float(np.mean(list(getattr(run, kind).values()))) for kind in KINDS] if run else None
-            row[f"seed {seed}"] = " / ".join(f"{score:.3f}" for score in scores) if scores else None
+        row: dict[str, Any] = {"arm": arm.name, **dict.fromkeys(f"seed {seed}" for seed in seeds)}
+        for seed, run in arm.runs.items():
+            row[f"seed {seed}"] = " / ".join(f"{np.mean(list(getattr(run, kind).values())):.3f}" for kind in KINDS)
         rows.append(row)
     return rows
 
 
 def write_markdown(
-    path: str | os.PathLike[str], arms: Sequence[ArmResult], *, title: str, metric: str, remarks: Sequence[str] = ()
+    path: files.PathLike, arms: Sequence[ArmResult], *, title: str, metric: str, remarks: Sequence[str] = ()
 ) -> None:
-    """Write the tables and how to read them, renamed into place; `remarks` are paragraphs of their own."""
+    """Write the tables and how to read them; `remarks` are paragraphs of their own."""
     runs = [run for arm in arms for run in arm.runs.values()]
-    asked = sorted({len(run.greedy) for run in runs})
     same = len({frozenset(run.greedy) for run in runs}) == 1
     how = HOW.format(
         metric=metric,
-        questions=" or ".join(map(str, asked)) or "no",
+        questions=" or ".join(map(str, sorted({len(run.greedy) for run in runs}))),
         first=arms[0].name,
         shared=", the same draw for all, since all seeds are asked the same" if same else "",
     )
@@ -138,8 +124,8 @@ def write_markdown(
         out.write("\n\n".join(part.strip() for part in parts) + "\n")
 
 
-def write_csv(path: str | os.PathLike[str], arms: Sequence[ArmResult]) -> None:
-    """Write the table with a column for each mean, lower and upper end, renamed into place."""
+def write_csv(path: files.PathLike, arms: Sequence[ArmResult]) -> None:
+    """Write the table with a column for each mean, lower and upper end."""
     rows = []
     for row in table_rows(arms):
         flat: dict[str, Any] = {}
@@ -151,13 +137,10 @@ def write_csv(path: str | os.PathLike[str], arms: Sequence[ArmResult]) -> None:
             else:
                 flat[name] = value
         rows.append(flat)
-    with files.atomic_write(path, newline="") as out:
-        writer = csv.DictWriter(out, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    write_rows(path, rows)
 
 
-def plot_ablation(path: str | os.PathLike[str], arms: Sequence[ArmResult], *, title: str, metric: str) -> None:
+def plot_ablation(path: files.PathLike, arms: Sequence[ArmResult], *, title: str, metric: str) -> None:
     """Draw each arm's greedy evaluations over RL updates: the mean over its seeds, in a band from lowest to highest.
 
     Seeds whose curves have other updates than the rest (a run that was changed) count where all have a point.
@@ -176,16 +159,8 @@ def plot_ablation(path: str | os.PathLike[str], arms: Sequence[ArmResult], *, ti
         axes.fill_between(updates, heights.min(axis=0), heights.max(axis=0), color=color, alpha=0.13, lw=0)
     if axes.lines:
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=9, frameon=False)
-    else:
-        axes.text(0.5, 0.5, "no run has finished yet", ha="center", va="center", color=SOFT, transform=axes.transAxes)
-    axes.set_title(
-        f"{metric}, greedy: mean over seeds, band from lowest to highest", loc="left", fontsize=10.5, color=INK
-    )
-    axes.set_xlabel("RL update", color=SOFT, fontsize=9.5)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))
-    axes.grid(axis="y", color="#e6e8ec", lw=0.8)
-    axes.set_axisbelow(True)
-    tidy(axes)
+    tidy(axes, title=f"{metric}, greedy: mean over seeds, band from lowest to highest", x_label="RL update")
     save(figure, path)
 
 

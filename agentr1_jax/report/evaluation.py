@@ -38,15 +38,15 @@ def quality_rows(evaluation: Mapping[str, Any]) -> list[dict[str, str]]:
             "split": g["split"],
             "data set": NAMES.get(g["dataset"], g["dataset"]),
             "questions": str(g["questions"]),
-            **{label: interval(g["figures"].get(key)) for key, label in QUALITY.items()},
+            **_cells(g["figures"], QUALITY),
         }
         for g in evaluation["groups"]
     ]
 
 
-def quality_table(evaluation: Mapping[str, Any], *, title: str | None = None) -> Table:
+def quality_table(evaluation: Mapping[str, Any], *, title: str) -> Table:
     """The main figures for the terminal."""
-    table = Table(title=None if title is None else Text(title), title_justify="left")
+    table = Table(title=Text(title), title_justify="left")
     for name in ("mode", "split", "data set", "questions", *QUALITY.values()):
         table.add_column(name)
     for row in quality_rows(evaluation):
@@ -55,20 +55,13 @@ def quality_table(evaluation: Mapping[str, Any], *, title: str | None = None) ->
 
 
 def markdown(evaluation: Mapping[str, Any]) -> str:
-    """The page.
-
-    Args:
-      evaluation: what evaluation.json holds: `request, unfinished, versions, groups, differences`.
-
-    Returns:
-      Markdown; a section for each split.
-    """
+    """Return the page of what evaluation.json holds: `request, unfinished, versions, groups, differences`."""
     request = evaluation["request"]
     sampling = f"temperature {request['temperature']}, {request['samples']} sample(s) a question"
+    versions = ", ".join(f"{name} {version}" for name, version in evaluation["versions"].items())
     parts = [
         "# Evaluation\n",
-        f"Task {request['config']['task']['name']}; {sampling}; seed {request['seed']}. "
-        f"Versions: {', '.join(f'{name} {version}' for name, version in evaluation['versions'].items())}.\n",
+        f"Task {request['config']['task']['name']}; {sampling}; seed {request['seed']}. Versions: {versions}.\n",
         markdown_table(
             [
                 {"mode": mode, "policy": request["sources"][mode], "hash of its parameters": digest}
@@ -85,74 +78,57 @@ def markdown(evaluation: Mapping[str, Any]) -> str:
     ]
     for split in dict.fromkeys(group["split"] for group in evaluation["groups"]):
         groups = [group for group in evaluation["groups"] if group["split"] == split]
-        differences = [d for d in evaluation["differences"] if d["split"] == split]
-        parts += [f"## Split {split}\n", _quality(groups), *_pass_at_k(groups), "### Effort\n", _effort(groups)]
-        parts += ["### Outcomes\n", "Shares of all trajectories, failed ones included.\n", _outcomes(groups)]
-        parts += _kinds(groups) + _differences(differences)
+        parts += [f"## Split {split}\n", *_sections(groups)]
+        parts += _compare_modes([d for d in evaluation["differences"] if d["split"] == split])
     return "\n".join(parts)
 
 
-def _place(group: Mapping[str, Any]) -> dict[str, str]:
-    return {"mode": group["mode"], "data set": NAMES.get(group["dataset"], group["dataset"])}
+def _sections(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the tables of a split."""
 
+    def place(g: Mapping[str, Any]) -> dict[str, Any]:
+        return {"mode": g["mode"], "data set": NAMES.get(g["dataset"], g["dataset"])}
 
-def _quality(groups: Sequence[Mapping[str, Any]]) -> str:
-    return markdown_table(
-        [
-            _place(g)
-            | {"questions": g["questions"], "failed": f"{g['failed_trajectories']} of {g['trajectories']}"}
-            | {label: interval(g["figures"].get(key)) for key, label in QUALITY.items()}
-            for g in groups
-        ]
-    )
-
-
-def _pass_at_k(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    names = dict.fromkeys(key for g in groups for key in g["figures"] if key.startswith("pass@"))
-    if not names:
-        return []
-    rows = [_place(g) | {name: interval(g["figures"].get(name)) for name in names} for g in groups]
-    return ["### pass@k\n", markdown_table(rows)]
-
-
-def _effort(groups: Sequence[Mapping[str, Any]]) -> str:
-    return markdown_table(
-        [_place(g) | {label: interval(g["figures"].get(key)) for key, label in EFFORT.items()} for g in groups]
-    )
-
-
-def _outcomes(groups: Sequence[Mapping[str, Any]]) -> str:
-    names = sorted({name for g in groups for name in g["outcomes"]})
-    rows = []
-    for g in groups:
-        if g["dataset"] != "mean":
-            shares = {name: g["outcomes"].get(name, {"share": 0.0})["share"] for name in names}
-            rows.append(_place(g) | {"trajectories": g["trajectories"]} | shares)
-    return markdown_table(rows)
-
-
-def _kinds(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    counts = [
+        {"questions": g["questions"], "failed": f"{g['failed_trajectories']} of {g['trajectories']}"} for g in groups
+    ]
+    quality = [place(g) | count | _cells(g["figures"], QUALITY) for g, count in zip(groups, counts, strict=True)]
+    parts = [markdown_table(quality)]
+    if names := dict.fromkeys(key for g in groups for key in g["figures"] if key.startswith("pass@")):
+        rows = [place(g) | _cells(g["figures"], {name: name for name in names}) for g in groups]
+        parts += ["### pass@k\n", markdown_table(rows)]
+    parts += ["### Effort\n", markdown_table([place(g) | _cells(g["figures"], EFFORT) for g in groups])]
+    outcomes = sorted({name for g in groups for name in g["outcomes"]})
     rows = [
-        _place(g)
-        | {"kind": kind, "questions": max(f["n"] for f in figures.values())}
-        | {label: interval(figures.get(key)) for key, label in QUALITY.items()}
+        place(g)
+        | {"trajectories": g["trajectories"]}
+        | {name: g["outcomes"].get(name, {"share": 0.0})["share"] for name in outcomes}
+        for g in groups
+        if g["dataset"] != "mean"
+    ]
+    parts += ["### Outcomes\n", "Shares of all trajectories, failed ones included.\n", markdown_table(rows)]
+    rows = [
+        place(g) | {"kind": kind, "questions": max(f["n"] for f in figures.values())} | _cells(figures, QUALITY)
         for g in groups
         if g["dataset"] != "all"
         for kind, figures in g["kinds"].items()
         if figures
     ]
-    return ["### Kinds of question\n", markdown_table(rows)] if rows else []
+    return parts + (["### Kinds of question\n", markdown_table(rows)] if rows else [])
 
 
-def _differences(differences: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One row for each pair of modes and data set."""
+def _cells(figures: Mapping[str, Any], labels: Mapping[str, str]) -> dict[str, str]:
+    return {label: interval(figures.get(key)) for key, label in labels.items()}
+
+
+def _compare_modes(differences: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a table with one row for each pair of modes and data set."""
     if not differences:
         return []
     rows: dict[tuple[str, ...], dict[str, Any]] = {}
     for d in differences:
-        pair = f"{d['ours']} − {d['theirs']}"
-        place = {"modes": pair, "data set": NAMES.get(d["dataset"], d["dataset"]), "questions": d["n"]}
-        row = rows.setdefault((d["ours"], d["theirs"], d["dataset"]), place)
+        place = {"modes": f"{d['ours']} − {d['theirs']}", "data set": NAMES.get(d["dataset"], d["dataset"])}
+        row = rows.setdefault((d["ours"], d["theirs"], d["dataset"]), place | {"questions": 0})
         row["questions"] = max(row["questions"], d["n"])
         row[QUALITY[d["metric"]]] = interval(d, signed=True)
     note = "Differences on the questions that both modes have, resampled in pairs.\n"

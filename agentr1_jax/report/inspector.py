@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import numbers
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -14,13 +13,13 @@ import numpy as np
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
+from agentr1_jax import files
 from agentr1_jax.report.page import write_page
 from agentr1_jax.report.tables import flatten
 from agentr1_jax.trajectory import POLICIES, Step, Trajectory
 from agentr1_jax.trajectory_io import to_json
 
 Decode = Callable[[Sequence[int]], str]
-StepAdvantages = Sequence[np.ndarray | None]
 
 
 def plain(value: Any) -> Any:
@@ -53,24 +52,10 @@ def _short(values: np.ndarray) -> list[float | str]:
     return [plain(float(f"{x:.3g}")) for x in np.asarray(values, np.float64)]
 
 
-def _advantages(trajectory: Trajectory, advantages: StepAdvantages | None) -> list[Any]:
-    """Return per step None, one number where all tokens agree, or a list [R]. Raise ValueError where shapes differ."""
-    if advantages is None:
-        return [None] * len(trajectory.steps)
-    if len(advantages) != len(trajectory.steps):
-        raise ValueError(
-            f"advantages of {trajectory.uid} are for {len(advantages)} steps; it has {len(trajectory.steps)} steps"
-        )
-    out: list[Any] = []
-    for t, (step, values) in enumerate(zip(trajectory.steps, advantages, strict=True)):
-        if values is not None and np.shape(values) != step.response_ids.shape:
-            raise ValueError(
-                f"advantages of {trajectory.uid}, step {t} have shape {np.shape(values)}; "
-                f"its response has shape {step.response_ids.shape}"
-            )
-        short = None if values is None else _short(values)
-        out.append(short[0] if short and len(set(short)) == 1 else short)
-    return out
+def _short_advantages(step: Step) -> Any:
+    """Return None, one number where all tokens agree, or a list [R]."""
+    short = None if step.advantages is None else _short(step.advantages)
+    return short[0] if short and len(set(short)) == 1 else short
 
 
 def _total_reward(trajectory: Trajectory) -> float | str | None:
@@ -85,8 +70,10 @@ def _total_reward(trajectory: Trajectory) -> float | str | None:
 
 def _step_data(step: Step, record: Mapping[str, Any], index: Callable[[int], int], text: Callable[[Any], int]) -> dict:
     """Return one step for the script; token ids and long texts are indices into the tables of pieces and texts."""
-    calls = [{**plain(call), "result": text(call.get("result"))} for call in step.tool_calls]
     prompt = record["prompt_ids"]
+    facts: dict[str, Any] = {"raw_reward_parts": step.raw_reward_parts or None, "action_key": step.action_key}
+    facts |= {"potential": step.potential, "next_potential": step.next_potential}
+    facts |= {"trainable": None if step.trainable else False}
     return {
         "reuse": prompt["reuse"],
         "new": [index(i) for i in prompt["new"]],
@@ -95,27 +82,16 @@ def _step_data(step: Step, record: Mapping[str, Any], index: Callable[[int], int
         "reward": plain(step.reward),
         "parts": plain(step.reward_parts),
         "observation": text(step.observation),
-        "calls": calls,
+        "calls": [{**plain(call), "result": text(call.get("result"))} for call in step.tool_calls],
+        "advantages": _short_advantages(step),
         "state_key": plain(step.state_key),
         "rule": step.context_rule,
         "version": step.policy_version,
-        "info": plain({**_shown_facts(step), **step.info}),
+        "info": plain({**{name: value for name, value in facts.items() if value is not None}, **step.info}),
     }
 
 
-def _shown_facts(step: Step) -> dict[str, Any]:
-    facts: dict[str, Any] = {"raw_reward_parts": step.raw_reward_parts or None, "action_key": step.action_key}
-    facts |= {"potential": step.potential, "next_potential": step.next_potential}
-    facts |= {"trainable": None if step.trainable else False}
-    return {name: value for name, value in facts.items() if value is not None}
-
-
-def page_data(
-    trajectories: Sequence[Trajectory],
-    decode: Decode,
-    advantages: Mapping[str, StepAdvantages | None] | None = None,
-    template_ids: Collection[int] = (),
-) -> dict[str, Any]:
+def page_data(trajectories: Sequence[Trajectory], decode: Decode, template_ids: Collection[int] = ()) -> dict[str, Any]:
     """Return all that the page's script needs, as plain JSON; recurring pieces and long texts are stored once."""
     places: dict[int, int] = {}
     texts: dict[str, int] = {}
@@ -132,8 +108,6 @@ def page_data(
         record = to_json(trajectory)
         policy = POLICIES[trajectory.outcome]
         phase = trajectory.uid.split("/", 1)[0]
-        of_steps = _advantages(trajectory, (advantages or {}).get(trajectory.uid))
-        steps = [_step_data(s, r, index, text) for s, r in zip(trajectory.steps, record["steps"], strict=True)]
         final = record["final_prompt_ids"]
         shown.append(
             {
@@ -149,7 +123,10 @@ def page_data(
                 "reward": _total_reward(trajectory),
                 "metrics": plain(trajectory.metrics),
                 "info": plain({**trajectory.row, **trajectory.info}),
-                "steps": [{**s, "advantages": a} for s, a in zip(steps, of_steps, strict=True)],
+                "steps": [
+                    _step_data(step, stored, index, text)
+                    for step, stored in zip(trajectory.steps, record["steps"], strict=True)
+                ],
                 "final": final and {"reuse": final["reuse"], "new": [index(i) for i in final["new"]]},
             }
         )
@@ -175,41 +152,35 @@ class PageHead:
     Attributes:
       summary: numbers; nested names are dotted.
       table: rows of text, all with the same columns.
-      curve_png, timeline_png: PNG files to inline; None for none.
-      config: configuration of the run, shown folded; None for none.
+      curve_png, timeline_png: PNG files to inline.
+      config: configuration of the run, shown folded.
     """
 
     summary: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     table: Sequence[Mapping[str, str]] = ()
-    curve_png: str | os.PathLike[str] | None = None
-    timeline_png: str | os.PathLike[str] | None = None
+    curve_png: files.PathLike | None = None
+    timeline_png: files.PathLike | None = None
     config: Mapping[str, Any] | None = None
 
 
 def write_report(
-    path: str | os.PathLike[str],
+    path: files.PathLike,
     trajectories: Sequence[Trajectory],
     *,
     decode: Decode,
     title: str,
     head: PageHead | None = None,
-    advantages: Mapping[str, StepAdvantages | None] | None = None,
     template_ids: Collection[int] = (),
 ) -> None:
     """Write the inspector as one self-contained HTML file, which appears whole.
 
     Args:
       path: HTML file to write.
-      trajectories: those to show; the part of a uid before the first `/` is its phase. `row` may hold `question`,
-        `answers` and `kind`. A few hundred trajectories make a page of a few megabytes.
+      trajectories: those to show, with the advantages that training assigned; the part of a uid before the first `/`
+        is its phase. `row` may hold `question`, `answers` and `kind`. A few hundred make a page of a few megabytes.
       decode: token ids -> text; called with one or two ids at a time.
       title: heading of the page.
-      head: what stands above the trajectories; None for nothing.
-      advantages: uid -> per step float [R] or None; a uid that is absent is shown without.
       template_ids: ids that only templates put into prompts (`tokenizer.added.values()`), for their colour.
-
-    Raises:
-      ValueError: advantages do not fit their trajectory's steps.
     """
     head = head or PageHead()
     write_page(
@@ -221,5 +192,5 @@ def write_report(
         curve=head.curve_png,
         timeline=head.timeline_png,
         config=None if head.config is None else json.dumps(plain(head.config), indent=2, ensure_ascii=False),
-        data=script_json(page_data(trajectories, decode, advantages, template_ids)),
+        data=script_json(page_data(trajectories, decode, template_ids)),
     )

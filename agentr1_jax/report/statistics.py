@@ -32,24 +32,13 @@ class Interval(NamedTuple):
     high: float
 
 
-def mean_interval(
-    values: Float[np.ndarray, "n"], *, seed: int = 0, draws: int = DRAWS, level: float = LEVEL
-) -> Interval:
-    """Return the percentile bootstrap interval of a mean over n independent values; of one value it has no width.
-
-    Raises:
-      ValueError: there are no values.
-    """
-    return two_stage_interval([np.asarray([value]) for value in values], seed=seed, draws=draws, level=level)
+def mean_interval(values: Float[np.ndarray, "n"], *, seed: int = 0, draws: int = DRAWS) -> Interval:
+    """Return the percentile bootstrap interval of a mean over n >= 1 independent values; of one it has no width."""
+    return two_stage_interval([np.asarray([value]) for value in values], seed=seed, draws=draws)
 
 
 def two_stage_interval(
-    values: Sequence[Float[np.ndarray, "_"]],
-    *,
-    same_questions: bool = False,
-    seed: int = 0,
-    draws: int = DRAWS,
-    level: float = LEVEL,
+    values: Sequence[Float[np.ndarray, "_"]], *, same_questions: bool = False, seed: int = 0, draws: int = DRAWS
 ) -> Interval:
     """Return the percentile bootstrap interval of a mean over seeds of means over questions.
 
@@ -59,19 +48,11 @@ def two_stage_interval(
     is too wide rather than too narrow where it is all there is (by up to √3; Owen 2007, "The pigeonhole bootstrap").
 
     Args:
-      values: for each seed its scores, one a question; in the same order for all where `same_questions`.
+      values: for each seed its scores, one a question, at least one; in the same order for all if `same_questions`.
       same_questions: whether question i is the same in all seeds.
       seed: seed of the resampling.
       draws: number of resamples.
-      level: share of resampled means within the interval.
-
-    Raises:
-      ValueError: no seed, a seed without questions, or seeds of unequal length said to have the same questions.
     """
-    if not len(values) or not all(len(scores) for scores in values):
-        raise ValueError("an interval needs at least one seed, and at least one value of each")
-    if same_questions and len({len(scores) for scores in values}) > 1:
-        raise ValueError(f"seeds with the same questions have {[len(scores) for scores in values]} scores")
     rng = np.random.default_rng(seed)
 
     def question_weights(count: int, resamples: int) -> np.ndarray:
@@ -87,42 +68,22 @@ def two_stage_interval(
         for i, scores in enumerate(values):
             here = chosen == i
             picked[here] = question_weights(len(scores), int(here.sum())) @ scores
-    resampled = picked.mean(axis=1)
-    low, high = np.quantile(resampled, [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(picked.mean(axis=1), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Interval(float(np.mean([np.mean(scores) for scores in values])), float(low), float(high))
 
 
 def paired_difference(
-    ours: Sequence[Float[np.ndarray, "_"]],
-    theirs: Sequence[Float[np.ndarray, "_"]],
-    *,
-    same_questions: bool = False,
-    seed: int = 0,
-    draws: int = DRAWS,
-    level: float = LEVEL,
+    ours: Sequence[Float[np.ndarray, "_"]], theirs: Sequence[Float[np.ndarray, "_"]], *, same_questions: bool = False
 ) -> Interval:
-    """Return the two-stage interval of the mean of ours − theirs, paired by seed and question.
-
-    Args:
-      ours, theirs: for each seed the scores of the same questions in the same order.
-      same_questions, seed, draws, level: see `two_stage_interval`.
-
-    Raises:
-      ValueError: they do not pair up.
-    """
-    lengths = [[len(scores) for scores in side] for side in (ours, theirs)]
-    if lengths[0] != lengths[1]:
-        raise ValueError(f"scores do not pair up: {lengths[0]} and {lengths[1]} of them, seed by seed")
+    """Return the two-stage interval of the mean of ours − theirs: for each seed scores of the same questions."""
     differences = [np.subtract(a, b) for a, b in zip(ours, theirs, strict=True)]
-    return two_stage_interval(differences, same_questions=same_questions, seed=seed, draws=draws, level=level)
+    return two_stage_interval(differences, same_questions=same_questions)
 
 
 def area_under(updates: Real[np.ndarray, "n"], values: Float[np.ndarray, "n"]) -> float:
-    """Return the mean height of a learning curve over its span: its trapezoid area over the updates, divided by them.
+    """Return the mean height of a learning curve: its trapezoid area over the ascending updates, divided by their span.
 
-    Args:
-      updates: ascending.
-      values: at those updates; straight lines between them.
+    A curve of one point has the height of that.
     """
     if len(updates) < 2:
         return float(values[0])

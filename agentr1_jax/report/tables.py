@@ -1,13 +1,16 @@
-"""Summary numbers as tables for the terminal, for markdown and for the inspector."""
+"""Numbers as tables: for the terminal, as Markdown, as CSV."""
 
 from __future__ import annotations
 
+import csv
 import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
+
+from agentr1_jax import files
 
 
 def flatten(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -23,8 +26,6 @@ def format_value(value: Any) -> str:
     """A value as people read it: `1,234`, `0.938`, `yes`, `-` for None."""
     if value is None:
         return "-"
-    if hasattr(value, "item") and getattr(value, "size", 0) == 1:
-        value = value.item()
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, numbers.Integral):
@@ -39,9 +40,9 @@ def format_value(value: Any) -> str:
     return str(value)
 
 
-def summary_table(summary: Mapping[str, Any], *, title: str | None = None) -> Table:
+def summary_table(summary: Mapping[str, Any], *, title: str) -> Table:
     """A two-column rich table of `summary`, nested names dotted; values are never read as rich markup."""
-    table = Table(title=None if title is None else Text(title), show_header=False, title_justify="left")
+    table = Table(title=Text(title), show_header=False, title_justify="left")
     table.add_column("name", style="dim", no_wrap=True)
     table.add_column("value", justify="right", style="bold")
     for name, value in flatten(summary).items():
@@ -49,10 +50,9 @@ def summary_table(summary: Mapping[str, Any], *, title: str | None = None) -> Ta
     return table
 
 
-def markdown_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> str:
+def markdown_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> str:
     """Rows as a GitHub markdown table; columns default to all keys in order of first appearance."""
-    if columns is None:
-        columns = list(dict.fromkeys(key for row in rows for key in row))
+    columns = columns or list(dict.fromkeys(key for row in rows for key in row))
 
     def line(cells: Sequence[str]) -> str:
         escaped = (cell.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ") for cell in cells)
@@ -60,3 +60,18 @@ def markdown_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | N
 
     head = [line(columns), "|" + " --- |" * len(columns)]
     return "\n".join(head + [line([format_value(row.get(name)) for name in columns]) for row in rows]) + "\n"
+
+
+def write_csv(path: files.PathLike, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows with equal keys as CSV, which appears whole.
+
+    A text that a spreadsheet would run gets a quote before it.
+    """
+
+    def inert(value: Any) -> Any:
+        return f"'{value}" if isinstance(value, str) and value.startswith(tuple("=+-@\t\r")) else value
+
+    with files.atomic_write(path, errors="replace", newline="") as out:
+        writer = csv.DictWriter(out, list(rows[0]) if rows else [], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({name: inert(value) for name, value in row.items()} for row in rows)

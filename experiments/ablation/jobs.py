@@ -13,8 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Console
 from rich.text import Text
 
 from agentr1_jax.runtime.processes import HUGE_PAGES, StopRequest
@@ -42,16 +41,9 @@ class Running:
 def run_all(
     cells: Sequence[Cell], *, parallel: int, stop: StopRequest, console: Console, program: Sequence[str] = ()
 ) -> dict[Cell, str]:
-    """Run all unfinished cells in order, several at once; a run waits for the one that it starts from.
+    """Run all unfinished cells in order, `parallel` at once; a run waits for the one that it starts from.
 
     Once a stop is requested nothing more is started, and running processes are asked to save and leave, and waited for.
-
-    Args:
-      cells: the runs.
-      parallel: number of processes at once.
-      stop: stop request, entered by the caller.
-      console: console for progress.
-      program: command in place of `python -m experiments.train`.
 
     Returns:
       the runs that failed, each with the end of its log or why it was not started.
@@ -59,34 +51,34 @@ def run_all(
     command = program or (sys.executable, "-m", "experiments.train")
     waiting, running, failed = [cell for cell in cells if not cell.is_finished], list[Running](), dict[Cell, str]()
     free, stopping = core_shares(parallel), False
-    with progress_display(console) as show:
-        try:
-            while running or (waiting and not stop.requested):
-                for job in [job for job in running if job.process.poll() is not None]:
-                    running.remove(job)
-                    free.append(job.cores)
-                    if fault := fault_of(job, stop.requested):
-                        failed[job.cell] = fault
-                    show(f"{title(job.cell)}: {'failed' if fault else status(job.cell)}", running)
-                ready = [cell for cell in waiting if not cell.after or is_finished(cell.after)]
-                for cell in ready[: 0 if stop.requested else len(free)]:
-                    running.append(start(cell, free.pop(0), command))
-                    waiting.remove(cell)
-                    show(f"{title(cell)}: starts in {cell.folder}", running)
-                hopeless = [cell for cell in waiting if cell.after in {broken.folder for broken in failed}]
-                failed |= dict.fromkeys(hopeless, "not started, since its warm start failed")
-                waiting = [cell for cell in waiting if cell not in hopeless]
-                if stop.requested and not stopping:
-                    stopping = True
-                    show("stopping; what runs saves and leaves", running)
-                    for job in running:
-                        job.process.terminate()
-                show("", running)
-                time.sleep(SECONDS_BETWEEN_LOOKS if running else 0)
-        finally:
-            for job in running:  # Left over only where something broke, or a second Ctrl-C came.
-                job.process.kill()
-                job.process.wait()
+    show = make_show(console)
+    try:
+        while running or (waiting and not stop.requested):
+            for job in [job for job in running if job.process.poll() is not None]:
+                running.remove(job)
+                free.append(job.cores)
+                if fault := fault_of(job, stop.requested):
+                    failed[job.cell] = fault
+                show(f"{title(job.cell)}: {'failed' if fault else status(job.cell)}", running)
+            ready = [cell for cell in waiting if not cell.after or is_finished(cell.after)]
+            for cell in ready[: 0 if stop.requested else len(free)]:
+                running.append(start(cell, free.pop(0), command))
+                waiting.remove(cell)
+                show(f"{title(cell)}: starts in {cell.folder}", running)
+            hopeless = [cell for cell in waiting if cell.after in {broken.folder for broken in failed}]
+            failed |= dict.fromkeys(hopeless, "not started, since its warm start failed")
+            waiting = [cell for cell in waiting if cell not in hopeless]
+            if stop.requested and not stopping:
+                stopping = True
+                show("stopping; what runs saves and leaves", running)
+                for job in running:
+                    job.process.terminate()
+            show("", running)
+            time.sleep(SECONDS_BETWEEN_LOOKS if running else 0)
+    finally:
+        for job in running:  # Left over only where something broke, or a second Ctrl-C came.
+            job.process.kill()
+            job.process.wait()
     return failed
 
 
@@ -183,28 +175,17 @@ def last_records(folder: str) -> list[dict[str, Any]]:
     return [record for record in records if isinstance(record, dict)]
 
 
-@contextlib.contextmanager
-def progress_display(console: Console) -> Iterator[Callable[[str, Sequence[Running]], None]]:
-    """Yield a function `show(event, running)`: one live line per run on a terminal, else a plain line each minute."""
-    if console.is_terminal:
-        with Live(console=console, auto_refresh=False, transient=True) as live:
-
-            def redraw(event: str, running: Sequence[Running]) -> None:
-                if event:
-                    console.print(Text(event))
-                live.update(Group(*(Text(f"{title(j.cell)}: {status(j.cell)}") for j in running)), refresh=True)
-
-            yield redraw
-        return
+def make_show(console: Console) -> Callable[[str, Sequence[Running]], None]:
+    """Return `show(event, running)`, which prints an event, and each minute the status of what runs."""
     last = time.monotonic()
 
-    def log(event: str, running: Sequence[Running]) -> None:
+    def show(event: str, running: Sequence[Running]) -> None:
         nonlocal last
-        if event:
-            console.print(Text(event), soft_wrap=True)
+        lines = [event] if event else []
         if time.monotonic() - last > SECONDS_BETWEEN_LINES:
             last = time.monotonic()
-            for job in running:
-                console.print(Text(f"{title(job.cell)}: {status(job.cell)}"), soft_wrap=True)
+            lines += [f"{title(job.cell)}: {status(job.cell)}" for job in running]
+        for line in lines:
+            console.print(Text(line), soft_wrap=True)
 
-    yield log
+    return show

@@ -16,7 +16,7 @@ from agentr1_jax.credit import TokenBatch, get_scheme
 from agentr1_jax.errors import UserError
 from agentr1_jax.learner.batch import LossTokens
 from agentr1_jax.learner.config import AGGREGATES, CLIPS, RATIOS, LossConfig
-from agentr1_jax.report.gradient_errors import measure_errors
+from agentr1_jax.report.gradients import measure_errors
 from experiments.credit.estimates import draw, gradients, lay_out, weights
 from experiments.credit.mdps import PROCESSES, every_path, exact_gradient, old_logits
 

@@ -23,11 +23,11 @@ from agentr1_jax.learner.config import Aggregate
 from agentr1_jax.learner.loss_weights import TokenUnits, loss_weights
 from agentr1_jax.learner.update import batch_gradient
 from agentr1_jax.policy.decoder import Params
-from agentr1_jax.report import credit_stats as stats
+from agentr1_jax.report import credit as stats
 from agentr1_jax.runtime.monitoring import progress_bar
 from agentr1_jax.train.build import Setup
 from agentr1_jax.trajectory import Trajectory
-from experiments.credit.parts import Part, microbatches, to_device
+from experiments.credit.recording import Part, microbatches, to_device
 
 Schemes = Mapping[str, Scheme]
 """Schemes by label."""

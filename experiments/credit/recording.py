@@ -1,169 +1,77 @@
-"""Recorded batches of runs, and the parameters that belong to them."""
+"""A recorded batch of a run as training would see it: its trajectories, shaped rewards, values, packed rows."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
-import re
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from agentr1_jax import files
-from agentr1_jax.credit.batch import flatten as flatten_trajectories
+from agentr1_jax.credit.batch import FlatTrajectories, concatenate, flatten
 from agentr1_jax.credit.shaping import RunningMeanStd, shape_rewards
 from agentr1_jax.errors import UserError
+from agentr1_jax.learner.batch import Batch, to_microbatches
+from agentr1_jax.learner.packing import Packing, gather, gather_final, pack, scatter_fields
+from agentr1_jax.learner.update import make_token_outputs
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.rollout.runner import is_zero_variance
-from agentr1_jax.runtime import config as configs
+from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime.run_folder import RunFolder, read_trajectories
 from agentr1_jax.train import train_step
 from agentr1_jax.train.build import Setup
 from agentr1_jax.train.phases import Phase
-from agentr1_jax.train.progress import Progress, read_progress
-from agentr1_jax.train.restore import restore_params
+from agentr1_jax.train.progress import Progress
 from agentr1_jax.train.settings import Settings
 from agentr1_jax.trajectory import Trajectory
-from experiments.setup import read_run, read_settings
 
-POLICY_KEYS = ("policy", "tokenizer", "critic", "context", "rollout.temperature", "rollout.top_k", "rollout.top_p")
-"""Keys and sections of a config in which recordings of one policy agree."""
+SHAPED = ("rewards", "returns", "token_rewards", "greedy_return")
+"""Fields that shaping changes."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Recording:
-    """RL batches of one run.
+class Part:
+    """One group of the batch.
 
     Attributes:
-      folder: folder of the run.
-      config: config of the run as plain JSON.
-      settings: settings of the run.
-      updates: numbers of the batches.
-      trajectories: all trajectories that training used; groups of different batches have different numbers.
+      trajectories: trajectories of the group.
+      streams: their flat arrays for schemes without a critic.
+      valued: their flat arrays with the critic's values, and rewards shaped for a critic; None without a critic.
+      packing: layout of the group in packed rows.
     """
 
-    folder: str
-    config: Mapping[str, Any]
-    settings: Settings
-    updates: Sequence[int]
     trajectories: Sequence[Trajectory]
+    streams: FlatTrajectories
+    valued: FlatTrajectories | None
+    packing: Packing
 
 
-def read_recording(folder: str, updates: str) -> Recording:
-    """Read recorded RL batches of a run.
+def read_batch(folder: str, settings: Settings, update: str) -> tuple[int, list[Trajectory]]:
+    """Read a recorded RL batch of a run, in order of group and sample, without groups that others replaced.
 
     Args:
       folder: folder of the run.
-      updates: `last`, or numbers as in the names of the files, with commas between them.
+      settings: settings of the run.
+      update: `last`, or a number as in the names of the files.
 
     Raises:
-      UserError: no run, no recorded batch of that number, a file that cannot be read.
+      UserError: no recorded batch of that number, a file that cannot be read.
     """
-    config, recorded = read_run(folder), RunFolder(folder).batch_files()
-    settings = read_settings(config)
-    if updates != "last" and not re.fullmatch(r"\d+(,\d+)*", updates):
-        raise UserError(f"--update={updates}: write `last`, or the number of an update, e.g. --update={max(recorded)}")
-    wanted = [max(recorded)] if updates == "last" else sorted({int(update) for update in updates.split(",")})
-    for update in wanted:
-        if update not in recorded:
-            raise UserError(
-                f"{folder}: has no RL batch {update}; those from {min(recorded)} to {max(recorded)} are recorded"
-            )
-    trajectories: list[Trajectory] = []
-    for update in wanted:
-        batch = _drop_replaced_groups(settings, read_trajectories(recorded[update]))
-        trajectories += _renumber_groups(batch, 1 + max((t.group for t in trajectories), default=-1))
-    return Recording(folder, configs.resolve(config), settings, wanted, trajectories)
-
-
-def _drop_replaced_groups(settings: Settings, batch: Sequence[Trajectory]) -> list[Trajectory]:
-    """Drop zero-variance groups, in whose place others were sampled."""
-    if not settings.rollout.dynamic_sampling_groups:
-        return list(batch)
-    groups: dict[int, list[Trajectory]] = {}
-    for t in batch:
-        groups.setdefault(t.group, []).append(t)
-    return [t for group in groups.values() if not is_zero_variance(group) for t in group]
-
-
-def _renumber_groups(batch: Sequence[Trajectory], first: int) -> list[Trajectory]:
-    """Sort trajectories by group and sample, and number the groups from `first`."""
-    order = sorted(batch, key=lambda t: (t.group, t.sample))
-    number = np.unique([t.group for t in order], return_inverse=True)[1]
-    return [dataclasses.replace(t, group=first + int(g)) for t, g in zip(order, number, strict=True)]
-
-
-def join(recordings: Sequence[Recording]) -> list[Trajectory]:
-    """Join the trajectories of several runs: groups are renumbered, uids begin with the name of their run."""
-    out: list[Trajectory] = []
-    for r in recordings:
-        prefix = f"{os.path.basename(os.path.normpath(r.folder))}:" if len(recordings) > 1 else ""
-        batch = _renumber_groups(r.trajectories, 1 + max((t.group for t in out), default=-1))
-        out += [dataclasses.replace(t, uid=f"{prefix}{t.uid}") for t in batch]
-    return out
-
-
-def check_one_policy(recordings: Sequence[Recording]) -> None:
-    """Refuse to join recordings of different policies.
-
-    Parameters are compared by `newest_params`, since they take time and memory to read.
-
-    Raises:
-      UserError: with what differs, and where.
-    """
-    first = recordings[0]
-    for r in recordings[1:]:
-        differing = [
-            f"{key} is {here!r} in {first.folder} and {there!r} in {r.folder}"
-            for key, here, there in _differences(first.config, r.config)
-        ]
-        if _tokenizer_bytes(first.folder) != _tokenizer_bytes(r.folder):
-            differing.append(f"tokenizer.model differs between {first.folder} and {r.folder}")
-        if differing:
-            raise UserError(f"recordings of different policies: {'; '.join(differing)}. Compare schemes on one of them")
-    versions: dict[int, str] = {}
-    for r in recordings:
-        for t in r.trajectories:
-            versions |= {s.policy_version: r.folder for s in t.steps if s.policy_version not in versions}
-    if len(versions) > 1:
-        listed = ", ".join(f"version {version} ({folder})" for version, folder in sorted(versions.items()))
-        raise UserError(f"recordings of different policies: {listed}; choose one update of one policy with --update=U")
-
-
-def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    here, there = dict(configs.flatten(one)), dict(configs.flatten(other))
-    keys = [k for k in sorted(here.keys() | there.keys()) if any(k == p or k.startswith(f"{p}.") for p in POLICY_KEYS)]
-    return [(k, here.get(k), there.get(k)) for k in keys if here.get(k) != there.get(k)]
-
-
-def _tokenizer_bytes(folder: str) -> bytes:
-    path = os.path.join(folder, "tokenizer.model")
-    return files.read_bytes(path) if files.exists(path) else b""
-
-
-def newest_params(recordings: Sequence[Recording], like: Params) -> tuple[Params, Progress]:
-    """Return the trained parameters of the newest checkpoint, and the progress of the run then.
-
-    Args:
-      recordings: recordings of one policy.
-      like: shape structs of the parameters, with shardings.
-
-    Raises:
-      UserError: a run has no checkpoint, or the parameters of two runs differ.
-    """
-    first = recordings[0].folder
-    params, record = restore_params(first, like)
-    for r in recordings[1:]:
-        other, _ = restore_params(r.folder, like)
-        same = jax.tree.map(np.array_equal, params, other)
-        if not all(jax.tree.leaves(same)):
-            raise UserError(
-                f"recordings of different policies: the newest parameters of {first} and {r.folder} differ. Compare "
-                "schemes on one of them"
-            )
-    return params, read_progress(record, first)
+    recorded = RunFolder(folder).batch_files()
+    if update != "last" and not update.isdecimal():
+        raise UserError(f"--update={update}: write `last`, or the number of an update, e.g. --update={max(recorded)}")
+    number = max(recorded) if update == "last" else int(update)
+    if number not in recorded:
+        raise UserError(
+            f"{folder}: has no RL batch {number}; those from {min(recorded)} to {max(recorded)} are recorded"
+        )
+    batch = sorted(read_trajectories(recorded[number]), key=lambda t: (t.group, t.sample))
+    groups = [list(group) for _, group in itertools.groupby(batch, key=lambda t: t.group)]
+    if settings.rollout.dynamic_sampling_groups:
+        groups = [group for group in groups if not is_zero_variance(group)]
+    return number, [t for group in groups for t in group]
 
 
 def version(progress: Progress, settings: Settings) -> int:
@@ -193,9 +101,83 @@ def statistics_before(
     if not usable:
         return statistics, []
     shaping, gamma = settings.shaping, settings.scheme.gamma
-    streams = flatten_trajectories(usable, process_parts=shaping.process_parts)
+    streams = flatten(usable, process_parts=shaping.process_parts)
     _, own = shape_rewards(streams, shaping, gamma=gamma, statistics=RunningMeanStd(), bootstraps=phase.critic)
     if own.n > statistics.n or settings.objective.kl_in_reward != "none":
         unsure = "The running statistics of returns hold this batch's too, which cannot be told apart"
         return statistics, [f"{unsure} (a KL in the reward is not recorded)."]
     return statistics.remove(own), []
+
+
+def score_groups(
+    setup: Setup, params: Params, trajectories: Sequence[Trajectory], statistics: RunningMeanStd
+) -> tuple[list[Part], float, float]:
+    """Shape the rewards of each group as the run does, and compute the values of its critic.
+
+    Rewards are shaped with the discount of the run's own scheme for all of them.
+
+    Args:
+      setup: settings, policy, frozen parameters and learner mesh are used.
+      params: trained parameters.
+      trajectories: the batch, in order of group.
+      statistics: running statistics of the returns of earlier batches.
+
+    Returns:
+      the groups, the fallback baseline of a state (the mean return of earlier batches), and the mean
+      |recorded log-prob − log-prob at the parameters|.
+    """
+    critic, rows = "value" in params, setup.settings.learner.packing_config
+    groups = [list(group) for _, group in itertools.groupby(trajectories, key=lambda t: t.group)]
+    packings = [pack(group, rows, final_values=critic) for group in groups]
+    token_outputs = make_token_outputs(setup.policy, setup.settings.objective, setup.learner_mesh)
+    capacity = microbatches(setup, packings)
+    streams, valued, gaps = [], [], []
+    for group, packing in zip(groups, packings, strict=True):
+        batch, count = to_device(setup, packing, capacity, {})
+        outputs: Any = jax.device_get(token_outputs(params, setup.frozen, None, batch, count))
+
+        def by_row(x: np.ndarray, packing: Packing = packing) -> np.ndarray:
+            return x.reshape(-1, x.shape[-1])[: packing.rows]
+
+        logprobs = gather(packing, by_row(outputs.logprob))
+        streams.append(flatten(group, process_parts=setup.settings.shaping.process_parts))
+        gaps.append(np.abs(logprobs - streams[-1].logprobs))
+        if critic:
+            values, final = (f(packing, by_row(outputs.value)) for f in (gather, gather_final))
+            valued.append(dataclasses.replace(streams[-1], values=values.astype(np.float32), final_values=final))
+    plain, after = _shape_groups(setup, streams, statistics, critic=False)
+    with_values = _shape_groups(setup, valued, statistics, critic=True)[0] if critic else [None] * len(groups)
+    parts = [Part(*part) for part in zip(groups, plain, with_values, packings, strict=True)]
+    baseline = statistics.mean / (after.std if setup.settings.shaping.scale_returns else 1.0)
+    return parts, baseline, float(np.concatenate(gaps).mean())
+
+
+def _shape_groups(
+    setup: Setup, groups: Sequence[FlatTrajectories], statistics: RunningMeanStd, *, critic: bool
+) -> tuple[list[FlatTrajectories], RunningMeanStd]:
+    """Shape the rewards of all groups at once; return the groups, and the running statistics with them."""
+    shaping, gamma = setup.settings.shaping, setup.settings.scheme.gamma
+    whole, after = shape_rewards(concatenate(groups), shaping, gamma=gamma, statistics=statistics, bootstraps=critic)
+    out = list(groups)
+    for name in SHAPED:
+        edges = np.cumsum([len(getattr(s, name)) for s in groups])[:-1]
+        pieces = np.split(getattr(whole, name), edges)
+        out = [dataclasses.replace(s, **{name: piece}) for s, piece in zip(out, pieces, strict=True)]
+    return out, after
+
+
+def microbatches(setup: Setup, packings: Sequence[Packing]) -> int:
+    """Return the most microbatches that one of the groups fills."""
+    return max(-(-p.rows // _rows(setup)) for p in packings)
+
+
+def to_device(setup: Setup, packing: Packing, capacity: int, per_token: Mapping[str, np.ndarray]) -> tuple[Batch, Any]:
+    """Return a group on the learner's mesh, with some fields of its loss tokens, and the microbatches that it fills."""
+    rows = _rows(setup)
+    batch = to_microbatches(packing.packed_tokens, scatter_fields(packing, per_token), microbatches=capacity, rows=rows)
+    return meshes.global_batch(batch, setup.learner_mesh), np.int32(-(-packing.rows // rows))
+
+
+def _rows(setup: Setup) -> int:
+    devices = setup.learner_mesh.size
+    return -(-setup.settings.learner.rows // devices) * devices

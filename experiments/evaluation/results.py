@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import importlib.metadata
 import os
 import platform
@@ -12,14 +13,14 @@ import jax
 
 from agentr1_jax import __version__, files, report
 from agentr1_jax.report.evaluation import markdown, quality_rows
-from agentr1_jax.report.figures import figures
-from agentr1_jax.report.scores import Gallery, score, write_scores
+from agentr1_jax.report.figures import figures, score, write_scores
 from agentr1_jax.text.tokenizer import Tokenizer
+from agentr1_jax.trajectory import Trajectory
 from experiments.evaluation.chunks import Chunk, chunks_of, read_chunks, write_json
 from experiments.evaluation.modes import MODES
 
-GALLERY_SIZE = 4
-"""Trajectories of each mode and verdict on the page."""
+SHOWN_OF_EACH = 4
+"""Trajectories of each mode and verdict (right, wrong, failed) on the page."""
 
 
 def write(out: str, tokenizer: Tokenizer, config: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,9 +38,14 @@ def write(out: str, tokenizer: Tokenizer, config: Mapping[str, Any], record: Map
     Raises:
       UserError: a file of trajectories is damaged.
     """
-    gallery = Gallery(GALLERY_SIZE)
     chunks, unfinished = complete(out, record)
-    scores = [score(trajectory) for trajectory in gallery.passing(read_chunks(chunks))]
+    scores, shown, verdicts = [], list[Trajectory](), collections.Counter[Any]()
+    for trajectory in read_chunks(chunks):
+        scores.append(score(trajectory))
+        verdict = (scores[-1].mode, scores[-1].metrics.get("em") == 1.0, bool(scores[-1].metrics))
+        verdicts[verdict] += 1
+        if verdicts[verdict] <= SHOWN_OF_EACH:
+            shown.append(trajectory)
     evaluation = {
         "request": dict(record),
         "unfinished": unfinished,
@@ -53,7 +59,7 @@ def write(out: str, tokenizer: Tokenizer, config: Mapping[str, Any], record: Map
         page.write(markdown(evaluation))
     report.write_report(
         os.path.join(out, "report.html"),
-        gallery.shown,
+        shown,
         decode=tokenizer.decode,
         title=out,
         head=report.PageHead(table=quality_rows(evaluation), config=evaluation["config"]),

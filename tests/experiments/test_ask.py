@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import json
 import re
 import subprocess
 import sys
@@ -146,12 +145,12 @@ def test_a_wrong_index_is_told_before_anything_is_loaded(tmp_path, monkeypatch):
         ask.main(["ask", str(tmp_path), "Who?"])
 
 
-def asked(*arguments: object) -> subprocess.CompletedProcess:
+def run_ask(*arguments: object) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "experiments.ask", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
-def refused(done: subprocess.CompletedProcess) -> str:
+def read_error(done: subprocess.CompletedProcess) -> str:
     """The one line of an error."""
     assert done.returncode == 2 and "Traceback" not in done.stderr and done.stdout == ""
     assert len(re.findall(r"^error: ", done.stderr, re.MULTILINE)) == 1
@@ -159,7 +158,7 @@ def refused(done: subprocess.CompletedProcess) -> str:
 
 
 def test_bad_input_is_one_line():
-    line = refused(asked("nowhere", "Who?"))
+    line = read_error(run_ask("nowhere", "Who?"))
     assert "nowhere: no run (it has no config.json)" in line and "\n" not in line
     assert line.endswith("to ask published weights, name their task with --config=FILE")
 
@@ -169,15 +168,11 @@ def test_bad_input_is_one_line():
     ("arguments", "message"),
     [
         ((), "RUN_OR_WEIGHTS is missing; the command takes RUN_OR_WEIGHTS [QUESTION]"),
-        (("nowhere", "Who", "is?"), "unexpected argument 'is?'"),
-        (("nowhere", "  "), "give either a question that is not empty or --question_row"),
         (("nowhere", "Who?", "--question_row=eval/1"), "give either a question"),
-        (("nowhere", "Who?", "--config.seed=1"), "no config given"),
-        (("no/where", "Who?", "--config=configs/quickstart.py"), "tokenizer.path: no/where: no such folder here"),
     ],
 )
 def test_each_bad_input_is_one_line(arguments, message):
-    line = refused(asked(*arguments))
+    line = read_error(run_ask(*arguments))
     assert message in line and "\n" not in line
 
 
@@ -185,7 +180,7 @@ def test_each_bad_input_is_one_line(arguments, message):
 def test_a_run_and_its_exported_weights_answer_alike(tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "weights"
     assert train("quickstart", run, eval__every=0, updates=1).returncode == 0
-    done = asked(run, "--question_row=eval/5")
+    done = run_ask(run, "--question_row=eval/5")
     assert done.returncode == 0, done.stderr[-3000:]
     row = make_task("hopworld").row("eval", 5)
     assert done.stdout.startswith(f"Question: {row['question']}\n")
@@ -195,15 +190,8 @@ def test_a_run_and_its_exported_weights_answer_alike(tmp_path: Path) -> None:
     assert done.stdout.count("Agent") >= 1
     export = [sys.executable, "-m", "experiments.export_hf", str(run), str(out)]
     subprocess.run(export, cwd=ROOT, check=True, capture_output=True, timeout=300)
-    assert asked(out, "--question_row=eval/5", "--config=configs/quickstart.py").stdout == done.stdout
-    sampled = asked(run, "Who is it?", "--world=dev/2", "--temperature=1")
-    assert sampled.returncode == 0 and "Gold" not in sampled.stdout
-    assert sampled.stdout == asked(run, "Who is it?", "--world=dev/2", "--temperature=1").stdout
-    assert "to ask published weights" in refused(asked(out, "Who?"))
+    assert run_ask(out, "--question_row=eval/5", "--config=configs/quickstart.py").stdout == done.stdout
+    assert "to ask published weights" in read_error(run_ask(out, "Who?"))
     for checkpoint in (run / "checkpoints").iterdir():
         checkpoint.rename(tmp_path / checkpoint.name)
-    assert "has no checkpoint yet" in refused(asked(run, "Who?"))
-    record = json.loads((run / "config.json").read_text())
-    (run / "config.json").write_text(json.dumps({**record, "unheard_of": 1}))
-    line = refused(asked(run, "Who?"))
-    assert "config.json: not a config of this version" in line and "unheard_of" in line and "\n" not in line
+    assert "has no checkpoint yet" in read_error(run_ask(run, "Who?"))

@@ -40,8 +40,6 @@ def task(*, state_key="s", potential=1.0, evidence="", parts=("goal",)):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rollout__groups": -8}, "rollout.groups is -8; it must be greater"),
-        ({"rollout__samples": -1}, "rollout.samples is -1; it must be greater"),
         ({"rollout__samples": 1}, "credit scheme 'grpo' compares the samples of a task row, and rollout.samples is 1"),
         ({"credit__name": "step_gae"}, "credit scheme 'step_gae' needs a critic; set config.critic=shared_trunk"),
         ({"credit__name": "gpro"}, "unknown credit scheme 'gpro'; choose one of .*grpo"),
@@ -50,9 +48,6 @@ def task(*, state_key="s", potential=1.0, evidence="", parts=("goal",)):
         ({"credit__args__unit": "row"}, "credit.args.unit is 'row'; it must be 'token', 'step' or 'trajectory'"),
         ({"credit__file": "nowhere.py"}, "credit.file: .*nowhere.py: no such file"),
         ({"shaping__process_norm": "group"}, "shaping: process_norm needs process_parts"),
-        ({"learner__minibatches": 0}, "learner.minibatches is 0; it must be greater than or equal to 1"),
-        ({"learner__epochs": -1}, "learner.epochs is -1; it must be greater than or equal to 1"),
-        ({"loss__fixed_denominator": 0.0}, "loss.fixed_denominator is 0.0; it must be greater than 0"),
         (
             {"learner__loss_mask": False},
             r"budget.context_tokens \(224\) loss tokens, and learner.row_loss_tokens is 48",
@@ -119,8 +114,7 @@ def test_the_discount_per_step_is_the_scheme_s(name, args, discount):
 
 def test_each_part_of_a_reward_has_its_weight():
     config = changed(keydoor, task__keydoor__rewards__goal=3.0, task__keydoor__rewards__side=0.5)
-    made = make_task(read_settings(config), ToolMetrics())
-    assert made.reward_weights == {"goal": 3.0, "side": 0.5}
+    assert make_task(read_settings(config), ToolMetrics()).reward_weights == {"goal": 3.0, "side": 0.5}
 
 
 def test_greedy_rollouts_are_of_the_rows_of_the_batch(monkeypatch):
@@ -133,8 +127,8 @@ def test_greedy_rollouts_are_of_the_rows_of_the_batch(monkeypatch):
         for task in batch.tasks:
             asked.append((task.row, [name.uid for name in task.identities]))
             group = task.identities[0].group
-            made = trajectory(np.random.default_rng(0), [2], group=group)
-            batch.complete.append([dataclasses.replace(made, outcome=outcomes[group])])
+            played = trajectory(np.random.default_rng(0), [2], group=group)
+            batch.complete.append([dataclasses.replace(played, outcome=outcomes[group])])
         return batch
 
     monkeypatch.setattr(collect, "roll_out", roll_out)
@@ -160,9 +154,8 @@ def test_an_arm_without_a_mask_gets_rows_for_what_it_reads():
 
 
 def test_an_arm_cannot_be_asked_other_questions():
-    for change in ("task.keydoor.noise=1.0", "task.name=frozenlake", "eval.questions=8"):
-        with pytest.raises(UserError, match="which is the same for all arms"):
-            grid.make_grid(keydoor.get_config(), grid.parse_arms(f"grpo+{change}"), [0], "out")
+    with pytest.raises(UserError, match="which is the same for all arms"):
+        grid.make_grid(keydoor.get_config(), grid.parse_arms("grpo+task.keydoor.noise=1.0"), [0], "out")
     _, (cell,) = grid.make_grid(keydoor.get_config(), grid.parse_arms("grpo+task.keydoor.rewards.side=0.0"), [0], "out")
     assert cell.config.task.keydoor.rewards.side == 0
 

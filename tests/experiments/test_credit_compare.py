@@ -5,10 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import functools
-import io
-import json
 import re
-import shutil
 import subprocess
 import sys
 
@@ -31,19 +28,15 @@ from agentr1_jax.learner.batch import to_microbatches
 from agentr1_jax.learner.config import PackingConfig
 from agentr1_jax.learner.packing import pack, scatter_fields
 from agentr1_jax.learner.update import batch_gradient
-from agentr1_jax.report import credit as plots
-from agentr1_jax.report import credit_stats as stats
-from agentr1_jax.report.credit import StepView
+from agentr1_jax.report import credit as stats
 from agentr1_jax.report.page import write_page
-from agentr1_jax.runtime import config as configs
-from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.train import build, phases, train_step
 from agentr1_jax.train.build import Setup
 from agentr1_jax.train.progress import Progress
 from agentr1_jax.trajectory_io import write_jsonl
 from configs import base, quickstart
 from experiments.credit import choice, effects, recording
-from experiments.credit.parts import score_groups
+from experiments.credit.recording import score_groups
 from experiments.setup import change_config, read_settings
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror='alert(1)'>\"&amp;"
@@ -58,11 +51,6 @@ SCHEMES = {
 
 def schemes():
     return {label: get_scheme(name, **args) for label, (name, args) in SCHEMES.items()}
-
-
-def test_a_step_has_the_mean_of_its_tokens():
-    advantages = np.array([[1, 3, 5, 0, 0, 9]], np.float32)
-    np.testing.assert_array_equal(stats.step_means(advantages, np.array([2, 1, 3])), [[2, 5, 3]])
 
 
 def test_correlations_by_hand():
@@ -80,13 +68,11 @@ def test_signs_oppose_only_where_both_are_set():
     np.testing.assert_array_equal(opposed, [[0, 0.25], [0.25, 0]])
 
 
-def test_disagreement_is_of_the_direction_and_not_of_the_scale():
+def test_scaled_advantages_keep_their_signs():
     x = np.array([[1.0, -1, 1, 1], [10.0, -10, 10, -10], [0, 0, 0, 0]])
     scaled = stats.scale_by_rms(x)
     np.testing.assert_allclose((scaled**2).mean(1), [1, 1, 0])
     np.testing.assert_array_equal(np.sign(scaled), np.sign(x))
-    assert stats.disagreement(x).argmax() == 3
-    np.testing.assert_allclose(stats.disagreement(x)[0], np.std([1, 1, 0]))
 
 
 def test_a_zero_gradient_has_no_direction_and_neighbours_are_alike():
@@ -123,24 +109,6 @@ def test_scale_and_shift_are_found_and_what_is_neither_is_told():
     assert stats.affine(x, x**2)[2] > 0.3
 
 
-def test_csv_runs_no_formula():
-    rows = [{"uid": "=cmd()", "x": -1.5}, {"uid": "a,\n'b\"", "x": None}]
-    read = list(csv.reader(io.StringIO(stats.csv_text(rows))))
-    assert read == [["uid", "x"], ["'=cmd()", "-1.5"], ["a,\n'b\"", ""]]
-    assert stats.csv_text([]) == "\n"
-
-
-def test_names_with_hyperparameters_are_read():
-    assert choice.parse_schemes("grpo, step_gae(lam=0.9,gamma=1),gigpo(norm=mean_std_norm)") == [
-        ("grpo", {}),
-        ("step_gae", {"lam": 0.9, "gamma": 1}),
-        ("gigpo", {"norm": "mean_std_norm"}),
-    ]
-    for wrong in ("grpo,", "step_gae(lam)", "step_gae(lam=0.9", "a b", ""):
-        with pytest.raises(UserError, match=r"cannot read .*; write .*e\.g\. --schemes="):
-            choice.parse_schemes(wrong)
-
-
 @pytest.fixture
 def config():
     return quickstart.get_config().unlock()
@@ -173,19 +141,21 @@ def test_all_is_what_the_recording_has_the_data_for(config):
     greedy = [dataclasses.replace(t, greedy_return=0.5) for t in learners.batch()]
     assert "remax" in choice.choose("all", settings, greedy).schemes
     assert choice.choose("rloo", settings, greedy).own is None
+    with pytest.raises(UserError, match="grpo compares the samples of a task row, and each row was sampled once"):
+        choice.choose("grpo", settings, learners.batch()[::2])
 
 
 @pytest.mark.parametrize(
     ("schemes", "message"),
     [
+        ("step_gae(lam)", "cannot read"),
+        ("grpo,", "cannot read"),
         ("step_gae", "step_gae needs a critic, and the run has none"),
         ("gigpo", "gigpo needs state keys"),
         ("remax", "remax needs the reward of a greedy rollout of each row, which 8 of 8 trajectories lack"),
         ("nonsense", "unknown credit scheme 'nonsense'; choose one of"),
         ("grpo(unity=token)", "credit scheme 'grpo' has no argument 'unity'"),
         ("reinforce(gamma=1.5)", "gamma is 1.5; it must be less than or equal to 1"),
-        ("reinforce(gamma=much)", "--schemes: "),
-        ("hgpo(history=1.5)", "--schemes: credit.args.history is 1.5; it must be a valid integer"),
         ("grpo,grpo", "grpo is there twice"),
     ],
 )
@@ -194,112 +164,43 @@ def test_a_named_scheme_that_cannot_be_is_refused(config, schemes, message):
         choice.choose(schemes, without_critic(config), learners.batch())
 
 
-@pytest.mark.parametrize("kind", [TypeError, ValueError])
-def test_whatever_the_registry_refuses_is_said_to_the_user(config, monkeypatch, kind):
-    def refuse(name, **args):
-        raise kind("no such thing")
-
-    settings = read_settings(config)
-    monkeypatch.setattr(choice, "get_scheme", refuse)
-    with pytest.raises(UserError, match="--schemes: no such thing"):
-        choice.choose("grpo", settings, learners.batch())
+def leave_batch(folder, update, batch, suffix=""):
+    write_jsonl(folder / "trajectories" / f"rl_{update:06d}{suffix}.jsonl.gz", batch)
 
 
-def test_schemes_that_compare_samples_need_some(config):
-    with pytest.raises(UserError, match="grpo compares the samples of a task row, and each row was sampled once"):
-        choice.choose("grpo", read_settings(config), learners.batch()[::2])
-
-
-def test_a_user_adds_a_scheme_by_a_file(config, tmp_path, registry):
-    path = tmp_path / "mine.py"
-    path.write_text(
-        "from agentr1_jax.credit import register\n"
-        "from agentr1_jax.credit.group import grpo\n"
-        "register('mine')(lambda batch, *, times=2.0: grpo(batch))\n"
-    )
-    config.credit.file = str(path)
-    assert list(choice.choose("mine(times=3)", read_settings(config), learners.batch()).schemes) == ["mine(times=3)"]
-    assert "mine" in registry
-
-
-def leave_run(folder, config, batches, suffix=""):
-    """The config and recorded batches of a run."""
-    config.run_dir = str(folder)
-    RunFolder(str(folder)).write_config(configs.resolve(config))
-    (folder / "tokenizer.model").write_bytes(b"model")
-    for update, batch in batches.items():
-        batch = [learners.with_step(t, i, policy_version=update) for t in batch for i in [0]]
-        write_jsonl(folder / "trajectories" / f"rl_{update:06d}{suffix}.jsonl.gz", batch)
-    return str(folder)
-
-
-def one_step(seed=0, groups=2):
-    rng = np.random.default_rng(seed)
+def one_step(groups=2):
+    rng = np.random.default_rng(0)
     return [trajectory(rng, [2], group=g, sample=i) for g in range(groups) for i in range(2)]
 
 
 def test_which_batch_is_read(config, tmp_path):
-    run = leave_run(tmp_path / "a", config, {0: one_step(), 3: one_step(1, groups=3)})
-    last = recording.read_recording(run, "last")
-    assert last.updates == [3] and len(last.trajectories) == 6
-    assert recording.read_recording(run, "0").updates == [0]
-    with pytest.raises(UserError, match="has no RL batch 2; those from 0 to 3 are recorded"):
-        recording.read_recording(run, "2")
-    with pytest.raises(UserError, match="write `last`, or the number of an update"):
-        recording.read_recording(run, "first")
-    both = recording.read_recording(run, "0,3")
-    assert [t.group for t in both.trajectories] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
-    with pytest.raises(UserError, match=r"different policies: version 0 .*, version 3 .*; choose one update"):
-        recording.check_one_policy([both])
-    empty = leave_run(tmp_path / "empty", config, {})
+    settings = read_settings(config)
     with pytest.raises(UserError, match="has recorded no RL batch yet"):
-        recording.read_recording(empty, "last")
-    (tmp_path / "a" / "trajectories" / "rl_000003.jsonl.gz").write_bytes(b"junk")
+        recording.read_batch(str(tmp_path), settings, "last")
+    leave_batch(tmp_path, 0, [t for t in one_step() if t.group == 1], suffix=".p0")
+    leave_batch(tmp_path, 0, [t for t in one_step() if t.group == 0], suffix=".p1")
+    leave_batch(tmp_path, 3, one_step(groups=3))
+    number, batch = recording.read_batch(str(tmp_path), settings, "last")
+    assert number == 3 and len(batch) == 6
+    _, batch = recording.read_batch(str(tmp_path), settings, "0")
+    assert [(t.group, t.sample) for t in batch] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for update, message in (("2", "no RL batch 2; those from 0 to 3 are recorded"), ("first", "write `last`, or the")):
+        with pytest.raises(UserError, match=message):
+            recording.read_batch(str(tmp_path), settings, update)
+    (tmp_path / "trajectories" / "rl_000003.jsonl.gz").write_bytes(b"junk")
     with pytest.raises(UserError, match=r"rl_000003\.jsonl\.gz, line 1: not a trajectory"):
-        recording.read_recording(run, "last")
-
-
-def test_files_of_all_processes_are_one_batch(config, tmp_path):
-    even = [t for t in one_step() if t.group == 0]
-    leave_run(tmp_path, config, {1: [t for t in one_step() if t.group == 1]}, suffix=".p0")
-    run = leave_run(tmp_path, config, {1: even}, suffix=".p1")
-    assert [(t.group, t.sample) for t in recording.read_recording(run, "1").trajectories] == [
-        (0, 0),
-        (0, 1),
-        (1, 0),
-        (1, 1),
-    ]
+        recording.read_batch(str(tmp_path), settings, "last")
 
 
 def test_groups_that_were_replaced_are_left_out(config, tmp_path):
-    dull = [
+    alike = [
         dataclasses.replace(t, steps=(dataclasses.replace(t.steps[0], reward=1.0),)) if t.group == 1 else t
         for t in one_step(groups=3)
     ]
     config.rollout.dynamic_sampling_groups = 4
-    batch = recording.read_recording(leave_run(tmp_path, config, {1: dull}), "1").trajectories
-    assert [t.group for t in batch] == [0, 0, 1, 1] and batch[2].uid == "test/2/0"
-
-
-def test_only_recordings_of_one_policy_are_joined(config, tmp_path):
-    one = recording.read_recording(leave_run(tmp_path / "one", config, {2: one_step()}), "2")
-    config.seed = 7
-    two = recording.read_recording(leave_run(tmp_path / "two", config, {2: one_step()}), "2")
-    recording.check_one_policy([one, two])
-    joined = recording.join([one, two])
-    assert [t.group for t in joined] == [0, 0, 1, 1, 2, 2, 3, 3] and len({t.uid for t in joined}) == 8
-    config.policy.width = 48
-    other = recording.read_recording(leave_run(tmp_path / "other", config, {2: one_step()}), "2")
-    with pytest.raises(UserError, match=r"of different policies: policy\.width is None in .*one and 48 in .*other"):
-        recording.check_one_policy([one, other])
-    (tmp_path / "two" / "tokenizer.model").write_bytes(b"another")
-    with pytest.raises(UserError, match=r"of different policies: tokenizer\.model differs"):
-        recording.check_one_policy([one, two])
-    later = recording.read_recording(
-        leave_run(tmp_path / "one", config.copy_and_resolve_references(), {4: one_step()}), "4"
-    )
-    with pytest.raises(UserError, match="of different policies: version 2"):
-        recording.check_one_policy([one, dataclasses.replace(later, config=one.config)])
+    leave_batch(tmp_path, 1, alike)
+    _, batch = recording.read_batch(str(tmp_path), read_settings(config), "1")
+    assert [t.group for t in batch] == [0, 0, 2, 2]
 
 
 def make(changes):
@@ -416,19 +317,28 @@ def reshaped():
 
 BEFORE = RunningMeanStd().update(np.array([1.0, 3.0, 8.0]))
 SHAPED = {"shaping.scale_returns": True, "shaping.potential": 0.5}
-TRAINED = {"grpo": {}, "reinforce": {}, "gigpo": {"gamma": 1.0}, "remax": {}, "state_baseline": {}, "step_gae": {}}
+ARGUMENTS = {"gigpo": {"gamma": 1.0}}
+JUDGED = ("grpo", "reinforce", "gigpo", "remax", "state_baseline", "step_gae")
 
 
 @functools.cache
-def trained(name, critic):
-    """Setup, phase, trajectories with the advantages of training, statistics after them; nothing is updated."""
-    args = {f"credit.args.{key}": value for key, value in TRAINED[name].items()}
-    setup, phase = make(SHAPED | {"critic": critic, "credit.name": "grpo" if name == "remax" else name} | args)
-    if name == "remax":  # Settings refuse it beside a potential.
-        scheme = get_scheme(name)
-        phase = dataclasses.replace(phase, scheme=scheme, assign=scheme.assign)
+def half_step(name, critic):
+    """Setup, phase, batch and token outputs of a run with this scheme."""
+    args = {f"credit.args.{key}": value for key, value in ARGUMENTS.get(name, {}).items()}
+    setup, phase = make(SHAPED | {"critic": critic, "credit.name": name} | args)
     batch = train_step.pack(setup, phase, reshaped())
-    outputs = train_step.token_outputs(setup, phase, parameters(critic != "none"), batch)
+    return setup, phase, batch, train_step.token_outputs(setup, phase, parameters(critic != "none"), batch)
+
+
+def assign(name, critic):
+    """Setup, phase, trajectories with the advantages of training, statistics after them; nothing is updated.
+
+    Schemes that use the critic share the programs of one run, all others those of another one.
+    """
+    scheme = get_scheme(name, **ARGUMENTS.get(name, {}))
+    of_run = "step_gae" if scheme.uses_critic and critic != "none" else "gigpo"
+    setup, phase, batch, outputs = half_step(of_run, critic)
+    phase = dataclasses.replace(phase, scheme=scheme, assign=scheme.assign)
     progress = Progress(phase="rl", update=1, return_statistics=BEFORE)
     credit = train_step.assign_credit(setup, phase, batch, outputs, progress)
     return setup, phase, train_step.with_advantages(batch, credit), credit.return_statistics
@@ -437,21 +347,21 @@ def trained(name, critic):
 @pytest.mark.parametrize("critic", ["shared_trunk", "none"])
 def test_schemes_judge_as_they_do_in_training(critic):
     """Whatever the run's own scheme is, and though its checkpoint has seen the batch."""
-    names = [name for name in TRAINED if critic != "none" or not REGISTRY[name].needs_critic]
-    setup, phase, out, after = trained("gigpo", critic)
+    names = [name for name in JUDGED if critic != "none" or not REGISTRY[name].needs_critic]
+    setup, phase, out, after = assign("gigpo", critic)
     progress = Progress("rl", update=2, return_statistics=after)
     statistics, notes = recording.statistics_before(setup, phase, progress, out)
     parts, baseline, _ = score_groups(setup, parameters(critic != "none"), out, statistics)
-    chosen = {name: get_scheme(name, **TRAINED[name]) for name in names}
+    chosen = {name: get_scheme(name, **ARGUMENTS.get(name, {})) for name in names}
     judged = effects.make_assign(chosen, parts, baseline=baseline)(parts)
     for name, advantages in zip(names, judged, strict=True):
-        recorded_ones = np.concatenate([s.advantages for t in trained(name, critic)[2] for s in t.steps])
-        np.testing.assert_allclose(advantages, recorded_ones, atol=6e-5, err_msg=name)
+        in_training = np.concatenate([s.advantages for t in assign(name, critic)[2] for s in t.steps])
+        np.testing.assert_allclose(advantages, in_training, atol=6e-5, err_msg=name)
     assert not notes and np.abs(judged).max(1).min() > 0.1
 
 
 def test_statistics_are_those_before_the_batch():
-    setup, phase, out, after = trained("grpo", "none")
+    setup, phase, out, after = assign("grpo", "none")
     newest = Progress("rl", update=2, return_statistics=after)
     statistics, notes = recording.statistics_before(setup, phase, newest, out)
     np.testing.assert_allclose(statistics, BEFORE, rtol=1e-9)
@@ -481,19 +391,12 @@ def test_the_page_runs_nothing_and_shows_everything(tmp_path):
     names = ["grpo", "step_gae(lam=0.9)"]
     x = np.random.default_rng(0).standard_normal((2, 40))
     pictures = {name: tmp_path / f"{name}.png" for name in ("heatmaps", "noise", "strips")}
-    plots.plot_heatmaps(pictures["heatmaps"], names, [("a", stats.pearson(x)), ("b", np.full((2, 2), np.nan))])
-    plots.plot_noise(pictures["noise"], names, [("a", np.array([0.5, np.nan])), ("b", np.zeros(2))])
-    plots.plot_strips(pictures["strips"], names, stats.scale_by_rms(x), np.arange(40) % 3, x[0])
-    shown = StepView(
-        "Step 2 of 3",
-        HOSTILE,
-        [HOSTILE],
-        HOSTILE,
-        HOSTILE,
-        HOSTILE,
-        HOSTILE,
-        {"grpo": (-0.5, -9.0), names[1]: (0.0, 0.0), HOSTILE: (1.0, 1.5)},
-    )
+    stats.plot_heatmaps(pictures["heatmaps"], names, [("a", stats.pearson(x)), ("b", np.full((2, 2), np.nan))])
+    stats.plot_noise(pictures["noise"], names, [("a", np.array([0.5, np.nan])), ("b", np.zeros(2))])
+    stats.plot_strips(pictures["strips"], names, stats.scale_by_rms(x), np.arange(40) % 3, x[0])
+    shown = dict.fromkeys(("uid", "question", "prompt", "response", "observation"), HOSTILE)
+    shown |= {"title": "Step 2 of 3", "facts": [HOSTILE]}
+    shown["advantages"] = {"grpo": (-0.5, -9.0), names[1]: (0.0, 0.0), HOSTILE: (1.0, 1.5)}
     write_page(
         tmp_path / "report.html",
         "credit.html",
@@ -521,29 +424,17 @@ def compare_runs(*arguments):
 
 
 @pytest.mark.slow
-def test_a_run_is_compared_and_runs_of_other_policies_are_refused(tmp_path):
-    run, other, twin, out = (tmp_path / name for name in ("run", "other", "twin", "out"))
-    assert train("quickstart", run, eval__every=0, updates=2).returncode == 0
-    shutil.copytree(run, twin)
-    done = compare_runs(run, twin, f"--out={out}", "--schemes=grpo,step_gae(lam=0.9)", "--resamples=5")
+def test_a_run_is_compared_and_what_it_lacks_is_refused(tmp_path):
+    run, out = tmp_path / "run", tmp_path / "out"
+    assert train("quickstart", run, eval__every=0, updates=1).returncode == 0
+    done = compare_runs(run, f"--out={out}", "--schemes=grpo,step_gae(lam=0.9)", "--resamples=5")
     assert done.returncode == 0, done.stderr[-3000:]
-    rows = list(csv.DictReader(io.StringIO((out / "advantages.csv").read_text())))
+    with open(out / "advantages.csv", newline="") as lines:
+        rows = list(csv.DictReader(lines))
     assert list(rows[0]) == ["uid", "step", "reward", "state_key", "grpo", "step_gae(lam=0.9)"]
-    assert {row["uid"].split(":")[0] for row in rows} == {"run", "twin"} and float(rows[0]["grpo"]) is not None
-    table = list(csv.DictReader(io.StringIO((out / "schemes.csv").read_text())))
-    assert [row["scheme"] for row in table] == ["grpo", "step_gae(lam=0.9)"]
+    with open(out / "schemes.csv", newline="") as lines:
+        assert [row["scheme"] for row in csv.DictReader(lines)] == ["grpo", "step_gae(lam=0.9)"]
     assert "| grpo |" in (out / "summary.md").read_text() and (out / "report.html").stat().st_size > 10_000
-    record = json.loads((run / "config.json").read_text())
-    shutil.copytree(run, other)
-    credit = {**record["credit"], "name": "grpo", "args": dict.fromkeys(record["credit"]["args"])}
-    (other / "config.json").write_text(json.dumps({**record, "critic": "none", "credit": credit}))
-    for arguments, message in (
-        ((run, other), "recordings of different policies: critic is 'shared_trunk'"),
-        ((run, "--update=0,1"), "recordings of different policies: version 0"),
-        ((run, "--schemes=remax"), "remax needs the reward of a greedy rollout"),
-        ((other, "--schemes=step_gae"), "step_gae needs a critic"),
-        (("nowhere",), "nowhere: no run"),
-        ((), "RUN... is missing; the command takes RUN..."),
-    ):
+    for arguments, message in (((run, "--schemes=remax"), "greedy rollout"), (("nowhere",), "nowhere: no run")):
         refused = compare_runs(*arguments)
         assert refused.returncode == 2 and message in refused.stderr and "Traceback" not in refused.stderr

@@ -25,7 +25,7 @@ from experiments.setup import make_task, read_run, read_settings
 export_hf = program("export_hf")
 
 
-def run_folder(folder, **changes):
+def make_run(folder, **changes):
     """A run that was stopped before its first update; its policy, and all parameters of its decoder."""
     config = quickstart.get_config()
     small = {"policy.width": 32, "policy.layers": 2, "policy.hidden": 64, "policy.head_dim": 8, "tokenizer.texts": 400}
@@ -44,22 +44,33 @@ def run_folder(folder, **changes):
     return policy, join(trained, build.make_frozen(settings, policy, mesh))["decoder"]
 
 
-def loaded(folder):
+def read_weights(folder):
     config = weights.read_config(folder)
     return config, weights.load(folder, config, lambda tree: shardings(tree, tiny.mesh()))
 
 
 def test_a_run_is_exported_bit_for_bit_from_wherever_it_lies(tmp_path):
-    policy, decoder = run_folder(tmp_path / "made")
+    policy, decoder = make_run(tmp_path / "made")
     (tmp_path / "made").rename(tmp_path / "run")
     export_hf.export(str(tmp_path / "run"), str(tmp_path / "out"))
-    config, params = loaded(tmp_path / "out")
+    config, params = read_weights(tmp_path / "out")
     assert config == policy
     jax.tree.map(np.testing.assert_array_equal, params, decoder)
     tokenizer = load_tokenizer(str(tmp_path / "out"))
     assert tokenizer.vocab_size == load_tokenizer(str(tmp_path / "run" / "tokenizer.model")).vocab_size
     record = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert record == {"eos_token_id": tokenizer.stop_id, "pad_token_id": tokenizer.pad_id}
+    # The optimizer's state may have another structure, as in runs from before it had one for each part.
+    changed = read_run(str(tmp_path / "run"))
+    assert changed.optimizer.name != "sgd"
+    with changed.unlocked():
+        changed.optimizer.name, changed.run_dir = "sgd", str(tmp_path / "run")
+    RunFolder(str(tmp_path / "run")).write_config(configs.resolve(changed))
+    export_hf.export(str(tmp_path / "run"), str(tmp_path / "again"))
+    jax.tree.map(np.testing.assert_array_equal, read_weights(tmp_path / "again")[1], decoder)
+    (tmp_path / "run" / "checkpoints").rename(tmp_path / "run" / "elsewhere")
+    with pytest.raises(UserError, match=r"run: has no checkpoint yet"):
+        export_hf.export(str(tmp_path / "run"), str(tmp_path / "none"))
 
 
 def test_adapters_are_merged_and_dtypes_cast(tmp_path):
@@ -70,24 +81,12 @@ def test_adapters_are_merged_and_dtypes_cast(tmp_path):
         "credit.args.lam": None,
         "optimizer.name": "adamw",
     }
-    policy, decoder = run_folder(tmp_path / "run", **lora)
+    policy, decoder = make_run(tmp_path / "run", **lora)
     assert "lora_a" in decoder["layers"]["gate"]
     export_hf.export(str(tmp_path / "run"), str(tmp_path / "out"), "bfloat16")
-    _, params = loaded(tmp_path / "out")
+    _, params = read_weights(tmp_path / "out")
     expected = jax.tree.map(lambda x: x.astype("bfloat16").astype("float32"), merge_adapters(policy, decoder))
     jax.tree.map(np.testing.assert_array_equal, params, expected)
-
-
-def test_the_optimizer_s_state_may_have_another_structure(tmp_path):
-    """As in runs from before it had one for each part of the parameters."""
-    _, decoder = run_folder(tmp_path / "run")
-    config = read_run(str(tmp_path / "run"))
-    assert config.optimizer.name != "sgd"
-    with config.unlocked():
-        config.optimizer.name, config.run_dir = "sgd", str(tmp_path / "run")
-    RunFolder(str(tmp_path / "run")).write_config(configs.resolve(config))
-    export_hf.export(str(tmp_path / "run"), str(tmp_path / "out"))
-    jax.tree.map(np.testing.assert_array_equal, loaded(tmp_path / "out")[1], decoder)
 
 
 def test_mistakes_are_told(tmp_path):
@@ -97,10 +96,7 @@ def test_mistakes_are_told(tmp_path):
         export_hf.export("run", str(tmp_path / "full"))
     with pytest.raises(UserError, match=r"nothing: no run \(it has no config.json\)"):
         export_hf.export(str(tmp_path / "nothing"), str(tmp_path / "out"))
-    run_folder(tmp_path / "run")
-    (tmp_path / "run" / "checkpoints").rename(tmp_path / "run" / "elsewhere")
-    with pytest.raises(UserError, match=r"run: has no checkpoint yet"):
-        export_hf.export(str(tmp_path / "run"), str(tmp_path / "out"))
+    (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text(json.dumps({"format": FORMAT, "algo": 1}))
     with pytest.raises(UserError, match=r"config.json: not a config of this version"):
         export_hf.export(str(tmp_path / "run"), str(tmp_path / "out"))

@@ -1,8 +1,9 @@
-"""The report room: the inspector's page."""
+"""The inspector: what its page holds, and that nothing of a model or tool runs in it."""
 
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import html
 import html.parser
@@ -45,7 +46,7 @@ class Words:
         return "".join(self.pieces[i] for i in ids)
 
 
-def turn(role: str, text: str) -> str:
+def chat_turn(role: str, text: str) -> str:
     return f"<|im_start|>{role}\n{text}<|im_end|>\n"
 
 
@@ -64,7 +65,7 @@ def sample_trajectory(
     """A trajectory of (response, observation, reward) turns; `window` keeps that many tokens of the first prompt."""
     rng = np.random.default_rng(seed)
     ask = "Answer the question with the search tool.\nPut the answer in <answer>.\n"
-    prompt = words.encode(turn("system", ask) + turn("user", question) + "<|im_start|>assistant\n")
+    prompt = words.encode(chat_turn("system", ask) + chat_turn("user", question) + "<|im_start|>assistant\n")
     first, steps = prompt, []
     for t, (response, observation, reward) in enumerate(turns):
         ids = words.encode(response + "<|im_end|>")
@@ -92,7 +93,7 @@ def sample_trajectory(
                 info={"finish_reason": "stop"},
             )
         )
-        glue = words.encode("\n" + turn("tool", observation) + "<|im_start|>assistant\n")
+        glue = words.encode("\n" + chat_turn("tool", observation) + "<|im_start|>assistant\n")
         kept = [prompt, ids] if window is None else [first[:window]]
         prompt = np.concatenate([*kept, glue])
     return Trajectory(
@@ -123,7 +124,7 @@ def call(query: str) -> str:
     return f'<tool_call>{{"name": "search", "arguments": {{"query": "{query}"}}}}</tool_call>'
 
 
-def sample_set(words: Words) -> tuple[list[Trajectory], dict[str, list[np.ndarray | None]]]:
+def sample_set(words: Words) -> list[Trajectory]:
     """Hand-made trajectories of every phase and several outcomes, one of them hostile, with advantages for some."""
     question = "In which city was the director of The Silent Harbour born?"
     good = [
@@ -148,23 +149,23 @@ def sample_set(words: Words) -> tuple[list[Trajectory], dict[str, list[np.ndarra
         sample_trajectory(words, f"eval/{HOSTILE}", hostile, question=HOSTILE, answers=[HOSTILE], em=0.0, seed=9),
     ]
     rng = np.random.default_rng(0)
-    advantages: dict[str, list[np.ndarray | None]] = {}
-    for trajectory in out[1:5]:
-        value = 1.2 if trajectory.metrics["em"] else -0.7
-        advantages[trajectory.uid] = [
-            np.full(len(s.response_ids), value - 0.3 * t, np.float32)
-            if trajectory.sample
-            else (value + rng.normal(0, 0.5, len(s.response_ids))).astype(np.float32)
-            for t, s in enumerate(trajectory.steps)
-        ]
-    advantages[out[4].uid][1] = None
-    return out, advantages
+    for place in range(1, 5):
+        value = 1.2 if out[place].metrics["em"] else -0.7
+
+        def advantages(t: int, step: Step, place: int = place, value: float = value) -> np.ndarray | None:
+            if (place, t) == (4, 1):
+                return None
+            alike = np.full(len(step.response_ids), value - 0.3 * t, np.float32)
+            return alike if out[place].sample else alike + rng.normal(0, 0.5, len(alike)).astype(np.float32)
+
+        steps = [dataclasses.replace(s, advantages=advantages(t, s)) for t, s in enumerate(out[place].steps)]
+        out[place] = dataclasses.replace(out[place], steps=tuple(steps))
+    return out
 
 
 def write_sample(folder) -> None:
     """The page that people look at when they work on the inspector."""
     words = Words()
-    trajectories, advantages = sample_set(words)
     curve_png, timeline_png = folder / "curve.png", folder / "timeline.png"
     curves.plot_learning_curve(curve_png, [{"phase": "rl", "update": k, "rollout/em": k / 9} for k in range(10)])
     states = ("prefill", "decode", "decode", "tool", "decode")
@@ -176,29 +177,20 @@ def write_sample(folder) -> None:
     timeline.plot_timeline(timeline_png, spans, slots=8)
     inspector.write_report(
         folder / "report.html",
-        trajectories,
+        sample_set(words),
         decode=words.decode,
         title="quickstart: HopWorld, seed 0",
         head=inspector.PageHead(
             summary={
                 "em_before": 0.313,
                 "em_after": 0.941,
-                "em_after_sampled": 0.926,
-                "f1_after": 0.953,
-                "questions": 256,
                 "seconds": 412.53,
-                "warm_start_seconds": 61.2,
-                "updates": 40,
-                "decode_tokens_per_s": 5312.4,
-                "learner_tokens_per_s": 15804.0,
-                "recompiles_after_warmup": 0,
                 "em_by_kind": {"bridge": 0.93, "comparison": 0.96, "yes_no": 1.0},
             },
             curve_png=curve_png,
             timeline_png=timeline_png,
             config={"seed": 0, "updates": 40, "algo": {"credit": "step_gae", "clip": [0.2, 0.28]}, "note": HOSTILE},
         ),
-        advantages=advantages,
         template_ids=words.added.values(),
     )
 
@@ -277,7 +269,7 @@ def test_hostile_text_stays_text_and_survives(page):
     assert response == f"{HOSTILE}<answer>{HOSTILE}</answer><|im_end|>"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30)
 @given(st.recursive(st.text() | st.integers() | st.none(), lambda s: st.lists(s) | st.dictionaries(st.text(), s)))
 def test_script_json_is_inert_and_lossless(value):
     encoded = inspector.script_json(value)
@@ -287,8 +279,8 @@ def test_script_json_is_inert_and_lossless(value):
 
 def test_data_holds_every_token_exactly():
     words = Words()
-    trajectories, advantages = sample_set(words)
-    data = inspector.page_data(trajectories, words.decode, advantages, words.added.values())
+    trajectories = sample_set(words)
+    data = inspector.page_data(trajectories, words.decode, words.added.values())
     assert {data["ids"][place] for place in data["template"]} == set(words.added.values())
     for trajectory, shown in zip(trajectories, data["trajectories"], strict=True):
         previous: list[int] = []
@@ -299,11 +291,11 @@ def test_data_holds_every_token_exactly():
             assert response == step.response_ids.tolist()
             np.testing.assert_allclose(record["logprobs"], step.logprobs, rtol=6e-3)
             previous = prompt + response
-        for record, values in zip(shown["steps"], advantages.get(trajectory.uid, []), strict=False):
-            if values is None:
+            if step.advantages is None:
                 assert record["advantages"] is None
             else:
-                np.testing.assert_allclose(np.broadcast_to(record["advantages"], values.shape), values, rtol=6e-3)
+                each = np.broadcast_to(record["advantages"], step.advantages.shape)
+                np.testing.assert_allclose(each, step.advantages, rtol=6e-3)
     reuses = [[step["reuse"] for step in data["trajectories"][i]["steps"]] for i in (1, 6)]
     assert reuses[0][:2] == [0, len(trajectories[1].steps[0].prompt_ids) + len(trajectories[1].steps[0].response_ids)]
     assert reuses[1][0] == 0
@@ -312,8 +304,7 @@ def test_data_holds_every_token_exactly():
 
 def test_what_counts_as_trained_and_rewarded():
     words = Words()
-    trajectories, _ = sample_set(words)
-    shown = {t["uid"]: t for t in inspector.page_data(trajectories, words.decode)["trajectories"]}
+    shown = {t["uid"]: t for t in inspector.page_data(sample_set(words), words.decode)["trajectories"]}
     assert shown["demonstration/000000/00000/0"]["phase"] == "demonstration"
     assert shown["train/000012/00034/0"]["trained"]
     assert shown["train/000012/00034/0"]["reward"] == pytest.approx(1.4)
@@ -335,17 +326,6 @@ def test_missing_rewards_and_values_that_are_not_finite_do_not_break_the_page():
     inspector.script_json(shown)
 
 
-@pytest.mark.parametrize(("cut", "words_of_error"), [(1, "2 steps; it has 3"), (None, "step 0 have shape")])
-def test_advantages_that_do_not_fit_are_refused(cut, words_of_error):
-    words = Words()
-    trajectories, advantages = sample_set(words)
-    uid = trajectories[1].uid
-    values = advantages[uid]
-    advantages[uid] = values[cut:] if cut else [values[0][:-1], *values[1:]]
-    with pytest.raises(ValueError, match=rf"{uid}.*{words_of_error}"):
-        inspector.page_data(trajectories, words.decode, advantages)
-
-
 def test_token_piece_keeps_the_space_that_sentencepiece_drops_first():
     pieces = ["▁the", "re", "▁", "\n"]
 
@@ -360,22 +340,28 @@ def test_token_piece_keeps_the_space_that_sentencepiece_drops_first():
     assert [inspector.token_piece(byte_level, i) for i in range(3)] == [" the", "\ufffd", "\ufffd"]
 
 
-def test_three_hundred_trajectories_stay_small(tmp_path):
+def test_many_trajectories_stay_small(tmp_path):
     rng = np.random.default_rng(0)
 
     def step(t):
         prompt, ids = rng.integers(0, 2000, 200 * (t + 1)), rng.integers(0, 2000, 60)
         logprobs = -rng.exponential(1, 60).astype(np.float32)
-        return Step(prompt.astype(np.int32), ids.astype(np.int32), logprobs, 0.1, observation="passage " * 100)
+        return Step(
+            prompt.astype(np.int32),
+            ids.astype(np.int32),
+            logprobs,
+            0.1,
+            observation="passage " * 100,
+            advantages=np.ones(60, np.float32),
+        )
 
     many = [
         Trajectory(f"train/{i}", i, 0, "task", i, tuple(step(t) for t in range(4)), Outcome.ANSWERED)
-        for i in range(300)
+        for i in range(100)
     ]
-    advantages = {t.uid: [np.ones(60, np.float32)] * 4 for t in many}
     path = tmp_path / "report.html"
-    inspector.write_report(path, many, decode=lambda ids: " ".join(map(str, ids)), title="t", advantages=advantages)
-    tokens = sum(200 * (t + 1) + 60 for t in range(4)) * 300
+    inspector.write_report(path, many, decode=lambda ids: " ".join(map(str, ids)), title="t")
+    tokens = sum(200 * (t + 1) + 60 for t in range(4)) * 100
     assert path.stat().st_size < 9 * tokens
 
 

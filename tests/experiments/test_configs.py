@@ -1,4 +1,4 @@
-"""Agent-R1's protocol as configs: its numbers, its algorithms, the hardware it is laid out for."""
+"""Configs: Agent-R1's protocol and its hardware, presets of published algorithms, the reference, flags of programs."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ import importlib.util
 import pathlib
 import shlex
 import types
+from collections.abc import Iterator
 
+import jax
 import pytest
 from changes import changed
 
 from agentr1_jax.errors import UserError
 from agentr1_jax.policy import weights
+from agentr1_jax.policy.params import init_decoder
 from agentr1_jax.runtime.config import flatten, load_config
 from agentr1_jax.tools.wrappers import ToolMetrics
-from configs import agentr1, presets
-from experiments import topology
+from agentr1_jax.train import build
+from configs import agentr1, base, presets
+from experiments import config_reference, topology
 from experiments.checks import check_placement
 from experiments.plan import device_bytes, make_plan, preset_of_weights, programs, total_bytes
 from experiments.setup import make_task, read_settings
@@ -203,7 +207,7 @@ def test_the_task_is_asked_as_the_protocol_says(reward, data_dir):
     assert all(task.row(f"eval/{name}", 0)["dataset"] == name for name in load("grpo").task.multihop.eval_datasets)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="no libtpu")
 def test_the_tightest_update_fits_its_chips():
     count, _, name, memory = SLICES["v5e-16"]
@@ -215,3 +219,97 @@ def test_the_tightest_update_fits_its_chips():
     total = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
     reference = 2 * 3_085_938_688 / count
     assert total + reference < 0.97 * memory * 2**30
+
+
+PRESET_FOLDER = FOLDER / "presets"
+PRESETS = sorted(path.stem for path in PRESET_FOLDER.glob("*.py") if path.stem != "__init__")
+TASKS = ("quickstart", "multihop_tiny", "multihop_small", "multihop_medium", "keydoor", "frozenlake")
+TASKS += ("countdown", "gsm8k_tiny", "bfcl_tiny", "whereabouts")
+SHARED = {"run_dir", "rollout.dynamic_sampling_groups", "learner.minibatches"}
+
+
+def differing(name, task):
+    """Dotted keys in which a preset differs from what all share, with their values."""
+    shared = dict(flatten(presets.on(task, "").to_dict()))
+    own = dict(flatten(load_config(f"{PRESET_FOLDER / name}.py:{task}").to_dict()))
+    assert own.keys() == shared.keys()
+    return {key: x for key, x in own.items() if x != shared[key]}
+
+
+def test_every_preset_that_the_house_names_is_there():
+    assert PRESETS == sorted(
+        "ppo_token ppo_step grpo dr_grpo dapo gspo rloo reinforce reinforce_pp reinforce_pp_baseline remax gigpo "
+        "capo".split()
+    )
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_works_on_a_task_and_changes_the_algorithm_alone(name, task):
+    check_placement(read_settings(load_config(f"{PRESET_FOLDER / name}.py:{task}")), jax.devices()[:1])
+    assert all(key in SHARED or key.split(".")[0] in presets.ALGORITHM for key in differing(name, task))
+
+
+@pytest.mark.parametrize(("task", "least", "most"), [("multihop_small", 1e6, 3e6), ("multihop_medium", 20e6, 60e6)])
+def test_the_policies_of_real_questions_have_the_size_that_they_are_said_to_have(task, least, most):
+    config = load_config(f"{PRESET_FOLDER / 'grpo'}.py:{task}")
+    assert config.tokenizer.path.endswith("minimind-6400")
+    policy = build.make_policy(read_settings(config), types.SimpleNamespace(vocab_size=6400, name="minimind-6400"))
+    shapes = jax.eval_shape(lambda key: init_decoder(policy, key), jax.random.key(0))
+    assert least < sum(x.size for x in jax.tree.leaves(shapes)) < most
+
+
+def test_presets_differ_from_each_other():
+    lines = {name: {k: v for k, v in differing(name, "quickstart").items() if k != "run_dir"} for name in PRESETS}
+    assert len({repr(sorted(x.items())) for x in lines.values()}) == len(PRESETS)
+    assert lines["ppo_step"] == {
+        "critic": "shared_trunk",
+        "credit.name": "step_gae",
+        "loss.ratio": "step",
+        "loss.clip": "dual",
+        "loss.clip_low": 3e-4,
+        "loss.clip_high": 4e-4,
+        "loss.dual_c": 10.0,
+        "loss.aggregate": "step",
+    }
+
+
+def test_nothing_of_the_task_s_own_algorithm_is_left():
+    c = presets.on("quickstart", "x")
+    assert c.critic == "none" and c.credit.args.lam is None and c.run_dir == "runs/quickstart_x"
+
+
+def test_an_unknown_task_is_refused_with_those_there_are():
+    with pytest.raises(UserError, match=r"no config 'chess' to apply a preset to; choose one of .*quickstart"):
+        load_config(f"{PRESET_FOLDER / 'grpo'}.py:chess")
+
+
+def test_page_is_current() -> None:
+    page = config_reference.PAGE.read_text(encoding="utf-8")
+    assert page == config_reference.render_page(), "run python -m experiments.config_reference"
+
+
+def test_every_key_has_type_and_meaning() -> None:
+    page = config_reference.render_page()
+    assert "|  |" not in page and "<class" not in page and "typing." not in page
+    keys = base.get_config().to_dict()
+    for section, values in keys.items():
+        for name in values if isinstance(values, dict) else ():
+            assert f"| `{section}.{name}" in page, f"{section}.{name}"
+
+
+def imports_of(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names))
+
+
+def test_a_test_takes_a_program_through_program_since_flags_have_equal_names():
+    files = (FOLDER.parent / "experiments").glob("*.py")
+    programs = {f"experiments.{file.stem}" for file in files if "flags.DEFINE" in file.read_text()}
+    assert {"experiments.train", "experiments.ask", "experiments.kill_test"} <= programs
+    for test in (FOLDER.parent / "tests").rglob("*.py"):
+        direct = programs & set(imports_of(test.read_text()))
+        assert not direct, f"{test.name}: use programs.program for {', '.join(sorted(direct))}"

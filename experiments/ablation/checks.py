@@ -1,4 +1,4 @@
-"""Contents and cost of a grid of runs, and checks before it starts."""
+"""Checks of a grid of runs before it starts, and a table of what it holds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentr1_jax.errors import UserError
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.tools.wrappers import ToolMetrics
-from agentr1_jax.train.settings import RunConfig, Settings
+from agentr1_jax.train.settings import RunConfig
 from experiments.ablation.grid import Cell, summary
 from experiments.checks import check_placement, check_task
 from experiments.setup import Config, make_task, read_section, read_settings
@@ -57,46 +57,19 @@ def check_folders(cells: Sequence[Cell]) -> None:
                 raise UserError(str(error).replace("--config.run_dir", "--out")) from error
 
 
-def grid_table(warm_starts: Sequence[Cell], cells: Sequence[Cell]) -> Table:
-    """Return a table of arms, folders and finished runs."""
+def grid_table(warm_starts: Sequence[Cell], cells: Sequence[Cell], parallel: int) -> Table:
+    """Return a table of arms, folders and finished runs, and how long the rest will take."""
     table = Table("arm", "seeds", "finished", "folder", "note", title="Grid", title_justify="left")
     for arm in dict.fromkeys(cell.arm for cell in (*warm_starts, *cells)):
         own = [cell for cell in (*warm_starts, *cells) if cell.arm == arm]
         seeds = ", ".join(str(cell.seed) for cell in own)
         done = f"{sum(cell.is_finished for cell in own)} of {len(own)}"
         table.add_row(arm, seeds, done, os.path.dirname(own[0].folder), own[0].note)
+    for group, name in ((warm_starts, "warm starts"), (cells, "runs")):
+        hours = hours_left(group, parallel)
+        left = "unknown until one has finished" if hours is None else f"{hours:.2f}"
+        table.add_row(f"{name}: hours left, {parallel} at once", "", "", "", left)
     return table
-
-
-def cost_table(warm_starts: Sequence[Cell], cells: Sequence[Cell], parallel: int) -> Table:
-    """Return a table of what the whole grid computes, and how long the rest will take."""
-    table = Table("", "warm starts", "runs", title="Cost", title_justify="left")
-    rows: dict[str, list[str]] = {}
-    for group in (warm_starts, cells):
-        costs = [cost(cell.settings) for cell in group]
-        rows.setdefault("number", []).append(str(len(group)))
-        for i, name in enumerate(("updates", "trajectories", "tokens decoded, at most")):
-            rows.setdefault(name, []).append(f"{sum(c[i] for c in costs):,}")
-        left = hours_left(group, parallel)
-        unknown = "unknown until one has finished"
-        rows.setdefault(f"hours left, {parallel} at once", []).append(unknown if left is None else f"{left:.2f}")
-    for name, columns in rows.items():
-        table.add_row(name, *columns)
-    return table
-
-
-def cost(s: Settings) -> tuple[int, int, int]:
-    """Return (updates, trajectories, most tokens decoded) of a run from its start, evaluations included."""
-    updates, rollout, budget, evaluation = s.run.updates, s.rollout, s.budget, s.eval
-    supervised = 0 if s.warm_start.init_from else s.pretrain.updates + s.warm_start.updates
-    final = 4 if updates else 2  # Greedy and sampled, before and after RL.
-    quick = (updates - 1) // evaluation.every if evaluation.every and updates else 0
-    trained = updates * (rollout.groups + rollout.dynamic_sampling_groups) * rollout.samples
-    trajectories = trained + final * evaluation.questions + quick * evaluation.quick_questions
-    steps = budget.max_steps + budget.final_answer_step
-    summaries = (steps - 1) * s.context.summary_tokens if s.context_rule.makes_summaries else 0
-    tokens = min(steps * budget.response_tokens + summaries, budget.trajectory_tokens)
-    return supervised + updates, trajectories, trajectories * tokens
 
 
 def hours_left(cells: Sequence[Cell], parallel: int) -> float | None:
