@@ -170,8 +170,9 @@ class Settings:
 
     @property
     def context_rule(self) -> ContextRule:
-        """The context rule with its arguments."""
-        return self.context.bound_rule
+        """The context rule with its arguments. Raises UserError if it cannot be read."""
+        with user_error():
+            return self.context.bound_rule
 
     @functools.cached_property
     def stages(self) -> Sequence[Stage]:

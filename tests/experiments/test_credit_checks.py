@@ -14,13 +14,12 @@ from changes import changed
 from agentr1_jax.credit import SCHEMES, get_scheme
 from agentr1_jax.envs.base import Observation
 from agentr1_jax.errors import UserError
-from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.train import collect
 from agentr1_jax.trajectory import Outcome
 from configs import keydoor, quickstart
 from experiments.ablation import grid
 from experiments.checks import check_placement, check_task
-from experiments.setup import make_task, read_settings
+from experiments.setup import read_settings
 
 
 def task(*, state_key="s", potential=1.0, evidence="", parts=("goal",)):
@@ -110,11 +109,6 @@ def test_the_discount_per_step_is_the_scheme_s(name, args, discount):
     changes = {f"credit__args__{key}": x for key, x in args.items()}
     settings = read_settings(changed(keydoor, credit__name=name, critic="shared_trunk", **changes))
     assert settings.scheme.gamma == discount
-
-
-def test_each_part_of_a_reward_has_its_weight():
-    config = changed(keydoor, task__keydoor__rewards__goal=3.0, task__keydoor__rewards__side=0.5)
-    assert make_task(read_settings(config), ToolMetrics()).reward_weights == {"goal": 3.0, "side": 0.5}
 
 
 def test_greedy_rollouts_are_of_the_rows_of_the_batch(monkeypatch):
