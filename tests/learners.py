@@ -58,7 +58,7 @@ MICROBATCHES = 10
 
 
 @dataclasses.dataclass(frozen=True)
-class Made:
+class TrainHalf:
     """A setup without its rollout half, a phase of it, and a function that makes the state training starts from."""
 
     config: Any
@@ -103,11 +103,11 @@ class Made:
 
 def make(changes, *, wide=False, make_phase=phases.reinforcement, shards=1):
     """All who ask for the same settings share its programs."""
-    return _made(tuple(sorted({**SMALL, **changes}.items())), wide, make_phase, shards)
+    return _make(tuple(sorted({**SMALL, **changes}.items())), wide, make_phase, shards)
 
 
 @functools.cache
-def _made(changes, wide, make_phase, shards):
+def _make(changes, wide, make_phase, shards):
     config = base.get_config("hopworld").unlock()
     config.update_from_flattened_dict(dict(changes))
     settings = read_settings(config.lock())
@@ -130,7 +130,7 @@ def _made(changes, wide, make_phase, shards):
         else:
             phase = make_phase(setup, optimizer, layout)
     capacity = MICROBATCHES * 4 // settings.learner.rows
-    return Made(config, setup, dataclasses.replace(phase, microbatches=capacity), fresh, wide)
+    return TrainHalf(config, setup, dataclasses.replace(phase, microbatches=capacity), fresh, wide)
 
 
 def batch(seed=0, context="append"):

@@ -159,9 +159,12 @@ def ending(go, left):
     return probabilities, [np.array([slope[action] for action in path]) for path, _ in PATHS]
 
 
-def expected_gradient(probabilities, slopes, name, **hyper):
-    """Of a scheme with two samples, by the sum over all pairs of paths, each of which is a group of one batch."""
-    pairs = list(itertools.product(range(len(PATHS)), repeat=2))
+PAIRS = list(itertools.product(range(len(PATHS)), repeat=2))
+"""A group of two samples each, all in one batch."""
+
+
+def pair_advantages(name, **hyper):
+    """Advantages of a scheme for the steps of `PAIRS`."""
     data = [
         Rollout(
             group,
@@ -170,28 +173,34 @@ def expected_gradient(probabilities, slopes, name, **hyper):
             keys=range(len(path)),
             state_values=[0.25, -0.75][: len(path)],
         )
-        for group, pair in enumerate(pairs)
+        for group, pair in enumerate(PAIRS)
         for path, reward in (PATHS[i] for i in pair)
     ]
     with jax.enable_x64(True):
-        assign = jax.jit(get_scheme(name, **hyper).assign)
         batch = credit_batch(data, **exact(data), dtype=np.float64).replace(values=None)
-        advantages = iter(np.asarray(assign(batch).advantages))
-    total = np.zeros(2)
-    for pair in pairs:
+        return np.asarray(jax.jit(get_scheme(name, **hyper).assign)(batch).advantages)
+
+
+def expected_gradient(probabilities, slopes, advantages):
+    """By the sum over all pairs of paths."""
+    advantages, total = iter(advantages), np.zeros(2)
+    for pair in PAIRS:
         probability = np.prod([probabilities[i] for i in pair])
         total += sum(probability * next(advantages) * slope / 2 for i in pair for slope in slopes[i])
     return total
 
 
 def test_fault_12_the_baseline_by_step_index_is_biased_and_the_one_by_state_is_not():
+    unbiased = [pair_advantages(name) for name in ("state_baseline", "rloo")]
+    unbiased.append(pair_advantages("reinforce", whiten="none"))
+    dr_grpo = pair_advantages("dr_grpo")
+    by_index = pair_advantages("turn_grpo", signal="return", outcome_weight=0.0)
     for go, left in ((0.5, 0.5), (0.2, 0.7), (0.9, 0.3)):
         probabilities, slopes = ending(go, left)
         true = sum(p * reward * s.sum(0) for p, s, (_, reward) in zip(probabilities, slopes, PATHS, strict=True))
         estimate = functools.partial(expected_gradient, probabilities, slopes)
-        for name, hyper in (("state_baseline", {}), ("rloo", {}), ("reinforce", {"whiten": "none"})):
-            np.testing.assert_allclose(estimate(name, **hyper), true, atol=1e-12, err_msg=name)
-        np.testing.assert_allclose(estimate("dr_grpo"), true / 2, atol=1e-12)
+        for advantages in unbiased:
+            np.testing.assert_allclose(estimate(advantages), true, atol=1e-12)
+        np.testing.assert_allclose(estimate(dr_grpo), true / 2, atol=1e-12)
         # The second choice shrinks with the chance that the other sample is alive too: no one factor mends both.
-        by_index = estimate("turn_grpo", signal="return", outcome_weight=0.0)
-        np.testing.assert_allclose(by_index, true * [0.5, 0.5 * go], atol=1e-12)
+        np.testing.assert_allclose(estimate(by_index), true * [0.5, 0.5 * go], atol=1e-12)

@@ -17,9 +17,9 @@ quick = settings(max_examples=40, deadline=None)
 
 
 def one(outcome=Outcome.ANSWERED, rewards=(0.0, 1.0), **changes):
-    made = trajectory(np.random.default_rng(0), [2, 3])
-    steps = tuple(dataclasses.replace(s, reward=r) for s, r in zip(made.steps, rewards, strict=True))
-    return dataclasses.replace(made, outcome=outcome, steps=steps, **changes)
+    t = trajectory(np.random.default_rng(0), [2, 3])
+    steps = tuple(dataclasses.replace(s, reward=r) for s, r in zip(t.steps, rewards, strict=True))
+    return dataclasses.replace(t, outcome=outcome, steps=steps, **changes)
 
 
 @quick

@@ -1,4 +1,4 @@
-"""Credit schemes against numbers that published implementations computed.
+"""Credit schemes against plain loops, and against numbers that published implementations computed.
 
 Where an entry of golden.json says that it deviates, so do we: targets of `step_gae` stand at the first token of a step
 alone; positions that were not sampled are not compared; a lone member of a group gets 0.
@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import pathlib
 
+import credit_reference
 import numpy as np
 import pytest
-from builders import Rollout, Token, golden
-from credits import credit_of
+from builders import Rollout, Token, golden, rollouts
+from credits import NAMES, NUMBERS, credit_of, every_option, own_numbers, quick
+from hypothesis import given
 
 ENTRIES = {
     "agent_r1.step_gae.g1.0.l1.0": ("step_gae", {"gamma": "gamma", "lam": "lam"}),
@@ -118,3 +120,17 @@ def test_a_published_return_is_the_discounted_sum_over_tokens():
     entry = golden("verl.rf++.g0.9")
     credit = credit_of("reinforce_pp", of_rows(entry["inputs"], "token"), gamma=0.9, whiten="none")
     np.testing.assert_allclose(credit.advantages, entry["outputs"]["ret"][entry["inputs"]["mask"] > 0], atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@quick
+@given(rollouts(), NUMBERS)
+def test_a_scheme_equals_the_loops(name, data, numbers):
+    own = own_numbers(name, numbers)
+    for option, credit in every_option(name, data, **numbers):
+        advantages, targets = getattr(credit_reference, name)(data, **own, **option)
+        np.testing.assert_allclose(credit.advantages, advantages, atol=1e-9, rtol=1e-9, err_msg=f"{option}")
+        np.testing.assert_array_equal(np.flatnonzero(credit.value_mask), sorted(targets))
+        expected = [targets[k] for k in sorted(targets)]
+        np.testing.assert_allclose(credit.value_targets[credit.value_mask], expected, atol=1e-9)
+        assert not credit.value_targets[~credit.value_mask].any()
