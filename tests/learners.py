@@ -96,6 +96,8 @@ class TrainHalf:
         settings = read_settings(config)
         packing = dataclasses.replace(self.phase.packing, mode=settings.learner.packing)
         phase = dataclasses.replace(self.phase, packing=packing)
+        if settings.scheme != self.setup.settings.scheme:
+            phase = dataclasses.replace(phase, scheme=settings.scheme, assign=jax.jit(settings.scheme.assign))
         return dataclasses.replace(
             self, config=config, setup=dataclasses.replace(self.setup, settings=settings), phase=phase
         )

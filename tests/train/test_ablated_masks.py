@@ -26,11 +26,11 @@ NO_ADVANTAGE_MASK = {
 }
 
 
-def updated(made, trajectories, **arguments):
-    """The batch that the update saw, as flat arrays of its loss tokens, and the metrics."""
+def learn(run, trajectories, **arguments):
+    """The batch that the update saw, as flat arrays of its loss tokens; metrics; trajectories with advantages."""
     seen = []
-    update = learners.recording(made.phase.update, seen)
-    _, metrics, out = made.learn(trajectories, update=update, **arguments)
+    update = learners.recording(run.phase.update, seen)
+    _, metrics, out = run.learn(trajectories, update=update, **arguments)
     (_, batch), *_ = seen
     return batch.loss_tokens, metrics, out
 
@@ -41,17 +41,12 @@ def in_order(loss_tokens, name):
     return getattr(loss_tokens, name)[real][np.lexsort((loss_tokens.logit_index[real], loss_tokens.step[real]))]
 
 
-def brought(trajectories):
-    """For each read in `in_order`: whether it is an action, and the step whose response came before it."""
-    streams = flatten(trajectories, observations=True)
-    return streams.is_action, streams.token_step
-
-
 @pytest.mark.parametrize("context", ["append", "rewrite"])
 def test_without_the_loss_mask_an_answer_is_trained_with_the_advantage_of_what_it_answers(context):
     trajectories = learners.exact(context=context)
-    loss_tokens, metrics, out = updated(learners.make(NO_LOSS_MASK), trajectories)
-    is_action, step = brought(trajectories)
+    loss_tokens, metrics, out = learn(learners.make(NO_LOSS_MASK), trajectories)
+    flat = flatten(trajectories, observations=True)
+    is_action, step = flat.is_action, flat.token_step
     np.testing.assert_array_equal(in_order(loss_tokens, "is_action"), is_action)
     weight, advantage = in_order(loss_tokens, "weight"), in_order(loss_tokens, "advantage")
     np.testing.assert_allclose(weight, 1 / len(weight), rtol=1e-5)
@@ -63,33 +58,27 @@ def test_without_the_loss_mask_an_answer_is_trained_with_the_advantage_of_what_i
     assert metrics["batch/tokens"] == is_action.sum()
     shown = [a for t in out for s in t.steps for a in s.advantages]
     np.testing.assert_allclose(shown, advantage[is_action], atol=1e-4)
-
-
-def test_with_both_masks_the_same_tokens_are_trained_as_ever():
-    trajectories = learners.exact()
-    masked, _, _ = updated(learners.make(ALL), trajectories)
-    unmasked, _, _ = updated(learners.make(NO_LOSS_MASK), trajectories)
-    said = in_order(unmasked, "is_action")
-    np.testing.assert_array_equal(in_order(unmasked, "advantage")[said], in_order(masked, "advantage"))
-    assert in_order(masked, "is_action").all() and said.sum() == masked.is_action.sum()
+    masked, _, _ = learn(learners.make(ALL), trajectories)
+    np.testing.assert_array_equal(advantage[is_action], in_order(masked, "advantage"))
+    assert in_order(masked, "is_action").all() and is_action.sum() == masked.is_action.sum()
 
 
 def test_without_the_advantage_mask_credit_passes_through_every_token():
     """GAE over the whole stream by a loop, answers included, with the critic's value at each of them."""
     trajectories = learners.exact()
-    made = learners.make(NO_ADVANTAGE_MASK)
-    loss_tokens, _, _ = updated(made, trajectories)
-    is_action, step = brought(trajectories)
-    streams = flatten(trajectories, observations=True)
+    run = learners.make(NO_ADVANTAGE_MASK)
+    loss_tokens, _, _ = learn(run, trajectories)
+    flat = flatten(trajectories, observations=True)
+    is_action, step = flat.is_action, flat.token_step
     value, advantage = in_order(loss_tokens, "old_value"), in_order(loss_tokens, "advantage")
-    owner = streams.token_trajectory
-    bootstrap = _final_values(made, trajectories)
+    packed = train_step.pack(run.setup, run.phase, trajectories)
+    bootstrap = train_step.token_outputs(run.setup, run.phase, run.fresh().params, packed).final_values
     for i, t in enumerate(trajectories):
-        at = np.flatnonzero(owner == i)
+        at = np.flatnonzero(flat.token_trajectory == i)
         ends = {np.flatnonzero(step == s)[-1]: s for s in np.unique(step[at])}
-        after, expected = (bootstrap[i] if streams.truncated[i] else 0.0), []
+        after, expected = (bootstrap[i] if flat.truncated[i] else 0.0), []
         for k in reversed(at):  # gamma and lambda 1: the return less the value
-            after += streams.rewards[ends[k]] if k in ends else 0.0
+            after += flat.rewards[ends[k]] if k in ends else 0.0
             expected.append(after - value[k])
         np.testing.assert_allclose(advantage[at], expected[::-1], atol=1e-5, err_msg=t.uid)
     weight = in_order(loss_tokens, "weight")
@@ -98,57 +87,33 @@ def test_without_the_advantage_mask_credit_passes_through_every_token():
     assert (in_order(loss_tokens, "value_weight") > 0).all()
 
 
-def _final_values(made, trajectories):
-    batch = train_step.pack(made.setup, made.phase, trajectories)
-    return train_step.token_outputs(made.setup, made.phase, made.fresh().params, batch).final_values
-
-
 def test_remax_compares_with_the_greedy_rollout_and_drops_rows_that_have_none(caplog):
     trajectories = learners.exact()
     greedy = [dataclasses.replace(t, greedy_return=0.25 * t.group) if t.group else t for t in trajectories]
-    loss_tokens, metrics, out = updated(learners.make({"credit.name": "remax"}), greedy)
-    kept = [t for t in greedy if t.group]
-    expected = [t.total_reward - 0.25 * t.group for t in kept for s in t.steps for _ in s.response_ids]
+    loss_tokens, metrics, _ = learn(learners.make(ALL).under({"credit.name": "remax"}), greedy)
+    usable = [t for t in greedy if t.group]
+    expected = [t.total_reward - 0.25 * t.group for t in usable for s in t.steps for _ in s.response_ids]
     np.testing.assert_allclose(learners.stream(loss_tokens, "advantage"), expected, atol=1e-5)
-    assert metrics["batch/malformed"] == len(greedy) - len(kept) == 2
+    assert metrics["batch/malformed"] == len(greedy) - len(usable) == 2
     assert "the greedy rollout of its row failed" in caplog.text
 
 
 def test_a_state_seen_by_no_other_is_compared_with_earlier_batches():
     """No step has a key here: every baseline is the mean return of the batches before."""
-    made, trajectories = learners.make({"credit.name": "state_baseline"}), learners.exact()
+    run, trajectories = learners.make(ALL).under({"credit.name": "state_baseline"}), learners.exact()
     returns = shaping.discounted_returns(flatten(trajectories), 1.0)
     per_token = np.repeat(returns, [len(s.response_ids) for t in trajectories for s in t.steps])
-    for moments in (RunningMeanStd(), RunningMeanStd(10.0, 0.5, 3.0)):
-        loss_tokens, _, _ = updated(made, trajectories, statistics=moments)
-        np.testing.assert_allclose(learners.stream(loss_tokens, "advantage"), per_token - moments.mean, atol=1e-5)
-
-
-def test_moments_of_returns_are_handed_on():
-    made, trajectories = learners.make({"credit.name": "state_baseline"}), learners.exact()
-    *_, credit = made.step(trajectories)
-    returns = shaping.discounted_returns(flatten(trajectories), 1.0)
+    for statistics in (RunningMeanStd(), RunningMeanStd(10.0, 0.5, 3.0)):
+        loss_tokens, _, _ = learn(run, trajectories, statistics=statistics)
+        np.testing.assert_allclose(learners.stream(loss_tokens, "advantage"), per_token - statistics.mean, atol=1e-5)
+    *_, credit = run.step(trajectories)
     assert credit.return_statistics == pytest.approx(RunningMeanStd().update(returns))
-    assert RunningMeanStd(*list(credit.return_statistics)) == credit.return_statistics  # as a checkpoint keeps them
-
-
-def test_a_state_baseline_with_a_critic_asks_and_teaches_it():
-    made = learners.make({"credit.name": "state_baseline", "critic": "shared_trunk"})
-    trajectories = [dataclasses.replace(t, outcome="answered", final_prompt_ids=None) for t in learners.exact()]
-    loss_tokens, metrics, _ = updated(made, trajectories)
-    returns = shaping.discounted_returns(flatten(trajectories), 1.0)
-    first = learners.stream(loss_tokens, "value_weight") > 0
-    assert first.sum() == len(returns)
-    np.testing.assert_allclose(learners.stream(loss_tokens, "value_target")[first], returns, atol=1e-5)
-    expected = returns - learners.stream(loss_tokens, "old_value")[first]
-    np.testing.assert_allclose(learners.stream(loss_tokens, "advantage")[first], expected, atol=1e-5)
-    assert metrics["learner/value_loss"] > 0
 
 
 def test_scaled_rewards_scale_advantages():
-    made, trajectories = learners.make({"credit.name": "dr_grpo"}), learners.exact()
-    plain, _, _ = updated(made, trajectories)
-    scaled, _, _ = updated(made.under({"shaping.scale_returns": True}), trajectories)
+    run, trajectories = learners.make(ALL).under({"credit.name": "dr_grpo"}), learners.exact()
+    plain, _, _ = learn(run, trajectories)
+    scaled, _, _ = learn(run.under({"shaping.scale_returns": True}), trajectories)
     std = shaping.discounted_returns(flatten(trajectories), 1.0).std(ddof=1)
     np.testing.assert_allclose(scaled.advantage * std, plain.advantage, atol=1e-5)
 
@@ -159,6 +124,6 @@ def test_groups_that_teach_nothing_are_counted():
         dataclasses.replace(t, steps=tuple(dataclasses.replace(s, reward=0.0) for s in t.steps)) if t.group == 0 else t
         for t in trajectories
     ]
-    _, metrics, _ = updated(learners.make({}), same[:-1])
+    _, metrics, _ = learn(learners.make(ALL), same[:-1])
     assert metrics["batch/lone_members"] == 1 and metrics["batch/zero_variance_groups"] == 2
     assert metrics["batch/steps_without_key"] == metrics["batch/steps"]

@@ -1,71 +1,173 @@
-"""From config to parts: a policy and a tokenizer that do not belong together are refused."""
+"""Parts of a run that do not fit each other or the devices are refused; what of the meshes lies where."""
 
 from __future__ import annotations
 
 import dataclasses
 import types
 
+import jax
+import numpy as np
 import pytest
+import tiny
+from changes import changed
 from letters import Letters
 
 from agentr1_jax.errors import UserError
 from agentr1_jax.policy import presets
 from agentr1_jax.policy.config import DecoderConfig
+from agentr1_jax.policy.sharding import shardings
+from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.tasks import make_task
 from agentr1_jax.train import build
 from configs import quickstart
+from experiments.checks import check_placement
 from experiments.setup import read_settings
 
-
-def tokenizer(vocab_size):
-    return types.SimpleNamespace(name="some/tokenizer", vocab_size=vocab_size)
-
-
-@pytest.fixture
-def config():
-    """The quickstart's, without changes to the preset."""
-    config = quickstart.get_config()
-    config.policy.preset = "qwen2.5-0.5b"
-    return config
+EVERYTHING_FITS = {
+    "pretrain.updates": 4,
+    "pretrain.rows": 16,
+    "learner.rows": 16,
+    "rollout.groups": 16,
+    "rollout.slots": 16,
+    "rollout.swap_slots": 16,
+}
 
 
-def test_a_tokenizer_larger_than_the_embedding_is_refused(config):
-    assert build.make_policy(read_settings(config), tokenizer(151_665)).vocab_size == 151_936
-    assert build.make_policy(read_settings(config), tokenizer(151_936)).vocab_size == 151_936
+def settings_with(**changes):
+    return read_settings(changed(quickstart, **changes))
+
+
+def make_policy(vocab_size, **changes):
+    tokenizer = types.SimpleNamespace(name="some/tokenizer", vocab_size=vocab_size)
+    return build.make_policy(settings_with(**changes), tokenizer)
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(monkeypatch):
+    preset = {"policy__preset": "qwen2.5-0.5b"}
+    assert {make_policy(n, **preset).vocab_size for n in (151_665, 151_936)} == {151_936}
     message = (
         r"tokenizer some/tokenizer has ids up to 151936, .* has 151936 rows \(qwen2\.5-0\.5b\): .*set tokenizer\.path"
     )
     with pytest.raises(UserError, match=message):
-        build.make_policy(read_settings(config), tokenizer(151_937))
+        make_policy(151_937, **preset)
 
-
-def test_a_tokenizer_larger_than_the_embedding_of_weights_is_refused(config, monkeypatch):
     shape = DecoderConfig(vocab_size=100, width=8, layers=1, heads=2, kv_heads=1, head_dim=4, hidden=8)
     monkeypatch.setattr(presets, "read_config", lambda path: dataclasses.replace(shape))
-    config.policy.preset, config.policy.weights = "", "owner/name"
-    assert build.make_policy(read_settings(config), tokenizer(100)).vocab_size == 100
+    weights = {"policy__preset": "", "policy__weights": "owner/name"}
+    assert make_policy(100, **weights).vocab_size == 100
     with pytest.raises(UserError, match=r"has ids up to 100, but the policy's embedding has 100 rows \(owner/name\)"):
-        build.make_policy(read_settings(config), tokenizer(101))
+        make_policy(101, **weights)
 
 
-def test_a_preset_without_a_vocabulary_gets_the_tokenizers_padded(config):
-    config.policy.preset = "tiny"
-    assert [build.make_policy(read_settings(config), tokenizer(n)).vocab_size for n in (1, 128, 129)] == [128, 128, 256]
+def test_a_preset_without_a_vocabulary_gets_the_tokenizers_padded():
+    assert [make_policy(n).vocab_size for n in (1, 128, 129)] == [128, 128, 256]
 
 
-def test_a_tokenizer_that_cannot_serve_an_agent_with_tools_is_refused(config):
-    without_tags = Letters()
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"policy__preset": "qwen3"}, "unknown policy.preset 'qwen3'; choose one of tiny, qwen2.5-0.5b"),
+        ({"policy__heads": 3}, r"policy: kv_heads \(2\) must divide heads \(3\)"),
+        ({"mesh__tensor": 3}, r"mesh.tensor is 3, which does not divide 4 query heads; choose among \[1, 2, 4\]"),
+        (
+            {"policy__preset": "qwen2.5-0.5b", "budget__context_tokens": 10**5, "rollout__slot_tokens": 102400}
+            | {"learner__row_tokens": 10**5},
+            r"budget.context_tokens \(100000\) exceeds the 32768 positions that qwen2.5-0.5b was made for",
+        ),
+    ],
+)
+def test_a_shape_that_cannot_be_is_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        make_policy(128, **changes)
+
+
+def test_a_tokenizer_that_cannot_serve_an_agent_with_tools_is_refused():
+    task = make_task("hopworld")
+    with pytest.raises(UserError, match=r"nowhere/t\.model: no such SentencePiece model"):
+        build.make_tokenizer(settings_with(tokenizer__path="nowhere/t.model"), task, resumes=False)
     with pytest.raises(UserError, match=r"tokenizer\.path: letters: its chat template writes no tool calls"):
-        build.make_agent(read_settings(config), make_task("hopworld"), without_tags)
+        build.make_agent(settings_with(), task, Letters())
     many = Letters()
     many.added = {**Letters.added, "<tool_call>": 2, "</tool_call>": 3}
-    assert build.make_agent(read_settings(config), make_task("hopworld"), many).call_format.name == "hermes"
+    assert build.make_agent(settings_with(), task, many).call_format.name == "hermes"
     many.stop_ids = (1, 2, 3, 4, 5)
     with pytest.raises(UserError, match="letters has 5 stop ids, the engine knows at most 4; shorten eos_token_id"):
-        build.make_agent(read_settings(config), make_task("hopworld"), many)
-
-
-def test_the_call_format_and_how_strictly_it_is_read_come_from_the_config(config):
-    config.agent.call_format, config.tools.lenient = "react", True
-    agent = build.make_agent(read_settings(config), make_task("hopworld"), Letters())
+        build.make_agent(settings_with(), task, many)
+    agent = build.make_agent(settings_with(agent__call_format="react", tools__lenient=True), task, Letters())
     assert agent.call_format.name == "react" and agent.lenient
+
+
+def machines(*counts):
+    """Stand-ins for the devices of processes that have so many each."""
+    return [types.SimpleNamespace(process_index=i) for i, count in enumerate(counts) for _ in range(count)]
+
+
+def place(*counts, **changes):
+    config = changed(quickstart, **{k.replace(".", "__"): v for k, v in EVERYTHING_FITS.items()})
+    check_placement(read_settings(changed(config, **changes)), machines(*counts))
+
+
+def test_what_fits_is_not_refused():
+    for counts in ((1,), (8,), (1, 1), (4, 4, 4, 4)):
+        place(*counts)
+    # Devices for rollouts alone hold no rows of a batch.
+    place(8, mesh__rollout_devices=2, pretrain__updates=0, learner__rows=6, rollout__slots=2, rollout__swap_slots=0)
+
+
+@pytest.mark.parametrize(
+    ("counts", "changes", "message"),
+    [
+        ((1, 1, 1), {}, r"rollout\.groups \(16\) must be a multiple of processes x learner\.minibatches \(3 x 1\)"),
+        ((1,) * 4, {"pretrain__batch": 42}, r"pretrain\.batch \(42\) must be a multiple of the 4 processes"),
+        ((1,) * 4, {"warm_start__batch": 42}, r"warm_start\.batch \(42\) must be a multiple of the 4"),
+        ((1, 1), {"warm_start__control_seconds": 1.0}, "clocks of several processes differ"),
+        (
+            (2, 2),
+            {"learner__rows": 6},
+            r"learner\.rows \(6\) must be a multiple of the 4 shards of a batch \(mesh\.data x mesh\.fsdp: 4 x 1\)",
+        ),
+        ((4, 4), {"pretrain__rows": 12}, r"pretrain\.rows \(12\) must be a multiple of the 8 shards of a batch"),
+        ((4, 4), {"rollout__slots": 6}, r"rollout\.slots \(6\) must be a multiple of the 4 data shards of the rollout"),
+        ((4, 4), {"rollout__swap_slots": 6}, r"rollout\.swap_slots \(6\) must be a multiple of the 4 data shards"),
+        ((4,), {"rollout__tensor": 3}, r"rollout\.tensor is 3; it must divide the 4 devices of a process"),
+        ((2, 2), {"mesh__fsdp": 3}, r"mesh \{'data': 1, 'fsdp': 3, 'tensor': 1\} needs 3 devices, there are 4; set"),
+        ((2, 2), {"mesh__tensor": 4}, r"mesh\.tensor is 4; it must divide the 2 devices of a process"),
+        ((6, 6), {"mesh__fsdp": 4}, r"mesh\.fsdp is 4; it must divide the 6 shards of a process \(6 devices, mesh\."),
+        ((3, 1), {}, r"processes have \[3, 1\] devices; start each with as many as the others"),
+        ((4,), {"mesh__rollout_devices": 4}, r"mesh\.rollout_devices is 4; it must leave some of the 4 devices"),
+        ((8,), {"mesh__rollout_devices": 2, "pretrain__updates": 0}, r"learner\.rows \(16\) .* the 6 shards"),
+    ],
+)
+def test_what_does_not_fit_the_devices_is_refused(counts, changes, message):
+    with pytest.raises(UserError, match=message):
+        place(*counts, **changes)
+
+
+@pytest.mark.parametrize("sizes", [(-1, 1, 1), (-1, 2, 2), (-1, 4, 4), (-1, 8, 1)])
+def test_the_devices_of_a_process_are_a_block_of_the_mesh_in_their_own_order(sizes, monkeypatch):
+    """Of devices that are named in any order; no row of a batch lies on devices of two processes."""
+    monkeypatch.setattr(meshes, "Mesh", lambda devices, *_, **__: devices)
+    devices = machines(4, 4, 4, 4)
+    rng = np.random.default_rng(0)
+    mixed = [devices[i] for i in rng.permutation(16)]
+    own = {p: [d for d in mixed if d.process_index == p] for p in range(4)}
+    mesh = meshes.learner_mesh(*sizes, mixed)
+    for rows in mesh.reshape(-1, mesh.shape[2]):
+        assert len({d.process_index for d in rows}) == 1
+    for process in range(4):
+        places = np.argwhere(np.vectorize(lambda d, p=process: d.process_index == p)(mesh))
+        assert np.prod(places.max(0) - places.min(0) + 1) == len(places) == 4
+        assert [mesh[tuple(where)] for where in places] == own[process]
+
+
+@pytest.mark.parametrize(("sizes", "tensor"), [((4, 1, 2), 4), ((2, 1, 4), 2)])
+def test_the_engines_heads_may_be_sharded_otherwise_than_the_learners(sizes, tensor):
+    """Left to itself the compiler keeps some of these parameters whole on every device."""
+    learner = meshes.learner_mesh(*sizes)
+    rollout = meshes.rollout_mesh(learner, tensor)
+    params = tiny.decoder_params()
+    sharded = jax.device_put(params, shardings(params, learner))
+    view = meshes.make_rollout_view(learner, rollout, shardings, lambda params: params)(sharded)
+    for seen, original in zip(jax.tree.leaves(view), jax.tree.leaves(params), strict=True):
+        assert seen.sharding.mesh == rollout
+        np.testing.assert_array_equal(seen, original)

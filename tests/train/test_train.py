@@ -64,7 +64,7 @@ def test_the_quickstart_budget_lets_the_right_way_through(tmp_path: Path) -> Non
         return session.trajectory()
 
     for split in ("eval", "practice"):
-        played = [asyncio.run(play(split, index)) for index in range(128)]
+        played = [asyncio.run(play(split, index)) for index in range(48)]
         assert sum(t.metrics["em"] for t in played) / len(played) >= 0.99
         assert {t.outcome for t in played} == {Outcome.ANSWERED}
 
@@ -152,135 +152,21 @@ def test_a_run_that_rl_cannot_start_from_is_refused(
         check_init_from(small_config(**{"run_dir": tmp_path / "run", "warm_start__init_from": str(source), **given}))
 
 
-def test_how_a_policy_is_computed_may_differ(tmp_path: Path, source: Path) -> None:
-    check_init_from(small_config(tmp_path / "run", warm_start__init_from=str(source), policy__remat="full", seed=8))
-
-
-def test_a_run_that_was_stopped_half_way_is_refused(tmp_path: Path, source: Path) -> None:
-    (source / "summary.json").unlink()
-    with pytest.raises(UserError, match=r"source is not finished .* by the command that started it"):
-        check_init_from(small_config(tmp_path / "run", warm_start__init_from=str(source)))
-
-
-def test_a_run_with_parts_gone_is_refused(tmp_path: Path, source: Path) -> None:
-    run = small_config(tmp_path / "run", warm_start__init_from=str(source))
-    (source / "tokenizer.model").rename(source / "gone")
-    with pytest.raises(UserError, match=r"its tokenizer\.model is gone"):
-        check_init_from(run)
-    (source / "gone").rename(source / "tokenizer.model")
-    (source / "checkpoints").rename(source / "gone")
-    with pytest.raises(UserError, match="has no checkpoint yet"):
-        check_init_from(run)
+def test_only_a_whole_run_can_be_started_from(tmp_path: Path, source: Path) -> None:
+    run = small_config(tmp_path / "run", warm_start__init_from=str(source), policy__remat="full", seed=8)
+    check_init_from(run)  # How a policy is computed may differ.
+    for name, message in (
+        ("summary.json", r"source is not finished .* by the command that started it"),
+        ("tokenizer.model", r"its tokenizer\.model is gone"),
+        ("checkpoints", "has no checkpoint yet"),
+    ):
+        (source / name).rename(source / "gone")
+        with pytest.raises(UserError, match=message):
+            check_init_from(run)
+        (source / "gone").rename(source / name)
     (source / "config.json").write_text("[]")
     with pytest.raises(UserError, match="not a config"):
         check_init_from(run)
-
-
-@pytest.mark.slow
-def test_a_run_leaves_everything_and_another_config_is_refused(tmp_path: Path) -> None:
-    done = train("quickstart", tmp_path / "run", updates=3)
-    assert done.returncode == 0, done.stderr[-3000:]
-    run = tmp_path / "run"
-    summary = json.loads((run / "summary.json").read_text())
-    wanted = "em_before em_after em_after_sampled f1_after questions seconds warm_start_seconds updates"
-    wanted += " decode_tokens_per_s learner_tokens_per_s recompiles_after_warmup"
-    assert set(wanted.split()) <= set(summary)
-    assert summary["recompiles_after_warmup"] == 0
-    assert {"config.json", "metrics.jsonl", "learning_curve.png", "report.html", "checkpoints"} <= set(os.listdir(run))
-    assert [phase for _, phase, _ in in_order(run)].count("rl") == 3
-    for t in read_jsonl(run / "trajectories" / "rl_000002.jsonl.gz"):
-        assert t.steps and all(s.advantages is not None for s in t.steps)
-        for before, after in zip(t.steps[:-1], t.steps[1:], strict=True):
-            sampled = [*before.prompt_ids, *before.response_ids]
-            assert after.prompt_ids[: len(sampled)].tolist() == sampled
-    before = {p: p.stat().st_mtime_ns for p in run.rglob("*")}
-    refused = train("quickstart", run, seed=5)
-    assert refused.returncode == 2 and "seed: 0 there, 5 here" in refused.stderr
-    assert {p: p.stat().st_mtime_ns for p in run.rglob("*")} == before
-
-
-def stopped_and_straight(folder: Path, parts: dict, config: str = "quickstart") -> list[list[dict]]:
-    """RL records of a run that was stopped in its second batch and resumed, and of one that was not."""
-    run, straight = folder / "run", folder / "straight"
-    arguments = [sys.executable, "-m", "experiments.train", *command(config, run, **parts)]
-    started = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    deadline = time.monotonic() + 300
-    while not (run / "trajectories" / "rl_000001.jsonl.gz").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    started.send_signal(signal.SIGTERM)
-    output, _ = started.communicate(timeout=120)
-    assert started.returncode == 0 and "the same command resumes" in output, output[-3000:]
-    records = []
-    for each in (run, straight):
-        done = train(config, each, **parts)
-        assert done.returncode == 0, done.stderr[-3000:]
-        records.append([r for r in read_metrics(each / "metrics.jsonl") if r["phase"] == "rl"])
-        assert json.loads((each / "summary.json").read_text())["recompiles_after_warmup"] == 0
-    return records
-
-
-@pytest.mark.slow
-def test_greedy_rollouts_and_running_statistics_go_on_where_they_were(tmp_path: Path) -> None:
-    """A scheme of one's own file that needs greedy rollouts, with groups replaced and rewards scaled."""
-    own = tmp_path / "own.py"
-    own.write_text(
-        "from agentr1_jax.credit import register\n"
-        "from agentr1_jax.credit.group import remax\n"
-        "register('against_greedy', needs_greedy=True)(remax)\n"
-    )
-    parts = {
-        "credit__file": str(own),
-        "credit__name": "against_greedy",
-        "shaping__scale_returns": True,
-        "rollout__dynamic_sampling_groups": 2,
-        "rollout__deterministic": True,
-        "updates": 6,
-    }
-    resumed, whole = stopped_and_straight(tmp_path, parts, "presets/remax")
-    for one, other in zip(resumed, whole, strict=True):
-        same = [key for key in one | other if key.startswith(("learner/", "batch/", "rollout/reward"))]
-        assert [one[key] for key in same] == [other[key] for key in same]
-    trained = [r for r in resumed if "batch/steps" in r]  # In the others no group had any signal.
-    assert len(trained) > 3 and all(r["batch/malformed"] == 0 and r["batch/advantage_std"] > 0 for r in trained)
-
-
-@pytest.mark.slow
-def test_a_run_with_every_part_of_the_learner_goes_on_where_it_was(tmp_path: Path) -> None:
-    """The adapted coefficient of the KL and the policy it is measured to are those of a run that never stopped."""
-    parts = {
-        "critic": "shared_trunk",
-        "credit__name": "step_gae",
-        "kl__kind": "k1",
-        "kl__where": "reward",
-        "kl__coef": 0.1,
-        "kl__target": 0.01,
-        "kl__horizon": 16.0,
-        "loss__ratio": "trajectory",
-        "learner__old_logprobs": "learner",
-        "learner__packing": "prefix_tree",
-        "learner__minibatches": 2,
-        "correction__kind": "tis_sequence",
-        "optimizer__name": "lion",
-        "optimizer__schedule": "cosine",
-        "rollout__deterministic": True,
-        "updates": 6,
-    }
-    records = stopped_and_straight(tmp_path, parts)
-    exact = (
-        "update",
-        "learner/kl_coef",
-        "learner/ref_kl",
-        "learner/lr",
-        "learner/loss",
-        "gap/max",
-        "learner/max_ratio",
-    )
-    resumed, whole = ([[r[key] for key in exact] for r in part] for part in records)
-    assert resumed == whole and [r["update"] for r in records[0]] == [1, 2, 3, 4, 5, 6]
-    assert records[0][0]["learner/kl_coef"] == 0.1 and len({r["learner/kl_coef"] for r in records[0]}) == 6
-    assert abs(records[0][0]["learner/ref_kl"]) < 1e-9 < records[0][-1]["learner/ref_kl"]
-    for r in records[0]:
-        assert r["learner/skipped"] == 0 and r["gap/max"] < 1e-3 and "learner/kl_loss" not in r
 
 
 @pytest.mark.slow
@@ -297,10 +183,10 @@ def test_a_run_of_failures_alone_goes_on(tmp_path: Path) -> None:
 def test_a_control_run_learns_from_demonstrations_until_its_time_is_up(tmp_path: Path) -> None:
     run = tmp_path / "run"
     for _ in range(2):  # A finished run that is started again only writes its report anew.
-        done = train("quickstart", run, warm_start__control_seconds=20.0, checkpoint__every=1)
+        done = train("quickstart", run, warm_start__control_seconds=5.0, checkpoint__every=1)
         assert done.returncode == 0, done.stderr[-3000:]
         summary = json.loads((run / "summary.json").read_text())
-        assert summary["updates"] == 0 and 20 <= summary["warm_start_seconds"] < summary["seconds"]
+        assert summary["updates"] == 0 and 5 <= summary["warm_start_seconds"] < summary["seconds"]
         assert {"em_control", "em_control_greedy"} <= set(summary) and not {"em_before", "em_after"} & set(summary)
         phases = [phase for _, phase, _ in in_order(run)]
         assert set(phases[:-2]) == {"warm_start"} and phases[-2:] == ["eval_sampled", "eval"]
@@ -370,17 +256,16 @@ def test_real_data(tmp_path: Path, data_dir: Path, config: str, tools: set[str],
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trained", [True, False])
-def test_summaries_are_steps_of_a_run(tmp_path: Path, trained: bool) -> None:
+def test_summaries_are_steps_of_a_run(tmp_path: Path) -> None:
     small = {"policy__width": 16, "policy__head_dim": 8, "updates": 1, "rollout__groups": 2, "rollout__samples": 4}
     small |= {"tokenizer__texts": 500, "warm_start__batch": 4, "warm_start__demonstrations": 8}
     small |= {"pretrain__updates": 1, "pretrain__texts": 64}
-    done = train("whereabouts", tmp_path / "run", context__train_summary=trained, **small)
+    done = train("whereabouts", tmp_path / "run", context__train_summary=False, **small)
     assert done.returncode == 0, done.stderr[-3000:]
     batch = list(read_jsonl(tmp_path / "run" / "trajectories" / "rl_000000.jsonl.gz"))
     summaries = [(t, place) for t in batch for place, s in enumerate(t.steps) if s.info.get("summary")]
     assert {s.context_rule for t in batch for s in t.steps} == {"summary(turns=2)"} and len(summaries) >= 16
-    assert {t.steps[place].trainable for t, place in summaries} == {trained}
+    assert {t.steps[place].trainable for t, place in summaries} == {False}
     assert any(a for t, place in summaries for a in t.steps[place].advantages)
     (record,) = (r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["phase"] == "rl")
     assert record["learner/grad_norm"] > 0 and "rollout/summary_score" in record
@@ -408,28 +293,14 @@ def test_a_mixture_under_a_curriculum(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "overrides", "message"),
+    ("overrides", "message"),
     [
-        (
-            "quickstart",
-            {"credit__name": "gae"},
-            "unknown credit scheme 'gae'; choose one of bilevel_gae, dr_grpo, gigpo, grpo",
-        ),
-        ("quickstart", {"critic": "none"}, "credit scheme 'step_gae' needs a critic"),
-        ("quickstart", {"learner__row_tokens": 64}, "learner.row_tokens (64) is less than budget.context_tokens"),
-        ("quickstart", {"budget__context_tokens": 70}, "the prompt of row hopworld/train/0 has"),
-        ("quickstart", {"eval__split": "test"}, "eval.split: hopworld has no row 'test' 0; splits are"),
-        ("quickstart", {"policy__preset": "qwen3"}, "unknown policy.preset 'qwen3'; choose one of tiny, qwen2.5-0.5b"),
-        ("quickstart", {"policy__weights": "models/x"}, "policy: set one of weights and preset"),
-        ("quickstart", {"policy__heads": 3}, "policy: kv_heads (2) must divide heads (3)"),
-        ("quickstart", {"rollout__tensor": 3}, "rollout.tensor is 3; it must divide the 1 devices of a process"),
-        ("quickstart", {"critic": "shared"}, "critic is 'shared'; it must be 'none', 'shared_trunk' or 'separate'"),
-        ("multihop_tiny", {"task__data_dir": "nowhere"}, "nowhere"),
-        ("quickstart", {"tokenizer__path": "nowhere/t.model"}, "nowhere/t.model: no such SentencePiece model"),
+        ({"credit__name": "gae"}, "unknown credit scheme 'gae'; choose one of bilevel_gae, dr_grpo, gigpo, grpo"),
+        ({"budget__context_tokens": 70}, "the prompt of row hopworld/train/0 has"),  # The tokenizer is trained already.
     ],
 )
-def test_bad_input_is_one_line(tmp_path: Path, config: str, overrides: dict, message: str) -> None:
-    done = train(config, tmp_path / "run", **overrides)
+def test_bad_input_is_one_line(tmp_path: Path, overrides: dict, message: str) -> None:
+    done = train("quickstart", tmp_path / "run", **overrides)
     assert done.returncode == 2
     assert message in done.stderr and "Traceback" not in done.stderr
     assert len(re.findall(r"^error: ", done.stderr, re.MULTILINE)) == 1

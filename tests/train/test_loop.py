@@ -1,0 +1,132 @@
+"""The training loop in one process: a small run, stopped and resumed, against one that never stopped."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_runs import small_config
+
+from agentr1_jax.runtime.metrics import read_metrics
+from agentr1_jax.trajectory_io import read_jsonl
+from experiments import train
+from experiments.setup import make_setup, read_settings
+
+RUN = {
+    "pretrain.updates": 3,
+    "pretrain.texts": 40,
+    "pretrain.batch": 8,
+    "warm_start.updates": 2,
+    "warm_start.demonstrations": 8,
+    "warm_start.batch": 4,
+    "updates": 3,
+    "critic": "shared_trunk",
+    "credit.name": "step_gae",
+    "kl.kind": "k1",
+    "kl.where": "reward",
+    "kl.coef": 0.1,
+    "kl.target": 0.01,
+    "kl.horizon": 16.0,
+    "loss.ratio": "trajectory",
+    "shaping.scale_returns": True,
+    "learner.old_logprobs": "learner",
+    "learner.packing": "prefix_tree",
+    "learner.minibatches": 2,
+    "correction.kind": "tis_sequence",
+    "optimizer.name": "lion",
+    "optimizer.schedule": "cosine",
+    "rollout.deterministic": True,
+    "rollout.dynamic_sampling_groups": 2,
+    "rollout.prefill_rows": (8,),
+    "rollout.swap_slots": 0,
+    "eval.questions": 4,
+    "eval.quick_questions": 2,
+    "tokenizer.texts": 200,
+}
+EXACT = ("phase", "update", "learner/loss", "learner/lr", "learner/kl_coef", "learner/ref_kl", "learner/max_ratio")
+EXACT += ("gap/max", "batch/dynamic_sampling_groups", "rollout/reward", "eval/reward", "eval/response_tokens")
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Setup and state builder of both runs."""
+    folder = tmp_path_factory.mktemp("parts")
+    config = small_config(folder).copy_and_resolve_references()
+    config.update_from_flattened_dict(RUN)
+    return make_setup(read_settings(config), resumes=False)
+
+
+def start(parts: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, stop_at: str = "") -> Any:
+    """Start a run in a folder, or resume it; ask it to stop at a train step (`rl 2`) or after an evaluation.
+
+    Returns setup, and the progress that it began with and ended with.
+    """
+    setup, builder = parts
+    run = dataclasses.replace(setup.settings.run, run_dir=str(folder))
+    setup = dataclasses.replace(setup, settings=dataclasses.replace(setup.settings, run=run))
+    update, evaluate = train.train_step.update, train.evaluate
+    with train.open_run(setup.settings, builder, {}, time.perf_counter()) as (logger, state, begin):
+
+        def update_and_stop(setup: Any, phase: Any, state: Any, *rest: Any) -> Any:
+            done[phase.name] += 1
+            logger.stop.requested |= stop_at == f"{phase.name} {done[phase.name]}"
+            return update(setup, phase, state, *rest)
+
+        def evaluate_and_stop(setup: Any, state: Any, progress: Any, logger: Any, name: str, *rest: Any) -> Any:
+            means = evaluate(setup, state, progress, logger, name, *rest)
+            logger.stop.requested |= stop_at == name
+            return means
+
+        done = collections.Counter({begin.phase: begin.update})
+        with monkeypatch.context() as patch:
+            patch.setattr(train.train_step, "update", update_and_stop)
+            patch.setattr(train, "evaluate", evaluate_and_stop)
+            return setup, begin, train.train(setup, builder, state, begin, logger)
+
+
+def records(folder: Path) -> list[tuple[Any, ...]]:
+    """What must not depend on stops, of every record of metrics."""
+    return [tuple(r.get(key) for key in EXACT) for r in read_metrics(folder / "metrics.jsonl")]
+
+
+def prompts(folder: Path, update: int) -> list[int]:
+    """Prompt indices of an RL batch, those of replaced groups included."""
+    batch = read_jsonl(folder / "trajectories" / f"rl_{update:06d}.jsonl.gz")
+    return sorted({int(t.uid.split("/")[1]) for t in batch})
+
+
+def test_a_run_that_stops_in_every_phase_is_the_run_that_never_stopped(
+    parts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    setup, _, whole = start(parts, straight, monkeypatch)
+    for place, stop_at in (
+        (("pretraining", 0), "pretraining 2"),
+        (("pretraining", 2), "warm_start 1"),
+        (("warm_start", 1), "eval_000001"),  # It stops while the second batch is sampled.
+        (("rl", 1), "rl 2"),  # It does not evaluate again.
+        (("rl", 2), ""),
+    ):
+        _, begin, end = start(parts, resumed, monkeypatch, stop_at)
+        assert (begin.phase, begin.update) == place
+    phases = [phase for phase, *_ in records(straight)]
+    assert phases.count("rl") == 3 and phases.count("eval_sampled") == 2
+    # Every RL batch is logged, imitation at its end; evaluations are before RL, at updates 1 and 2, after RL.
+    assert [p for p in phases if p in ("pretraining", "warm_start")] == ["pretraining", "warm_start"]
+    assert [update for phase, update, *_ in records(straight) if phase == "eval"] == [0, 1, 2, 3]
+    assert records(resumed) == records(straight)
+    assert end.prompt_index == whole.prompt_index > 3 * 4, "no group was replaced"
+    used = [prompts(straight, update) for update in range(3)]
+    assert sum(used, []) == list(range(whole.prompt_index))
+    assert [prompts(resumed, update) for update in range(3)] == used
+
+    train.write_summary(setup, whole, {})
+    summary = json.loads((straight / "summary.json").read_text())
+    assert {"em_before", "em_before_greedy", "em_after", "f1_after", "seconds", "updates"} <= set(summary)
+    assert summary["recompiles_after_warmup"] == 0
+    assert all((straight / name).stat().st_size for name in ("report.html", "learning_curve.png", "timeline.png"))
