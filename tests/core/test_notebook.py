@@ -1,8 +1,9 @@
-"""The API for notebooks: the README's ten lines, policies as values, and what it refuses."""
+"""The API for notebooks: the README's ten lines, policies as values, refusals; and the quickstart's notebook."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 import re
 import subprocess
@@ -10,6 +11,8 @@ import sys
 from typing import Any
 
 import jax
+import nbclient
+import nbformat
 import numpy as np
 import pytest
 
@@ -128,3 +131,18 @@ def test_the_import_is_light() -> None:
     code = "import sys, agentr1_jax as ar; dir(ar); print('jax' in sys.modules, hasattr(ar, 'nonsense'))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "False False\n"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Of the Jupyter libraries.
+def test_the_notebook_of_the_quickstart(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("IPYTHONDIR", os.fspath(tmp_path / "ipython"))
+    notebook = nbformat.read(ROOT / "notebooks" / "quickstart.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells)  # The file in the repository holds none.
+    (parameters,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
+    parameters.source = f"WARM_START_UPDATES, UPDATES, QUESTIONS = 8, 1, 8\nRUN = {os.fspath(tmp_path / 'run')!r}"
+    client = nbclient.NotebookClient(notebook, timeout=900, resources={"metadata": {"path": ROOT / "notebooks"}})
+    client.execute()
+    text = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", ()))
+    assert "--- step 1, reward" in text and "update 0: reward" in text and "after exact match" in text

@@ -1,4 +1,4 @@
-"""The mistakes that users make most: each is refused by a message that names the key, before JAX compiles anything."""
+"""What users write in configs: the mini-language of its strings, and mistakes that are refused by name."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from changes import changed
 from configured import configured_task
 
 from agentr1_jax.errors import UserError
+from agentr1_jax.registry import Call, parse_call, split_list
 from configs import countdown, keydoor, multihop_tiny, quickstart
 
 NO_ARGUMENTS = {"credit__args__gamma": None, "credit__args__lam": None}
@@ -40,3 +41,25 @@ MISTAKES = [
 def test_a_mistake_is_refused_by_name(config, changes, message):
     with pytest.raises(UserError, match=message):
         configured_task(changed(config, **changes))
+
+
+def test_values_have_types():
+    text = "a( x = 1 , y=.5,z=true, w=none, q='a,(b)', r=hello-x)"
+    assert parse_call(text, "k") == Call(
+        "a", (), {"x": 1, "y": 0.5, "z": True, "w": None, "q": "a,(b)", "r": "hello-x"}
+    )
+    assert parse_call("a(3, -2)", "k") == Call("a", (3, -2)) and parse_call("a()", "k") == parse_call(" a ", "k")
+    assert parse_call("a(1, c=3)", "k").bind(["b", "c"]) == {"b": 1, "c": 3}
+    assert split_list("a(1,2), b ,c('x,y')") == ["a(1,2)", " b ", "c('x,y')"] and split_list(" ") == []
+
+
+@pytest.mark.parametrize("text", ["", "a(", "a)", "a((1))", "a(,)", "a(x=)", "a b", "a(x=1,x=2)", "a('1)"])
+def test_anything_else_is_refused_with_its_key(text):
+    with pytest.raises(ValueError, match=r"some\.key: cannot read"):
+        parse_call(text, "some.key")
+
+
+@pytest.mark.parametrize("text", ["a(1,2)", "a(c=1)", "a(1,b=2)"])
+def test_arguments_that_do_not_fit_are_refused(text):
+    with pytest.raises(ValueError, match="a takes b"):
+        parse_call(text, "k").bind(["b"])

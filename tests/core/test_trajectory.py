@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from agentr1_jax.errors import UserError
-from agentr1_jax.trajectory import POLICIES, Budget, Outcome, OutcomePolicy, Step, Trajectory
+from agentr1_jax.trajectory import POLICIES, Budget, Outcome, Step, Trajectory
 from agentr1_jax.trajectory_io import from_json, read_jsonl, to_json, write_jsonl
 from agentr1_jax.validation import from_section
 
@@ -114,7 +114,7 @@ BRANCHING = trajectory(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @example(batch=[BRANCHING, trajectory(prompts=(), responses=())])
 @example(batch=[])
 @given(batch=st.lists(trajectories(), max_size=3))
@@ -188,32 +188,20 @@ def broken_record(**changes):
     [
         '{"uid": "a"',
         "",
-        "7",
-        "[]",
         "null",
-        "{}",
         "[" * 100_000,
         '{"uid": "\xff"}'.encode("latin-1"),
         broken_record(unknown_field=1),
         broken_record(outcome="won"),
-        broken_record(steps=5),
         broken_record(steps=[5]),
-        broken_record(final_prompt_ids=[1, 2]),
         broken_record(final_prompt_ids={"reuse": 5, "new": []}),
-        broken_record(prompt_ids=[1, 2]),
         broken_record(prompt_ids={"reuse": 1, "new": [1]}),
         broken_record(prompt_ids={"reuse": -1, "new": [1]}),
-        broken_record(prompt_ids={"new": [1]}),
-        broken_record(prompt_ids={"reuse": 0, "new": 7}),
         broken_record(response_ids=[3.5, 4]),
-        broken_record(response_ids=["3", 4]),
         broken_record(response_ids=[[3, 4]]),
         broken_record(response_ids=[3, 2**40]),
-        broken_record(response_ids=None),
         broken_record(logprobs=[-0.5]),
-        broken_record(logprobs=None),
         broken_record(logprobs=[None, None]),
-        broken_record(logprobs=[-0.5, "x"]),
     ],
     ids=lambda line: str(line)[:24],
 )
@@ -255,14 +243,10 @@ def test_a_missing_file_is_reported_as_missing(tmp_path):
         list(read_jsonl(tmp_path / "none.jsonl.gz"))
 
 
-@pytest.mark.parametrize("field", list(BUDGET))
-def test_a_budget_below_one_is_refused(field):
-    for value in (0, -3):
-        with pytest.raises(UserError, match=rf"budget\.{field} is {value}; it must be greater than or equal to 1"):
-            from_section(Budget, "budget", BUDGET | {field: value})
-
-
 def test_a_budget_must_leave_room_for_a_prompt():
+    for field in BUDGET:
+        with pytest.raises(UserError, match=rf"budget\.{field} is 0; it must be greater than or equal to 1"):
+            from_section(Budget, "budget", BUDGET | {field: 0})
     Budget(**BUDGET | {"response_tokens": 63})
     with pytest.raises(ValueError, match=r"response_tokens \(64\) leaves no room"):
         Budget(**BUDGET | {"response_tokens": 64})
@@ -270,15 +254,13 @@ def test_a_budget_must_leave_room_for_a_prompt():
         from_section(Budget, "budget", BUDGET | {"on_truncated_response": "stop"})
 
 
-@pytest.mark.parametrize("outcome", Outcome)
-def test_fault_9_every_outcome_says_what_becomes_of_it(outcome):
-    policy = POLICIES[outcome]
-    assert isinstance(policy, OutcomePolicy)
-    infrastructure = outcome in (Outcome.TOOL_FAILURE, Outcome.ENV_FAILURE, Outcome.ENGINE_FAILURE, Outcome.STALE)
-    cut = (Outcome.MAX_STEPS, Outcome.CONTEXT_OVERFLOW, Outcome.TIME_LIMIT, Outcome.RESPONSE_TRUNCATED)
-    assert (policy.training == "drop") == infrastructure
-    assert (policy.reward == "none") == infrastructure
-    assert policy.bootstrap == (outcome in cut)
+def test_fault_9_every_outcome_says_what_becomes_of_it():
+    failures = {Outcome.TOOL_FAILURE, Outcome.ENV_FAILURE, Outcome.ENGINE_FAILURE, Outcome.STALE}
+    truncated = {Outcome.MAX_STEPS, Outcome.CONTEXT_OVERFLOW, Outcome.TIME_LIMIT, Outcome.RESPONSE_TRUNCATED}
+    assert set(POLICIES) == set(Outcome)
+    assert {outcome for outcome in Outcome if POLICIES[outcome].training == "drop"} == failures
+    assert {outcome for outcome in Outcome if POLICIES[outcome].reward == "none"} == failures
+    assert {outcome for outcome in Outcome if POLICIES[outcome].bootstrap} == truncated
 
 
 def test_total_reward_counts_what_the_outcome_lets_count():
