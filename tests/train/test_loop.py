@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from small_runs import small_config
 
@@ -55,11 +56,14 @@ EXACT += ("gap/max", "batch/dynamic_sampling_groups", "rollout/reward", "eval/re
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Setup and state builder of both runs."""
+    """Setup and state builder of both runs, on one device."""
     folder = tmp_path_factory.mktemp("parts")
     config = small_config(folder).copy_and_resolve_references()
     config.update_from_flattened_dict(RUN)
-    return make_setup(read_settings(config), resumes=False)
+    (device, *_) = jax.devices()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "devices", lambda: [device])
+        return make_setup(read_settings(config), resumes=False)
 
 
 def start(parts: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, stop_at: str = "") -> Any:
