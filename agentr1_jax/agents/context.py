@@ -37,7 +37,7 @@ class ContextConfig:
     train_summary: bool = True
 
     def __post_init__(self) -> None:
-        if not self.train_summary and not self.bound_rule.makes_summaries:
+        if not self.bound_rule.makes_summaries and not self.train_summary:  # In this order: every rule is checked.
             raise ValueError(f"train_summary is False, and the rule {self.rule!r} makes no summaries")
 
     @functools.cached_property
