@@ -63,9 +63,6 @@ def request(method: str, url: str, body: bytes | None, seconds: float) -> bytes:
       url: address of the server, with path and query.
       body: JSON; None for none.
       seconds: time limit, from connecting to the last byte of the answer.
-
-    Raises:
-      HttpError: see the class.
     """
     answer = asyncio.run_coroutine_threadsafe(_request(method, url, body, seconds), _loop())
     try:

@@ -116,8 +116,7 @@ def parse_call(text: str, key: str) -> Call:
       text: e.g. `window(3)` or `step_gae(lam=0.9)`.
       key: key of the config, or flag, for the message.
 
-    Raises:
-      ValueError: the text reads otherwise.
+    Raises ValueError if the text reads otherwise.
     """
     call = _CALL.fullmatch(text)
     parts = [_ARGUMENT.fullmatch(part) for part in split_list(call["arguments"] or "")] if call else []

@@ -209,10 +209,7 @@ def observation_tokens(trajectory: Trajectory) -> list[int]:
 
     They are the ids behind the longest common prefix with the previous prompt + response: under the rule `append` tool
     results and template glue, under other rules also rewritten text. Where nothing is common, the first id does not
-    count, since no token stands before it that could predict it.
-
-    Returns:
-      a count for each step; 0 for the first, whose prompt is the task.
+    count, since no token stands before it that could predict it. The first step, whose prompt is the task, has 0.
     """
     counts = [0] * len(trajectory.steps)
     for t, (before, step) in enumerate(itertools.pairwise(trajectory.steps), start=1):

@@ -6,7 +6,6 @@ import dataclasses
 import gzip
 import itertools
 import json
-import math
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,9 +21,6 @@ CORRUPT = (
     *(EOFError, zlib.error, gzip.BadGzipFile),  # of gzip
 )
 """Exceptions that a corrupt line raises."""
-
-NONFINITE = ("nan", "inf", "-inf")
-"""Spelling of the numbers that JSON lacks."""
 
 
 def _delta(prompt: np.ndarray, previous: np.ndarray) -> dict[str, Any]:
@@ -44,19 +40,6 @@ def _undelta(record: Mapping[str, Any], previous: np.ndarray) -> np.ndarray:
     if not 0 <= record["reuse"] <= len(previous):
         raise ValueError(f"a prompt reuses {record['reuse']} of {len(previous)} ids")
     return np.concatenate([previous[: record["reuse"]], _ids(record["new"])])
-
-
-def _finite(value: Any) -> Any:
-    """Return JSON with `nan`, `inf` and `-inf` as strings."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {key: _finite(x) for key, x in value.items()}
-    return [_finite(x) for x in value] if isinstance(value, list | tuple) else value
-
-
-def _number(value: Any) -> Any:
-    return float(value) if value in NONFINITE else value
 
 
 def _floats(values: Any) -> np.ndarray:
@@ -92,17 +75,11 @@ def from_json(record: Mapping[str, Any]) -> Trajectory:
         fields["response_ids"] = _ids(fields["response_ids"])
         fields["logprobs"] = _floats(fields["logprobs"])
         fields["advantages"] = None if fields["advantages"] is None else _floats(fields["advantages"])
-        for name in ("reward", "potential", "next_potential"):
-            fields[name] = _number(fields[name])
-        for name in ("reward_parts", "raw_reward_parts"):
-            fields[name] = {part: _number(x) for part, x in fields[name].items()}
         steps.append(Step(**fields))
         previous = np.concatenate([steps[-1].prompt_ids, steps[-1].response_ids])
     out = dict(record)
     out["steps"] = tuple(steps)
     out["outcome"] = Outcome(out["outcome"])
-    out["greedy_return"] = _number(out["greedy_return"])
-    out["metrics"] = {name: _number(x) for name, x in out["metrics"].items()}
     if out.get("final_prompt_ids") is not None:
         out["final_prompt_ids"] = _undelta(out["final_prompt_ids"], previous)
     return Trajectory(**out)
@@ -111,20 +88,15 @@ def from_json(record: Mapping[str, Any]) -> Trajectory:
 def write_jsonl(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]) -> None:
     """Write one gzipped JSONL file, which appears whole; equal content gives equal bytes (mtime 0).
 
-    Numbers that are not finite are written as strings, so that a spoilt trajectory can be inspected.
+    Numbers that are not finite are written as `NaN` and `Infinity`, so that a spoilt trajectory can be inspected.
     """
     with (
         files.atomic_write(path, "wb") as raw,
         gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0, compresslevel=5) as out,
     ):
         for trajectory in trajectories:
-            record = to_json(trajectory)
-            try:
-                line = json.dumps(record, allow_nan=False)
-            except ValueError:
-                line = json.dumps(_finite(record), allow_nan=False)
             # Plain ASCII, since text of tools may hold lone surrogates, which UTF-8 has no bytes for.
-            out.write(line.encode() + b"\n")
+            out.write(json.dumps(to_json(trajectory)).encode() + b"\n")
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> Iterator[Trajectory]:

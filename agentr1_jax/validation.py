@@ -53,9 +53,6 @@ def from_section(cls: type[T], section: str, values: Mapping[str, Any]) -> T:
       section: name of the section, e.g. `rollout`; empty for keys at the top of the config.
       values: field name -> value; lists stand for tuples, mappings for the fields that are such dataclasses themselves.
 
-    Returns:
-      the settings.
-
     Raises:
       UserError: a field is unknown, missing, of another type or out of range; the message names its key, its value and
         what it may be.
@@ -78,11 +75,7 @@ def from_section(cls: type[T], section: str, values: Mapping[str, Any]) -> T:
 
 
 def to_section(cls: type) -> dict[str, Any]:
-    """Return the defaults of checked settings as a section of a config: field name -> value, nested settings as dicts.
-
-    Args:
-      cls: dataclass declared with `STRICT`, whose fields all have defaults.
-    """
+    """Return the defaults of checked settings as a section of a config, nested settings as dicts."""
     return dataclasses.asdict(cls())
 
 

@@ -10,6 +10,7 @@ import copy
 import difflib
 import functools
 import importlib.util
+import itertools
 import logging as python_logging
 import math
 import os
@@ -33,9 +34,9 @@ HELP = (
 """First line of `--help`."""
 
 
-def define_config_flag(default: str | None = None) -> flags.FlagHolder[ml_collections.ConfigDict]:
+def define_config_flag() -> flags.FlagHolder[ml_collections.ConfigDict]:
     """Define `--config=FILE.py[:argument]` and its overrides `--config.a.b=value`; `.value` is the locked config."""
-    return config_flags.DEFINE_config_file("config", default, "path of a config file", lock_config=True)
+    return config_flags.DEFINE_config_file("config", None, "path of a config file", lock_config=True)
 
 
 def run_main(main: Callable[[Sequence[str]], Any], arguments: Sequence[str] = ()) -> None:
@@ -104,7 +105,7 @@ def parse_flags(argv: Sequence[str], arguments: Sequence[str] = ()) -> list[str]
     if "config" in flags.FLAGS and any(re.fullmatch(r"--?(help\w*|h|\?)", argument) for argument in argv[1:]):
         sys.stdout.write(HELP)
     elif "config" in flags.FLAGS:
-        path = _config_argument(argv) or flags.FLAGS["config"].default or ""
+        path = _config_argument(argv)
         matches = [re.match(r"--?(?:no)?config\.([^=]+)", argument) for argument in argv[1:]]
         overrides = [match[1] for match in matches if match]
         if path:
@@ -216,13 +217,12 @@ def _plain(value: Any, key: str) -> Any:
     )
 
 
-def _config_argument(argv: Sequence[str]) -> str | None:
-    """Return the last value of `--config`, which is the one that absl uses."""
-    value = None
-    for i, argument in enumerate(argv):
-        match = re.fullmatch(r"--?config(?:=(.*))?", argument)
-        if match:
-            value = match[1] if match[1] is not None else next(iter(argv[i + 1 : i + 2]), None)
+def _config_argument(argv: Sequence[str]) -> str:
+    """Return the last value of `--config`, which is the one that absl uses; empty if there is none."""
+    value = ""
+    for argument, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
+        if match := re.fullmatch(r"--?config(?:=(.*))?", argument):
+            value = following if match[1] is None else match[1]
     return value
 
 

@@ -26,7 +26,7 @@ from typing import Any
 from absl import logging
 
 from agentr1_jax import files
-from agentr1_jax.errors import UserError
+from agentr1_jax.errors import UserError, user_error
 from agentr1_jax.runtime import processes
 from agentr1_jax.runtime.config import flatten
 from agentr1_jax.runtime.lock import NAME as LOCK_NAME
@@ -77,11 +77,7 @@ def batch_name(update: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """Folder of one run, on a disk or in a bucket.
-
-    Attributes:
-      path: the folder, which need not exist yet.
-    """
+    """Folder of one run, on a disk or in a bucket; it need not exist yet."""
 
     path: str
 
@@ -98,8 +94,7 @@ class RunFolder:
     def read_config(self) -> dict[str, Any]:
         """Read the resolved config of the run.
 
-        Raises:
-          UserError: the folder holds no run, config.json is damaged, or another version of the code wrote the folder.
+        Raises UserError if the folder holds no run, a damaged one, or one of another version of the code.
         """
         path = self.file("config.json")
         try:
@@ -168,11 +163,7 @@ class RunFolder:
         return dict(sorted(paths.items()))
 
     def batch_files(self) -> dict[int, list[str]]:
-        """Return the paths of the trajectory files of each RL batch, by its update.
-
-        Raises:
-          UserError: there is none.
-        """
+        """Return the paths of the trajectory files of each RL batch, by its update. Raises UserError if none exists."""
         by_name = self.trajectory_files().items()
         by_update = {int(match[1]): paths for name, paths in by_name if (match := _BATCH.fullmatch(name))}
         if not by_update:
@@ -229,15 +220,9 @@ class RunFolder:
 
 
 def read_trajectories(paths: Sequence[str]) -> list[Trajectory]:
-    """Read all trajectories of some files.
-
-    Raises:
-      UserError: a file cannot be read; the message names it and the line.
-    """
-    try:
+    """Read all trajectories of some files. Raises UserError, which names the file and the line that cannot be read."""
+    with user_error():
         return [trajectory for path in paths for trajectory in read_jsonl(path)]
-    except ValueError as error:
-        raise UserError(str(error)) from error
 
 
 def check_common_folder(folder: str) -> None:

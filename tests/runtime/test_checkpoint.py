@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -12,13 +14,15 @@ import numpy as np
 import pytest
 import tiny
 
+from agentr1_jax import files
 from agentr1_jax.errors import UserError
 from agentr1_jax.learner.config import OptimizerConfig
 from agentr1_jax.learner.optimizer import make_optimizer
 from agentr1_jax.learner.update import init_state
 from agentr1_jax.policy.params import init_params
 from agentr1_jax.policy.sharding import shardings
-from agentr1_jax.runtime.checkpoint import INVENTORY, Checkpoints, find_newest_intact, sharded_shapes
+from agentr1_jax.runtime.checkpoint import COMMITTED, INVENTORY, Checkpoints, find_newest_intact, sharded_shapes
+from agentr1_jax.train.restore import newest_checkpoint
 
 OPTIMIZER = make_optimizer(OptimizerConfig())
 RECORD = {"phase": "rl", "update": 7, "seconds": 12.5, "results": {"em_before": 0.25}, "totals": {}, "name": "é"}
@@ -42,10 +46,8 @@ def save(folder, step, state, record, keep=3):
 
 
 def restore(folder, like):
-    checkpoints = Checkpoints(folder, keep=3)
-    found = checkpoints.restore(like)
-    checkpoints.close()
-    return found
+    with contextlib.closing(Checkpoints(folder, keep=3)) as checkpoints:
+        return checkpoints.restore(like)
 
 
 def assert_equal(a, b):
@@ -141,7 +143,7 @@ def test_two_damaged_ones_and_all_damaged(tmp_path):
     assert restore_step(tmp_path) == 1
     damage(tmp_path / "checkpoints" / "1" / "record" / "metadata", "missing")
     with pytest.raises(UserError, match=r"all checkpoints are damaged \(\[1\]\)"):
-        Checkpoints(tmp_path, keep=3).restore(numbers()[1])
+        restore(tmp_path, numbers()[1])
 
 
 def test_a_state_of_another_shape_is_told_from_damage(tmp_path):
@@ -150,8 +152,30 @@ def test_a_state_of_another_shape_is_told_from_damage(tmp_path):
     shorter = {**like, "a": jax.ShapeDtypeStruct((4, 5), jnp.float32, sharding=like["a"].sharding)}
     for other in ({"a": like["a"], "d": like["b"]["c"]}, shorter):
         with pytest.raises(UserError, match=r"checkpoints/3: cannot be read .* another version of the code"):
-            Checkpoints(tmp_path, keep=3).restore(other)
+            restore(tmp_path, other)
     assert not (tmp_path / "checkpoints.damaged").exists()
+
+
+def test_checkpoints_in_a_bucket_come_back_and_damaged_ones_are_kept_aside(bucket):
+    save_steps(bucket, (1, 2, 3, 4))
+    folder = f"{bucket}/checkpoints"
+    assert files.list_names(folder) == ["2", "3", "4"] and restore_step(bucket) == 4
+    expected = json.loads(files.read_bytes(f"{folder}/4/{INVENTORY}"))
+    assert expected.items() <= files.file_sizes(f"{folder}/4").items() and any(n.startswith("state/") for n in expected)
+
+    with files.atomic_write(f"{folder}/4/record/metadata") as out:
+        out.write("{")
+    part = next(name for name in files.file_sizes(f"{folder}/3") if name.startswith("state/ocdbt"))
+    files.remove(f"{folder}/3/{part}")
+    assert find_newest_intact(folder) == (2, [4, 3])
+    assert restore_step(bucket) == 2
+    assert files.list_names(folder) == ["2"] and files.list_names(f"{folder}.damaged") == ["3.0", "4.0"]
+    save_steps(bucket, (3, 4))
+    assert restore_step(bucket) == 4
+
+    files.remove(f"{folder}/4/{COMMITTED}")  # As if it was still being written.
+    assert find_newest_intact(folder) == (3, []) and newest_checkpoint(bucket) == f"{folder}/3"
+    assert restore_step(bucket) == 3
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")

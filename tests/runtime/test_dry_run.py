@@ -9,12 +9,15 @@ import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
+from builders import fixed_batch
 from changes import changed
-from examples import example
+from examples import layout
 
 from agentr1_jax.errors import UserError
-from agentr1_jax.learner.batch import CRITIC_FIELDS, batch_shapes
+from agentr1_jax.learner.batch import CRITIC_FIELDS, batch_shapes, to_microbatches
+from agentr1_jax.learner.packing import scatter_fields
 from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.train import build
 from configs import multihop_tiny, quickstart, scale_qwen2_5_3b
@@ -43,9 +46,8 @@ def shapes(tree):
     return [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize("changes", [{}, {"policy__lora__rank": 4, "critic": "separate"}])
-def test_what_it_says_is_what_a_run_holds(tmp_path, changes):
-    settings = small(tmp_path / "run", **changes)
+def test_what_it_says_is_what_a_run_holds(tmp_path):
+    settings = small(tmp_path / "run", policy__lora__rank=4, critic="separate")
     plan = make_plan(settings)
     assert not list(tmp_path.iterdir())
     tokenizer = build.make_tokenizer(settings, make_task(settings, ToolMetrics()), resumes=False)
@@ -81,10 +83,11 @@ def test_it_names_every_program_of_the_engine_and_of_each_phase(tmp_path):
 
 
 def test_batches_have_the_shapes_it_says():
-    for critic in (True, False):
-        real = example().batch(critic=critic, microbatches=2, rows=8)
+    packing = layout(fixed_batch("append", 0), "trajectory")
+    for present in (CRITIC_FIELDS, ()):
+        values = dict.fromkeys(("advantage", "weight", *present), np.zeros(len(packing.token_index), np.float32))
+        real = to_microbatches(packing.packed_tokens, scatter_fields(packing, values), microbatches=2, rows=8)
         length, loss_tokens = real.packed_tokens.tokens.shape[2], real.loss_tokens.logit_index.shape[2]
-        present = CRITIC_FIELDS if critic else ()
         said = batch_shapes(microbatches=2, rows=8, row_tokens=length, row_loss_tokens=loss_tokens, present=present)
         assert jax.tree.structure(real) == jax.tree.structure(said) and shapes(real) == shapes(said)
 
@@ -148,26 +151,21 @@ def test_an_unknown_topology_is_one_message():
 ENGINE = ("prefill", "decode", "copy")
 
 
-def compiled(plan, name):
+def compile_memory(plan, name):
     """Memory of the first large program whose name starts so."""
     program = next(p for p in programs(plan) if p.lower is not None and p.name.startswith(name))
     with topology.no_compile_cache():
         return program.lower().compile().memory_analysis()
 
 
-SLICES = [("v5e:4x4", 16, 16), ("v5p:2x2x2", 8, 95)]
-"""Name, chips, and GiB of memory of each."""
-
-
 @needs_libtpu
 @pytest.mark.nightly
-@pytest.mark.parametrize(("name", "chips", "memory"), SLICES)
-def test_the_tpu_compiler_takes_qwen2_5_3b_and_it_fits(name, chips, memory):
-    config = changed(scale_qwen2_5_3b.get_config(), mesh__fsdp=chips, critic="shared_trunk", credit__name="step_gae")
-    plan = make_plan(read_settings(config), name)
-    learner, view = device_bytes(plan.state), device_bytes(plan.rollout_params)
+def test_the_tpu_compiler_takes_qwen2_5_3b_and_it_fits():
+    config = changed(scale_qwen2_5_3b.get_config(), critic="shared_trunk", credit__name="step_gae")
+    plan = make_plan(read_settings(config), "v5e:4x4")
+    learner, view, memory = device_bytes(plan.state), device_bytes(plan.rollout_params), 16 * 2**30
     for program in ("prefill", "decode", "copy", "token outputs", "update (RL)"):
-        m = compiled(plan, program)
+        m = compile_memory(plan, program)
         donated = device_bytes(plan.cache) if program in ENGINE else 0
         donated = learner if program.startswith("update") else donated
         assert m.alias_size_in_bytes >= donated, program
@@ -175,26 +173,24 @@ def test_the_tpu_compiler_takes_qwen2_5_3b_and_it_fits(name, chips, memory):
             assert m.temp_size_in_bytes < 0.1 * device_bytes(plan.cache)
         beside = learner if program in ENGINE else 0
         total = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
-        assert total + beside < 0.95 * memory * 2**30, program
+        assert total + beside < 0.95 * memory, program
     assert view >= 2 * 3.08e9 / 2  # bfloat16, on two devices
 
 
 @needs_libtpu
 @pytest.mark.nightly
-@pytest.mark.parametrize("tensor", [1, 4])
-@pytest.mark.parametrize("program", ["prefill", "decode", "copy"])
+@pytest.mark.parametrize(("program", "tensor"), [("prefill", 4), ("decode", 1)])
 def test_more_cache_needs_no_more_temporaries_on_a_tpu(program, tensor):
     """Weights in another layout and scores of a prefill do not depend on the number of slots; a copied cache would."""
     temporary, cache = [], []
     for slots in (32, 64):
         config = changed(scale_qwen2_5_3b.get_config(), rollout__tensor=tensor, rollout__slots=slots, mesh__fsdp=4)
         plan = make_plan(read_settings(config), "v5e:2x2")
-        memory = compiled(plan, program)
+        memory = compile_memory(plan, program)
         cache.append(device_bytes(plan.cache))
         temporary.append(memory.temp_size_in_bytes)
         assert memory.alias_size_in_bytes >= cache[-1]
     assert temporary[1] - temporary[0] < 0.1 * (cache[1] - cache[0])
-    assert program == "prefill" or temporary[1] < 0.1 * cache[1] + 2 * 3.1e9 / tensor
 
 
 @needs_libtpu
@@ -204,4 +200,4 @@ def test_splash_attention_and_its_gradient_compile_for_a_tpu_where_heads_are_hal
     config = changed(scale_qwen2_5_3b.get_config(), policy__preset="qwen2.5-0.5b", mesh__fsdp=2, mesh__tensor=2)
     plan = make_plan(read_settings(config), "v5e:2x2")
     assert plan.policy.head_dim == 64
-    compiled(plan, "update (RL)")
+    compile_memory(plan, "update (RL)")
