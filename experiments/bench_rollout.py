@@ -32,11 +32,10 @@ from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.policy.params import init_decoder
 from agentr1_jax.policy.sharding import shardings
-from agentr1_jax.rollout.background import BackgroundEngine
 from agentr1_jax.rollout.config import EngineConfig, SamplingConfig
 from agentr1_jax.rollout.device import Counters, ResponseRequest
 from agentr1_jax.rollout.engine import Engine
-from agentr1_jax.rollout.runner import TaskGroup, run_groups
+from agentr1_jax.rollout.runner import BackgroundEngine, TaskGroup, run_groups
 from agentr1_jax.runtime.compile_cache import CompileCounter
 from agentr1_jax.runtime.mesh import learner_mesh
 from agentr1_jax.runtime.processes import use_huge_pages

@@ -20,8 +20,8 @@ from agentr1_jax.learner.losses import next_kl_coef
 from agentr1_jax.learner.optimizer import rate_by_progress
 from agentr1_jax.learner.update import LearnerState
 from agentr1_jax.policy.decoder import Params
-from agentr1_jax.rollout.background import BackgroundEngine
 from agentr1_jax.rollout.config import SamplingConfig
+from agentr1_jax.rollout.runner import BackgroundEngine
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import processes
 from agentr1_jax.runtime.checkpoint import Checkpoints

@@ -14,10 +14,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from agentr1_jax.agents.session import Identity
-from agentr1_jax.rollout.background import BackgroundEngine
 from agentr1_jax.rollout.config import AttemptLimits, EngineConfig, SamplingConfig
 from agentr1_jax.rollout.engine import Engine
-from agentr1_jax.rollout.runner import TaskGroup, run_groups
+from agentr1_jax.rollout.runner import BackgroundEngine, TaskGroup, run_groups
 from agentr1_jax.trajectory import Outcome
 
 POLICY = tiny.POLICY

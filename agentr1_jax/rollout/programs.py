@@ -138,20 +138,13 @@ class Programs:
     copy: Callable[..., KVCache]
 
 
-def run_decoder(
-    decoder: Decoder, params: Params, tokens: Array, view: CacheView, cache: KVCache
-) -> tuple[Float[Array, "rows length width"], KVCache]:
-    """Return the hidden states of new tokens, and the cache with their keys and values."""
-    out: Any = decoder.apply({"params": params}, tokens, view.position, view, cache)
-    return out
-
-
 def prefill(
     decoder: Decoder, params: Params, cache: KVCache, tokens: Array, slot: Array, start: Array, *, block: int
 ) -> KVCache:
     """Write the keys and values of new prompt tokens. There are no logits: `decode` feeds the last prompt token."""
     view = CacheView(slot=slot, position=start[:, None] + jnp.arange(tokens.shape[1]), block=block)
-    return run_decoder(decoder, params, tokens, view, cache)[1]
+    result: Any = decoder.apply({"params": params}, tokens, view.position, view, cache)
+    return result[1]
 
 
 def decode(
@@ -192,7 +185,8 @@ def decode(
         # A position beyond the cache: idle slots write nothing.
         position = jnp.where(state.active, state.position, cache.keys.shape[3])
         view = CacheView(slot=None, position=position[:, None], block=config.attention_block, group_size=group_size)
-        hidden, cache = run_decoder(decoder, params, state.token[:, None], view, cache)
+        result: Any = decoder.apply({"params": params}, state.token[:, None], view.position, view, cache)
+        hidden, cache = result
         active = state.active
         # The last request of an idle slot must not keep the sort of `sample` going.
         truncation = jnp.where(active, state.top_k, 0), jnp.where(active, state.top_p, 1.0)

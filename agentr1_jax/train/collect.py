@@ -23,9 +23,8 @@ from agentr1_jax.agents.session import Identity
 from agentr1_jax.envs.base import Row
 from agentr1_jax.envs.mixture import limit_steps
 from agentr1_jax.policy.decoder import Params
-from agentr1_jax.rollout.background import BackgroundEngine, wait
 from agentr1_jax.rollout.config import SamplingConfig
-from agentr1_jax.rollout.runner import Group, GroupBatch, TaskGroup, start_batch
+from agentr1_jax.rollout.runner import BackgroundEngine, Group, GroupBatch, TaskGroup, start_batch, wait
 from agentr1_jax.runtime import processes
 from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.runtime.seeds import seed_of

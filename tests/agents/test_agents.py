@@ -8,11 +8,9 @@ import dataclasses
 import letters
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from letters import BUDGET, ROW, TOKENIZER, ScriptedEnv, observed, play
+from schedules import assert_exact, sampled
 
-from agentr1_jax.agents.context import History, Turn, context_rule
 from agentr1_jax.agents.loop import FINAL_REQUEST
 from agentr1_jax.agents.session import Completion, Identity, ScriptedSession, Session
 from agentr1_jax.envs.base import Observation
@@ -22,42 +20,6 @@ OPENING = TOKENIZER.encode_template("<|im_start|>user\nwho?<|im_end|>\n<|im_star
 STOP = TOKENIZER.stop_id
 WORDS = ["look", "and", "look", "again", "me"]
 SEEN = ["a dog", "the cat", "a bird", "a fish"]
-id_lists = st.lists(st.integers(0, 63), max_size=5)
-
-
-@given(opening=id_lists, turns=st.lists(st.tuples(id_lists, id_lists), max_size=5), k=st.integers(1, 6))
-def test_rules_concatenate_ids_in_order(opening, turns, k):
-    ids = [Turn(np.asarray(r, np.int32), np.asarray(o, np.int32)) for r, o in turns]
-    start = np.asarray(opening, np.int32)
-
-    def slow(shown):
-        out = list(opening)
-        for response, observation in shown:
-            out += response + observation
-        return out
-
-    append, window = (context_rule(spec).next_prompt(History(start, ids)) for spec in ("append", f"window({k})"))
-    assert append.tolist() == slow(turns)
-    assert window.tolist() == slow([turn for i, turn in enumerate(turns) if i >= len(turns) - k])
-    assert append.dtype == window.dtype == np.int32
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("windows(2)", "unknown context rule 'windows'; choose one of append, evidence, .*, window"),
-        ("window", r"write window\(k\), with whole numbers"),
-        ("window(0)", "a window of 0 turns"),
-        ("window(-1)", "'-1' is no whole number"),
-        ("window(k=1, l=2)", r"write window\(k\)"),
-        ("window(1, k=1)", r"write window\(k\)"),
-        ("append(2)", "write append, with"),
-        ("summary", r"needs a time: summary\(turns=3\)"),
-    ],
-)
-def test_an_unknown_rule_is_refused(spec, message):
-    with pytest.raises(ValueError, match=message):
-        context_rule(spec)
 
 
 def check(trajectory, outcome, steps, final):
@@ -270,7 +232,7 @@ def session():
     return Echo(Identity("train/0/1", 0, 1, "t", 3))
 
 
-def generated():
+def open_session():
     s = session()
     asyncio.run(s.generate(np.asarray([1, 2]), 3))
     return s
@@ -297,10 +259,12 @@ def test_a_session_keeps_steps_in_order_with_their_policy_version():
 def test_calls_out_of_order_are_errors():
     with pytest.raises(RuntimeError, match=r"train/0/1: record\(\) without generate"):
         session().record(1.0)
+    with pytest.raises(TypeError, match="a step has no 'rewards'; it has reward, "):
+        open_session().record(1.0, rewards=[])
     with pytest.raises(RuntimeError, match=r"train/0/1: generate\(\) before record"):
-        asyncio.run(generated().generate(np.asarray([1]), 3))
+        asyncio.run(open_session().generate(np.asarray([1]), 3))
     with pytest.raises(RuntimeError, match=r"train/0/1: finish\(\) before record\(\), which would lose a step"):
-        generated().finish(Outcome.ANSWERED)
+        open_session().finish(Outcome.ANSWERED)
     with pytest.raises(RuntimeError, match=r"train/0/1: the agent returned without finish"):
         session().trajectory()
     done = session()
@@ -317,7 +281,7 @@ def test_calls_out_of_order_are_errors():
 
 
 def test_fault_9_a_broken_off_trajectory_keeps_its_finished_steps_and_its_error():
-    s = generated()
+    s = open_session()
     s.record(1.0)
     asyncio.run(s.generate([5], 1))
     t = s.fail(Outcome.ENV_FAILURE, OSError("disk full"))
@@ -337,3 +301,26 @@ def test_an_expert_sees_each_observation_and_its_texts_are_template_text():
     assert seen == [None, *SEEN[:2]]
     expected = [0, *TOKENIZER.encode_data(" is an id"), STOP]
     assert all(step.response_ids.tolist() == expected for step in s.trajectory().steps)
+
+
+def test_fault_1_and_fault_2_prompts_go_on_from_the_sampled_ids():
+    """Each prompt is the one before, the very ids sampled, and the rendered observation."""
+    agent = letters.loop(
+        lambda: ScriptedEnv(["the cab", "abc"]),
+        max_steps=3,
+        response_tokens=9,
+        context_tokens=128,
+        on_truncated_response="continue",
+    )
+    out = sampled([ROW] * 12, agent=agent)
+    assert_exact(out)
+    respelled = stopped = 0
+    for t in out:
+        prompts = [*(s.prompt_ids for s in t.steps), t.final_prompt_ids]
+        for i, (step, following) in enumerate(zip(t.steps, prompts[1:], strict=True)):
+            response = step.response_ids.tolist()
+            stops = response[-1] == STOP
+            assert following.tolist() == [*ids_after(t, i), *observed(step.observation, stops)]
+            respelled += TOKENIZER.encode_template(TOKENIZER.decode(response)) != response
+            stopped += stops
+    assert respelled > 0 and 0 < stopped < sum(len(t.steps) for t in out)

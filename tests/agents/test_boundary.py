@@ -129,6 +129,7 @@ STEPS = {
     "a huge integer in info": ({"info": {"a": 10**5000}}, FAILED, "more than 4000 digits"),
     "not a number in info": ({"info": {"a": float("nan")}}, DONE, ""),
     "no observation": ({"observation": None}, FAILED, "goes on without an observation"),
+    "no transition": ({}, FAILED, "the result of step() is None; it must be a Transition"),
     "a text as observation": ({"observation": "so?"}, FAILED, "it must be an Observation"),
     "a number as text": (shows(text=5), FAILED, "text of an observation is 5"),
     "a number among texts": (shows(texts=["a", 5]), FAILED, "one of the texts"),
@@ -181,6 +182,8 @@ class Faulty(letters.ScriptedEnv):
         transition = await super().step(action)
         if len(self.actions) > 1 or self.fault is None:
             return transition
+        if self.fault == "no transition":
+            return None
         if self.fault in CALLS:
             await CALLS[self.fault][0]()
             return transition

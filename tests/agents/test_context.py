@@ -21,34 +21,56 @@ OPENING = TOKENIZER.encode_template("<|im_start|>user\nwho?<|im_end|>\n<|im_star
 SEEN = ["a dog", "the cat", "a bird", "a fish"]
 WIDE = {"response_tokens": 80, "observation_tokens": 80, "context_tokens": 2000, "trajectory_tokens": 4000}
 id_lists = st.lists(st.integers(0, 63), max_size=5)
-turns_of_ids = st.lists(st.tuples(id_lists, id_lists), max_size=6)
+turns_of_ids = st.lists(st.tuples(id_lists, id_lists, st.integers(0, 5)), max_size=6)
+"""Responses, observations, and how much of the response is thinking."""
 
 
 def ids(values):
     return np.asarray(values, np.int32)
 
 
-def said(text):
+def response_of(text):
     return [*TOKENIZER.encode_template(text), STOP]
 
 
-@given(id_lists, turns_of_ids, st.integers(1, 60))
-def test_a_token_budget_keeps_the_most_turns_that_fit_and_the_newest_in_any_case(opening, turns, tokens):
-    history = History(ids(opening), [Turn(ids(r), ids(o)) for r, o in turns])
-    found = context_rule(f"token_budget({tokens})").next_prompt(history).tolist()
-    endings = [[*opening, *(i for r, o in turns[first:] for i in r + o)] for first in range(len(turns) + 1)]
-    fitting = [prompt for prompt in endings[: max(len(turns), 1)] if len(prompt) <= tokens]
-    assert found == (fitting[0] if fitting else endings[max(len(turns) - 1, 0)])
+@given(id_lists, turns_of_ids, st.integers(1, 6), st.integers(1, 60))
+def test_rules_select_ids_and_join_them_in_order(opening, turns, k, tokens):
+    history = History(ids(opening), [Turn(ids(r), ids(o), min(n, len(r))) for r, o, n in turns])
+
+    def prompt(rule):
+        found = context_rule(rule).next_prompt(history)
+        assert found.dtype == np.int32
+        return found.tolist()
+
+    # Prompts with the last turns, the longest first.
+    endings = [[*opening, *(i for r, o, _ in turns[first:] for i in r + o)] for first in range(len(turns) + 1)]
+    assert prompt("append") == endings[0]
+    assert prompt(f"window({k})") == endings[max(0, len(turns) - k)]
+    fitting = [ending for ending in endings[: max(len(turns), 1)] if len(ending) <= tokens]
+    assert prompt(f"token_budget({tokens})") == (fitting[0] if fitting else endings[max(len(turns) - 1, 0)])
+    for rule, keep in (("strip_thinking", 0), (f"strip_thinking({k})", k)):
+        slow = list(opening)
+        for i, (response, observation, n) in enumerate(turns):
+            slow += (response[n:] if len(turns) - i > keep else response) + observation
+        assert prompt(rule) == slow
 
 
-@given(id_lists, turns_of_ids, st.integers(0, 3), st.data())
-def test_thinking_is_cut_from_the_front_of_all_but_the_last_responses(opening, turns, keep, data):
-    thought = [data.draw(st.integers(0, len(r))) for r, _ in turns]
-    history = History(ids(opening), [Turn(ids(r), ids(o), n) for (r, o), n in zip(turns, thought, strict=True)])
-    slow = list(opening)
-    for place, ((response, observation), n) in enumerate(zip(turns, thought, strict=True)):
-        slow += (response[n:] if len(turns) - place > keep else response) + observation
-    assert context_rule(f"strip_thinking({keep})").next_prompt(history).tolist() == slow
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("windows(2)", "unknown context rule 'windows'; choose one of append, evidence, .*, window"),
+        ("window", r"write window\(k\), with whole numbers"),
+        ("window(0)", "a window of 0 turns"),
+        ("window(-1)", "'-1' is no whole number"),
+        ("window(k=1, l=2)", r"write window\(k\)"),
+        ("window(1, k=1)", r"write window\(k\)"),
+        ("append(2)", "write append, with"),
+        ("summary", r"needs a time: summary\(turns=3\)"),
+    ],
+)
+def test_an_unknown_rule_is_refused(spec, message):
+    with pytest.raises(ValueError, match=message):
+        context_rule(spec)
 
 
 class Thinking(Letters):
@@ -61,9 +83,9 @@ class Thinking(Letters):
 def test_the_loop_finds_where_thinking_ends():
     agent = loop(lambda: ScriptedEnv(SEEN, end=3), "strip_thinking", **WIDE)
     first, second, third = run(dataclasses.replace(agent, tokenizer=Thinking()), ["abzqcd", "qme", "ing"]).steps
-    assert first.response_ids.tolist() == said("abzqcd")
-    assert second.prompt_ids.tolist() == [*OPENING, *said("cd"), *observed("a dog")]
-    assert third.prompt_ids.tolist() == [*second.prompt_ids, *said("me"), *observed("the cat")]
+    assert first.response_ids.tolist() == response_of("abzqcd")
+    assert second.prompt_ids.tolist() == [*OPENING, *response_of("cd"), *observed("a dog")]
+    assert third.prompt_ids.tolist() == [*second.prompt_ids, *response_of("me"), *observed("the cat")]
 
 
 class Showing(ScriptedEnv):
@@ -108,10 +130,10 @@ def test_a_summary_is_a_step_and_stands_in_place_of_what_came_before():
         *("ab", "cd", "a sum", "ing", "the")
     ]
     first, second, summed, third, fourth = (s.prompt_ids.tolist() for s in t.steps)
-    assert second == [*first, *said("ab"), *observed("a dog")]
-    assert summed == [*second, *said("cd"), *REQUEST]  # Not what came back: that the policy sees right after.
-    assert third == [*OPENING, *said("a sum"), *observed("the cat")]
-    assert fourth == [*third, *said("ing"), *observed("a bird")]
+    assert second == [*first, *response_of("ab"), *observed("a dog")]
+    assert summed == [*second, *response_of("cd"), *REQUEST]  # Not what came back: that the policy sees right after.
+    assert third == [*OPENING, *response_of("a sum"), *observed("the cat")]
+    assert fourth == [*third, *response_of("ing"), *observed("a bird")]
     assert env.judged == ["a sum"] and len(env.actions) == 4
     step = t.steps[2]
     assert step.reward == 0.25 and step.reward_parts == {"summary": 0.5, "length": -0.25}
@@ -123,14 +145,14 @@ def test_a_summary_is_a_step_and_stands_in_place_of_what_came_before():
 def test_summaries_sum_up_the_ones_before():
     t = play(["ab", "x", "cd", "y", "ing", "z", "the"], ScriptedEnv(SEEN, end=4), "summary(1)", **WIDE)
     prompts = [s.prompt_ids.tolist() for s in t.steps]
-    assert prompts[3] == [*OPENING, *said("x"), *observed("a dog"), *said("cd"), *REQUEST]
-    assert prompts[6] == [*OPENING, *said("z"), *observed("a bird")]
+    assert prompts[3] == [*OPENING, *response_of("x"), *observed("a dog"), *response_of("cd"), *REQUEST]
+    assert prompts[6] == [*OPENING, *response_of("z"), *observed("a bird")]
     assert t.steps[1].reward == 0.0  # This environment does not judge.
 
 
 def test_a_summary_is_due_by_tokens():
     """A prompt of so many tokens and no more is not summed up."""
-    length = len([*OPENING, *said("ab"), *observed("a dog")])
+    length = len([*OPENING, *response_of("ab"), *observed("a dog")])
     for tokens, place in ((length, 2), (length - 1, 1)):
         t = play(["ab"] * 8, ScriptedEnv(SEEN, end=3), f"summary(tokens={tokens})", **WIDE)
         assert [i for i, step in enumerate(t.steps) if step.info.get("summary")][0] == place
@@ -145,7 +167,7 @@ def test_a_summary_that_is_cut_closes_its_turn_and_the_episode_goes_on():
 
 
 def test_where_a_summary_has_no_room_the_trajectory_is_cut():
-    room = len([*OPENING, *said("ab"), *observed("a dog"), *said("cd"), *REQUEST])
+    room = len([*OPENING, *response_of("ab"), *observed("a dog"), *response_of("cd"), *REQUEST])
     t = play(["ab", "cd", "x", "the"], ScriptedEnv(SEEN), "summary(2)", **WIDE | {"context_tokens": room})
     assert t.outcome is Outcome.CONTEXT_OVERFLOW and len(t.steps) == 2
     assert t.final_prompt_ids.tolist() == [*t.steps[1].prompt_ids, *t.steps[1].response_ids]
@@ -157,7 +179,7 @@ def test_where_a_summary_has_no_room_the_trajectory_is_cut():
 def test_no_summary_follows_the_last_step():
     t = play(["ab", "cd", "unheard"], Showing(SEEN), "summary(2)", **WIDE | {"max_steps": 2})
     assert t.outcome is Outcome.MAX_STEPS and [s.observation for s in t.steps] == ["a dog", "the cat"]
-    assert t.final_prompt_ids.tolist() == [*t.steps[1].prompt_ids, *said("cd"), *observed("the cat")]
+    assert t.final_prompt_ids.tolist() == [*t.steps[1].prompt_ids, *response_of("cd"), *observed("the cat")]
     cut = {"response_tokens": 2, "on_truncated_response": "end"}
     t = play(["abcdabcd"], Showing(SEEN), "summary(1)", **WIDE | cut)
     assert t.outcome is Outcome.RESPONSE_TRUNCATED and [s.observation for s in t.steps] == ["a dog"]
@@ -173,15 +195,15 @@ class Ending(Showing):
 @pytest.mark.parametrize("rule", ["append", "window(1)", "summary(1)"])
 def test_what_the_environment_cuts_is_valued_where_it_was_left(rule):
     t = play(["ab"], Ending(SEEN), rule, **WIDE)
-    assert t.final_prompt_ids.tolist() == [*OPENING, *said("ab"), *observed("a dog")]
+    assert t.final_prompt_ids.tolist() == [*OPENING, *response_of("ab"), *observed("a dog")]
     assert [s.observation for s in t.steps] == ["a dog"]
-    narrow = {"context_tokens": len(OPENING) + len(said("ab")), "response_tokens": 4}
+    narrow = {"context_tokens": len(OPENING) + len(response_of("ab")), "response_tokens": 4}
     t = play(["ab"], Ending(SEEN), rule, **WIDE | narrow)
-    assert t.final_prompt_ids.tolist() == [*OPENING, *said("ab")]
+    assert t.final_prompt_ids.tolist() == [*OPENING, *response_of("ab")]
 
 
 @pytest.mark.parametrize(
-    ("ends", "final"), [({"terminated": True}, None), ({"truncated": True}, [*OPENING, *said("ab")])]
+    ("ends", "final"), [({"terminated": True}, None), ({"truncated": True}, [*OPENING, *response_of("ab")])]
 )
 def test_an_end_without_evidence_is_an_end(ends, final):
     class Silent(Showing):
@@ -220,6 +242,6 @@ def test_a_rule_of_ones_own_is_loaded_from_a_file(tmp_path, monkeypatch):
     )
     RULES.load(str(tmp_path / "mine.py"))
     t = play(["ab", "cd", "ing"], ScriptedEnv(SEEN, end=3), "every_other(1)", **WIDE)
-    assert t.steps[2].prompt_ids.tolist() == [*OPENING, *said("cd"), *observed("the cat")]
+    assert t.steps[2].prompt_ids.tolist() == [*OPENING, *response_of("cd"), *observed("the cat")]
     with pytest.raises(ValueError, match="'append' is registered twice"):
         register("append")(lambda history: history.opening)

@@ -114,7 +114,7 @@ class ByRow:
 
 
 @pytest.fixture
-def slowed(monkeypatch):
+def slow_down(monkeypatch):
     """Makes each chunk of an engine take some time more."""
 
     def slow(engine, seconds):
@@ -129,10 +129,10 @@ def slowed(monkeypatch):
     return slow
 
 
-def test_limits_that_strike_amid_decoding_and_waiting_leave_the_slots_usable(slowed):
+def test_limits_that_strike_amid_decoding_and_waiting_leave_the_slots_usable(slow_down):
     """Chunks are so slow that some run out of time in a response, and others waiting for a slot."""
     engine = {"slots": 3, "swap_slots": 2, "fetch_lag": 1}
-    slowed(engine_of(**engine)[0], 0.03)
+    slow_down(engine_of(**engine)[0], 0.03)
     rows = [letters.ROW | {"hasty": i % 2 == 1} for i in range(10)]
 
     def env():
@@ -174,9 +174,9 @@ def test_limits_that_strike_at_any_moment_change_nobody_elses_tokens():
                 assert t.outcome in (Outcome.ENV_DONE, Outcome.ENV_FAILURE)
 
 
-def test_a_response_that_nobody_waits_for_is_not_sampled_further(slowed):
+def test_a_response_that_nobody_waits_for_is_not_sampled_further(slow_down):
     engine, _ = engine_of(3)
-    slowed(engine, 0.01)
+    slow_down(engine, 0.01)
     rows = [planned([5, i], {"max_tokens": 100}) | {"patience": p} for i, p in enumerate([None, 0.05, 0.05])]
     out = sampled(rows, agent=Impatient())
     assert [len(t.steps) for t in out] == [1, 0, 0]

@@ -15,9 +15,8 @@ from jax.sharding import PartitionSpec as P
 from schedules import MANY, POLICY, Planned, all_ids, assert_exact, engine_of, episodes, planned, sampled
 
 from agentr1_jax.agents.session import Identity
-from agentr1_jax.rollout.background import BackgroundEngine, wait
 from agentr1_jax.rollout.config import SamplingConfig
-from agentr1_jax.rollout.runner import GroupBatch, TaskGroup, start_batch
+from agentr1_jax.rollout.runner import BackgroundEngine, GroupBatch, TaskGroup, start_batch, wait
 
 
 def params_of(version: int):

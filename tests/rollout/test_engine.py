@@ -147,7 +147,7 @@ def test_what_is_dispatched_runs_between_cycles_and_its_errors_come_back(monkeyp
     cycling, seen = [], []
     cycle = engine._device_cycle
 
-    def watched(requests):
+    def watch(requests):
         cycling.append(True)
         try:
             return cycle(requests)
@@ -166,7 +166,7 @@ def test_what_is_dispatched_runs_between_cycles_and_its_errors_come_back(monkeyp
             await engine.generate(lease, request_of([4, 5, 6], 9))
         engine.release(lease)
 
-    monkeypatch.setattr(engine, "_device_cycle", watched)
+    monkeypatch.setattr(engine, "_device_cycle", watch)
     run_work(engine, params, [samples(), asks()])
     assert len(seen) == 20 and not any(during for during, _ in seen)
     assert len({name for _, name in seen}) == 1 and seen[0][1].startswith("dispatch")

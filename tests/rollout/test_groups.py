@@ -10,9 +10,16 @@ import pytest
 from schedules import MANY, Planned, all_ids, assert_exact, engine_of, planned, run_work, sampled
 
 from agentr1_jax.agents.session import Identity
-from agentr1_jax.rollout.background import BackgroundEngine, wait
 from agentr1_jax.rollout.config import AttemptLimits, SamplingConfig
-from agentr1_jax.rollout.runner import GroupBatch, TaskGroup, is_zero_variance, run_groups, start_batch
+from agentr1_jax.rollout.runner import (
+    BackgroundEngine,
+    GroupBatch,
+    TaskGroup,
+    is_zero_variance,
+    run_groups,
+    start_batch,
+    wait,
+)
 from agentr1_jax.trajectory import POLICIES, Outcome, Step, Trajectory
 
 
