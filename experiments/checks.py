@@ -15,7 +15,7 @@ from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.envs.base import Observation, Row, Task, has_expert, has_texts, writes_summaries
 from agentr1_jax.envs.mixture import MixtureTask
 from agentr1_jax.errors import UserError, user_error
-from agentr1_jax.policy import attention_check
+from agentr1_jax.policy import attention
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.train.settings import Settings
@@ -143,4 +143,4 @@ def check_attention(settings: Settings, policy: DecoderConfig, mesh: Mesh, *, ru
     if policy.attention in ("xla", "dense"):
         return  # They work everywhere.
     with user_error():
-        attention_check.check_attention(policy, mesh, settings.learner.row_tokens, settings.learner.packing, call=run)
+        attention.check_attention(policy, mesh, settings.learner.row_tokens, settings.learner.packing, call=run)

@@ -19,13 +19,17 @@ from typing import Any, Protocol
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
+from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.sharding import on_shards
 
 BLOCK = 64
 """Measured on CPU: larger blocks leave the cache, smaller ones are mostly loop."""
+SPLASH_BLOCK = 128
+"""Rows for splash attention must be a multiple of this many tokens."""
 
 
 class Memory(Protocol):
@@ -69,7 +73,6 @@ class PackedRows:
         layer: Int[Array, ""],
         state: Any,
     ) -> tuple[Float[Array, "rows length heads dim"], Any]:
-        """See `Memory.attend`."""
         if self.implementation == "xla":
             return on_shards(blockwise_attention, query, key, value, self.subtree_end, self.mesh), state
         if self.implementation in ("splash", "splash_tree"):
@@ -108,10 +111,8 @@ def blockwise_attention(
 ) -> Float[Array, "rows length heads dim"]:
     """Return softmax(q·k/√d) v where token i sees token j iff j ≤ i < subtree_end[j]; softmax in float32 or wider.
 
-    Args:
-      query, key, value: `heads / kv_heads` query heads to each key head.
-      subtree_end: of each token; every token sees itself.
-      block: tokens of a block; a row is padded to a multiple.
+    There are `heads / kv_heads` query heads to each key head, and every token sees itself. A row is padded to a
+    multiple of `block` tokens.
     """
     rows, length, heads, dim = query.shape
     kv_heads = key.shape[2]
@@ -220,3 +221,59 @@ def _backward(blocks: int, residuals: tuple[Array, ...], cotangent: Array) -> tu
 
 
 _attend.defvjp(_forward, _backward)
+
+
+def check_attention(policy: DecoderConfig, mesh: Mesh, row_tokens: int, packing: str, *, call: bool = True) -> None:
+    """Run `policy.attention` and its gradient once, over one short row for each shard of a batch.
+
+    Args:
+      mesh: the learner's; all its processes call this.
+      row_tokens: length of a packed row.
+      packing: mode of the rows.
+      call: False leaves out the call, for a mesh whose devices are not here.
+
+    Raises:
+      ValueError: the devices, the rows or the dtype do not suit the implementation, or the call failed.
+    """
+    fault = _fault(policy, mesh.devices.flat[0].platform, row_tokens, packing)
+    if fault:
+        raise ValueError(f"policy.attention={policy.attention} {fault}; policy.attention=xla works everywhere")
+    if policy.attention in ("xla", "dense") or not call:
+        return
+    try:
+        jax.block_until_ready(_tiny_call(policy, mesh))
+    except Exception as error:  # A backend may raise anything.
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"policy.attention={policy.attention} fails on {mesh.devices.flat[0].device_kind} with {policy.heads} "
+            f"query heads, {policy.kv_heads} key heads, head_dim {policy.head_dim} and {policy.dtype}: {reason}; "
+            "policy.attention=xla works everywhere"
+        ) from error
+
+
+def _fault(policy: DecoderConfig, platform: str, row_tokens: int, packing: str) -> str | None:
+    """Return why the implementation does not suit, as the end of a sentence, or None."""
+    if policy.attention in ("splash", "splash_tree"):
+        if platform != "tpu":
+            return f"needs a TPU, and the devices here are of platform {platform!r}"
+        if row_tokens % SPLASH_BLOCK:
+            return f"needs rows of a multiple of {SPLASH_BLOCK} tokens, and learner.row_tokens is {row_tokens}"
+        if policy.attention == "splash" and packing == "prefix_tree":
+            return "needs segments (learner.packing is prefix_tree); policy.attention=splash_tree takes any rows"
+    return None
+
+
+def _tiny_call(policy: DecoderConfig, mesh: Mesh) -> Array:
+    """Return the sum of gradients of one short row per shard, made within the program: no process holds an input."""
+    rows, length = mesh.shape["data"] * mesh.shape["fsdp"], SPLASH_BLOCK
+
+    def loss(query: Array, key: Array, value: Array) -> Array:
+        memory = PackedRows(jnp.full((rows, length), length), policy.attention, mesh)
+        return memory.attend(query, key, value, jnp.zeros((), jnp.int32), None)[0].astype(jnp.float32).sum()
+
+    def call() -> Array:
+        heads = (policy.heads, policy.kv_heads, policy.kv_heads)
+        inputs = [jnp.ones((rows, length, n, policy.head_dim), policy.dtype) for n in heads]
+        return sum((g.astype(jnp.float32).sum() for g in jax.grad(loss, argnums=(0, 1, 2))(*inputs)), jnp.zeros(()))
+
+    return jax.jit(call, out_shardings=NamedSharding(mesh, P()))()

@@ -65,13 +65,9 @@ class DecoderConfig:
       vocab_size: rows of the embedding; every token id is below it. 0 in a preset: as many as the tokenizer has.
       width: size of the residual stream.
       layers: number of blocks, scanned.
-      heads: query heads.
-      kv_heads: key and value heads; divides `heads`.
-      head_dim: size of one head.
+      kv_heads: key and value heads; divides `heads`, the number of query heads.
       hidden: inner size of the SwiGLU.
       rope_theta: base of the rotary frequencies.
-      rope_scaling: stretching of the frequencies; None for none.
-      norm_eps: epsilon of RMSNorm.
       qkv_bias: True if query, key and value have a bias (Qwen2).
       qk_norm: True if each query and key head is normalised before its rotation (Qwen3).
       tied: True if the output head is the embedding.
@@ -79,7 +75,7 @@ class DecoderConfig:
       dtype: of activations and matmuls; norms, softmax and logits are float32 in any case.
       param_dtype: of parameters.
       remat: what the backward pass computes again: `none`, `dots` (all but matmuls with weights), `full` (each block).
-      attention: implementation for packed rows in training; see `policy.attention`.
+      attention: implementation for packed rows in training; see `attention.PackedRows`.
       lora: low-rank adapters, which are then all that is trained of the decoder.
     """
 

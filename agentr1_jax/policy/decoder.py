@@ -155,12 +155,7 @@ def _remat(config: DecoderConfig) -> type[Block]:
 
 
 class Decoder(nn.Module):
-    """Token ids to final hidden states.
-
-    Attributes:
-      config: shape and numerics.
-      mesh: of the activations; None leaves layouts to the compiler.
-    """
+    """Token ids to final hidden states; a mesh of None leaves layouts to the compiler."""
 
     config: DecoderConfig
     mesh: Mesh | None = None
@@ -173,17 +168,9 @@ class Decoder(nn.Module):
         memory: Memory,
         state: Any = None,
     ) -> tuple[Float[Array, "rows length width"], Any]:
-        """Run the decoder.
+        """Return hidden states after the final norm, and the state that `memory` carried through the layers (KV cache).
 
-        Args:
-          tokens: ids.
-          position: rotary position of each token.
-          memory: keys and values that the tokens attend to.
-          state: carried by `memory` through the layers (the KV cache), or None.
-
-        Returns:
-          hidden: after the final norm; the hidden state of token k predicts token k + 1.
-          state: the updated state.
+        The hidden state of token k predicts token k + 1.
         """
         c = self.config
         init = nn.initializers.normal(c.width**-0.5)

@@ -30,14 +30,9 @@ def init_decoder(config: DecoderConfig, key: Array) -> Params:
 
 
 def with_critic(config: DecoderConfig, decoder: Params, critic: Critic) -> Params:
-    """Return all parts for a policy: a separate critic starts as its copy, the value head at zero.
+    """Return all parts for a policy, of which `decoder` may be the trained parameters only.
 
-    With a head of zeros the first advantages are returns to go.
-
-    Args:
-      config: shape of the policy.
-      decoder: parameters of the policy, all or the trained ones.
-      critic: kind of the critic.
+    A separate critic starts as its copy, the value head at zero: the first advantages are returns to go.
     """
     params = {"decoder": decoder}
     if critic == "separate":
@@ -78,12 +73,7 @@ def without_adapters(decoder: Params) -> Params:
 
 
 def merge_adapters(config: DecoderConfig, decoder: Params) -> Params:
-    """Return a decoder without adapters that computes the same: W + α/r · AB, summed in float32 or wider.
-
-    Args:
-      config: with the adapters' α and r.
-      decoder: parameters with adapters; returned as they are where there are none.
-    """
+    """Return a decoder without adapters that computes the same: W + α/r · AB, summed in float32 or wider."""
 
     def merge(tree: Params) -> Params:
         if "lora_a" not in tree:

@@ -17,7 +17,8 @@ _qwen3 = functools.partial(_qwen, qk_norm=True, head_dim=128, kv_heads=8, max_po
 _llama3 = functools.partial(
     DecoderConfig, vocab_size=128_256, kv_heads=8, rope_theta=500_000.0, norm_eps=1e-5, max_positions=131_072
 )
-_llama3_rope = functools.partial(RopeScaling, "llama3", low_frequency=1.0, high_frequency=4.0, original_positions=8192)
+_llama31 = functools.partial(_llama3, rope_scaling=RopeScaling("llama3", factor=8.0))
+_llama32 = functools.partial(_llama3, rope_scaling=RopeScaling("llama3", factor=32.0))
 
 PRESETS: Mapping[str, DecoderConfig] = {
     # Vocabulary of the run's tokenizer.
@@ -30,30 +31,16 @@ PRESETS: Mapping[str, DecoderConfig] = {
     "qwen3-1.7b": _qwen3(width=2048, layers=28, heads=16, hidden=6144),
     "qwen3-4b": _qwen3(width=2560, layers=36, heads=32, hidden=9728),
     "qwen3-8b": _qwen3(width=4096, layers=36, heads=32, hidden=12_288, tied=False),
-    "llama-3.2-1b": _llama3(
-        width=2048, layers=16, heads=32, head_dim=64, hidden=8192, rope_scaling=_llama3_rope(factor=32.0)
-    ),
-    "llama-3.2-3b": _llama3(
-        width=3072, layers=28, heads=24, head_dim=128, hidden=8192, rope_scaling=_llama3_rope(factor=32.0)
-    ),
-    "llama-3.1-8b": _llama3(
-        width=4096,
-        layers=32,
-        heads=32,
-        head_dim=128,
-        hidden=14_336,
-        tied=False,
-        rope_scaling=_llama3_rope(factor=8.0),
-    ),
+    "llama-3.2-1b": _llama32(width=2048, layers=16, heads=32, head_dim=64, hidden=8192),
+    "llama-3.2-3b": _llama32(width=3072, layers=28, heads=24, head_dim=128, hidden=8192),
+    "llama-3.1-8b": _llama31(width=4096, layers=32, heads=32, head_dim=128, hidden=14_336, tied=False),
 }
 
 
 def decoder_config(config: PolicyConfig, vocab_size: int) -> DecoderConfig:
-    """Return the shape of a decoder: that of its weights or its preset, with the changes that the config names.
+    """Return the shape of its weights or its preset, with the changes that the config names.
 
-    Args:
-      config: section `policy` of a run.
-      vocab_size: embeddings of a preset that has no vocabulary of its own.
+    `vocab_size` is that of a preset that has no vocabulary of its own.
 
     Raises:
       UserError: an unknown preset, weights that cannot be read, or a shape that cannot be.

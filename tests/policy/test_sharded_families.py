@@ -19,8 +19,7 @@ from agentr1_jax.learner.batch import batch_shapes
 from agentr1_jax.learner.config import OptimizerConfig
 from agentr1_jax.learner.optimizer import by_part, make_optimizer
 from agentr1_jax.learner.update import init_state, make_update
-from agentr1_jax.policy.attention import PackedRows
-from agentr1_jax.policy.attention_check import check_attention
+from agentr1_jax.policy.attention import PackedRows, check_attention
 from agentr1_jax.policy.config import RopeScaling
 from agentr1_jax.policy.decoder import Decoder, head_kernel
 from agentr1_jax.policy.params import cast_for_compute, init_params

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from agentr1_jax.contrib.dense_retrieval import weights
 from agentr1_jax.contrib.dense_retrieval.encoder import embed_tokens
-from agentr1_jax.policy.weights import hub
+from agentr1_jax.policy.weights import files
 
 MIN_LENGTH = 16
 IDENTIFYING = ("config.json", "tokenizer.json", "*.safetensors")
@@ -62,7 +62,7 @@ class Embedder:
         max_tokens: int = 512,
         devices: Sequence[jax.Device] | None = None,
     ) -> None:
-        folder = hub.locate(path_or_hub_id)
+        folder = files.locate(path_or_hub_id)
         self._config = dataclasses.replace(weights.read_config(folder), dtype=dtype)
         max_tokens = min(max_tokens, self._config.max_tokens)
         doublings = itertools.takewhile(lambda n: n < max_tokens, (MIN_LENGTH << i for i in itertools.count()))

@@ -1,9 +1,10 @@
-"""Tensors in folders of safetensors files, read in parts."""
+"""Folders of weights, here or on the Hugging Face hub, and their tensors, read in parts."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,43 @@ INDEX = "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
 NOTHING = re.compile(r"(?!)")
 
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
+"""Weights, configs, and files of tokenizers."""
+HUB_SECONDS = 10.0
+
+
+def locate(path_or_hub_id: str | os.PathLike[str]) -> Path:
+    """Return the folder of a path, or of the download of an `owner/name` on the hub, which stays in the hub's cache.
+
+    A path whose parent is a folder here is never looked up on the hub. HF_HUB_OFFLINE=1 keeps to the cache.
+
+    Raises:
+      FileNotFoundError: there is no such path, and the hub cannot give it; the message says why.
+    """
+    spec = os.fspath(path_or_hub_id)
+    path = Path(spec).expanduser()
+    if path.exists():
+        return path
+    if not HUB_ID.fullmatch(spec) or path.parent.is_dir():
+        raise FileNotFoundError(f"{spec}: no such folder; give a folder with weights, or a hub id (owner/name)")
+    import huggingface_hub  # Here, because it is slow to import and most runs have their weights in a folder.
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                spec, allow_patterns=list(HUB_FILES), ignore_patterns=["*/*"], etag_timeout=HUB_SECONDS
+            )
+        )
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise FileNotFoundError(
+            f"{spec}: no such folder here, and the hub could not give it ({type(error).__name__}: {reason}); check "
+            "the spelling and the network, log in (`hf auth login`) if access to the model is granted to some only, or "
+            "download it elsewhere and give its folder"
+        ) from error
+
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
@@ -24,7 +62,6 @@ class Tensor:
 
     Attributes:
       file: path of its file, for error messages.
-      shape: of the whole tensor.
       read: slices with start and stop, one for each axis -> that part, read from the file.
     """
 
@@ -34,11 +71,7 @@ class Tensor:
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file.
-
-    Raises:
-      ValueError: it is not valid JSON.
-    """
+    """Return the content of a JSON file. Raises ValueError where it is none."""
     try:
         return json.loads(path.read_text("utf-8"))
     except ValueError as error:
@@ -62,7 +95,7 @@ def open_folder(folder: Path, ignored: re.Pattern[str] = NOTHING) -> dict[str, T
             "save_pretrained of transformers"
         )
     tensors: dict[str, Tensor] = {}
-    weight_map = _weight_map(index)
+    weight_map = _read_index(index)
     for name in sorted(set(weight_map.values())):
         for key, tensor in _open_file(folder / name, ignored).items():
             if key in tensors:
@@ -78,16 +111,17 @@ def open_folder(folder: Path, ignored: re.Pattern[str] = NOTHING) -> dict[str, T
     return tensors
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def _read_index(index: Path) -> dict[str, str]:
+    """Return the file name of each tensor."""
     record = read_json(index)
-    files = record.get("weight_map") if isinstance(record, dict) else None
-    names = files.values() if isinstance(files, dict) else ()
+    weight_map = record.get("weight_map") if isinstance(record, dict) else None
+    names = weight_map.values() if isinstance(weight_map, dict) else ()
     if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
         raise ValueError(f"{index}: weight_map must tell a file name for each tensor; download the file again")
     for name in sorted(set(names)):
         if not (index.parent / name).is_file():
             raise ValueError(f"{index}: names {name}, which is not there; download it")
-    return dict(files or {})
+    return dict(weight_map or {})
 
 
 def _open_file(path: Path, ignored: re.Pattern[str]) -> dict[str, Tensor]:

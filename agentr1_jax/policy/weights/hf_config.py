@@ -20,7 +20,6 @@ FAMILIES: Mapping[str, Mapping[str, bool]] = {
 }
 """`model_type` -> fields that differ between families. Qwen2.5 is `qwen2`; all Llamas are `llama`."""
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 ROPE_KINDS = ("default", "linear", "llama3")
 THETA = 10_000.0
 NORM_EPS = 1e-6
@@ -32,10 +31,8 @@ MAX_WINDOW_LAYERS = 28
 def from_hf(record: Mapping[str, Any], source: str) -> DecoderConfig:
     """Return the decoder that a `config.json` describes.
 
-    Args:
-      record: the file's content; rotary embeddings in the older form (`rope_theta`, `rope_scaling`) or in that of
-        transformers 5 (`rope_parameters`).
-      source: the file's name, for error messages.
+    Rotary embeddings may be in the older form (`rope_theta`, `rope_scaling`) or in that of transformers 5
+    (`rope_parameters`). `source` is the file's name, for error messages.
 
     Raises:
       ValueError: unknown family, a key that is missing or not a number, or something that the decoder cannot compute;
@@ -93,7 +90,7 @@ def to_hf(config: DecoderConfig) -> dict[str, Any]:
             "of the llama family; change one of them, or set policy.qk_norm"
         )
     record = {
-        "architectures": [ARCHITECTURES[family]],
+        "architectures": [f"{family.capitalize()}ForCausalLM"],
         "model_type": family,
         "vocab_size": config.vocab_size,
         "hidden_size": config.width,
@@ -139,7 +136,7 @@ def _refusals(record: Mapping[str, Any], family: str, layers: int) -> Iterator[t
 
 
 def _head_dim(record: Mapping[str, Any], family: str, width: int, heads: int, source: str) -> int:
-    """Head size of the file; else 128 for Qwen3 and width / heads for the others (and where it is null)."""
+    """Return the head size of the file; else 128 for Qwen3 and width / heads for the others (and where it is null)."""
     default = QWEN3_HEAD_DIM if family == "qwen3" and "head_dim" not in record else width // heads
     if record.get("head_dim") is None and default * heads != width and family != "qwen3":
         raise ValueError(f"{source}: num_attention_heads ({heads}) does not divide hidden_size ({width}); set head_dim")
@@ -147,7 +144,7 @@ def _head_dim(record: Mapping[str, Any], family: str, width: int, heads: int, so
 
 
 def _rope(record: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | None]:
-    """Base and scaling of the rotary embeddings."""
+    """Return base and scaling of the rotary embeddings."""
     key = "rope_scaling" if record.get("rope_scaling") else "rope_parameters"
     rope = record.get(key) or {}
     if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -48,8 +49,14 @@ def parameter_shapes(config: DecoderConfig) -> Params:
     return jax.eval_shape(functools.partial(init_decoder, plain), jax.random.key(0))
 
 
+def flatten(tree: Params) -> dict[str, Any]:
+    """Return leaves by path."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(keys, simple=True, separator="/"): leaf for keys, leaf in leaves}
+
+
 def is_stacked(path: str) -> bool:
-    """Return whether our parameter has a leading axis of layers."""
+    """Return True for a parameter with a leading axis of layers."""
     return path.startswith("layers/")
 
 
@@ -66,9 +73,8 @@ def their_shape(path: str, shape: Sequence[int]) -> tuple[int, ...]:
 
 def to_theirs(path: str, ours: np.ndarray) -> np.ndarray:
     """Return our parameter (of one layer) as they store it; contiguous."""
-    _, groups = _axes(path, ours.shape)
-    mine = TABLE[path][1].split()
-    order = [mine.index(axis) for group in groups for axis in group]
+    sizes, groups = _axes(path, ours.shape)
+    order = [list(sizes).index(axis) for group in groups for axis in group]
     return np.ascontiguousarray(ours.transpose(order).reshape(their_shape(path, ours.shape)))
 
 
@@ -81,14 +87,12 @@ def read_ours(
     `policy.sharding` cuts dimensions.
 
     Args:
-      path: of our parameter.
       shape: of the whole parameter.
       index: the part, a slice with start and stop for each axis.
       read: slices of their tensor -> its content.
     """
     sizes, groups = _axes(path, shape)
-    mine = TABLE[path][1].split()
-    wanted = dict(zip(mine, index, strict=True))
+    wanted = dict(zip(sizes, index, strict=True))
     cuts, blocks, within = [], [], []
     for outer, *inner in groups:
         block = math.prod(sizes[axis] for axis in inner)
@@ -98,10 +102,10 @@ def read_ours(
         within += [slice(None), *(wanted[axis] for axis in inner)]
     part = read(tuple(cuts)).reshape(blocks)[tuple(within)]
     flat = [axis for group in groups for axis in group]
-    return part.transpose([flat.index(axis) for axis in mine])
+    return part.transpose([flat.index(axis) for axis in sizes])
 
 
 def _axes(path: str, shape: Sequence[int]) -> tuple[dict[str, int], list[list[str]]]:
-    """Sizes of our axes by name, and their axes as lists of our axes."""
-    _, mine, theirs = TABLE[path]
-    return dict(zip(mine.split(), shape, strict=True)), [axis.split("*") for axis in theirs.split()]
+    """Return the sizes of our axes by name, and their axes as lists of our axes."""
+    _, ours, theirs = TABLE[path]
+    return dict(zip(ours.split(), shape, strict=True)), [axis.split("*") for axis in theirs.split()]
