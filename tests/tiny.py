@@ -27,7 +27,7 @@ def mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
 @functools.cache
 def decoder_params(policy: DecoderConfig = POLICY, seed: int = 0):
     """Random decoder parameters with logits of some size, so that distributions are far from uniform."""
-    params = init_params(policy, jax.random.key(seed), critic="none")["decoder"]
+    params = jax.jit(init_params, static_argnums=(0, 2))(policy, jax.random.key(seed), "none")["decoder"]
     return {**params, "final_norm": {"scale": params["final_norm"]["scale"] * 2}}
 
 

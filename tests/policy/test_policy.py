@@ -1,4 +1,4 @@
-"""The decoder: an independent numpy forward pass, invariances of packing and sharding, the table of layouts."""
+"""The decoder: an independent numpy forward pass, invariances of packing, the table of layouts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from agentr1_jax.errors import UserError
@@ -84,14 +83,8 @@ def numpy_logits(policy, params, tokens):
 
 @pytest.mark.parametrize(
     "policy",
-    [
-        POLICY,
-        UNTIED,
-        dataclasses.replace(POLICY, kv_heads=4),
-        dataclasses.replace(POLICY, qkv_bias=True),
-        dataclasses.replace(POLICY, qk_norm=True),
-    ],
-    ids=["tied", "untied", "mha", "biases", "normed heads"],
+    [POLICY, dataclasses.replace(UNTIED, kv_heads=4, qkv_bias=True, qk_norm=True)],
+    ids=["tied", "untied, all heads, biases, norms"],
 )
 def test_it_equals_a_forward_pass_written_out_in_numpy(policy):
     params = tiny.decoder_params(policy)
@@ -102,12 +95,6 @@ def test_it_equals_a_forward_pass_written_out_in_numpy(policy):
     np.testing.assert_allclose(
         hidden[0] @ head_kernel(params), numpy_logits(policy, params, tokens[0]), rtol=1e-5, atol=1e-5
     )
-
-
-def test_a_tied_head_is_the_embedding_and_an_untied_one_its_own():
-    tied, untied = tiny.decoder_params(POLICY), tiny.decoder_params(UNTIED)
-    assert "head" not in tied and (head_kernel(tied) == tied["embed"].T).all()
-    assert untied["head"].shape == (POLICY.width, POLICY.vocab_size) and head_kernel(untied) is untied["head"]
 
 
 def test_a_token_sees_nothing_after_itself():
@@ -158,9 +145,9 @@ def forests(draw):
     return parents
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(parents=forests(), seed=st.integers(0, 99))
-def test_subtree_ends_say_who_is_an_ancestor(parents, seed):
+def test_a_token_sees_its_ancestors(parents, seed):
     ancestor = np.eye(LENGTH, dtype=bool)
     for i, parent in enumerate(parents):
         if parent >= 0:
@@ -188,20 +175,6 @@ def test_scores_of_half_precision_are_summed_in_float32():
     assert mixed.dtype == jnp.bfloat16
     wide = grouped_attention(*(x.astype(jnp.float32) for x in (query, key, value)), visible)
     np.testing.assert_allclose(mixed.astype(jnp.float32), wide, atol=0.02)
-
-
-@settings(max_examples=30, deadline=None)
-@given(first=st.integers(0, 500), second=st.integers(0, 500), shift=st.integers(0, 500))
-def test_rotary_scores_depend_on_the_distance_alone(first, second, shift):
-    rng = np.random.default_rng(4)
-    query, key = (jnp.asarray(rng.normal(size=(1, 1, 1, 8)), jnp.float32) for _ in range(2))
-
-    def score(i, j):
-        return float(jnp.sum(turned(query, np.int32([[i]])) * turned(key, np.int32([[j]]))))
-
-    assert score(first + shift, second + shift) == pytest.approx(score(first, second), abs=1e-3)
-    np.testing.assert_allclose(jnp.linalg.norm(turned(query, np.int32([[first]]))), jnp.linalg.norm(query), rtol=1e-5)
-    assert (turned(query, np.int32([[0]])) == query).all()
 
 
 turned = jax.jit(lambda x, position: rotate(x, position, frequencies(x.shape[-1], 10_000.0)))
@@ -243,12 +216,6 @@ def test_every_parameter_and_optimizer_moment_has_a_layout():
                 assert {"fsdp", "tensor"} == set(spec) - {None} and len(spec) == leaf.ndim, name
 
 
-def test_matrices_of_a_block_are_split_so_that_only_out_and_down_need_a_sum():
-    specs = {name: sharding.spec_of(f"decoder/layers/{name}/kernel") for name in ("query", "gate", "out", "down")}
-    assert specs["query"] == P(None, "fsdp", "tensor", None) and specs["gate"] == P(None, "fsdp", "tensor")
-    assert specs["out"] == P(None, "tensor", None, "fsdp") and specs["down"] == P(None, "tensor", "fsdp")
-
-
 def test_an_axis_that_does_not_divide_is_replicated():
     odd = {"embed": jax.ShapeDtypeStruct((63, 16), jnp.float32), "head": jax.ShapeDtypeStruct((15, 64), jnp.float32)}
     layout = sharding.shardings(odd, tiny.mesh(2, 2, 2))
@@ -258,18 +225,6 @@ def test_an_axis_that_does_not_divide_is_replicated():
 def test_an_unknown_parameter_is_an_error():
     with pytest.raises(KeyError, match="no sharding rule for parameter 'decoder/layers/router/kernel'; add one to"):
         sharding.shardings({"decoder": {"layers": {"router": {"kernel": jnp.ones((2, 2))}}}}, tiny.mesh())
-
-
-@pytest.mark.parametrize("policy", [POLICY, UNTIED], ids=["tied", "untied"])
-def test_eight_devices_compute_what_one_computes(policy):
-    params = tiny.decoder_params(policy)
-    tokens = np.random.default_rng(5).integers(0, policy.vocab_size, (4, LENGTH), np.int32)
-    one = forward(policy, params, tokens, *plain(tokens)) @ head_kernel(params)
-    eight = tiny.mesh(2, 2, 2)
-    params = jax.device_put(params, sharding.shardings(params, eight))
-    assert len(params["layers"]["query"]["kernel"].sharding.device_set) == 8
-    inputs = jax.device_put((tokens, *plain(tokens)), NamedSharding(eight, P(("data", "fsdp"))))
-    np.testing.assert_allclose(forward(policy, params, *inputs) @ head_kernel(params), one, rtol=1e-5, atol=1e-5)
 
 
 def test_remat_changes_neither_value_nor_gradient():
@@ -283,10 +238,7 @@ def test_remat_changes_neither_value_nor_gradient():
         return jax.jit(jax.value_and_grad(loss(policy)))(params)
 
     dots, full = (dataclasses.replace(POLICY, remat=name) for name in ("dots", "full"))
-    for policy in (dots, full):
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), result(policy), result(POLICY)
-        )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), result(dots), result(POLICY))
     matmuls = [str(jax.make_jaxpr(jax.grad(loss(p)))(params)).count("dot_general") for p in (POLICY, dots, full)]
     assert matmuls[0] < matmuls[1] < matmuls[2], "scores are computed again by `dots`, all matmuls by `full`"
 
@@ -296,11 +248,7 @@ def test_remat_changes_neither_value_nor_gradient():
     [
         ({"kv_heads": 3}, r"kv_heads \(3\) must divide heads \(4\)"),
         ({"head_dim": 7}, r"head_dim is 7; rotary embeddings need an even number"),
-        ({"heads": 0}, r"heads is 0; it must be greater than or equal to 1"),
-        ({"norm_eps": -1.0}, r"norm_eps is -1.0; it must be greater than 0"),
-        ({"rope_theta": 0.0}, r"rope_theta is 0.0; it must be greater than 0"),
         ({"attention": "flash"}, r"attention is 'flash'; it must be 'xla', 'dense', 'splash' or 'splash_tree'"),
-        ({"dtype": "int32"}, r"dtype is 'int32'; it must be 'float16', 'bfloat16', 'float32' or 'float64'"),
     ],
 )
 def test_a_shape_that_cannot_be_is_refused(changes, message):

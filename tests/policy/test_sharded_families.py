@@ -70,20 +70,17 @@ def logits(family, shape):
 
 
 @functools.cache
-def moved(family, shape, adam):
-    """What one update changes, as one vector."""
+def step(family, shape):
+    """The change of all parameters by one update, as one vector."""
     mesh = tiny.mesh(*shape)
     optimizer = by_part(optax.identity())
-    if adam:
-        optimizer = make_optimizer(OptimizerConfig(weight_decay=0.1))
     old = parameters(family)
     state = init_state(jax.tree.map(jnp.copy, old), optimizer)
     layout = shardings(state, mesh)
     update = make_update(FAMILIES[family], LOSS, optimizer, layout)
     batch = global_batch(example().batch(microbatches=2, rows=8), mesh)
-    rates = dict.fromkeys(old, np.float32(1e-3 if adam else RATE))
+    rates = dict.fromkeys(old, np.float32(RATE))
     state, _ = update(jax.device_put(state, layout), {}, batch, np.int32(2), rates)
-    assert int(state.updates) == 1
     change = jax.tree.map(lambda new, old: np.ravel(np.asarray(new, np.float64) - np.asarray(old)), state.params, old)
     return np.concatenate(jax.tree.leaves(change))
 
@@ -96,20 +93,17 @@ def test_logits_agree_on_one_and_on_eight_devices(family, shape):
 
 
 @pytest.mark.parametrize(
-    ("family", "shape", "adam", "relative"),
+    ("family", "shape"),
     [
-        ("qwen2.5", (2, 2, 2), False, 1e-5),
-        ("qwen2.5", (2, 1, 4), False, 1e-5),
-        ("qwen2.5", (2, 2, 2), True, 1e-2),  # Adam knows no families.
-        pytest.param("qwen2.5", (2, 1, 4), True, 1e-2, marks=pytest.mark.slow),
-        pytest.param("qwen3", (2, 2, 2), False, 1e-5, marks=pytest.mark.slow),
-        pytest.param("llama3", (2, 2, 2), False, 1e-5, marks=pytest.mark.slow),
+        ("qwen2.5", (2, 1, 4)),
+        pytest.param("qwen3", (2, 2, 2), marks=pytest.mark.slow),
+        pytest.param("llama3", (2, 2, 2), marks=pytest.mark.slow),
     ],
 )
-def test_one_update_agrees_on_one_and_on_eight_devices(family, shape, adam, relative):
-    one, eight = moved(family, (1, 1, 1), adam), moved(family, shape, adam)
+def test_one_update_agrees_on_one_and_on_eight_devices(family, shape):
+    one, eight = step(family, (1, 1, 1)), step(family, shape)
     assert np.linalg.norm(one) > 0.01
-    assert np.linalg.norm(one - eight) <= relative * np.linalg.norm(one)
+    assert np.linalg.norm(one - eight) <= 1e-5 * np.linalg.norm(one)
 
 
 @functools.cache
@@ -139,7 +133,7 @@ THREE_KEY_HEADS = dataclasses.replace(tiny.POLICY, heads=6, kv_heads=3, qk_norm=
 
 @pytest.mark.parametrize(
     ("policy", "shape", "cached"),
-    [(tiny.POLICY, (2, 1, 4), 4), (tiny.POLICY, (4, 1, 2), 2), (THREE_KEY_HEADS, (4, 1, 2), 6)],
+    [(tiny.POLICY, (2, 1, 4), 4), (THREE_KEY_HEADS, (4, 1, 2), 6)],
 )
 def test_greedy_tokens_agree_whether_heads_are_shared_by_devices_or_not(policy, shape, cached):
     assert cache_shape(policy, 8, 128, shape[2])[2] == cached, "each device holds the key heads of its query heads"
@@ -164,14 +158,8 @@ def test_the_program_of_an_update_does_not_grow_with_depth():
     assert instructions(28) <= 1.05 * instructions(4)
 
 
-@pytest.mark.parametrize(
-    ("changes", "row_tokens", "message"),
-    [
-        ({"attention": "splash"}, 256, "attention=splash needs a TPU, and the devices here are of platform 'cpu'"),
-    ],
-)
-def test_attention_that_the_devices_do_not_have_is_refused(changes, row_tokens, message):
-    policy = dataclasses.replace(POLICY, **changes)
-    with pytest.raises(ValueError, match=f"{message}.*policy.attention=xla works everywhere"):
-        check_attention(policy, tiny.mesh(), row_tokens, "trajectory")
-    check_attention(POLICY, tiny.mesh(), row_tokens, "trajectory")
+def test_attention_that_the_devices_do_not_have_is_refused():
+    told = "attention=splash needs a TPU, and the devices here are of platform 'cpu'.*attention=xla works everywhere"
+    with pytest.raises(ValueError, match=told):
+        check_attention(dataclasses.replace(POLICY, attention="splash"), tiny.mesh(), 256, "trajectory")
+    check_attention(POLICY, tiny.mesh(), 256, "trajectory")
