@@ -39,7 +39,7 @@ FAMILIES = {
 CASES = [(family, (2, 2, 2)) for family in FAMILIES] + [("qwen2.5", (2, 1, 4))]  # of 2 key heads, on 4 devices
 LOSS = objective(clip="none")  # The example's ratios are of another policy, near no edge of a clip.
 RATE = 1024.0
-"""Of the update without Adam: so large that the old parameters do not round the gradient away."""
+"""Learning rate: so large that the old parameters do not round the gradient away."""
 
 
 @functools.cache
