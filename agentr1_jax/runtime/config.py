@@ -16,6 +16,7 @@ import math
 import os
 import re
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -32,6 +33,8 @@ HELP = (
     "configs/base.py and docs/config.md list every key.\n\n"
 )
 """First line of `--help`."""
+LOST_PROCESS_SECONDS = 120
+"""Longest wait until JAX names a lost process and ends this one; longer than a sensible `heartbeat_seconds`."""
 
 
 def define_config_flag() -> flags.FlagHolder[ml_collections.ConfigDict]:
@@ -63,6 +66,9 @@ def run_main(main: Callable[[Sequence[str]], Any], arguments: Sequence[str] = ()
         elif one_of_many:
             status = 1
             traceback.print_exc()
+            sys.stderr.flush()
+            if "gloo" in str(error).lower():  # A collective failed: the launcher must see the lost process end first.
+                time.sleep(LOST_PROCESS_SECONDS)
         else:
             raise
     if one_of_many:

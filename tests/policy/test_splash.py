@@ -171,6 +171,9 @@ def test_trees_cost_the_masks_of_one_row_on_a_tpu():
 
 @needs_libtpu
 @pytest.mark.slow
-@pytest.mark.parametrize(("head_dim", "dtype"), [(64, jnp.bfloat16), (128, jnp.float32)])
-def test_trees_compile_for_a_tpu_in_other_sizes(head_dim, dtype):
-    assert tpu_temporaries(2048, tree=True, dtype=dtype, head_dim=head_dim) > 0
+@pytest.mark.parametrize(
+    ("tree", "head_dim", "dtype"), [(False, 64, jnp.bfloat16), (True, 64, jnp.bfloat16), (True, 128, jnp.float32)]
+)
+def test_it_compiles_for_a_tpu_in_other_sizes(tree, head_dim, dtype):
+    """Chains of bfloat16 with heads of 128 are in the programs of Qwen2.5-3B in tests/runtime/test_dry_run.py."""
+    assert tpu_temporaries(2048, tree=tree, dtype=dtype, head_dim=head_dim) >= 0

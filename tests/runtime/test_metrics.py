@@ -264,7 +264,6 @@ def test_a_sink_that_fails_is_told_once_and_the_run_goes_on(tmp_path, monkeypatc
     [
         ({"sinks.tensorboard": True}, "tensorboardX", r"sinks\.tensorboard is True.*pip install 'agentr1_jax\[tensor"),
         ({"sinks.wandb_project": "p"}, "wandb", r"sinks\.wandb_project is 'p'.*pip install 'agentr1_jax\[wandb\]'"),
-        ({"sinks.wandb_mode": "maybe"}, "", "sinks.wandb_mode is 'maybe'; it must be 'online' or 'offline'"),
         ({"sinks.tensorboard": True, "run_dir": "gs://b/r"}, "", r"which the bucket of run_dir \(gs://b/r\) cannot"),
         (
             {"sinks.wandb_project": "p", "sinks.wandb_mode": "offline", "run_dir": "gs://b/r"},

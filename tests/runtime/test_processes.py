@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -116,18 +117,18 @@ config.run_main(main)
 """
 
 
-def test_a_process_that_outlives_another_one_ends():
+def test_a_process_that_outlives_another_one_ends_and_names_it():
     children = start_two(LONELY)
     try:
         for child in children:
             assert child.stdout.readline() == "joined\n"
         children[1].kill()
-        children[0].communicate(timeout=60)
+        _, said = children[0].communicate(timeout=60)
     finally:
         for child in children:
             child.kill()
             child.communicate()
-    assert children[0].returncode != 0  # JAX aborts it, and names the other one.
+    assert children[0].returncode != 0 and re.search(r"unhealthy .*:\s*1\s", said), said  # By JAX.
 
 
 def test_coroutines_and_other_threads_get_the_same_thread():
