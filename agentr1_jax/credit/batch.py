@@ -200,18 +200,16 @@ def flatten(
     trajectories: Sequence[Trajectory],
     values: np.ndarray | None = None,
     final_values: np.ndarray | None = None,
-    token_rewards: np.ndarray | None = None,
     *,
     process_parts: Sequence[str] = (),
     observations: bool = False,
 ) -> FlatTrajectories:
-    """Flatten N trajectories, each with steps, whose loss tokens are K.
+    """Flatten N trajectories, each with steps, of K tokens in all; the rewards of tokens are 0.
 
     Args:
       trajectories: of this process.
       values: float32 [K] critic values in flat order, None without a critic.
       final_values: float32 [N] critic values at `final_prompt_ids`, None without a critic.
-      token_rewards: float32 [K] rewards of tokens in flat order, None for 0.
       process_parts: names of the reward parts that are process rewards.
       observations: True to include the tokens of each observation after the response that it answers.
     """
@@ -252,7 +250,7 @@ def flatten(
         trainable=np.array([p.training == "train" and s.trainable for s, p in zip(steps, policies, strict=True)], bool),
         is_action=is_action,
         logprobs=logprobs,
-        token_rewards=zeros_if_none(token_rewards, len(is_action)),
+        token_rewards=np.zeros(len(is_action), np.float32),
         values=zeros_if_none(values, len(is_action)),
         final_values=zeros_if_none(final_values, len(trajectories)),
     )

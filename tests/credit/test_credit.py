@@ -1,4 +1,4 @@
-"""The registry of credit schemes, batches that say little, and the primitives the schemes are made of."""
+"""The registry of credit schemes, batches that say little, and groups of equal keys."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 
 from agentr1_jax.credit import SCHEMES, get_scheme, register
 from agentr1_jax.credit.group import grpo
-from agentr1_jax.credit.primitives import backward_recurrence, center_by_group, group_ids, whiten
+from agentr1_jax.credit.primitives import group_ids
+from agentr1_jax.credit.scheme import CreditConfig
 from agentr1_jax.errors import UserError
 from configs import base
 
-WHITEN, RECURRENCE, CLASSES = jax.jit(whiten), jax.jit(backward_recurrence), jax.jit(group_ids)
+GROUP_IDS = jax.jit(group_ids)
 EXTREME = (0.0, 0.1, 1 / 3, 1e-6, -1e-6, 1e6, -1e6, 999_999.9, 1000.1)
 DEFAULTS = {
     "token_gae": {"gamma": 1.0, "lam": 1.0, "whiten": "token"},
@@ -80,6 +81,19 @@ def test_the_registry_binds_hyperparameters():
 def test_a_wrong_hyperparameter_is_an_error(name, hyper, message):
     with pytest.raises(UserError, match=message):
         get_scheme(name, **hyper)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (CreditConfig("gpro"), "credit.name: unknown credit scheme 'gpro'; choose one of .*grpo, "),
+        (CreditConfig(file="nowhere.py"), "credit.file: .*nowhere.py: no such file"),
+        (CreditConfig(args={"gamma": 1.0}), "'grpo' has no argument 'gamma'"),
+    ],
+)
+def test_fault_10_an_unknown_scheme_is_an_error_of_the_user(config, message):
+    with pytest.raises(UserError, match=message):
+        config.bind()
 
 
 def test_a_name_is_taken_once(registry):
@@ -203,45 +217,10 @@ def test_without_state_values_the_fallback_is_zero():
 
 
 @quick
-@given(st.lists(st.tuples(st.floats(-5, 5), st.integers(0, 3)), min_size=12, max_size=12))
-def test_whitening_equals_numpy(cells):
-    """A weight counts as so many equal elements."""
-    x, weight = (np.array(column) for column in zip(*cells, strict=True))
-    copies = np.repeat(x, weight)
-    expected = np.zeros(len(x))
-    if len(copies) > 1:
-        expected = (x - copies.mean()) / np.sqrt(copies.var(ddof=1) + 1e-8)
-    with jax.enable_x64(True):
-        got = WHITEN(jnp.asarray(x), jnp.asarray(weight, float))
-        np.testing.assert_allclose(got, np.where(weight > 0, expected, 0), atol=1e-7)
-
-
-def test_deviations_of_a_segment_of_one_and_of_padding():
-    x, segment = jnp.array([3.0, 1.0, 2.0, 1e9]), jnp.array([1, 2, 2, 3])
-    centred, variance, count = center_by_group(x, segment, 3)
-    np.testing.assert_allclose(centred, [0, -0.5, 0.5, 0])
-    np.testing.assert_allclose(variance, [0, 0.25, 0.25, 0])
-    np.testing.assert_allclose(count, [1, 2, 2, 0])
-
-
-@quick
 @given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from((-1, 0, 2**31 - 1))), min_size=8, max_size=8))
-def test_classes_are_numbered_by_what_agrees(pairs):
+def test_groups_are_numbered_by_what_agrees(pairs):
     columns = [jnp.array(column, jnp.int32) for column in zip(*pairs, strict=True)]
-    for leading, number in enumerate(map(np.asarray, CLASSES(*columns)), start=1):
+    for leading, number in enumerate(map(np.asarray, GROUP_IDS(*columns)), start=1):
         keys = [pair[:leading] for pair in pairs]
         np.testing.assert_array_equal(number[:, None] == number, [[one == other for other in keys] for one in keys])
         assert set(number) == set(range(len(set(keys))))
-
-
-@quick
-@given(st.lists(st.tuples(st.floats(-1, 1), st.sampled_from((0.0, 0.5, 1.0))), min_size=8, max_size=8))
-def test_the_recurrence_equals_the_loop(cells):
-    x, decay = (np.array(column) for column in zip(*cells, strict=True))
-    y, expected = 0.0, []
-    for a, d in reversed(cells):
-        y = a + d * y
-        expected.append(y)
-    with jax.enable_x64(True):
-        got = RECURRENCE(jnp.asarray(x), jnp.asarray(decay))
-        np.testing.assert_allclose(got, expected[::-1], atol=1e-12)

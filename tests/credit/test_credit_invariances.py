@@ -20,7 +20,7 @@ def token_order(data, order):
     return np.concatenate([np.arange(edges[i], edges[i + 1]) for i in order])
 
 
-def sampled(data):
+def is_action(data):
     return np.array([t.is_action for r in data for step in r.tokens for t in step])
 
 
@@ -45,7 +45,7 @@ def test_observation_tokens_change_nothing_for_the_others(data):
     actions = [dataclasses.replace(r, tokens=[[t for t in step if t.is_action] for step in r.tokens]) for r in data]
     for name in NAMES:
         for (option, one), (_, other) in zip(every_option(name, data), every_option(name, actions), strict=True):
-            check_same(one, other, sampled(data), err_msg=f"{name} {option}")
+            check_same(one, other, is_action(data), err_msg=f"{name} {option}")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -68,12 +68,12 @@ def test_padding_capacity_does_not_matter(name):
 def test_potential_shaping_changes_no_advantage_where_the_critic_knows_it(data, gamma, lam, random):
     """Rewards rₜ + γΦₜ₊₁ − Φₜ with values V − Φ have the δ of rₜ with V, whatever λ is: for tokens and for steps."""
     for name in ("token_gae", "step_gae"):
-        shaped = [_shaped(r, gamma, random, each_token=name == "token_gae") for r in data]
+        shaped = [_shape(r, gamma, random, each_token=name == "token_gae") for r in data]
         one, other = (credit_of(name, x, gamma=gamma, lam=lam, whiten="none").advantages for x in (data, shaped))
         np.testing.assert_allclose(one, other, atol=1e-9, err_msg=name)
 
 
-def _shaped(r, gamma, random, each_token):
+def _shape(r, gamma, random, each_token):
     """Shaped by random potentials: of each sampled token, or of each step at its first one."""
     places = [(t, k) for t, step in enumerate(r.tokens) for k, token in enumerate(step) if token.is_action]
     if not each_token:

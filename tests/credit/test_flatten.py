@@ -99,7 +99,7 @@ def test_the_outcome_table_decides_on_reward_and_training(monkeypatch):
 def test_rewards_of_tokens_count_in_what_a_trajectory_is_worth():
     trajectories = fixed_batch("append")
     rewards = np.arange(len(flatten(trajectories).logprobs), dtype=np.float32) / 8
-    streams = flatten(trajectories, token_rewards=rewards)
+    streams = dataclasses.replace(flatten(trajectories), token_rewards=rewards)
     batch = to_token_batch(streams, **ROOM, critic=False)
     np.testing.assert_array_equal(np.asarray(batch.token_rewards)[: len(rewards)], rewards)
     own = [rewards[streams.token_trajectory == i].sum() for i in range(len(trajectories))]

@@ -1,7 +1,7 @@
 """Faults of published systems, from trajectories to the update that is made of them.
 
 The other tests of these faults, each named `test_fault_...`, are: 1 in test_packing and test_rollout; 2 and 11 in
-test_agents, 11 in test_gradients; 3 to 7, 10 and 12 in test_credit_faults; 8 in test_packing and test_gradients; 9 in
+test_agents, 11 in test_gradients; 3, 4, 7, 10 and 12 in test_credit_faults; 8 in test_packing and test_gradients; 9 in
 test_fault_run, test_rollout, test_agents and test_trajectory; 13 in test_resume, test_train and test_kill.
 """
 
@@ -17,7 +17,6 @@ from builders import trajectory, with_logprobs
 from examples import check_close
 from learners import CAPO, EVERYTHING, RATES, check_equal, exact, make, sampled, stream
 
-from agentr1_jax.errors import UserError
 from agentr1_jax.learner.update import TokenOutputs
 from agentr1_jax.runtime.mesh import global_batch
 from agentr1_jax.trajectory import Outcome
@@ -29,7 +28,7 @@ WORTH = 4.0
 """What the critic of these tests says of every future."""
 
 
-def rewarded(tokens, rewards, **place):
+def with_rewards(tokens, rewards, **place):
     """A trajectory with observations between its steps, and these rewards."""
     made = trajectory(np.random.default_rng(0), tokens, **place)
     steps = [dataclasses.replace(s, reward=float(r)) for s, r in zip(made.steps, rewards, strict=True)]
@@ -72,7 +71,7 @@ GLUE, TOOL = 31, 30
 """Ids of an end of turn that was appended by hand, and of what a tool said."""
 
 
-def marked():
+def glue_batch():
     """Trajectories of cut responses: the glue that closes them, and then a tool's text, stand in the next prompt."""
     rng, out = np.random.default_rng(0), []
     for sample in range(2):
@@ -87,32 +86,36 @@ def marked():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("changes", [STEP_GAE, TOKEN_GAE], ids=["step", "token"])
 def test_fault_2_and_fault_11_neither_glue_nor_tool_text_is_trained(mode, changes):
-    loss_tokens, _ = loss_tokens_of(marked(), changes, mode)
+    loss_tokens, _ = loss_tokens_of(glue_batch(), changes, mode)
     for weight in (loss_tokens.weight, loss_tokens.value_weight):
         on = weight > 0
         assert on.any() and loss_tokens.is_action[on].all()
         assert not np.isin(loss_tokens.target[on], (GLUE, TOOL)).any()
-    assert (loss_tokens.weight > 0).sum() == len(sampled(marked())[0]) == loss_tokens.is_action.sum()
+    assert (loss_tokens.weight > 0).sum() == len(sampled(glue_batch())[0]) == loss_tokens.is_action.sum()
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_fault_3_an_outcome_is_counted_once_and_at_its_own_step(mode):
     """With tool text behind every response, and whatever the number of steps; no step may get it a second time."""
-    data = [rewarded([2, 3, 1, 2], [0, 0, 0, 1]), rewarded([2], [1], sample=1), rewarded([1, 1], [1, 0], sample=2)]
+    data = [
+        with_rewards([2, 3, 1, 2], [0, 0, 0, 1]),
+        with_rewards([2], [1], sample=1),
+        with_rewards([1, 1], [1, 0], sample=2),
+    ]
     loss_tokens, _ = loss_tokens_of(data, STEP_GAE, mode)
     on = stream(loss_tokens, "value_weight") > 0
     np.testing.assert_allclose(stream(loss_tokens, "value_target")[on], [1, 1, 1, 1, 1, 1, 0], atol=1e-6)
-    _, (long, short, _) = loss_tokens_of([data[0], data[1], rewarded([1], [0], sample=2)], {}, mode)
+    _, (long, short, _) = loss_tokens_of([data[0], data[1], with_rewards([1], [0], sample=2)], {}, mode)
     assert long.steps[0].advantages[0] == short.steps[0].advantages[0] > 0
 
 
 def test_fault_4_turns_without_reward_are_turns():
-    data = [rewarded([1, 2, 1, 1], [1, 0, 2, 0]), rewarded([2, 1], [0, 0], group=1)]
+    data = [with_rewards([1, 2, 1, 1], [1, 0, 2, 0]), with_rewards([2, 1], [0, 0], group=1)]
     loss_tokens, _ = loss_tokens_of(data, STEP_GAE | {"credit.args.gamma": 0.5})
     on = stream(loss_tokens, "value_weight") > 0
     np.testing.assert_allclose(stream(loss_tokens, "value_target")[on], [1.5, 1, 2, 0, 0, 0], atol=1e-6)
     np.testing.assert_allclose(stream(loss_tokens, "value_weight")[on], 1 / 6, rtol=1e-6)
-    loss_tokens, _ = loss_tokens_of([rewarded([2, 1], [0, 0], sample=i) for i in range(2)], STEP_GAE)
+    loss_tokens, _ = loss_tokens_of([with_rewards([2, 1], [0, 0], sample=i) for i in range(2)], STEP_GAE)
     assert (
         np.isfinite(loss_tokens.advantage).all()
         and not loss_tokens.advantage.any()
@@ -123,7 +126,7 @@ def test_fault_4_turns_without_reward_are_turns():
 @pytest.mark.parametrize("mode", MODES)
 def test_fault_5_statistics_are_over_trajectories_and_not_over_their_rows(mode):
     """Over step rows the mean of 1 (three rows) and 0 (two rows) would be 0.6; over trajectories it is one half."""
-    data = [rewarded([2, 1, 2], [0, 0, 1]), rewarded([1, 2], [0, 0], sample=1)]
+    data = [with_rewards([2, 1, 2], [0, 0, 1]), with_rewards([1, 2], [0, 0], sample=1)]
     loss_tokens, _ = loss_tokens_of(data, {"loss.aggregate": "trajectory"}, mode)
     half = np.float32(np.sqrt(0.5))
     np.testing.assert_allclose(stream(loss_tokens, "advantage"), [half] * 5 + [-half] * 3, rtol=1e-5)
@@ -140,12 +143,12 @@ def test_fault_6_a_lone_member_of_a_group_moves_nothing():
         check_equal(state.params, made.fresh().params)
     assert metrics["batch/advantage_std"] == 0 and metrics["learner/tokens"] == len(sampled(lone)[0])
     for changes in (STEP_GAE, TOKEN_GAE):
-        loss_tokens, _ = loss_tokens_of([rewarded([1], [5])], changes, value=1.0)
+        loss_tokens, _ = loss_tokens_of([with_rewards([1], [5])], changes, value=1.0)
         assert stream(loss_tokens, "advantage").tolist() == [0] and stream(loss_tokens, "value_target").tolist() == [5]
 
 
 def test_fault_7_credit_passes_over_tool_text_to_earlier_steps():
-    loss_tokens, _ = loss_tokens_of([rewarded([2, 1, 2], [0, 0, 1])], TOKEN_GAE | {"credit.args.lam": 1.0})
+    loss_tokens, _ = loss_tokens_of([with_rewards([2, 1, 2], [0, 0, 1])], TOKEN_GAE | {"credit.args.lam": 1.0})
     np.testing.assert_allclose(stream(loss_tokens, "value_target"), [1 / 16, 1 / 8, 1 / 4, 1 / 2, 1], rtol=1e-6)
 
 
@@ -157,7 +160,7 @@ def test_fault_8_neither_the_split_nor_copies_of_rows_as_padding_change_an_updat
         seen.append(jax.device_get(batch))
         return made.phase.update(state, frozen, batch, count, rates)
 
-    data = [rewarded([2, 4, 1], [0, 0, 1]), rewarded([3, 1], [0, 0], sample=1)]
+    data = [with_rewards([2, 4, 1], [0, 0, 1]), with_rewards([3, 1], [0, 0], sample=1)]
     expected, metrics, _ = made.learn(with_logprobs(data, sampled(data)[0] - 1), update=update)
     (whole,) = seen
     shape = whole.loss_tokens.weight.shape
@@ -183,15 +186,10 @@ def test_fault_8_neither_the_split_nor_copies_of_rows_as_padding_change_an_updat
 @pytest.mark.parametrize(("outcome", "future"), [(Outcome.MAX_STEPS, WORTH), (Outcome.ENV_DONE, 0.0)])
 def test_fault_10_what_was_cut_is_worth_what_the_critic_says_of_its_future(outcome, future):
     """An end is worth 0, even where the prompt after it is known."""
-    made = rewarded([2, 1], [0, 1], cut="steps")
+    made = with_rewards([2, 1], [0, 1], cut="steps")
     data = [dataclasses.replace(made, outcome=outcome)]
     loss_tokens, _ = loss_tokens_of(data, STEP_GAE | {"credit.args.gamma": 0.5}, value=WORTH)
     on = stream(loss_tokens, "value_weight") > 0
     np.testing.assert_allclose(
         stream(loss_tokens, "value_target")[on], [(1 + future / 2) / 2, 1 + future / 2], rtol=1e-6
     )
-
-
-def test_fault_10_an_unknown_scheme_makes_no_learner():
-    with pytest.raises(UserError, match=r"unknown credit scheme 'gpro'; choose one of .*grpo, "):
-        make({"credit.name": "gpro"})

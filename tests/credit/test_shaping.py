@@ -224,6 +224,20 @@ def test_scaling_divides_rewards_by_the_std_of_all_returns_so_far():
     assert greedy.greedy_return.tolist() == pytest.approx(greedy.returns.tolist())
 
 
+def test_tools_work_one_after_the_other():
+    trajectories = with_potentials([trajectory(np.random.default_rng(0), [3, 4], group=g) for g in range(2)], 0)
+    parts = {"process_parts": ("found",), "process_norm": "group", "potential": 0.5}
+    config = ShapingConfig(**parts, overlong_buffer=2, overlong_limit=4)
+    streams = flatten(trajectories, process_parts=("found",))
+    got, _ = shaping.shape_rewards(streams, config, gamma=0.9, statistics=RunningMeanStd())
+    expected = shaping.penalise_overlong(shaping.normalise_process_rewards(streams, "group"), config)
+    expected = shaping.add_potential(expected, weight=0.5, gamma=0.9, bootstraps=False)
+    np.testing.assert_array_equal(got.rewards, expected.rewards)
+    assert np.abs(got.rewards - streams.rewards).min() > 0
+    last, _ = shaping.shape_rewards(streams, ShapingConfig(terminal_only=True), gamma=0.9, statistics=RunningMeanStd())
+    np.testing.assert_array_equal(last.rewards, shaping.move_to_last_step(streams).rewards)
+
+
 def test_without_tools_nothing_changes():
     streams = flatten([trajectory(np.random.default_rng(0), [1, 2])])
     after, moments = shaping.shape_rewards(streams, ShapingConfig(), gamma=1.0, statistics=RunningMeanStd())

@@ -70,16 +70,6 @@ def test_bounds_out_of_order_are_refused():
         from_section(CorrectionConfig, "correction", {"low": 1.5, "high": 0.5})
 
 
-def test_a_policy_has_weights_or_a_preset():
-    for values in ({}, {"weights": "models/x", "preset": "tiny"}):
-        with pytest.raises(UserError, match=r"^policy: set one of weights and preset"):
-            from_section(PolicyConfig, "policy", values)
-    with pytest.raises(UserError, match=r"unknown policy.preset 'qwen3'; choose one of tiny"):
-        decoder_config(PolicyConfig(preset="qwen3"), vocab_size=256)
-    with pytest.raises(UserError, match=r"^policy: kv_heads \(2\) must divide heads \(3\)"):
-        decoder_config(PolicyConfig(preset="tiny", heads=3), vocab_size=256)
-
-
 def test_imitation_has_neither_ratio_nor_kl():
     objective = Objective(LossConfig(clip="dual", entropy_coef=0.1), KLConfig("k3"), temperature=0.8)
     imitation = objective.imitation()

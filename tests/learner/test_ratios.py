@@ -49,13 +49,6 @@ def test_the_step_ratio_is_bounded_and_masked_tokens_have_none():
     np.testing.assert_allclose(log_ratio("token", new, loss_tokens), [[50.0, 50.0, 0.0]])
 
 
-def test_a_step_ratio_ends_where_the_step_ends():
-    """Two steps side by side, and equal step numbers in different rows, are different units."""
-    loss_tokens = make_loss_tokens([[-1.0, -3.0, -5.0], [-1.0, -1.0, -1.0]], np.ones((2, 3)), [[0, 0, 1], [1, 1, 1]])
-    got = log_ratio("step", jnp.full((2, 3), -1.0), on_device(loss_tokens))
-    np.testing.assert_allclose(got, [[1.0, 1.0, 4.0], [0.0, 0.0, 0.0]])
-
-
 @pytest.mark.parametrize("kind", MINIBATCH_RATIOS)
 def test_the_value_of_a_minibatch_ratio_is_data_and_its_slope_is_each_tokens(kind):
     loss_tokens = on_device(make_loss_tokens(np.full((1, 4), -2.0), [[1, 1, 0, 1]], [[0, 0, 0, 1]]))
@@ -112,7 +105,7 @@ def lay_out(stream, rng, shape):
 
 
 @functools.cache
-def compiled(kind):
+def program(kind):
     return jax.jit(functools.partial(minibatch_log_ratio, kind))
 
 
@@ -131,7 +124,7 @@ def test_no_layout_of_a_minibatch_changes_its_ratios(kind, drawn):
     for shape in SHAPES:
         new, loss_tokens, token = lay_out(stream, rng, shape)
         with jax.enable_x64(True):
-            got = compiled(kind)(jnp.asarray(new), on_device(loss_tokens))
+            got = program(kind)(jnp.asarray(new), on_device(loss_tokens))
         check(got, stream, token, kind, 1e-9)
 
 
@@ -142,7 +135,7 @@ def test_shards_of_a_minibatch_do_not_change_its_ratios(kind):
     step = np.repeat(np.arange(6), sizes)
     stream = Stream(step, np.array([0, 0, 0, 1, 1, 2])[step], *rng.uniform(-3, 0, (2, len(step))).astype(np.float32))
     new, loss_tokens, token = lay_out(stream, rng, (2, 8, 10))
-    got = compiled(kind)(*global_batch((new.astype(np.float32), loss_tokens), tiny.mesh(8)))
+    got = program(kind)(*global_batch((new.astype(np.float32), loss_tokens), tiny.mesh(8)))
     check(got, stream, token, kind, 1e-5)
 
 
@@ -150,5 +143,5 @@ def test_capo_counts_each_step_once_and_scales_by_the_root_of_its_length():
     """z of the steps: 1/√1, 4/√4, 3·2/√1; their mean is 3."""
     loss_tokens = make_loss_tokens(0.0, [[1, 1, 1, 1, 1, 1, 0]], [[0, 1, 1, 1, 1, 2, -1]])
     new = jnp.array([[1.0, 1.0, 1.0, 1.0, 1.0, 6.0, 5.0]])
-    got = compiled("capo")(new, on_device(loss_tokens))
+    got = program("capo")(new, on_device(loss_tokens))
     np.testing.assert_allclose(got, [[-2.0, -1.0, -1.0, -1.0, -1.0, 3.0, 0.0]], rtol=1e-6)
