@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import os
@@ -132,6 +133,31 @@ def data_dir() -> pathlib.Path:
     if not path.is_dir():
         pytest.skip("no data: set AGENTR1_DATA")
     return path
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A SentencePiece tokenizer of the texts of `test_tokenizer`."""
+    from test_tokenizer import TEXTS
+
+    from agentr1_jax.text.sentencepiece import train_sentencepiece  # Not before the hook that checks annotations.
+    from agentr1_jax.text.tokenizer import load_tokenizer
+
+    path = tmp_path_factory.mktemp("sp") / "small.model"
+    train_sentencepiece(TEXTS, path, vocab_size=800)
+    return load_tokenizer(str(path))
+
+
+@pytest.fixture(scope="session")
+def load(data_dir: pathlib.Path, small: Any) -> Callable[..., Any]:
+    """Loads tokenizers by name, with variables of their chat templates, each once."""
+    from agentr1_jax.text.tokenizer import load_tokenizer
+
+    @functools.cache
+    def load_once(name: str, **template_args: Any) -> Any:
+        return small if name == "small" else load_tokenizer(str(data_dir / "tokenizers" / name), template_args)
+
+    return load_once
 
 
 @pytest.fixture(scope="session")

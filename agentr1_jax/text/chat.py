@@ -11,6 +11,7 @@ Contents are data: within them, strings of added tokens stay plain text. For ord
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -51,7 +52,6 @@ class ChatFormat:
     """Rendering of conversations as ids for one tokenizer; made by `chat_format`.
 
     Attributes:
-      tokenizer: tokenizer of the policy.
       glue: template text by the role of the turn.
       marks: delimiters that are plain text to the tokenizer, escaped in text of the environment.
       result_marks: those of them that delimit results; only these are escaped in an opening, whose instructions may
@@ -68,21 +68,21 @@ class ChatFormat:
     def render_opening(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> np.ndarray:
-        """Return the ids of the opening messages and tool schemas, up to where the assistant writes.
+        """Return the ids of the opening messages and tool schemas, int32 [P], up to where the assistant writes.
 
         Args:
           messages: `{"role", "content"}` each; none gives an added token, and in all but system messages the marks of
             results are escaped.
           tools: JSON schemas as `tools.base.schema` gives them; their strings are data. Where the chat template does
             not describe them, `instructions` do, at the end of the system message.
-
-        Returns:
-          int32 [P].
         """
-        said = [m if m["role"] == "system" else _map_strings(m, self._escape_result_marks) for m in messages]
-        offered = _map_strings(tools, self._escape_result_marks)
+        escaped = functools.partial(_escape_marks, self.tokenizer, self.result_marks)
+        said = [m if m["role"] == "system" else _map_strings(m, escaped) for m in messages]
+        offered = _map_strings(tools, escaped)
         if self.instructions and offered:
-            said, offered = _with_instructions(said, self.instructions(offered)), []
+            if instructions := self.instructions(offered):
+                said = _with_instructions(said, instructions)
+            offered = []
         mark = _unused_character(json.dumps([said, offered], ensure_ascii=False))
         guarded = _map_strings([said, offered], lambda s: _guard(s, self.tokenizer.added, mark))
         return self._encode(self.tokenizer.render_chat(*guarded), mark)
@@ -95,16 +95,13 @@ class ChatFormat:
         *,
         max_tokens: int | None = None,
     ) -> np.ndarray:
-        """Return the ids between an assistant's response and its next one.
+        """Return the ids between an assistant's response and its next one, int32 [N].
 
         Args:
           text: content of the turn, or several contents; data.
           role: `tool` or `user`.
           response_ends_with_stop: False for a truncated response; then its end-of-turn token is added here, as glue.
           max_tokens: each longer content is truncated to this many tokens, the marker ` [cut]` included.
-
-        Returns:
-          int32 [N].
 
         Raises:
           ValueError: the chat template knows no such turn, or `max_tokens` has no room for the marker.
@@ -113,7 +110,7 @@ class ChatFormat:
             known = ", ".join(sorted(self.glue))
             raise ValueError(f"{self.tokenizer.name}: its chat template renders no {role!r} turn (it knows {known})")
         glue = self.glue[role]
-        written = _json_string if glue.quoted else str
+        written = _within_quotes if glue.quoted else str
         contents = [self.data(part, max_tokens, written) for part in ([text] if isinstance(text, str) else text)]
         mark = _unused_character("".join(contents))
         guarded = [_guard(written(content), self.tokenizer.added, mark) for content in contents]
@@ -125,17 +122,14 @@ class ChatFormat:
     def data(self, text: str, max_tokens: int | None = None, written: Callable[[str], str] = str) -> str:
         """Return text of the environment as a later turn writes it: marks escaped, then truncated; see `truncate`."""
         if max_tokens is None:
-            return _escape_marks(self.tokenizer, text, self.marks)
+            return _escape_marks(self.tokenizer, self.marks, text)
         bounded = text[: MOST_CHARACTERS_PER_TOKEN * max_tokens]
-        escaped = _escape_marks(self.tokenizer, bounded, self.marks)
+        escaped = _escape_marks(self.tokenizer, self.marks, bounded)
         return truncate(self.tokenizer, escaped, max_tokens, written, whole=len(bounded) == len(text))
 
     def _encode(self, text: str, mark: str) -> np.ndarray:
         parts = [part.replace(mark, "") for part in split_at_tokens(text, self.tokenizer.added, mark)]
         return np.asarray(encode_parts(self.tokenizer, parts), np.int32)
-
-    def _escape_result_marks(self, text: str) -> str:
-        return _escape_marks(self.tokenizer, text, self.result_marks)
 
 
 def chat_format(tokenizer: Tokenizer, call_format: CallFormat | None = None) -> ChatFormat:
@@ -198,14 +192,12 @@ def _glue(tokenizer: Tokenizer, role: str) -> Glue:
 
 def _with_instructions(messages: Sequence[Mapping[str, Any]], instructions: str) -> list[Mapping[str, Any]]:
     """Return the messages with instructions at the end of the system message, which is added where it is missing."""
-    if not instructions:
-        return list(messages)
     if messages and messages[0]["role"] == "system":
         return [{**messages[0], "content": f"{messages[0]['content']}\n\n{instructions}"}, *messages[1:]]
     return [{"role": "system", "content": instructions}, *messages]
 
 
-def _escape_marks(tokenizer: Tokenizer, text: str, marks: Sequence[str]) -> str:
+def _escape_marks(tokenizer: Tokenizer, marks: Sequence[str], text: str) -> str:
     """Return `text` escaped, also where only normalisation makes a mark of it (full-width letters, say)."""
     if not marks:
         return text
@@ -215,22 +207,12 @@ def _escape_marks(tokenizer: Tokenizer, text: str, marks: Sequence[str]) -> str:
     return text if escaped == seen else escaped
 
 
-def _json_string(text: str) -> str:
-    """Return text as within the quotes of a JSON string."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
 def truncate(
     tokenizer: Tokenizer, text: str, max_tokens: int, written: Callable[[str], str] = str, whole: bool = True
 ) -> str:
-    """Return the beginning of data text with ` [cut]` behind it where it is longer than `max_tokens` tokens.
+    """Return the beginning of data text with ` [cut]` behind it where it is longer than `max_tokens` as `written`.
 
-    Args:
-      tokenizer: of the policy.
-      text: data.
-      max_tokens: most tokens of the result as it is `written`.
-      written: text -> the text as the template writes it.
-      whole: False if `text` is itself the beginning of a longer text, and so is always marked.
+    A text that is not `whole` is itself the beginning of a longer one, and so is always marked.
 
     Raises:
       ValueError: `max_tokens` has no room for the marker.
@@ -244,6 +226,11 @@ def truncate(
         if len(tokenizer.encode_data(written(shorter))) <= max_tokens:
             return shorter
     raise ValueError(f"a limit of {max_tokens} tokens has no room for the marker {TRUNCATION_MARKER!r}")
+
+
+def _within_quotes(text: str) -> str:
+    """Return text as it stands within the quotes of a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _unused_character(text: str) -> str:

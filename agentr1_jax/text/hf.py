@@ -24,15 +24,6 @@ RESPONSE = "\U000f0000"
 """Stands for what the assistant says where a template is asked how it goes on."""
 
 
-def _without_added_tokens(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """The same model and pre-tokenizer, knowing no added tokens.
-
-    `split_special_tokens` would not do: it leaves added tokens that are not marked special (`<tool_call>` of Qwen).
-    """
-    spec = json.loads(backend.to_str())
-    return tokenizers.Tokenizer.from_str(json.dumps({**spec, "added_tokens": []}))
-
-
 def _download(hub_id: str) -> str:
     """Folder with the tokenizer's files; one attempt, then what an earlier one left in the cache."""
     try:
@@ -43,17 +34,6 @@ def _download(hub_id: str) -> str:
             f"{hub_id}: no such folder here, and the hub gives no tokenizer of that name ({type(error).__name__}: "
             f"{reason}); correct the path, or the hub id and the connection"
         ) from error
-
-
-def _eos_ids(generation_config: Path) -> list[int]:
-    """The ids of `eos_token_id` in a generation config; none where there is no such file."""
-    if not generation_config.exists():
-        return []
-    try:
-        ids = json.loads(generation_config.read_text(encoding="utf-8")).get("eos_token_id")
-        return [] if ids is None else [int(i) for i in (ids if isinstance(ids, list) else [ids])]
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{generation_config}: not a generation config ({error}); repair or remove it") from error
 
 
 class HFTokenizer:
@@ -90,7 +70,10 @@ class HFTokenizer:
                 "tokenizer_config.json"
             )
         self._backend: tokenizers.Tokenizer = self._hf.backend_tokenizer
-        self._plain = _without_added_tokens(self._backend)
+        # The same without added tokens. `split_special_tokens` would leave those that are not marked special (Qwen's
+        # `<tool_call>`).
+        spec = json.loads(self._backend.to_str())
+        self._plain = tokenizers.Tokenizer.from_str(json.dumps({**spec, "added_tokens": []}))
         self._added_ids = frozenset(self.added.values())
         self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
         self.stop_ids = self._stop_ids(Path(folder) / "generation_config.json")
@@ -126,7 +109,15 @@ class HFTokenizer:
 
     def _stop_ids(self, generation_config: Path) -> tuple[int, ...]:
         """eos_token and those of the generation config; first the one that ends an assistant's turn in the template."""
-        stops = dict.fromkeys([self.added[self._hf.eos_token], *_eos_ids(generation_config)])
+        stops = [self.added[self._hf.eos_token]]
+        if generation_config.exists():
+            try:
+                ids = json.loads(generation_config.read_text(encoding="utf-8")).get("eos_token_id")
+                stops += [] if ids is None else [int(i) for i in (ids if isinstance(ids, list) else [ids])]
+            except (ValueError, TypeError, AttributeError) as error:
+                raise ValueError(
+                    f"{generation_config}: not a generation config ({error}); repair or remove it"
+                ) from error
         unknown = [i for i in stops if i not in self._added_ids]
         if unknown:
             raise ValueError(
@@ -136,7 +127,7 @@ class HFTokenizer:
         strings = {i: string for string, i in self.added.items()}
         ended = self.render_chat([{"role": "user", "content": "?"}, {"role": "assistant", "content": RESPONSE}])
         after = ended.partition(RESPONSE)[2]
-        return tuple(sorted(stops, key=lambda i: not after.startswith(strings[i])))
+        return tuple(sorted(dict.fromkeys(stops), key=lambda i: not after.startswith(strings[i])))
 
     def _encode_plain(self, text: str) -> list[int]:
         return self._plain.encode(text, add_special_tokens=False).ids

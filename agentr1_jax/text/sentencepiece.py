@@ -108,31 +108,18 @@ def _turn(role: str, content: str) -> str:
     return f"{TURN_START}{role}\n{content}{TURN_END}\n"
 
 
-def train_sentencepiece(
-    texts: Iterable[str],
-    path: str | os.PathLike[str],
-    vocab_size: int,
-    added: Sequence[str] = ADDED,
-    syntax: Sequence[str] = SYNTAX,
-) -> None:
-    """Trains a small BPE model and writes it to `path`; equal texts give equal bytes.
+def train_sentencepiece(texts: Iterable[str], path: str | os.PathLike[str], vocab_size: int) -> None:
+    """Train a BPE model of at most `vocab_size` pieces and write it to `path`; equal texts give equal bytes.
 
     Every sufficiently frequent word (` Corvin`, ` 1962`, `."`) becomes one piece, and no piece reaches over the edge
-    of a word. Newline and the strings of `syntax` are pieces from the start. At most
-    `MAX_CHARACTERS` pieces are single characters; rarer ones are spelled in bytes.
-
-    Args:
-      texts: sample texts; strings of added tokens in them are left out.
-      path: the file to write, conventionally `*.model`.
-      vocab_size: pieces at most; fewer where the texts give no more.
-      added: strings of the added tokens, `<pad>` apart. Only these become control symbols.
-      syntax: frequent strings that are to be one piece wherever they stand.
+    of a word. Newline and the strings of `SYNTAX` are pieces from the start. At most `MAX_CHARACTERS` pieces are single
+    characters; rarer ones are spelled in bytes. Strings of added tokens in the texts are left out.
 
     Raises:
       ValueError: `vocab_size` has no room for the pieces that must be there.
     """
-    fixed = ["\n", *syntax]
-    apart = re.compile(match_any([*added, *fixed]))
+    fixed = ["\n", *SYNTAX]
+    apart = re.compile(match_any([*ADDED, *fixed]))
     words: collections.Counter[str] = collections.Counter()
     for text in texts:
         words.update(TEMPLATE_WORDS)
@@ -143,7 +130,7 @@ def train_sentencepiece(
         characters.update({c: count * word.count(c) for c in set(word)})
     printable = [c for c, _ in characters.most_common() if c.isprintable() and c != SPACE]
     common = set(printable[:MAX_CHARACTERS])
-    needed = 2 + len(added) + 256 + len(fixed) + len(common)
+    needed = 2 + len(ADDED) + 256 + len(fixed) + len(common)
     if not common:
         raise ValueError(f"{os.fspath(path)}: no texts to train a tokenizer on")
     if vocab_size <= needed:
@@ -168,7 +155,7 @@ def train_sentencepiece(
         remove_extra_whitespaces=False,
         split_by_unicode_script=False,
         split_by_number=False,
-        control_symbols=list(added),
+        control_symbols=list(ADDED),
         user_defined_symbols=[symbol.replace(" ", SPACE) for symbol in fixed],
         unk_id=0,
         pad_id=1,

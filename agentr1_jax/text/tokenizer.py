@@ -40,19 +40,15 @@ class Tokenizer(Protocol):
 
     def encode_template(self, text: str) -> list[int]:
         """Ids of template text: strings of added tokens become their ids."""
-        ...
 
     def encode_data(self, text: str) -> list[int]:
         """Ids of data text: never contains an id of `added`."""
-        ...
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of the ids, added tokens included; ids outside the vocabulary decode to nothing."""
-        ...
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Template text of a conversation up to where the assistant speaks. Raises ValueError if there is no way."""
-        ...
 
 
 def load_tokenizer(spec: str, template_args: Mapping[str, Any] | None = None) -> Tokenizer:
@@ -74,17 +70,14 @@ def load_tokenizer(spec: str, template_args: Mapping[str, Any] | None = None) ->
         from agentr1_jax.text.sentencepiece import SentencePieceTokenizer
 
         return SentencePieceTokenizer(path)
-    if not path.is_dir() and not _may_be_hub_id(spec):
+    # A path that starts with a dot, or lies in a folder that exists here, is mistyped.
+    parent = Path(spec).parent
+    may_be_hub_id = HUB_ID.fullmatch(spec) and not spec.startswith(".") and (parent == Path() or not parent.is_dir())
+    if not path.is_dir() and not may_be_hub_id:
         raise FileNotFoundError(f"{spec}: no such tokenizer; give a folder, a hub id (owner/name) or a *.model file")
     from agentr1_jax.text.hf import HFTokenizer
 
     return HFTokenizer(spec, template_args)
-
-
-def _may_be_hub_id(spec: str) -> bool:
-    """Return False for a mistyped path: one that starts with a dot, or lies in a folder that exists here."""
-    parent = Path(spec).parent
-    return bool(HUB_ID.fullmatch(spec)) and not spec.startswith(".") and (parent == Path() or not parent.is_dir())
 
 
 def match_any(strings: Iterable[str]) -> str:

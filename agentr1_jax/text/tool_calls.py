@@ -1,9 +1,7 @@
 """The common format of actions: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, `<answer>...</answer>`.
 
-Reading never raises: whatever a policy writes is either a call or a typed error.
-
-Environments and experts know this format only. A policy may write another one (`text/call_formats`); responses are
-parsed into this format, and demonstrations rendered from it.
+Reading never raises: whatever a policy writes is either a call or a typed error. Environments and experts know this
+format only; responses in another one (`text/call_formats`) are parsed into it, and demonstrations rendered from it.
 """
 
 from __future__ import annotations
@@ -23,8 +21,9 @@ SegmentKind = Literal["text", "call", "unclosed", "answer"]
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 # An opening tag without its closing one takes the rest of the text, so that nothing after it is read as a call.
-_CALL = re.compile(rf"{OPEN}(.*?)({CLOSE}|\Z)", re.DOTALL)
-_ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+_CALL = rf"{OPEN}(?P<call>.*?)(?P<end>{CLOSE}|\Z)"
+_ANSWER = rf"<answer>(?P<answer>(?:(?!<answer>|{OPEN}).)*?)</answer>"
+_PART = re.compile(f"{_CALL}|{_ANSWER}", re.DOTALL)
 
 # An object that begins with a name and is no value of another one.
 _NAMED = re.compile(r"""(?:^|[^\s:])\s*\{\s*["']?name["']?\s*:""")
@@ -85,38 +84,30 @@ class Segment:
 def segments(text: str) -> Iterator[Segment]:
     """Yield the parts of a text; their sources, joined, are the text. Text inside a call is no answer."""
     at = 0
-    for match in _CALL.finditer(text):
-        yield from _outside(text[at : match.start()])
-        yield Segment("call" if match[2] else "unclosed", match[1], match[0])
-        at = match.end()
-    yield from _outside(text[at:])
-
-
-def _outside(text: str) -> Iterator[Segment]:
-    """Yield the parts of a text without calls."""
-    at = 0
-    for match in _ANSWER.finditer(text):
+    for match in _PART.finditer(text):
         if match.start() > at:
             yield Segment("text", text[at : match.start()], text[at : match.start()])
-        yield Segment("answer", match[1], match[0])
+        if match["answer"] is None:
+            yield Segment("call" if match["end"] else "unclosed", match["call"], match[0])
+        else:
+            yield Segment("answer", match["answer"], match[0])
         at = match.end()
     if at < len(text):
         yield Segment("text", text[at:], text[at:])
 
 
 def parse_tool_calls(text: str, lenient: bool = False) -> list[ToolCall | ParseError]:
-    """Return every call of a text in order, each as a call or as a typed error. Never raises.
-
-    Args:
-      text: text in the common format.
-      lenient: repair calls that cannot be read; see `repair_call`.
-    """
+    """Return every call of a text in order, each as a call or as a typed error. Lenient: see `repair_call`."""
     return [read_call(part, lenient) for part in segments(text) if part.kind in ("call", "unclosed")]
 
 
 def read_call(part: Segment, lenient: bool = False) -> ToolCall | ParseError:
     """Return a segment of kind `call` or `unclosed` as a call or a typed error."""
-    call = _parse(part.text)
+    call: ToolCall | ParseError
+    try:
+        call = _check_call(json.loads(part.text))
+    except (ValueError, RecursionError):
+        call = _error("bad_json")
     if part.kind == "unclosed":
         # Only its end was forgotten; half a call, as of a truncated response, must not be guessed.
         if lenient and isinstance(call, ToolCall):
@@ -165,7 +156,6 @@ def render_answer(answer: str) -> str:
 
 
 def _is_nested_deeper(value: Any, levels: int) -> bool:
-    """Return whether objects and lists are nested more than so many levels deep."""
     level = [value]
     for _ in range(levels):
         outer = [item for item in level if isinstance(item, dict | list)]
@@ -175,13 +165,6 @@ def _is_nested_deeper(value: Any, levels: int) -> bool:
 
 def _error(kind: ErrorKind) -> ParseError:
     return ParseError(kind, PARSE_MESSAGES[kind])
-
-
-def _parse(body: str) -> ToolCall | ParseError:
-    try:
-        return _check_call(json.loads(body))
-    except (ValueError, RecursionError):
-        return _error("bad_json")
 
 
 def _check_call(record: Any) -> ToolCall | ParseError:

@@ -24,11 +24,7 @@ _HALF_OF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 def read_records(path: str | os.PathLike[str], what: str) -> Iterator[tuple[str, Any]]:
     """Yield the JSON values of a file, each behind its place: `file, line 1`, or `file, record 1` of an array.
 
-    Empty lines count as lines and are left out.
-
-    Args:
-      path: of the file.
-      what: complaint about a bad record, e.g. `not a question`.
+    Empty lines count as lines and are left out. `what` is the complaint about a bad record, e.g. `not a question`.
 
     Raises:
       ValueError: the file cannot be read on; the message names the place.
@@ -65,11 +61,7 @@ def _lines(stream: BinaryIO) -> Iterator[tuple[Any] | None]:
 
 def _elements(stream: BinaryIO) -> Iterator[tuple[Any]]:
     """Yield the elements of one JSON array, one at a time: HotpotQA's training file has 570 MB."""
-    with io.TextIOWrapper(stream, "utf-8-sig", newline="") as file:
-        yield from _elements_of(file)
-
-
-def _elements_of(file: io.TextIOBase) -> Iterator[tuple[Any]]:
+    file = io.TextIOWrapper(stream, "utf-8-sig", newline="")
     decode = json.JSONDecoder().raw_decode
     text, at = "", 0
 

@@ -88,25 +88,20 @@ JSON_X, JSON_Y = '{"name": "search", "parameters": {"query": "x"}}', '{"name": "
     [
         (JSON_X, [search("x")], None),
         (f"<|python_tag|>{JSON_X}; {JSON_Y}", [search("x"), search("y")], None),
-        (f"I look.\n{JSON_X}\n{JSON_Y}\nSo.", [search("x"), search("y")], None),
         (f"I look. {JSON_X}", [], None),
         ('{"type": "function", "name": "search", "parameters": {"query": "x"}}', [search("x")], None),
         ('{"type": "function", "function": {"name": "search", "arguments": {"query": "x"}}}', [search("x")], None),
-        ('{"type": "function", "function": "search", "parameters": {"query": "x"}}', [search("x")], None),
         ('{\n  "name": "search",\n  "parameters": {"query": "x"}\n}', [search("x")], None),
+        ('{"type": "function", "function": "search", "parameters": {"query": "x"}}', [search("x")], None),
         ('{"parameters": {"query": "x"}}', [error("missing_name")], None),
         ('{"name": "search"}', [error("missing_arguments")], None),
         ('{"name": "search", "parameters": "x"}', [error("arguments_not_an_object")], None),
         ('{"name": "search", "parameters": {"query": NaN}}', [error("bad_json")], None),
-        ('{"name": "search", "parameters": {"query": "x"}', [error("bad_json")], None),
         (f'{{"name": "search", "parameters": {{"query": x}}\n{JSON_Y}', [error("bad_json"), search("y")], None),
         ('{"name": "search"<answer> a </answer>', [error("bad_json")], "a"),
         ("<|python_tag|>print(1)", [error("bad_json")], None),
-        ("<|python_tag|>", [error("bad_json")], None),
-        (f"{JSON_X}, {JSON_Y}", [search("x"), search("y")], None),
         (f"I look.\n[{JSON_X}, {JSON_Y}]", [search("x"), search("y")], None),
         (f"[\n  {JSON_X},\n  {JSON_Y}\n]\n<answer> a </answer>", [search("x"), search("y")], "a"),
-        ("[1]", [], None),
         ('{"year": 1962}', [], None),
         (f"{OPEN}{JSON_X}</tool_call><answer> a </answer>", [], "a"),
         ("[" * 100_000 + "<answer> a </answer>", [], "a"),
@@ -122,18 +117,15 @@ def test_llama3(text, calls, answer):
     [
         ("<code>\n```python\nprint(1)\n```\n</code>", [python("print(1)")], None),
         ("<code>print(1)</code>", [python("print(1)")], None),
-        ("<code>\n```\nprint(1)\n\n```</code>", [python("print(1)\n")], None),
         (
             "So:\n```python\nprint(1)\nprint(2)\n```\nthen\n```py\n3\n```",
             [python("print(1)\nprint(2)"), python("3")],
             None,
         ),
         ("inline ```python\nprint(1)\n```", [], None),
-        ("```json\n{}\n```", [], None),
         ("<code>print('<answer>a</answer>')</code>", [python("print('<answer>a</answer>')")], None),
         ("<code>'</tool_call>'</code><answer> a </answer>", [python("'</tool_call>'")], "a"),
         ("<code>print(1)", [error("unclosed_tag")], None),
-        ("```python\nprint(1)", [error("unclosed_tag")], None),
         (f"{render_call('search', {'query': '<code>'})}<code>1</code>", [search("<code>"), python("1")], None),
         ("<code>1</code>\n<interpreter>\n1\n</interpreter>\n<answer> a </answer>", [python("1")], None),
         ("<interpreter>1</interpreter><code>2</code>", [], None),
@@ -151,28 +143,22 @@ def test_code(text, calls, answer):
         ("Action: search\nAction Input: x y", [search("x y")], None),
         ('Action: search\nAction Input: ```json\n{"query": "x"}\n```', [search("x")], None),
         ('Action: search\nAction Input:\n```\n{\n"query": "x"\n}```\nObservation: y', [search("x")], None),
-        ("Action: search\nAction Input: ```sql\nx\n```", [search("```sql\nx\n```")], None),
-        ('Action: search\nAction Input: "x y"', [search("x y")], None),
         ("Action: search\nAction Input: 1962", [search("1962")], None),
         ("Action: count\nAction Input: 1962", [ToolCall("count", {"n": 1962})], None),
         ("Action: find\nAction Input: x", [ToolCall("find", {"input": "x"})], None),
         ("action: search\naction input: x\nACTION: search[y]", [search("x"), search("y")], None),
         ("Action: search[x]\nObservation: y\nFinal Answer: y", [search("x")], None),
         ("Action: search[x] Observation 1: y]\nAction: search[z]", [search("x")], None),
-        ("Observation: y\nAction: search[z]", [], None),
         ("Action: search", [error("missing_arguments")], None),
         ("Action:\nAction Input: x", [error("missing_name")], None),
         ('Action: search\nAction Input: {"query": "x"', [error("bad_json")], None),
         ("Action Input: [1]", [error("not_an_object")], None),
         ("Action: Finish[Ostra]", [], "Ostra"),
-        ("Action: finish\nAction Input: Ostra", [], "Ostra"),
         ("Thought: b\nFinal Answer: Corvin\nHale", [], "Corvin\nHale"),
         ("Final Answer: a</answer>b", [], r"a<\/answer>b"),
         ("Final Answer: <answer> Paris </answer>", [], "Paris"),
         ("Final Answer: It is <answer>Paris</answer>.", [], "Paris"),
-        ("Action: Finish[<answer> Paris </answer>]", [], "Paris"),
         ("Final Answer: <answer> Paris", [], r"<\answer> Paris"),
-        (f"Final Answer: {OPEN}<answer> a </answer>", [], "a"),
         (f"Thought: {render_call('search', {})}", [], None),
         ("My action: search[x]", [], None),
         ("so <answer> a </answer>", [], "a"),
@@ -214,7 +200,7 @@ BROKEN = MIXED.filter(lambda text: "tool_call>" not in text).map(lambda text: f"
 
 
 @pytest.mark.parametrize("name", SPOKEN)
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(parts=st.lists(PROSE | CALLS, max_size=4), answer=st.none() | PROSE)
 @example(parts=[render_call("python", {"code": "print('```')"}), render_call("a", {"": "[/CALL]"})], answer="Action: x")
 def test_an_expert_is_understood_whatever_it_says(name, parts, answer):
@@ -227,7 +213,7 @@ def test_an_expert_is_understood_whatever_it_says(name, parts, answer):
 
 
 @pytest.mark.parametrize("name", SPOKEN)
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(parts=st.lists(CALLS | BROKEN, min_size=1, max_size=3))
 def test_broken_calls_of_an_expert_stay_broken(name, parts):
     read = [
@@ -315,16 +301,12 @@ def check_mutations(max_examples):
     return seen
 
 
-def test_mutated_calls_give_typed_results():
-    """The same thousand in every run; each kind of result is among them in every call format."""
-    seen = check_mutations(1000)
+@pytest.mark.parametrize("count", [600, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_mutated_calls_give_typed_results(count):
+    """The same in every run; each kind of result is among them in every call format."""
+    seen = check_mutations(count)
     kinds = ("call", "bad_json", "repaired", "ended")
     assert all(seen[name, kind] for name in SPOKEN for kind in kinds), seen
-
-
-@pytest.mark.slow
-def test_ten_thousand_mutated_calls_give_typed_results():
-    assert check_mutations(10_000)
 
 
 @settings(max_examples=100)
@@ -353,11 +335,12 @@ def test_the_call_format_is_the_one_of_the_template_unless_named(tmp_path):
         make_call_format("xml", tokenizer)
 
 
-@pytest.mark.parametrize("name", ["llama3", "code", "react"])
-def test_instructions_tell_every_tool_and_the_format(name):
+@pytest.mark.parametrize(
+    ("name", "mark"), [("llama3", '"parameters"'), ("code", "<interpreter>"), ("react", "Action Input:")]
+)
+def test_instructions_tell_every_tool_and_the_format(name, mark):
     said = SPOKEN[name].instructions(SCHEMAS)
-    assert "Searches passages." in said and '"count"' in said
-    assert {"llama3": '"parameters"', "code": "<interpreter>", "react": "Action Input:"}[name] in said
+    assert "Searches passages." in said and '"count"' in said and mark in said
     assert SPOKEN[name].instructions([]) == ""
 
 

@@ -19,13 +19,11 @@ from agentr1_jax.tasks.rag import RagEnv
 from agentr1_jax.text.call_formats import make_call_format
 from agentr1_jax.text.call_formats.base import escape
 from agentr1_jax.text.chat import chat_format
-from agentr1_jax.text.sentencepiece import train_sentencepiece
-from agentr1_jax.text.tokenizer import load_tokenizer
 from agentr1_jax.text.tool_calls import render_answer, render_call
 from agentr1_jax.tools.base import ToolResult, failure
 from agentr1_jax.trajectory import Budget, Outcome
 
-TOKENIZERS = ("qwen2.5", "qwen3", "minimind-6400", "hopworld")
+TOKENIZERS = ("qwen2.5", "qwen3", "minimind-6400", "small")
 CALL_FORMATS = ("auto", "llama3", "code", "react")
 MARKS = [
     *("</tool_response>", "<tool_response>", "<|im_end|>", "<|im_start|>", "<|endoftext|>", "<tool_call>"),
@@ -41,21 +39,13 @@ HOSTILE = (
 
 
 @pytest.fixture(scope="session")
-def load(data_dir, tmp_path_factory):
+def loaded(load):
     """The tokenizer of a name, its call format of a name and the chat format of both."""
 
     @functools.cache
-    def tokenizer(name):
-        if name != "hopworld":
-            return load_tokenizer(str(data_dir / "tokenizers" / name))
-        path = tmp_path_factory.mktemp("hostile") / "small.model"
-        train_sentencepiece(["Ostra is a city.", HOSTILE] * 9, path, vocab_size=500)
-        return load_tokenizer(str(path))
-
-    @functools.cache
     def load_once(name, spoken):
-        call_format = make_call_format(spoken, tokenizer(name))
-        return tokenizer(name), call_format, chat_format(tokenizer(name), call_format)
+        call_format = make_call_format(spoken, load(name))
+        return load(name), call_format, chat_format(load(name), call_format)
 
     return load_once
 
@@ -76,9 +66,9 @@ def ordinary(tokenizer, ids):
     return text + tokenizer.decode(runs)
 
 
-def check_observation(loaded, said, calm="calm"):
+def check_observation(form, said, calm="calm"):
     """Hostile contents add no token and no mark to what the same number of calm ones has."""
-    tokenizer, _, form = loaded
+    tokenizer = form.tokenizer
     for role in form.glue:
         ids = form.render_observation(said, role)
         calm_ids = form.render_observation([calm] * len(said), role)
@@ -92,16 +82,16 @@ def check_observation(loaded, said, calm="calm"):
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(max_examples=15)
 @given(texts=st.lists(st.lists(st.sampled_from(MARKS) | st.text(max_size=4), max_size=6).map("".join), min_size=1))
-def test_results_can_fake_neither_the_end_of_their_turn_nor_another_result(load, name, spoken, texts):
-    check_observation(load(name, spoken), texts)
+def test_results_can_fake_neither_the_end_of_their_turn_nor_another_result(loaded, name, spoken, texts):
+    check_observation(loaded(name, spoken)[2], texts)
 
 
 @pytest.mark.parametrize("spoken", CALL_FORMATS)
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_what_is_plain_text_to_the_tokenizer_is_visibly_escaped(load, name, spoken):
-    tokenizer, call_format, form = load(name, spoken)
-    check_observation((tokenizer, call_format, form), [HOSTILE])
-    check_observation((tokenizer, call_format, form), [HOSTILE] * 3)
+def test_what_is_plain_text_to_the_tokenizer_is_visibly_escaped(loaded, name, spoken):
+    tokenizer, call_format, form = loaded(name, spoken)
+    check_observation(form, [HOSTILE])
+    check_observation(form, [HOSTILE] * 3)
     text = tokenizer.decode(form.render_observation(HOSTILE))
     assert escape(HOSTILE, form.marks) in text and "fake" in text
     for mark in (*call_format.marks, "<answer>", "<think>"):
@@ -110,8 +100,8 @@ def test_what_is_plain_text_to_the_tokenizer_is_visibly_escaped(load, name, spok
 
 @pytest.mark.parametrize("spoken", CALL_FORMATS)
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_an_opening_keeps_hostile_questions_and_tools_in_their_place(load, name, spoken):
-    tokenizer, _, form = load(name, spoken)
+def test_an_opening_keeps_hostile_questions_and_tools_in_their_place(loaded, name, spoken):
+    tokenizer, _, form = loaded(name, spoken)
 
     def opening(said):
         function = {"name": "search", "description": said, "parameters": {"type": "object", "properties": {said: {}}}}
@@ -124,15 +114,15 @@ def test_an_opening_keeps_hostile_questions_and_tools_in_their_place(load, name,
         assert ordinary(tokenizer, hostile).count(mark) == ordinary(tokenizer, calm).count(mark), mark
 
 
-def test_an_opening_may_name_what_the_policy_writes(load):
-    tokenizer, _, form = load("qwen2.5", "auto")
+def test_an_opening_may_name_what_the_policy_writes(loaded):
+    tokenizer, _, form = loaded("qwen2.5", "auto")
     said = "Reason within <think> </think> and answer within <answer> </answer>."
     assert said in tokenizer.decode(form.render_opening([{"role": "user", "content": said}]))
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
-def test_characters_that_the_tokenizer_normalises_make_no_mark(load, name):
-    tokenizer, _, form = load(name, "code")
+def test_characters_that_the_tokenizer_normalises_make_no_mark(loaded, name):
+    tokenizer, _, form = loaded(name, "code")
     grave = "\u1fef" * 3  # NFC makes backticks of it.
     assert tokenizer.decode(tokenizer.encode_data(grave)) == "```"
     assert "```" not in tokenizer.decode(form.render_observation(grave))
@@ -166,9 +156,9 @@ SAID = [
 ]
 
 
-def episode(loaded, tool, question, limit=2000):
+def episode(parts, tool, question, limit=2000):
     """The trajectory of an expert that calls, calls several at once, errs and answers."""
-    tokenizer, call_format, form = loaded
+    tokenizer, call_format, form = parts
     budget = Budget(
         max_steps=9,
         response_tokens=9000,
@@ -191,8 +181,8 @@ def episode(loaded, tool, question, limit=2000):
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_hostile_passages_add_no_mark_to_the_prompt_of_naive_rag(load, name):
-    tokenizer, call_format, form = load(name, "auto")
+def test_hostile_passages_add_no_mark_to_the_prompt_of_naive_rag(loaded, name):
+    tokenizer, call_format, form = loaded(name, "auto")
     row = {"id": "r", "question": "Who?", "answers": ["Ada"]}
 
     def prompt(tool):
@@ -205,13 +195,12 @@ def test_hostile_passages_add_no_mark_to_the_prompt_of_naive_rag(load, name):
         assert ordinary(tokenizer, hostile).count(mark) == ordinary(tokenizer, calm).count(mark), mark
 
 
-@pytest.mark.parametrize("limit", [60, 2000])
-@pytest.mark.parametrize("spoken", CALL_FORMATS)
+@pytest.mark.parametrize(("spoken", "limit"), [("auto", 60), ("llama3", 2000), ("code", 60), ("react", 2000)])
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_a_hostile_world_changes_nothing_of_an_episode_but_its_words(load, name, spoken, limit):
-    loaded = load(name, spoken)
-    tokenizer, _, form = loaded
-    hostile, calm = episode(loaded, Mouth(), HOSTILE, limit), episode(loaded, Calm(), "calm", limit)
+def test_a_hostile_world_changes_nothing_of_an_episode_but_its_words(loaded, name, spoken, limit):
+    parts = loaded(name, spoken)
+    tokenizer, _, form = parts
+    hostile, calm = episode(parts, Mouth(), HOSTILE, limit), episode(parts, Calm(), "calm", limit)
     assert hostile.outcome is calm.outcome is Outcome.ANSWERED and hostile.metrics["em"] == 1
     assert len(hostile.steps) == len(calm.steps) == len(SAID)
     for step, like in zip(hostile.steps, calm.steps, strict=True):

@@ -18,7 +18,6 @@ from agentr1_jax.agents.session import Completion, Identity, ScriptedSession, Se
 from agentr1_jax.text.call_formats import hermes, make_call_format
 from agentr1_jax.text.call_formats.hermes import COMMON, CallTags, call_tags
 from agentr1_jax.text.chat import chat_format
-from agentr1_jax.text.sentencepiece import train_sentencepiece
 from agentr1_jax.text.tokenizer import load_tokenizer
 from agentr1_jax.text.tool_calls import parse_tool_calls, render_call
 from agentr1_jax.trajectory import Budget
@@ -72,7 +71,6 @@ def llama(tmp_path_factory):
     ("eos_token", "generation", "expected"),
     [
         ("<|eot_id|>", None, (EOT,)),
-        ("<|eot_id|>", "{}", (EOT,)),
         ("<|eot_id|>", f'{{"eos_token_id": {EOT}}}', (EOT,)),
         ("<|eot_id|>", f'{{"eos_token_id": [{END}, {EOM}, {EOT}]}}', (EOT, END, EOM)),
         # A base model's tokenizer with a chat template: what ends a text does not end a turn.
@@ -89,25 +87,13 @@ def test_stop_ids_come_from_the_tokenizer_and_the_generation_config(tmp_path, eo
     ("generation", "message"),
     [
         ('{"eos_token_id": [5]}', r"generation_config\.json: eos_token_id \[5\] are no added tokens of this tokenizer"),
-        ('{"eos_token_id": 128009}', r"eos_token_id \[128009\] are no added tokens"),
         ('{"eos_token_id": ["<|eot_id|>"]}', r"generation_config\.json: not a generation config \(.*repair or remove"),
-        ("[]", "not a generation config"),
         ("{", "not a generation config"),
     ],
 )
 def test_a_generation_config_of_another_model_is_refused(tmp_path, generation, message):
     with pytest.raises(ValueError, match=message):
         load_tokenizer(write(tmp_path, generation=generation))
-
-
-PIECES = st.sampled_from(ADDED) | st.sampled_from([s[:-1] for s in ADDED]) | st.text(max_size=5)
-
-
-@given(text=st.lists(PIECES, max_size=6).map("".join))
-def test_data_text_never_becomes_an_added_token(llama, text):
-    ids = llama.encode_data(text)
-    assert not set(ids) & set(llama.added.values())
-    assert llama.decode(ids) == text
 
 
 class Speaker(Session):
@@ -155,18 +141,17 @@ def test_tags_are_those_that_the_template_writes(llama, tmp_path):
     assert call_tags(tokenizer) == CallTags("<|call|>", "<|/call|>")
 
 
-def test_tags_of_a_template_that_writes_no_calls_are_a_pair_of_added_tokens(tmp_path):
+def test_tags_of_a_template_that_writes_no_calls_are_a_pair_of_added_tokens(tmp_path, small):
     added = (*ADDED, "<toolcall>", "</toolcall>")
     for call in ("", "{{ raise_exception('no tools') }}"):
         tokenizer = load_tokenizer(write(tmp_path, call=call, added=added))
         assert call_tags(tokenizer) == CallTags("<toolcall>", "</toolcall>")
-    train_sentencepiece(["some words"] * 9, tmp_path / "c.model", vocab_size=400)
-    assert call_tags(load_tokenizer(str(tmp_path / "c.model"))) == COMMON
+    assert call_tags(small) == COMMON
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "minimind-6400"])
-def test_tags_of_real_tokenizers_are_added_tokens(data_dir, name):
-    tokenizer = load_tokenizer(str(data_dir / "tokenizers" / name))
+def test_tags_of_real_tokenizers_are_added_tokens(load, name):
+    tokenizer = load(name)
     tags = call_tags(tokenizer)
     assert tags == COMMON and {tags.open, tags.close} <= tokenizer.added.keys()
 
@@ -175,7 +160,6 @@ def test_tags_of_real_tokenizers_are_added_tokens(data_dir, name):
     ("call", "added", "message"),
     [
         (BARE, (), r"writes calls as '\{\"name\": .*\"parameters\": .*tags of their own.*chat_template\.jinja"),
-        (f"[CALL]{BARE}[/CALL]", (), r"writes calls as '\[CALL\]\{.*\"parameters\""),
         (f"[CALLS][{FUNCTION % 'arguments'}]", (), r"writes calls as '\[CALLS\]\[\{"),
         ("", (), "its chat template writes no tool calls, and tools need"),
         ("", ("<tool_call>",), "its chat template writes no tool calls"),

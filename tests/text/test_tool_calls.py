@@ -77,16 +77,13 @@ def test_a_rendered_call_is_read_back(name, arguments, before):
 @pytest.mark.parametrize(
     ("body", "kind"),
     [
-        ('{"name": "search"', "bad_json"),
         ('{"name": "search", "arguments": {"query": "x"}', "bad_json"),
         ('{"name": "search", "arguments": {"x": NaN}}', "bad_json"),
-        ('{"name": "search", "arguments": {"x": 1e999}}', "bad_json"),
         ('{"name": "search", "arguments": {"x": "\\ud800"}}', "bad_json"),
         ("[" * 100_000, "bad_json"),
         ("9" * 5000, "bad_json"),
         ("[1]", "not_an_object"),
         ('{"arguments": {}}', "missing_name"),
-        ('{"name": 3, "arguments": {}}', "missing_name"),
         ('{"name": "", "arguments": {}}', "missing_name"),
         ('{"name": "search"}', "missing_arguments"),
         ('{"name": "search", "arguments": ["x"]}', "arguments_not_an_object"),
@@ -103,7 +100,7 @@ def deep_call(levels):
     return f'<tool_call>{{"name": "search", "arguments": {{"query": {inner}}}}}</tool_call>'
 
 
-@pytest.mark.parametrize("levels", [3, MOST_NESTED, MOST_NESTED + 1, 100, 500, 975, 100_000])
+@pytest.mark.parametrize("levels", [3, MOST_NESTED, MOST_NESTED + 1, 975, 100_000])
 def test_calls_are_read_up_to_a_depth(levels):
     (call,) = parse_tool_calls(deep_call(levels))
     if levels <= MOST_NESTED:
@@ -113,7 +110,7 @@ def test_calls_are_read_up_to_a_depth(levels):
     assert all(isinstance(c, ToolCall) == (levels <= MOST_NESTED) for c in parse_tool_calls(deep_call(levels), True))
 
 
-@pytest.mark.parametrize("levels", [MOST_NESTED, 100, 500, 975])
+@pytest.mark.parametrize("levels", [MOST_NESTED, 975])
 def test_what_a_deep_call_leads_to_is_shown_and_stored(levels, tmp_path):
     env = qa.search_env([SearchTool(BM25([Passage("p", "Ostra", "a city")]), 1)], {"format": 0.1}, "Search.")
 
@@ -149,15 +146,12 @@ def test_white_space_around_a_call_is_no_error():
     ("text", "answer"),
     [
         ("nothing", None),
-        ("<answer> open", None),
-        ("closed </answer>", None),
         ("</answer><answer>", None),
         (render_answer("Ada Corvin"), "Ada Corvin"),
         ("<answer></answer>", ""),
         ("<answer>a</answer> so <answer>\nb\nc </answer>", "b\nc"),
         ("<answer>a <answer> b </answer>", "b"),
         ("<answer>a</answer> <answer> open", "a"),
-        ("<answer>a</answer> </answer>", "a"),
         ("<answer>a</answer><tool_call><answer>b</answer></tool_call>", "a"),
         ("<answer>a<tool_call></tool_call>b</answer>", None),
         ("<tool_call><answer>a</answer>", None),
@@ -188,12 +182,8 @@ def test_broken_json_is_mended_only_where_that_is_allowed(body, call):
 @pytest.mark.parametrize(
     ("body", "kind"),
     [
-        ("", "bad_json"),
         ("search for it", "bad_json"),
-        ("{", "bad_json"),
-        ('{"name": "a"', "bad_json"),
         ('{"name": "a", "arguments": ', "bad_json"),
-        ('{"name": "a", "arguments": {', "bad_json"),
         ('{"name": "", "arguments": {"x": 1}', "bad_json"),
         ('{"arguments": {"x": 1}', "bad_json"),
         ('{"name": "a", "arguments": {"x": 1}} {"name": "b", "arguments": {"x": 1}}', "bad_json"),

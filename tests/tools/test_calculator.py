@@ -1,10 +1,8 @@
-"""The calculator against Python's own grammar and exact fractions, on hostile expressions, and what it prints."""
+"""What the calculator computes and prints, also of hostile expressions."""
 
 from __future__ import annotations
 
-import ast
 import math
-import operator
 import time
 from fractions import Fraction
 
@@ -18,7 +16,6 @@ from agentr1_jax.tools.calculator import (
     FUNCTIONS,
     MAX_BITS,
     MAX_CHARACTERS,
-    CalculationError,
     CalculatorTool,
     evaluate,
     format_number,
@@ -34,7 +31,9 @@ MOST_SECONDS = 5.0  # The slowest takes milliseconds; an endless one takes for e
         "0.1 + 0.2": "0.3",
         "1 / 4": "0.25",
         "1/3": "0.333333333333",
-        "-2**2": "-4",
+        "-2**2 - -2**-2": "-3.75",
+        "1 - 2 - 3 / 4 / 5 // 6 * 7": "-1",
+        "2**-1**2": "0.5",
         "2**3**2": "512",
         "2^10": "1024",
         "7 // 2 + 7 % 4": "6",
@@ -122,69 +121,6 @@ def test_it_is_a_tool_that_names_all_it_knows():
     assert isinstance(tool, Tool) and not tool.blocking
     assert all(name in tool.description for name in FUNCTIONS)
     assert run(tool, {"expression": 3}).error.kind == "bad_arguments"
-
-
-OPERATORS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-    ast.UAdd: operator.pos,
-    ast.USub: operator.neg,
-}
-
-
-def reference(text, node):
-    """The value of Python's own syntax tree, in fractions."""
-    if isinstance(node, ast.Constant):
-        return Fraction(ast.get_source_segment(text, node))
-    if isinstance(node, ast.UnaryOp):
-        return OPERATORS[type(node.op)](reference(text, node.operand))
-    return OPERATORS[type(node.op)](reference(text, node.left), reference(text, node.right))
-
-
-NUMBERS = st.integers(0, 10**6).map(str) | st.decimals(0, 999, places=3).map(str) | st.sampled_from(["1e3", ".5", "7."])
-EXPRESSIONS = st.recursive(
-    NUMBERS,
-    lambda inner: (
-        st.tuples(inner, st.sampled_from([" + ", "-", "*", "/", "//", " % "]), inner).map("".join)
-        | st.tuples(inner, st.sampled_from(["**2", "**-1", "**-2", "**3", "**0"])).map("".join)
-        | inner.map("({})".format)
-        | st.tuples(st.sampled_from("+-"), inner).map("".join)
-    ),
-    max_leaves=12,
-)
-
-
-@given(EXPRESSIONS)
-@example("2**-1**2")
-@example("-2**2 - -2**-2")
-@example("1 - 2 - 3 / 4 / 5 // 6 * 7")
-def test_values_are_those_of_pythons_grammar_in_fractions(expression):
-    try:
-        expected = reference(expression, ast.parse(expression.strip(), mode="eval").body)
-    except ZeroDivisionError:
-        with pytest.raises(CalculationError):
-            evaluate(expression)
-        return
-    except OverflowError:  # A power of a power.
-        return
-    try:
-        value = evaluate(expression)
-    except CalculationError as error:
-        ambiguous = error.kind == "syntax" and "% before a sign" in error.message
-        huge = error.kind == "too_large"
-        assert ambiguous or huge
-        assert not ambiguous or any(f"% {sign}" in expression for sign in "+-")
-        assert not huge or max(expected.numerator, expected.denominator).bit_length() > 1000 or len(expression) > 1000
-        return
-    if isinstance(value, Fraction):
-        assert value == expected
-    else:  # Some number on the way was too long to be kept exactly.
-        assert value == pytest.approx(float(expected), rel=1e-6) or "%" in expression or "//" in expression
 
 
 PIECES = [*"0123456789.,%()+-*/^ eE_\u0663", "**", "//", "9**9", "1e999", "sqrt(", "factorial(", "max(", "lcm(", "pi"]

@@ -98,15 +98,11 @@ def test_top_equals_a_full_stable_sort(scores, k):
     assert _top(array, k) == [i for i in np.argsort(-array, kind="stable") if array[i] > 0][:k]
 
 
-def test_arguments_are_one_string_that_is_not_empty():
+def test_bad_arguments_and_settings_are_refused():
     tool = SearchTool(BM25(corpus("text")), top_k=1)
-    assert isinstance(tool, Tool)
-    assert argument_error(tool, {"query": "x"}) is None
+    assert isinstance(tool, Tool) and argument_error(tool, {"query": "x"}) is None
     for wrong in ({}, {"query": ""}, {"query": 3}, {"query": "x", "top_k": 50}):
         assert argument_error(tool, wrong)
-
-
-def test_bad_settings_are_refused():
     with pytest.raises(ValueError, match="empty"):
         BM25([])
     with pytest.raises(ValueError, match="the 2 passages of the corpus hold none"):

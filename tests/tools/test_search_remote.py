@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import http.server
 import json
 import re
 import socket
-import struct
 import threading
 import time
 
@@ -21,7 +19,7 @@ from agentr1_jax import http as requests
 from agentr1_jax.errors import UserError
 from agentr1_jax.tasks.multihop.task import RETRIEVER_KEYS, RetrieverConfig
 from agentr1_jax.tools import base
-from agentr1_jax.tools.search import BM25, Passage, RemoteRetriever, RetrieverError, SearchTool, remote
+from agentr1_jax.tools.search import BM25, Hit, Passage, RemoteRetriever, RetrieverError, SearchTool, remote
 from agentr1_jax.tools.wrappers import ToolMetrics, ToolsConfig, wrap_tool
 from agentr1_jax.validation import from_section
 from experiments.setup import _make_retriever as make_retriever
@@ -92,38 +90,9 @@ def trickles(handler):
         handler.wfile.write(b" ")
 
 
-def trickles_headers(handler):
-    while not handler.server.release.wait(0.02):
-        handler.wfile.write(b"H")
-
-
-def trickles_in_http_1_0(handler):
-    """Only the end of the connection would end the answer."""
-    handler.wfile.write(b"HTTP/1.0 200 OK\r\nConnection: close\r\n\r\n")
-    handler.close_connection = True
-    while not handler.server.release.wait(0.02):
-        handler.wfile.write(b" ")
-
-
-def ends_in_http_1_0(handler):
-    body = json.dumps({"result": [found("a", 1)]}).encode()
-    handler.wfile.write(b"HTTP/1.0 200 OK\r\nConnection: close\r\n\r\n" + body)
-    handler.close_connection = True
-
-
 def drops(handler):
     handler.close_connection = True
     handler.connection.shutdown(socket.SHUT_RDWR)
-
-
-def resets(handler):
-    """Half an answer, then a reset in place of an orderly end."""
-    handler.send_response(200)
-    handler.send_header("Content-Length", "1000")
-    handler.end_headers()
-    handler.wfile.write(b'{"result"')
-    handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    handler.close_connection = True
 
 
 def speaks_no_http(handler):
@@ -175,28 +144,15 @@ def test_the_protocol_is_that_of_search_r1(server):
         ({"document": {"id": "a", "title": "T", "contents": "T\nx"}}, Passage("a", "T", "x"), 0.0),
         ({"document": {"id": "a", "title": "T", "contents": "x\ny"}, "score": 2}, Passage("a", "T", "x\ny"), 2.0),
         ({"id": "a", "contents": "T\nx"}, Passage("a", "T", "x"), 0.0),
+        ({"document": '"T"\nx'}, Passage("1a197d7466b716e7", "T", "x"), 0.0),
         ({"document": {"id": "a", "contents": "no title"}, "score": None}, Passage("a", "", "no title"), 0.0),
         ({"document": {"id": "a", "title": None, "text": "\ud800"}}, Passage("a", "", "?"), 0.0),
     ],
 )
 def test_its_variants_are_understood(server, item, passage, score):
-    server.plan = [says({"result": [[item]]})]
-    ((hit,),) = RemoteRetriever(server.url).search(["x"], 3)
-    assert hit.passage == passage and hit.score == score
-
-
-def test_passages_without_id_get_one_of_their_own(server):
-    items = [{"document": "T\nx"}, {"document": {"contents": '"T"\nx'}}, {"document": {"contents": "T\ny"}}]
-    server.plan = [says({"result": [[{**item, "score": 1} for item in items]]})]
-    (hits,) = RemoteRetriever(server.url).search(["x"], 3)
-    one, same, other = [hit.passage.id for hit in hits]
-    assert one == same != other and one
-
-
-def test_more_results_than_asked_for_are_left_out_and_none_are_none(server):
-    server.plan = [says({"result": [found("a", 9), []]})]
-    hits = RemoteRetriever(server.url).search(["a", "b"], 3)
-    assert [len(found) for found in hits] == [3, 0]
+    server.plan = [says({"result": [[item] * 5, []]})]
+    hits, none = RemoteRetriever(server.url).search(["x", "y"], 3)
+    assert hits == [Hit(passage, score)] * 3 and none == []
 
 
 def test_what_was_asked_before_is_not_asked_again(server):
@@ -221,24 +177,12 @@ def test_the_cache_keeps_what_was_used_last(server):
     assert none.search(["a"], 1) == none.search(["a"], 1) and len(asked(server)) == 3
 
 
-def test_failures_are_not_cached(server):
-    retriever = RemoteRetriever(server.url)
-    server.plan = [says({}, 500)]
-    assert kind_of(retriever, ["a"]) == "http_5xx"
-    assert retriever.search(["a"], 1) and len(server.requests) == 2
-
-
-@pytest.mark.parametrize("act", [hangs, trickles, trickles_headers, trickles_in_http_1_0])
+@pytest.mark.parametrize("act", [hangs, trickles])
 def test_a_slow_answer_is_given_up(server, act):
     server.plan = [act]
     start = time.monotonic()
     assert kind_of(RemoteRetriever(server.url, seconds=0.2)) == "timeout"
     assert time.monotonic() - start < FOREVER / 4
-
-
-def test_an_answer_may_end_with_its_connection(server):
-    server.plan = [ends_in_http_1_0]
-    assert len(RemoteRetriever(server.url).search(["a"], 2)[0]) == 1
 
 
 def test_passages_that_the_task_has_take_its_ids(server):
@@ -250,16 +194,16 @@ def test_passages_that_the_task_has_take_its_ids(server):
     assert hits[0].passage == Passage("p7", "About a", "text 0")
 
 
-@pytest.mark.parametrize("act", [drops, resets, speaks_no_http])
+@pytest.mark.parametrize("act", [drops, speaks_no_http])
 def test_a_broken_connection_is_told(server, act):
     server.plan = [act]
-    assert kind_of(RemoteRetriever(server.url)) == "unreachable"
+    retriever = RemoteRetriever(server.url)
+    assert kind_of(retriever) == "unreachable"
+    assert retriever.search(["x"], 2)  # Failures are not cached.
 
 
 def test_where_nobody_listens_that_is_told():
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        port = listener.getsockname()[1]
-    assert kind_of(RemoteRetriever(f"http://127.0.0.1:{port}")) == "unreachable"
+    assert kind_of(RemoteRetriever("http://127.0.0.1:9")) == "unreachable"
 
 
 @pytest.mark.parametrize(
@@ -278,9 +222,17 @@ def test_a_status_is_told(server, act, kind):
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"\xff\xfe\x00", b"null", b"{}", b'{"result": {}}', b'{"result": []}', b'{"result": [[], []]}']
-    + [b'{"result": [{}]}', b'{"result": [[3]]}', b'{"result": [[{"document": {"contents": 3}}]]}']
-    + [b'{"result": [[{"document": {"contents": "x"}, "score": NaN}]]}', b"[" * 100_000]
+    [
+        b"",
+        b"\xff\xfe\x00",
+        b"null",
+        b'{"result": {}}',
+        b'{"result": []}',
+        b'{"result": [[], []]}',
+        b'{"result": [[3]]}',
+        b"[" * 100_000,
+    ]
+    + [b'{"result": [[{"document": {"contents": "x"}, "score": NaN}]]}']
     + [b'{"result": [[{"document": {"text": "x"}, "score": 1' + b"0" * 400 + b"}]]}"],
 )
 def test_garbage_is_told(server, body):
