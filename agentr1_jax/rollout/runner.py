@@ -68,30 +68,34 @@ class BackgroundEngine(contextlib.AbstractContextManager["BackgroundEngine"]):
 
         async def run() -> None:
             try:
-                result = await work
+                future.set_result(await work)
             except Exception as error:
-                self._unfinished.discard(future)
                 future.set_exception(error)
-            else:
-                self._unfinished.discard(future)
-                future.set_result(result)
+            self._unfinished.discard(future)
 
         self._unfinished.add(future)
         try:
-            self._loop.call_soon_threadsafe(lambda: self._tasks.create_task(run()))
-        except RuntimeError as error:
+            self._call(lambda: self._tasks.create_task(run()))
+        except RuntimeError:
             work.close()
-            raise RuntimeError("the engine is closed; see the error of its earlier work") from error
+            raise
         return future
 
     def adopt(self, params: Params, version: int) -> None:
         """Sample with other parameters as soon as no response is in progress; see `Engine.adopt`."""
-        self._loop.call_soon_threadsafe(self.engine.adopt, params, version)
+        self._call(lambda: self.engine.adopt(params, version))
+
+    def _call(self, function: Callable[[], object]) -> None:
+        """Call a function in the loop of the engine."""
+        try:
+            self._loop.call_soon_threadsafe(function)
+        except RuntimeError as error:
+            raise RuntimeError("the engine is closed; see the error of its earlier work") from error
 
     def close(self) -> None:
         """Abort the work in progress, and free the cache."""
-        with contextlib.suppress(RuntimeError):  # The loop has ended.
-            self._loop.call_soon_threadsafe(self._stop.set)
+        with contextlib.suppress(RuntimeError):  # It has ended.
+            self._call(self._stop.set)
         self._thread.join()
 
     def __exit__(self, *error: object) -> None:
@@ -107,8 +111,9 @@ class BackgroundEngine(contextlib.AbstractContextManager["BackgroundEngine"]):
             ended = error
         if not self._opened.done():
             self._opened.set_exception(ended)
-        for future in self._unfinished:
-            future.set_exception(ended)
+        for future in list(self._unfinished):
+            if not future.done():
+                future.set_exception(ended)
 
     async def _run(self, params: Params, version: int) -> None:
         self._stop = asyncio.Event()

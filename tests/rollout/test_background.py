@@ -91,6 +91,8 @@ def test_who_waits_at_its_end_is_told_and_the_engine_is_free():
         slow.result(10)
     with pytest.raises(RuntimeError, match="the engine is closed"):
         begin(background, MANY)
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        background.adopt(params, 1)
     background.close()
     assert_exact(sampled(MANY[:3]))
 
