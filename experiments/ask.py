@@ -30,7 +30,6 @@ from agentr1_jax.rollout.runner import TaskGroup, run_groups
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime.processes import Dispatcher
-from agentr1_jax.tasks.hopworld.world import world_key
 from agentr1_jax.text.tokenizer import Tokenizer
 from agentr1_jax.text.tool_calls import extract_answer
 from agentr1_jax.tools.wrappers import ToolMetrics
@@ -126,7 +125,7 @@ def free_row(task: Task, question: str, world: str | None) -> Row:
         task.row(split, 0)
     except ValueError as error:
         raise UserError(f"--world={world}: {error}") from error
-    return {**row, "world": world_key(split, number)}
+    return {**row, "world": f"{split}/{number}"}
 
 
 def split_and_number(place: str, flag: str) -> tuple[str, int]:

@@ -223,9 +223,7 @@ def draw_row(
         row = draw(rng)
         if row is not None and _split_of(layout(row)) == split:
             return {"id": f"{name}/{split}/{index}", **row}
-    raise ValueError(
-        f"{name}: its settings leave too few layouts, none of {MOST_DRAWS} is of split {split!r}; {remedy}"
-    )
+    raise ValueError(f"{name}: its settings leave too few layouts: of {MOST_DRAWS}, none is of {split!r}; {remedy}")
 
 
 def _split_of(layout: str) -> str:

@@ -150,5 +150,5 @@ def test_texts_hold_every_number():
 
 
 def test_settings_that_leave_no_rows_are_refused():
-    with pytest.raises(ValueError, match=r"too few layouts, none of 10000 is of split '\w+'; raise numbers \(2\)"):
+    with pytest.raises(ValueError, match=r"too few layouts: of 10000, none is of '\w+'; raise numbers \(2\)"):
         make_task("countdown", numbers=2, largest=2, operators="-")

@@ -13,8 +13,8 @@ import pytest
 
 from agentr1_jax.envs.base import Action, Task
 from agentr1_jax.tasks import make_task
-from agentr1_jax.tasks.hopworld import NO_FLAWS
 from agentr1_jax.tasks.hopworld.questions import RELATIONS
+from agentr1_jax.tasks.hopworld.task import NO_FLAWS
 from agentr1_jax.tasks.hopworld.world import POOLS, name_split, retriever, world
 from agentr1_jax.trajectory import Outcome
 from configs import quickstart
@@ -84,9 +84,9 @@ def test_a_world_has_at_least_300_passages_and_pages_that_state_its_facts():
     assert len(w.passages) >= 300
     assert len({p.id for p in w.passages}) == len(w.passages)
     for (subject, _), value in w.facts.items():
-        assert w.passage(subject).title == subject
-        assert w.passage(subject).text.startswith(f"{subject}, ")
-        assert re.search(rf" {re.escape(value)}\b", w.passage(subject).text.join("  ")), (subject, value)
+        assert w.pages[subject].title == subject
+        assert w.pages[subject].text.startswith(f"{subject}, ")
+        assert re.search(rf" {re.escape(value)}\b", w.pages[subject].text.join("  ")), (subject, value)
 
 
 def test_facts_differ_between_worlds():

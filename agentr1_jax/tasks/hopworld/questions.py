@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from agentr1_jax.tasks.hopworld.world import BIRTH_YEARS, POOLS, World, name_split
+from agentr1_jax.tasks.hopworld.world import BIRTH_YEARS, POOLS, RELATIONS_OF, World, name_split
 
 MIN_YEARS_APART = 4
 CLAIMED_YEARS = range(1936, 1945)
@@ -45,13 +45,6 @@ RELATIONS: Mapping[str, Relation] = {
     "capital": Relation("capital of {}", "From where is {} ruled?"),
 }
 
-LOOKUPS = {
-    "film": ("director", "composer", "studio", "year"),
-    "person": ("birth_year", "birth_city", "spouse"),
-    "city": ("mayor", "country"),
-    "studio": ("founder", "seat"),
-    "country": ("capital",),
-}
 CREW = ("director", "composer")
 BRIDGE2 = (
     *(("film", role, last) for role in CREW for last in ("birth_city", "birth_year", "spouse")),
@@ -71,13 +64,9 @@ Draft = dict[str, Any]
 
 
 def questions(world: World, rng: random.Random, count: int, shares: Mapping[str, float]) -> list[Draft]:
-    """`count` different questions; the first n do not depend on `count`.
+    """Return `count` different questions about a world; the first n do not depend on `count`.
 
-    Args:
-      world: the world asked about.
-      rng: source of all choices.
-      count: how many.
-      shares: kind -> probability; kinds are the names in `KINDS`.
+    `shares` maps names of `KINDS` to their probabilities.
     """
     drafts: dict[str, Draft] = {}
     while len(drafts) < count:
@@ -91,8 +80,13 @@ def questions(world: World, rng: random.Random, count: int, shares: Mapping[str,
 
 def _hop(world: World, subject: str, relation: str, hasty: str | None = None) -> dict[str, Any]:
     """One lookup of a plan; `hasty` is what one who does not care for this lookup would answer instead."""
-    value, gold = world.facts[subject, relation], world.passage(subject).id
-    return {"subject": subject, "relation": relation, "value": value, "gold_id": gold, "hasty": hasty}
+    return {
+        "subject": subject,
+        "relation": relation,
+        "value": world.facts[subject, relation],
+        "gold_id": world.pages[subject].id,
+        "hasty": hasty,
+    }
 
 
 def _draft(question: str, answer: str, plan: Sequence[Mapping[str, Any]], thought: str = "") -> Draft:
@@ -122,7 +116,7 @@ def _chain(world: World, rng: random.Random, path: Sequence[str]) -> Draft:
     return _draft(question, visited[-1], plan) if len(set(visited)) == len(visited) else {}
 
 
-def _older(one: str, other: str, world: World) -> str | None:
+def _compare(world: World, one: str, other: str) -> str | None:
     """Who of two people was born earlier; None where the years are not clearly apart."""
     years = [_birth_year(world, person) for person in (one, other)]
     if abs(years[0] - years[1]) < MIN_YEARS_APART:
@@ -130,38 +124,32 @@ def _older(one: str, other: str, world: World) -> str | None:
     return one if years[0] < years[1] else other
 
 
+def _birth_year(world: World, person: str) -> int:
+    return int(world.facts[person, "birth_year"])
+
+
 def _years(world: World, one: str, other: str) -> str:
-    return f" {one} {world.facts[one, 'birth_year']}, {other} {world.facts[other, 'birth_year']}."
+    return f" {one} {_birth_year(world, one)}, {other} {_birth_year(world, other)}."
 
 
 def _comparison(world: World, rng: random.Random) -> Draft:
     """A person against the director or composer of a film, in either order."""
     person, film, role = rng.choice(world.members["person"]), rng.choice(world.members["film"]), rng.choice(CREW)
     other = world.facts[film, role]
-    older = _older(person, other, world)
+    older = _compare(world, person, other)
     if older is None:
         return {}
-    described = RELATIONS[role].phrase.format(film)
-    if rng.random() < 0.5:
-        plan = [
-            _hop(world, person, "birth_year", hasty=person),
-            _hop(world, film, role),
-            _hop(world, other, "birth_year"),
-        ]
-        thought = _years(world, person, other)
-        return _draft(f"Who was born earlier, {person} or {described}?", older, plan, thought)
-    plan = [
-        _hop(world, film, role),
-        _hop(world, other, "birth_year", hasty=other),
-        _hop(world, person, "birth_year"),
-    ]
-    thought = _years(world, other, person)
-    return _draft(f"Who was born earlier, {described} or {person}?", older, plan, thought)
+    by_name = person, [_hop(world, person, "birth_year")]
+    by_role = RELATIONS[role].phrase.format(film), [_hop(world, film, role), _hop(world, other, "birth_year")]
+    (first, plan), (second, rest) = (by_name, by_role) if rng.random() < 0.5 else (by_role, by_name)
+    plan[-1]["hasty"] = plan[-1]["subject"]
+    thought = _years(world, plan[-1]["subject"], rest[-1]["subject"])
+    return _draft(f"Who was born earlier, {first} or {second}?", older, [*plan, *rest], thought)
 
 
 def _direct_comparison(world: World, rng: random.Random) -> Draft:
     one, other = rng.sample(world.members["person"], 2)
-    older = _older(one, other, world)
+    older = _compare(world, one, other)
     if older is None:
         return {}
     plan = [_hop(world, one, "birth_year"), _hop(world, other, "birth_year")]
@@ -193,13 +181,9 @@ def _direct_yes_no(world: World, rng: random.Random) -> Draft:
     return _draft(f"Was {person} born before {year}?", answer, plan, f" {born[person]}, {year}.")
 
 
-def _birth_year(world: World, person: str) -> int:
-    return int(world.facts[person, "birth_year"])
-
-
 def _lookup(world: World, rng: random.Random) -> Draft:
-    kind = rng.choices(list(LOOKUPS), [len(relations) for relations in LOOKUPS.values()])[0]
-    return _chain(world, rng, (kind, rng.choice(LOOKUPS[kind])))
+    kind = rng.choices(list(RELATIONS_OF), [len(relations) for relations in RELATIONS_OF.values()])[0]
+    return _chain(world, rng, (kind, rng.choice(RELATIONS_OF[kind])))
 
 
 def _mixed_words(rng: random.Random, count: int) -> list[str]:

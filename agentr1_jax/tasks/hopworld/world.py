@@ -11,11 +11,8 @@ import functools
 import random
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from typing import Literal
 
-from agentr1_jax.tools.search import BM25, Passage, SearchTool
-
-NameSplit = Literal["train", "eval"]
+from agentr1_jax.tools.search import BM25, Passage
 
 FIRST = """Ada Alma Anton Arlo Astrid Basil Bela Bruno Carla Cecil Clara Cyrus Dora Edgar Elsa Emil Enid Ezra
 Felix Flora Franz Gideon Greta Hanna Hector Hugo Ida Igor Ines Irma Ivan Jonas Judith Karl Klara Lena Leo
@@ -45,18 +42,20 @@ Moravia Nordia Ostmark Pelagia Quorra Rovinia Sarvia Tamora Ulvania Vestria Woll
 # Words that a name can begin and end with where it need not sound like one.
 ANY = (*FIRST, *LAST, *ADJECTIVE, *NOUN, *SITE, *TOWN, *BRAND)
 POOLS = (FIRST, LAST, ADJECTIVE, NOUN, SITE, TOWN, BRAND, TRADE, COUNTRY)
-_EVALUATION_ONE_IN = 4
 
+RELATIONS_OF = {
+    "film": ("director", "composer", "studio", "year"),
+    "person": ("birth_year", "birth_city", "spouse"),
+    "city": ("mayor", "country"),
+    "studio": ("founder", "seat"),
+    "country": ("capital",),
+}
 FILMS, PEOPLE, CITIES, STUDIOS, COUNTRIES = 56, 80, 16, 14, 10
 NOISE = 150
 # Few distinct adjectives, nouns and surnames in one world: names that share a word are what makes search noisy.
 ADJECTIVES_USED, NOUNS_USED, SURNAMES_USED = 14, 24, 20
 BIRTH_YEARS = range(1930, 1950)
 RELEASE_YEARS = range(1960, 1980)
-UNSEEN_SPLITS = ("eval", "dev")
-# Here people are called by any two words. Where first names meet the same surnames again and again, a decoder learns by
-# rote which ones never meet, and reads the unseen names of evaluation as others.
-MIXED_SPLITS = ("practice",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,45 +63,36 @@ class World:
     """What is true and what is written.
 
     Attributes:
-      key: `split/number`; equal keys give equal worlds.
       members: kind -> names; kinds are film, person, city, studio and country.
       facts: (subject, relation) -> value, all of them names or years.
       passages: in an order without meaning.
-      page: subject -> index of its passage, which states all of its facts.
+      pages: subject -> its passage, which states all of its facts.
     """
 
-    key: str
     members: Mapping[str, Sequence[str]]
     facts: Mapping[tuple[str, str], str]
     passages: Sequence[Passage]
-    page: Mapping[str, int]
-
-    def passage(self, subject: str) -> Passage:
-        """The passage about a member of the world."""
-        return self.passages[self.page[subject]]
-
-
-def world_key(split: str, number: int) -> str:
-    """Name of a world; `number` is its seed within the split."""
-    return f"{split}/{number}"
+    pages: Mapping[str, Passage]
 
 
 @functools.lru_cache(maxsize=64)
 def world(key: str) -> World:
-    """The world of a key, from its seed alone. All but `UNSEEN_SPLITS` share the training side of all"""
+    """Return the world `split/number`, from its key alone. All but those of `eval` and `dev` have names of training."""
     rng = random.Random(f"hopworld/{key}")
     split = key.split("/")[0]
-    members = _members(rng, "eval" if split in UNSEEN_SPLITS else "train", mixed=split in MIXED_SPLITS)
+    # In practice people are called by any two words. Where first names meet the same surnames again and again, a
+    # decoder learns by rote which ones never meet, and reads the unseen names of evaluation as others.
+    members = _members(rng, "eval" if split in ("eval", "dev") else "train", mixed=split == "practice")
     facts = _facts(rng, members)
     pages = [(name, _page(kind, name, facts)) for kind, group in members.items() for name in group]
     entries = [(name, text, True) for name, text in pages] + [(*entry, False) for entry in _noise(rng, members)]
     rng.shuffle(entries)
+    passages = [Passage(f"{key}#{i}", title, text) for i, (title, text, _) in enumerate(entries)]
     return World(
-        key=key,
         members=members,
         facts=facts,
-        passages=[Passage(f"{key}#{i}", title, text) for i, (title, text, _) in enumerate(entries)],
-        page={title: i for i, (title, _, is_page) in enumerate(entries) if is_page},
+        passages=passages,
+        pages={p.title: p for p, (_, _, is_page) in zip(passages, entries, strict=True) if is_page},
     )
 
 
@@ -112,46 +102,28 @@ def retriever(key: str) -> BM25:
     return BM25(world(key).passages)
 
 
-def search_tool(key: str, top_k: int) -> SearchTool:
-    """The search tool over a world's passages."""
-    return SearchTool(retriever(key), top_k)
+def name_split(name: str) -> str:
+    """Return the side, `train` or `eval`, that a combination of words is always on: one in four is for evaluation."""
+    return "eval" if zlib.crc32(name.encode()) % 4 == 0 else "train"
 
 
-def name_split(name: str) -> NameSplit:
-    """The side that a combination of words belongs to, for ever: about one in four is kept for evaluation."""
-    return "eval" if zlib.crc32(name.encode()) % _EVALUATION_ONE_IN == 0 else "train"
+def _members(rng: random.Random, side: str, mixed: bool) -> dict[str, list[str]]:
+    def draw(first: Sequence[str], second: Sequence[str], count: int, taken: Collection[str] = ()) -> list[str]:
+        names = [f"{a} {b}" for a in first for b in second if a != b]
+        return rng.sample([name for name in names if name_split(name) == side and name not in taken], count)
 
-
-def draw_names(
-    rng: random.Random,
-    first: Sequence[str],
-    second: Sequence[str],
-    count: int,
-    split: NameSplit,
-    taken: Collection[str] = (),
-) -> list[str]:
-    """`count` different names of two words from one side of the split, none of them `taken`.
-
-    Raises:
-      ValueError: the pools hold too few combinations of that side.
-    """
-    names = [f"{a} {b}" for a in first for b in second if a != b]
-    return rng.sample([name for name in names if name_split(name) == split and name not in taken], count)
-
-
-def _members(rng: random.Random, split: NameSplit, mixed: bool) -> dict[str, list[str]]:
     adjectives = rng.sample(ADJECTIVE, ADJECTIVES_USED)
     nouns = rng.sample(NOUN, NOUNS_USED)
     first = rng.sample(ANY, len(FIRST)) if mixed else FIRST
     surnames = rng.sample(ANY if mixed else LAST, SURNAMES_USED)
     members = {
-        "film": draw_names(rng, adjectives, nouns, FILMS, split),
-        "city": draw_names(rng, SITE, TOWN, CITIES, split),
-        "studio": draw_names(rng, BRAND, TRADE, STUDIOS, split),
+        "film": draw(adjectives, nouns, FILMS),
+        "city": draw(SITE, TOWN, CITIES),
+        "studio": draw(BRAND, TRADE, STUDIOS),
         "country": rng.sample(COUNTRY, COUNTRIES),
     }
     taken = {name for group in members.values() for name in group}
-    return members | {"person": draw_names(rng, first, surnames, PEOPLE, split, taken)}
+    return members | {"person": draw(first, surnames, PEOPLE, taken)}
 
 
 def _facts(rng: random.Random, members: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], str]:
@@ -178,8 +150,10 @@ def _facts(rng: random.Random, members: Mapping[str, Sequence[str]]) -> dict[tup
 
 
 def _couples(rng: random.Random, people: Sequence[str]) -> list[tuple[str, str]]:
-    """Everyone's couple. The page of Ada Marsh and Milo Kesh holds the words of Ada Kesh, and BM25 knows no word order:
-    a couple that would mask a third person in this way is avoided."""
+    """Everyone's couple; none masks a third person.
+
+    The page of Ada Marsh and Milo Kesh holds the words of Ada Kesh, and BM25 knows no word order.
+    """
     known = set(people)
     while True:
         waiting = rng.sample(people, len(people))
@@ -204,17 +178,10 @@ _PAGES = {
     "studio": "{name}, studio with seat {seat}, founder {founder}.",
     "country": "{name}, country with capital {capital}.",
 }
-_PAGE_RELATIONS = {
-    "film": ("year", "director", "composer", "studio"),
-    "person": ("birth_year", "birth_city", "spouse"),
-    "city": ("country", "mayor"),
-    "studio": ("seat", "founder"),
-    "country": ("capital",),
-}
 
 
 def _page(kind: str, name: str, facts: Mapping[tuple[str, str], str]) -> str:
-    return _PAGES[kind].format(name=name, **{relation: facts[name, relation] for relation in _PAGE_RELATIONS[kind]})
+    return _PAGES[kind].format(name=name, **{relation: facts[name, relation] for relation in RELATIONS_OF[kind]})
 
 
 # Namesakes of films and people, and mentions of people and cities where nothing is asked about.
