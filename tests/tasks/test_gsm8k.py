@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plays import play_expert
 
-from agentr1_jax.envs.base import Action, Task
+from agentr1_jax.envs.base import Action
 from agentr1_jax.envs.registry import TaskContext
 from agentr1_jax.tasks import make_task
 from agentr1_jax.tasks.gsm8k import number
@@ -38,23 +38,19 @@ def task(data_dir):
 
 
 def test_rows_are_the_published_problems(task):
-    it: Task = task
-    assert (it.size("train"), it.size("eval")) == (7473, 1319)
-    rows = [it.row("eval", i) for i in range(1319)]
-    assert json.loads(json.dumps(rows[5])) == rows[5] and rows[0]["id"] == "gsm8k/eval/0"
-    assert rows[0]["question"].startswith("Janet") and rows[0]["answers"] == ["18"]
-    assert it.row("eval", 1319) == rows[0]
-    passed = [it.row("train", i)["id"] for i in range(2 * 7473)]
-    assert (
-        len(set(passed[:7473])) == 7473 and set(passed[7473:]) == set(passed[:7473]) and passed[7473:] != passed[:7473]
-    )
-    assert not {row["question"] for row in rows} & {it.row("train", i)["question"] for i in range(7473)}
+    assert (task.size("train"), task.size("eval")) == (7473, 1319)
+    first = task.row("eval", 0)
+    assert first["id"] == "gsm8k/eval/0" and first["question"].startswith("Janet") and first["answers"] == ["18"]
+    assert task.row("eval", 1319) == first
+    passed = [task.row("train", i)["id"] for i in range(2 * 7473)]
+    assert len(set(passed[:7473])) == 7473 and set(passed[7473:]) == set(passed[:7473])
+    assert passed[7473:] != passed[:7473]
 
 
 def test_the_expert_calculates_as_the_solution_does_and_is_right(task):
     told = np.zeros(3)
     for split in ("train", "eval"):
-        for i in range(400):
+        for i in range(80):
             row = task.row(split, i)
             episode = play_expert(task, row, limit=40)
             assert episode[-1].metrics["em"] == 1 and episode[-1].outcome is Outcome.ANSWERED
@@ -125,8 +121,6 @@ def test_a_damaged_file_is_named(tmp_path):
         make_task("gsm8k", TaskContext(data_dir=str(tmp_path)))
 
 
-def test_missing_files_and_unknown_rows(tmp_path):
+def test_missing_files_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"train\.jsonl\.gz: no such file; task\.data_dir"):
         make_task("gsm8k", TaskContext(data_dir=str(tmp_path)))
-    with pytest.raises(ValueError, match="gsm8k has no row 'test' 0; splits are"):
-        make_task("gsm8k", TaskContext(data_dir=str(write(tmp_path, LINE)))).row("test", 0)

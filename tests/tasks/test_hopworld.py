@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
-import json
 import re
 
 import numpy as np
 import pytest
 
-from agentr1_jax.envs.base import Action, Task
+from agentr1_jax.envs.base import Action
 from agentr1_jax.tasks import make_task
 from agentr1_jax.tasks.hopworld.questions import RELATIONS
 from agentr1_jax.tasks.hopworld.task import NO_FLAWS
@@ -29,7 +28,7 @@ PERFECT = make_task("hopworld", top_k=QUICKSTART.task.hopworld.top_k, flaws=NO_F
 
 @pytest.fixture(scope="module")
 def rows():
-    return [TASK.row("eval", i) for i in range(800)]
+    return [TASK.row("eval", i) for i in range(480)]
 
 
 def play(task, row, seed=0, max_steps=QUICKSTART.budget.max_steps):
@@ -61,13 +60,6 @@ def mean_em(task, split, count):
     return {kind: float(np.mean(values)) for kind, values in scores.items()}
 
 
-def test_it_is_a_task_whose_rows_are_plain_json():
-    task: Task = TASK
-    row = task.row("train", 5)
-    assert json.loads(json.dumps(row)) == row
-    assert row["id"] == "hopworld/train/5" and task.size("train") is None
-
-
 def test_rows_depend_on_split_and_index_alone():
     before = [TASK.row("train", i) for i in (0, 17, 40)]
     world.cache_clear()
@@ -87,12 +79,6 @@ def test_a_world_has_at_least_300_passages_and_pages_that_state_its_facts():
         assert w.pages[subject].title == subject
         assert w.pages[subject].text.startswith(f"{subject}, ")
         assert re.search(rf" {re.escape(value)}\b", w.pages[subject].text.join("  ")), (subject, value)
-
-
-def test_facts_differ_between_worlds():
-    capitals = {k: v for k, v in world("train/0").facts.items() if k[1] == "capital"}
-    others = world("train/1").facts
-    assert any(others.get(k, v) != v for k, v in capitals.items())
 
 
 def test_no_combination_of_training_occurs_in_evaluation():
@@ -132,14 +118,6 @@ def test_every_mention_of_a_name_follows_a_space_and_no_pool_word_is_prose():
     assert not {word.lower() for word in WORDS} & distinct
 
 
-def test_passages_and_questions_are_short(rows):
-    def length(text):
-        return len(re.findall(r"\w+|[^\w\s]", text))
-
-    assert np.mean([length(p.line) for p in world("eval/0").passages]) <= 18
-    assert max(length(row["question"]) for row in rows) <= 20
-
-
 def test_shares_and_hops_of_kinds(rows):
     shares = collections.Counter(row["kind"] for row in rows)
     assert set(shares) == set(KINDS)
@@ -147,9 +125,6 @@ def test_shares_and_hops_of_kinds(rows):
     assert sum(row["hops"] == 3 for row in rows) / len(rows) >= 0.30
     assert shares["yes_no"] / len(rows) <= 0.15
     assert shares["comparison"] / len(rows) >= 0.10
-
-
-def test_questions_of_a_world_differ(rows):
     assert len({(row["world"], row["question"]) for row in rows}) == len(rows)
 
 
@@ -194,19 +169,19 @@ def test_guesses_are_worth_a_half(rows):
 
 
 def test_the_perfect_expert_answers_everything():
-    scores = mean_em(PERFECT, "eval", 320)
+    scores = mean_em(PERFECT, "eval", 160)
     assert set(scores) == {*KINDS, "all"} and min(scores.values()) >= 0.99
     assert mean_em(PERFECT, "train", 64)["all"] >= 0.99
 
 
 def test_the_flawed_expert_leaves_room_to_learn():
-    scores = mean_em(TASK, "eval", 500)
+    scores = mean_em(TASK, "eval", 300)
     assert 0.40 < scores["all"] < 0.55
     assert scores["bridge3"] < scores["bridge2"] < 0.60
 
 
 def test_practice_asks_for_what_the_question_names_and_its_expert_never_errs():
-    assert mean_em(TASK, "practice", 200)["all"] == 1.0
+    assert mean_em(TASK, "practice", 100)["all"] == 1.0
     rows = [TASK.row("practice", i) for i in range(300)]
     assert {row["kind"] for row in rows} == set(PRACTICE_KINDS)
     for row in rows:
@@ -230,9 +205,8 @@ def test_practice_without_a_lookup_can_be_answered_from_the_question():
             assert answer == ("yes" if one < other else "no")
 
 
-def test_equal_seeds_make_equal_decisions_and_others_do_not():
+def test_other_seeds_make_other_decisions():
     row = next(r for i in range(99) if (r := TASK.row("train", i))["kind"] == "bridge3")
-    assert play(TASK, row, seed=1)[1] == play(TASK, row, seed=1)[1]
     assert len({tuple(play(TASK, row, seed=s)[1]) for s in range(30)}) > 3
 
 
@@ -287,9 +261,3 @@ def test_texts_are_of_training_worlds_and_as_many_as_asked():
     joined = " ".join(TASK.texts(1000))
     kept = {n for i in range(5) for k, ns in world(f"eval/{i}").members.items() if k != "country" for n in ns}
     assert not [name for name in kept if f" {name}" in joined]
-
-
-@pytest.mark.parametrize(("split", "index"), [("test", 0), ("train", -1)])
-def test_rows_that_do_not_exist_are_told(split, index):
-    with pytest.raises(ValueError, match="splits are"):
-        TASK.row(split, index)

@@ -1,4 +1,4 @@
-"""The real-data task: rows, order, episodes of the expert, and clear errors."""
+"""The task of real questions: rows, splits, order, its keys, and the expert, which searches what it has read of."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ import json
 
 import numpy as np
 import pytest
-from plays import multihop_task, play_expert
+from changes import changed
+from configured import configured_task
+from plays import multihop_task, play
 
 from agentr1_jax.envs import datasets
-from agentr1_jax.envs.base import Action
-from agentr1_jax.tasks import multihop
+from agentr1_jax.errors import UserError
+from agentr1_jax.tasks import qa
+from agentr1_jax.tasks.multihop.task import MOST_SEARCHES, find_mention, make_expert, order_titles
+from agentr1_jax.text.tool_calls import extract_answer, parse_tool_calls
 from agentr1_jax.tools.search import BM25
-from agentr1_jax.trajectory import Outcome
+from configs import multihop_tiny
 
 
 def question(i, dataset="hotpotqa", **changes):
@@ -53,17 +57,6 @@ def folder(tmp_path):
     return tmp_path
 
 
-def play(task, row, texts):
-    """Transitions of one episode of given responses."""
-
-    async def run():
-        env = task.env()
-        await env.reset(row, 0)
-        return [await env.step(Action(np.zeros(0, np.int32), text)) for text in texts]
-
-    return asyncio.run(run())
-
-
 def test_rows_hold_what_the_contract_asks(folder):
     task = multihop_task(folder)
     assert task.size("train") == 10 and task.size("eval") == 6
@@ -89,10 +82,10 @@ def test_each_pass_holds_every_row_once_in_an_order_of_its_own(folder):
     assert orders[0] != [multihop_task(folder, seed=1).row("train", i)["id"] for i in range(10)]
 
 
-def test_splits_share_no_question(folder):
-    task = multihop_task(folder)
-    ids = [{task.row(split, i)["id"] for i in range(task.size(split))} for split in ("train", "eval")]
-    assert not ids[0] & ids[1]
+def test_unknown_rows_are_refused(folder):
+    for split in ("test", "held_out", "eval/musique"):
+        with pytest.raises(ValueError, match=f"no row '{split}' 0; splits are train, eval, eval/hotpotqa"):
+            multihop_task(folder).row(split, 0)
 
 
 def test_data_sets_can_differ_between_training_and_evaluation(folder):
@@ -100,41 +93,6 @@ def test_data_sets_can_differ_between_training_and_evaluation(folder):
     assert {task.row("train", i)["dataset"] for i in range(5)} == {"hotpotqa"}
     assert {task.row("eval", i)["dataset"] for i in range(3)} == {"2wikimultihopqa"}
     assert len(task.search.retriever.corpus) == 32
-
-
-def test_the_expert_is_right(folder):
-    task = multihop_task(folder)
-    transitions = play_expert(task, task.row("train", 0))
-    assert transitions[-1].outcome is Outcome.ANSWERED and transitions[-1].metrics["em"] == 1.0
-    assert transitions[-1].reward == 1.0
-
-
-def test_rewards_and_aliases(folder):
-    task = multihop_task(folder, rewards={"answer": 2.0, "format": 0.5})
-    row = task.row("train", 0)
-    [right] = play(task, row, [f"<answer> {row['answers'][1]} </answer>"])
-    [wrong] = play(task, row, ["<answer> somebody else </answer>"])
-    [bad_call] = play(task, row, ["<tool_call>{}</tool_call>"])
-    assert (right.reward, wrong.reward, bad_call.reward) == (2.0, 0.0, -0.5)
-    assert bad_call.observation is not None and "name" in bad_call.observation.text
-
-
-def test_the_prompt_holds_the_question_then_the_instructions(folder):
-    task = multihop_task(folder)
-    row = task.row("train", 0)
-    observation = asyncio.run(task.env().reset(row, 0))
-    [message] = observation.messages
-    assert message["role"] == "user"
-    before, after = message["content"].split(row["question"])
-    assert "<think>" in after and "<answer>" in after and "<think>" not in before
-    assert [tool["function"]["name"] for tool in observation.tools] == ["search"]
-
-
-def test_texts_are_of_training_questions_and_passages(folder):
-    texts = multihop_task(folder).texts(4)
-    assert len(texts) == 4
-    assert texts[0] == "Who directed film 0?" and texts[1].startswith("- film 0 of")
-    assert not any("film 7?" in text for text in multihop_task(folder).texts(1000))
 
 
 def test_missing_data_say_how_to_set_them(folder, tmp_path, monkeypatch):
@@ -147,53 +105,11 @@ def test_missing_data_say_how_to_set_them(folder, tmp_path, monkeypatch):
     assert multihop_task("").size("train") == 10
 
 
-@pytest.mark.parametrize(
-    "damage",
-    ["{", "[]", json.dumps({"id": 1}), json.dumps(question(3, answer="")), json.dumps(question(3, gold_ids=None))],
-)
-def test_a_damaged_line_is_named(folder, damage):
-    path = folder / "multihop/questions_hotpotqa_dev.jsonl.gz"
-    with gzip.open(path, "at", encoding="utf-8") as out:
-        out.write(f"{damage}\n")
-    with pytest.raises(ValueError, match=r"questions_hotpotqa_dev\.jsonl\.gz, line 4: not a question"):
-        multihop_task(folder)
-
-
-def test_a_truncated_file_is_named(folder):
-    path = folder / "multihop/questions_hotpotqa_dev.jsonl.gz"
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(ValueError, match=r"questions_hotpotqa_dev\.jsonl\.gz, line \d+: not a question"):
-        multihop_task(folder)
-
-
-def test_wrong_arguments_are_refused(folder):
-    with pytest.raises(ValueError, match="unknown data set 'hotpot'; did you mean 'hotpotqa'"):
-        multihop_task(folder, datasets=["hotpot"])
-    with pytest.raises(ValueError, match="no row 'test' 0; splits are train, eval, eval/hotpotqa"):
-        multihop_task(folder).row("test", 0)
-
-
-def test_the_real_files(data_dir):
-    task = multihop_task(data_dir)
-    assert task.size("train") == 2562 + 1678 and task.size("eval") == 224 + 203
-    kinds = collections.Counter(task.row("train", i)["kind"] for i in range(task.size("train")))
-    assert kinds["bridge"] == 1956 and kinds["unknown"] == 101
-
-
-def test_experts_on_real_passages(data_dir):
-    task = multihop_task(data_dir, eval_datasets=["hotpotqa", "2wikimultihopqa", "musique"], corpus="mini")
-    assert task.size("train") + task.size("eval") == 160
-    assert all(task.row("train", i)["dataset"] != "musique" for i in range(task.size("train")))
-    ends = [play_expert(task, task.row("eval", i))[-1] for i in range(task.size("eval"))]
-    assert all(end.metrics["em"] == 1.0 for end in ends)
-    assert np.mean([end.metrics["gold_recall"] for end in ends]) > 0.7
-
-
 def test_the_folder_beside_the_project_is_the_default(monkeypatch, tmp_path):
     monkeypatch.delenv("AGENTR1_DATA", raising=False)
     (tmp_path / "shared/data").mkdir(parents=True)
     monkeypatch.setattr(datasets, "__file__", str(tmp_path / "project/agentr1_jax/envs/datasets.py"))
-    assert multihop.data_folder() == tmp_path / "shared/data"
+    assert datasets.data_folder() == tmp_path / "shared/data"
 
 
 def test_evaluation_visits_each_row_once_whatever_the_seed(folder):
@@ -206,8 +122,6 @@ def test_evaluation_visits_each_row_once_whatever_the_seed(folder):
         i for i, name in enumerate(order) if name.startswith("hotpotqa")
     )
     assert task.size("eval/hotpotqa") == task.size("eval/2wikimultihopqa") == 3
-    with pytest.raises(ValueError, match="no row 'eval/musique' 0; splits are train, eval, eval/hotpotqa"):
-        task.row("eval/musique", 0)
 
 
 def test_held_out_questions_depend_on_their_ids_alone(folder):
@@ -226,17 +140,6 @@ def test_held_out_questions_depend_on_their_ids_alone(folder):
     assert of_one == {name for name in chosen if name.startswith("hotpotqa")} and one.size("train") == 8
     # More of them hold the same, and others.
     assert held(held_out=3)[1] > chosen
-
-
-def test_wrong_held_outs_are_refused(folder):
-    with pytest.raises(ValueError, match=r"no row 'held_out' 0; .*\(held_out where task.multihop.held_out is set\)"):
-        multihop_task(folder).row("held_out", 0)
-    with pytest.raises(ValueError, match="held_out is 5, and 'hotpotqa' has 5 training questions"):
-        multihop_task(folder, held_out=5)
-    with pytest.raises(
-        ValueError, match="unknown data set of task.multihop.held_out_datasets 'musique'. Known are hotpotqa, 2"
-    ):
-        multihop_task(folder, held_out=1, held_out_datasets=("musique",))
 
 
 def test_questions_of_evaluation_are_kept_out_of_training(folder):
@@ -275,19 +178,6 @@ def test_the_mixture_holds_over_each_stretch(folder):
     assert {only.row("train", i)["dataset"] for i in range(20)} == {"hotpotqa"}
 
 
-@pytest.mark.parametrize(
-    ("mixture", "message"),
-    [
-        (("hotpotqa(weight=1)",), "no weight of '2wikimultihopqa'"),
-        (("hotpotqa(weight=0)", "2wikimultihopqa(weight=0)"), "are all 0"),
-        (("hotpot(weight=1)", "2wikimultihopqa(weight=1)"), "'hotpot'; did you mean 'hotpotqa'"),
-    ],
-)
-def test_wrong_mixtures_are_refused(folder, mixture, message):
-    with pytest.raises(ValueError, match=message):
-        multihop_task(folder, mixture=mixture)
-
-
 def test_texts_are_of_the_training_data_sets(folder):
     task = multihop_task(folder, datasets=("hotpotqa",), eval_datasets=("hotpotqa", "2wikimultihopqa"))
     texts = task.texts(1000)
@@ -310,7 +200,7 @@ def test_instruction_passages_and_retriever_are_given_on(folder):
     assert not made
     [message] = asyncio.run(task.env().reset(row, 0)).messages
     assert message["content"] == f"Question: {row['question']}\n\nBe quick."
-    [found] = play(task, row, ['<tool_call>{"name": "search", "arguments": {"query": "film number"}}</tool_call>'])
+    _, found = play(task, row, ['<tool_call>{"name": "search", "arguments": {"query": "film number"}}</tool_call>'])
     lines = found.observation.text.split("\n")
     assert len(lines) == 2 and all(line.endswith(" ...") for line in lines)
     assert [len(corpus) for corpus in made] == [32]
@@ -328,7 +218,7 @@ def test_dev_questions_of_musique_are_never_trained_on(folder):
     task = multihop_task(folder, eval_datasets=("musique",))
     assert task.size("eval/musique") == 3 and "eval/hotpotqa" not in task.counts
     # Nobody knows the gold passages: no figure of them is made up.
-    [answer] = play(task, task.row("eval", 0), ["<answer> x </answer>"])
+    _, answer = play(task, task.row("eval", 0), ["<answer> x </answer>"])
     assert "gold_recall" not in answer.metrics and "gold_passage" not in answer.raw_reward_parts
     assert task.counts["eval"]["gold_unknown"] == 3
 
@@ -340,17 +230,171 @@ def test_a_gold_passage_that_is_nowhere_is_named(folder):
         multihop_task(folder)
 
 
-def test_an_id_that_two_questions_have_is_refused(folder):
-    write(folder / "multihop/questions_hotpotqa_dev.jsonl.gz", [question(5), question(6), question(5)])
-    with pytest.raises(ValueError, match=r"line 3: not a question \(ValueError: the id 'hotpotqa5' occurs twice"):
-        multihop_task(folder)
-
-
 def test_figures_of_the_whole_data(data_dir):
     everything = ("hotpotqa", "2wikimultihopqa", "musique")
     task = multihop_task(data_dir, eval_datasets=everything, held_out=400, held_out_datasets=("2wikimultihopqa",))
     splits = ["train", "held_out", "eval", *(f"eval/{name}" for name in everything)]
     assert [task.size(split) for split in splits] == [2562 + 1278, 400, 1347, 224, 203, 920]
     assert task.counts == {"train": {"same_as_evaluation": 0}, "eval": {}}
-    assert len(task.corpus) == 32_130 + 10_899 + 9_247
+    kinds = collections.Counter(task.row("held_out", i)["kind"] for i in range(400))
+    assert len(task.corpus) == 32_130 + 10_899 + 9_247 and len(kinds) > 2
     assert sum(text.startswith("- ") for text in task.texts(10**6)) == 32_130 + 10_899
+
+
+def configured(folder, **changes):
+    """The task of a config over the folder."""
+    keys = {"task__data_dir": str(folder), **{f"task__multihop__{key}": value for key, value in changes.items()}}
+    return configured_task(changed(multihop_tiny, **keys))
+
+
+@pytest.fixture
+def files(folder):
+    """Keys that name the folder's files one by one."""
+    names = ("hotpotqa", "2wikimultihopqa")
+    return {
+        "files__train": tuple(f"{{data}}/multihop/questions_{name}_train.jsonl.gz" for name in names),
+        "files__eval": ("{data}/multihop/questions_hotpotqa_dev.jsonl.gz",),
+        "files__corpus": tuple(f"{{data}}/multihop/corpus_{name}.jsonl.gz" for name in names),
+    }
+
+
+def test_every_key_reaches_the_task(folder, files):
+    task = configured(
+        folder,
+        **files,
+        mixture=("hotpotqa(weight=1)", "2wikimultihopqa(weight=0)"),
+        held_out=1,
+        held_out_datasets=("2wikimultihopqa",),
+        passage_characters=9,
+        top_k=2,
+        rewards__f1=0.5,
+    )
+    assert [task.size(split) for split in ("train", "held_out", "eval", "eval/hotpotqa")] == [9, 1, 3, 3]
+    assert {task.row("train", i)["dataset"] for i in range(12)} == {"hotpotqa"}
+    assert (task.search.top_k, task.search.passage_characters) == (2, 9)
+    assert isinstance(task.retriever, BM25) and len(task.corpus) == 32
+    assert set(task.reward_parts) == {"answer", "f1", "format", "gold_passage", "repeated_query"}
+    assert configured(folder, reward="agentr1_v1").reward_parts == ["v1_start", "v1_format", "v1_answer"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reward": "agentr1_v1", "rewards__answer": 2.0}, r"fixed weights; leave out rewards\.answer"),
+        ({"reward_functions": ("f",)}, "'f' is not 'module:function=weight'"),
+        ({"datasets": ("hotpot",)}, "unknown data set 'hotpot'; did you mean 'hotpotqa'"),
+        ({"eval_datasets": ("nq",)}, "unknown data set 'nq'. Known are hotpotqa, 2wikimultihopqa, musique"),
+        ({"mixture": ("hotpotqa(weight=1)",)}, "task.multihop.mixture has no weight of '2wikimultihopqa'"),
+        ({"mixture": ("hotpot(weight=1)",)}, "data set of task.multihop.mixture 'hotpot'; did you mean 'hotpotqa'"),
+        ({"held_out": 5}, r"held_out is 5, and 'hotpotqa' has 5 training questions"),
+        ({"held_out": 1, "held_out_datasets": ("nq",)}, "data set of task.multihop.held_out_datasets 'nq'"),
+        ({"passage_characters": 2}, "passage_characters is 2"),
+        ({"files__corpus": ("{data}",)}, "no such corpus"),
+        ({"files__train": ("{data}/nowhere.json",)}, r"nowhere\.json: no such question file"),
+        ({"files__train": ("x",), "datasets": ("hotpotqa",)}, r"files\.train names the files .* is \('hotpotqa',\)"),
+        ({"files__corpus": ()}, r"bring no passages, and task\.multihop\.retriever\.kind 'bm25'"),
+    ],
+)
+def test_wrong_keys_are_refused(folder, files, changes, message):
+    named = files if "files__corpus" in changes else {}
+    with pytest.raises(UserError, match=message):
+        configured(folder, **{**named, **changes})
+
+
+def test_a_server_needs_no_passages_here_but_the_expert_does(folder, files):
+    files["files__corpus"] = ()
+    task = configured(folder, **files, retriever__kind="http", retriever__url="http://localhost:1/x")
+    # Its passages have ids of its own: nobody can say which are gold, and no figure of them is made up.
+    row = task.row("train", 0)
+    assert not task.corpus and row["gold_ids"] == [] and task.counts["train"]["gold_unknown"] == 10
+    assert "gold_recall" not in qa.metrics(row, []) and qa.gold_passage_part(row, []) is None
+    with pytest.raises(ValueError, match="has to know the passages; name them in task.multihop.files.corpus"):
+        task.expert(row, 0)
+
+
+TITLES = {"f": "Madame la Presidente (film)", "d": "Frank Lloyd", "x": "Secret: Part 2"}
+
+
+def asked(*gold, question="When did the director of film Madame La Presidente die?", **more):
+    return {"question": question, "answers": ["10 August 1960"], "gold_ids": list(gold), **more}
+
+
+def query(text):
+    (call,) = parse_tool_calls(text)
+    return call.arguments["query"]
+
+
+def test_the_expert_follows_names_as_they_are_written():
+    respond = make_expert(asked("d", "f"), TITLES)
+    assert query(respond(None)) == " Madame La Presidente"
+    assert query(respond("- Madame la Presidente (film): It was directed by Frank Lloyd.")) == " Frank Lloyd"
+    assert extract_answer(respond("- Frank Lloyd: He died on 10 August 1960.")) == "10 August 1960"
+    respond = make_expert(asked("d", "f"), TITLES)
+    respond(None)
+    both = "- Madame la Presidente (film): It was directed by Frank Lloyd.\n- Frank Lloyd: He died."
+    assert extract_answer(respond(both)) == "10 August 1960"
+
+
+def test_the_expert_asks_the_question_once_where_no_name_is_known():
+    for told in ("No results.", "- Secret: Part 2: Nobody mentions it."):
+        respond = make_expert(asked("x", question="What is it that nobody mentions?"), TITLES)
+        assert query(respond(None)) == " What is it that nobody mentions?"
+        assert extract_answer(respond(told)) == "10 August 1960"
+
+
+def test_evidences_tell_the_expert_the_order_of_the_hops():
+    """Both names stand in the question: the film is searched first, whose director the other one is."""
+    row = asked("d", "f", question="Did Frank Lloyd, who directed Madame la Presidente, die?")
+    assert query(make_expert(row, TITLES)(None)) == " Frank Lloyd"
+    evidences = [["Madame la Presidente", "director", "Frank Lloyd"], ["Frank Lloyd", "died", "1960"]]
+    assert query(make_expert({**row, "evidences": evidences}, TITLES)(None)) == " Madame la Presidente"
+
+
+@pytest.mark.parametrize(
+    ("titles", "evidences", "ordered"),
+    [
+        ("c b a", [], "c b a"),
+        ("c b a", ["ab", "bc"], "a b c"),
+        ("c b a", ["bc", "ab"], "a b c"),
+        ("c a d b", ["ac", "bd"], "a c b d"),
+        ("b a", ["xb"], "b a"),
+        ("b a", ["ab", "ba", "aa"], "b a"),
+    ],
+)
+def test_objects_come_behind_their_subjects_and_all_else_stays(titles, evidences, ordered):
+    names = {letter: f"Title {letter}" for letter in "abcdx"}
+    triples = [[names[subject], "leads to", names[object].upper()] for subject, object in evidences]
+    assert order_titles([names[c] for c in titles.split()], triples) == [names[c] for c in ordered.split()]
+
+
+@pytest.mark.parametrize(
+    ("text", "title", "written"),
+    [
+        ("Karl, Prince Of Leiningen's father", "Karl, Prince of Leiningen", "Karl, Prince Of Leiningen"),
+        ("who made Escape From L.A.?", "Escape from L.A.", "Escape From L.A"),
+        ("the Unbreakables", "Unbreakable (film)", None),
+        ("anything", "(film)", None),
+        ("about a(b)", "a(b (film)", "a(b"),
+    ],
+)
+def test_mentions(text, title, written):
+    assert find_mention(text, title) == written
+
+
+def test_on_real_questions_every_query_was_read_before(data_dir):
+    everything = ("hotpotqa", "2wikimultihopqa", "musique")
+    task = multihop_task(data_dir, corpus="mini", top_k=2, eval_datasets=everything)
+    assert task.size("train") + task.size("eval") == 160 and task.size("eval/musique") == 40
+    found = []
+    for row in [task.row(split, i) for split in ("train", "eval") for i in range(task.size(split))]:
+        respond, read, observation, queries = task.expert(row, 0), row["question"], None, []
+        while (answer := extract_answer(text := respond(observation))) is None:
+            queries.append(query(text).strip())
+            assert queries[-1] in read
+            result = asyncio.run(task.search.execute({"query": queries[-1]}))
+            observation = result.content
+            found.append(bool(set(result.data["ids"]) & set(row["gold_ids"])))
+            read += f"\n{observation}"
+        assert answer == row["answers"][0]
+        assert 0 < len(queries) == len(set(queries)) <= MOST_SEARCHES
+    assert np.mean(found) > 0.7

@@ -13,8 +13,7 @@ import pytest
 from plays import multihop_task
 
 from agentr1_jax.tasks import qa
-from agentr1_jax.tasks.multihop import read_source
-from agentr1_jax.tasks.multihop.sources import context_passage, read_aliases
+from agentr1_jax.tasks.multihop.sources import context_passage, read_aliases, read_source
 from agentr1_jax.tools import records
 from agentr1_jax.tools.search import read_corpus
 
@@ -96,8 +95,7 @@ def save(path, records, *, array=False, zipped=False):
     return path
 
 
-@pytest.mark.parametrize("zipped", [False, True])
-@pytest.mark.parametrize("array", [False, True])
+@pytest.mark.parametrize(("array", "zipped"), [(False, True), (True, False)])
 def test_json_and_json_lines_packed_or_not(tmp_path, array, zipped):
     path = save(tmp_path / "questions.any", [house(0), house(1, hops=4, type="bridge")], array=array, zipped=zipped)
     questions = read_source(path).questions
@@ -117,18 +115,13 @@ def test_json_and_json_lines_packed_or_not(tmp_path, array, zipped):
 def test_the_original_hotpotqa(tmp_path):
     [question] = read_source(save(tmp_path / "hotpot_train_v1.1.json", [hotpot()], array=True)).questions
     passages = [context_passage(title, " ".join(sentences)) for title, sentences in PARAGRAPHS]
+    assert len({p.id for p in passages}) == 3 and passages[0] == context_passage(" Jaws", passages[0].text + " \n")
     assert [(p.title, p.text) for p in question.passages][0] == ("Jaws", "Jaws is a film. Steven directed it.")
     assert list(question.passages) == passages
     row = question.row
     assert (row["id"], row["dataset"], row["kind"], row["hops"]) == ("h0", "hotpotqa", "bridge", 2)
     assert row["gold_ids"] == [passages[1].id, passages[0].id] and row["answers"] == ["Ohio"]
     assert "evidences" not in row
-
-
-def test_ids_of_passages_depend_on_title_and_text_alone():
-    assert context_passage(" Jaws", "a \n film ") == context_passage("Jaws", "a film")
-    ids = {context_passage(title, text).id for title, text in (("a", "b"), ("b", "a"), ("a", "c"), ("a\nb", ""))}
-    assert len(ids) == 4
 
 
 def test_the_original_2wikimultihopqa_with_aliases(tmp_path):
@@ -170,9 +163,7 @@ def test_missing_gold_passages_are_counted_not_made_up(tmp_path):
 @pytest.mark.parametrize(
     ("truth", "extra", "answers"),
     [
-        ("Ohio", {}, ["Ohio"]),
         (["Ohio", "OH"], {}, ["Ohio", "OH"]),
-        ({"target": "Ohio"}, {}, ["Ohio"]),
         ({"target": ["Ohio", "OH", "Ohio"]}, {}, ["Ohio", "OH"]),
         ("Ohio", {"answers": ["Ohio", "State of Ohio"]}, ["Ohio", "State of Ohio"]),
     ],
@@ -256,15 +247,16 @@ DAMAGES = {
     "null": None,
     "a list": [],
     "twice the same": house(0),
+    "evidences of two": hotpot(1, evidences=[["a", "b"]]),
+    "evidences of numbers": hotpot(1, evidences=[["a", "b", 3]]),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_record_is_named(tmp_path, damage):
-    for array, unit in ((False, "line"), (True, "record")):
-        path = save(tmp_path / "questions.json", [house(0), damage], array=array)
-        with pytest.raises(ValueError, match=rf"questions\.json, {unit} 2: not a question \(\w+Error: "):
-            read_source(path)
+    path = save(tmp_path / "questions.json", [house(0), damage])
+    with pytest.raises(ValueError, match=r"questions\.json, line 2: not a question \(\w+Error: "):
+        read_source(path)
 
 
 @pytest.mark.parametrize("cut", [b'{"id": 1', b"\xff\xfe", b"{}{}", b"nonsense"])
@@ -272,6 +264,13 @@ def test_a_damaged_line_is_named(tmp_path, cut):
     path = save(tmp_path / "questions.jsonl", [house(0), house(1)])
     path.write_bytes(path.read_bytes() + cut)
     with pytest.raises(ValueError, match=r"questions\.jsonl, line 3: not a question"):
+        read_source(path)
+
+
+def test_a_truncated_gzip_is_named(tmp_path):
+    path = save(tmp_path / "questions.jsonl.gz", [house(i) for i in range(300)], zipped=True)
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"questions\.jsonl\.gz, line \d+: not a question \(EOFError"):
         read_source(path)
 
 
@@ -307,9 +306,8 @@ def test_a_cut_array_is_named(tmp_path, monkeypatch):
         ("[{0}]\xff", 1),
     ],
 )
-@pytest.mark.parametrize("chunk", [1, 1 << 20])
-def test_a_damaged_array_is_named(tmp_path, monkeypatch, array, record, chunk):
-    monkeypatch.setattr(records, "_CHUNK", chunk)
+def test_a_damaged_array_is_named(tmp_path, monkeypatch, array, record):
+    monkeypatch.setattr(records, "_CHUNK", 1)
     path = tmp_path / "questions.json"
     path.write_bytes(array.format(json.dumps(house(0)), json.dumps(house(1))).encode("latin-1"))
     with pytest.raises(ValueError, match=rf"questions\.json, record {record}: not a question \("):
@@ -342,12 +340,6 @@ def test_every_reader_names_a_damaged_line(tmp_path, damage):
             read(path)
 
 
-def test_evidences_are_triples(tmp_path):
-    for evidences in ([["a", "b"]], [["a", "b", 3]], [{}], 3):
-        with pytest.raises(ValueError, match=r"train\.json, line 1: not a question \(TypeError"):
-            read_source(save(tmp_path / "train.json", [hotpot(evidences=evidences)]))
-
-
 def test_passages_of_equal_title_and_text_have_one_id(tmp_path):
     lines = [{"id": i, "title": "Steven", "text": text} for i, text in (("c1", "Born in  Ohio."), ("c2", "Died."))]
     first = save(tmp_path / "first.jsonl", lines)
@@ -359,13 +351,6 @@ def test_passages_of_equal_title_and_text_have_one_id(tmp_path):
     rows = {task.row("train", i)["id"]: task.row("train", i)["gold_ids"] for i in range(2)}
     assert rows == {"q0": ["c1", "c2"], "q1": ["c1"]} and task.row("eval", 0)["gold_ids"] == ["c1"]
     assert asyncio.run(task.search.execute({"query": "born ohio"})).data["ids"] == ["c1", "c1"]
-
-
-def test_a_cut_gzip_is_named(tmp_path):
-    path = save(tmp_path / "questions.jsonl.gz", [house(i) for i in range(300)], zipped=True)
-    path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(ValueError, match=r"questions\.jsonl\.gz, line \d+: not a question \(EOFError"):
-        read_source(path)
 
 
 def test_missing_and_empty_files(tmp_path):
@@ -426,30 +411,3 @@ def test_rows_without_passages_take_the_named_corpus(tmp_path):
     assert task.counts["train"]["gold_unknown"] == 3 and "- a: b" in task.texts(9)
     with pytest.raises(ValueError, match=r"no train questions in .*train\.jsonl"):
         multihop_task("", files={"train": [train], "eval": [train], "corpus": [corpus]})
-
-
-def test_original_files_made_of_real_questions_give_the_same_task(data_dir, tmp_path):
-    """Every HotpotQA question of the small data, written as its authors do, keeps its gold passages."""
-    passages = {p.id: p for p in read_corpus(data_dir / "multihop/mini_corpus.jsonl.gz")}
-    by_id = {}
-    for path in ("hotpotqa_train", "hotpotqa_dev"):
-        with gzip.open(data_dir / f"multihop/questions_{path}.jsonl.gz", "rt") as lines:
-            by_id |= {record["id"]: record for record in map(json.loads, lines)}
-    mini = read_source(data_dir / "multihop/mini_questions.jsonl.gz").questions
-    records = [by_id[q.row["id"]] for q in mini if q.row["dataset"] == "hotpotqa"]
-    records = [r for r in records if r["supporting_facts"] and set(r["context_ids"]) <= set(passages)]
-    assert len(records) > 20
-    written = [
-        {
-            **{"_id": r["id"], "question": r["question"], "answer": r["answer"], "type": r["type"]},
-            "supporting_facts": r["supporting_facts"],
-            "context": [[passages[i].title, passages[i].text.split("  ")] for i in r["context_ids"]],
-        }
-        for r in records
-    ]
-    source = read_source(save(tmp_path / "hotpot_dev_distractor_v1.json", written, array=True))
-    assert not source.counts.get("gold_unknown")
-    for question, record in zip(source.questions, records, strict=True):
-        titles = {p.id: p.title for p in question.passages}
-        assert {titles[i] for i in question.row["gold_ids"]} == {passages[i].title for i in record["gold_ids"]}
-        assert question.row["answers"] == [record["answer"]] and question.row["question"] == record["question"]

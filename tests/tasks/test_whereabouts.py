@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import json
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from letters import TOKENIZER
 from agentr1_jax.agents.context import context_rule
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity, ScriptedSession
-from agentr1_jax.envs.base import Action, Task
+from agentr1_jax.envs.base import Action
 from agentr1_jax.errors import UserError
 from agentr1_jax.tasks import make_task
 from agentr1_jax.tasks.whereabouts import PLACES, facts_text, last_places, report_text, score_summary
@@ -63,10 +62,9 @@ def played(task, row, rule):
     return session.trajectory()
 
 
-def test_rows_are_plain_json_and_the_answer_follows_from_the_reports():
-    task: Task = TASK
+def test_the_answer_follows_from_the_reports():
+    task = TASK
     rows = [task.row("train", i) for i in range(300)]
-    assert json.loads(json.dumps(rows[5])) == rows[5] == task.row("train", 5)
     assert task.row("eval", 5)["reports"] != rows[5]["reports"]
     for row in rows:
         moves = [(who, place) for report in row["reports"] for who, place in report.items()]
@@ -110,7 +108,7 @@ RULES = ("append", "window(2)", "token_budget(300)", "evidence", "strip_thinking
 
 @pytest.mark.parametrize("rule", RULES)
 def test_the_expert_answers_under_every_rule(rule):
-    for index in range(5):
+    for index in range(2):
         t = played(PERFECT, PERFECT.row("train", index), rule)
         summaries = [s for s in t.steps if s.info.get("summary")]
         assert t.outcome is Outcome.ANSWERED and t.metrics["em"] == 1 and len(t.steps) - len(summaries) == 11
@@ -120,7 +118,7 @@ def test_the_expert_answers_under_every_rule(rule):
 
 def test_what_a_context_rule_keeps_of_what_is_asked_for():
     """Whether the last prompt names where the one who is asked for went last."""
-    rows = [PERFECT.row("train", i) for i in range(60)]
+    rows = [PERFECT.row("train", i) for i in range(30)]
 
     def shows(rule, row):
         words = Words()
@@ -134,7 +132,7 @@ def test_what_a_context_rule_keeps_of_what_is_asked_for():
 
 def test_the_expert_forgets_and_guesses_at_its_rates():
     def mean(task, metric):
-        return np.mean([played(task, task.row("train", i), "summary(3)").metrics[metric] for i in range(40)])
+        return np.mean([played(task, task.row("train", i), "summary(3)").metrics[metric] for i in range(25)])
 
     assert mean(make_task("whereabouts", forgets=1.0, mistakes=0.0), "summary_score") == 0
     assert 0.4 < mean(make_task("whereabouts", forgets=0.5), "summary_score") < 0.6
@@ -161,8 +159,3 @@ def test_a_question_beyond_the_last_step_is_refused():
     config = changed(whereabouts, task__whereabouts__reports=8, budget__max_steps=8)
     with pytest.raises(UserError, match=r"its question comes at step 9 .* beyond budget\.max_steps \(8\); raise it"):
         configured_task(config)
-
-
-def test_unknown_rows_are_refused():
-    with pytest.raises(ValueError, match="whereabouts has no row 'test' 0"):
-        TASK.row("test", 0)

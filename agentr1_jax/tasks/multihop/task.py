@@ -6,7 +6,9 @@ import dataclasses
 import functools
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Literal
 
 from absl import logging
@@ -14,24 +16,17 @@ from annotated_types import Ge
 from pydantic.dataclasses import dataclass
 
 from agentr1_jax.envs.base import Expert, Row
-from agentr1_jax.envs.datasets import data_folder, shuffled_row
+from agentr1_jax.envs.datasets import check_row, data_folder, shuffled_row
 from agentr1_jax.envs.mixture import draw, draw_offsets, normalise_weights, parse_weights
 from agentr1_jax.envs.registry import TaskContext, register
+from agentr1_jax.envs.rewards import normalise
 from agentr1_jax.envs.tool_env import ToolEnv
 from agentr1_jax.tasks import qa
-from agentr1_jax.tasks.multihop.expert import expert
-from agentr1_jax.tasks.multihop.reading import (
-    SAME_AS_EVALUATION,
-    Files,
-    by_dataset,
-    check_questions,
-    divide,
-    load,
-    origin,
-)
-from agentr1_jax.tasks.multihop.rows import DATASETS, check_name
+from agentr1_jax.tasks.multihop.reading import Files, by_dataset, divide, load
+from agentr1_jax.tasks.multihop.sources import DATASETS, check_name
+from agentr1_jax.text.tool_calls import render_answer, render_call
 from agentr1_jax.tools.base import Tool
-from agentr1_jax.tools.search import BM25, Passage, Retriever, SearchTool
+from agentr1_jax.tools.search import BM25, Retriever, SearchTool
 from agentr1_jax.tools.search.tool import check_display
 from agentr1_jax.validation import STRICT, Count, Positive, Whole
 
@@ -41,6 +36,9 @@ INSTRUCTION = (
     "possible, for example <answer> Paris </answer>."
 )
 MIXTURE = "task.multihop.mixture"
+MOST_SEARCHES = 4
+_IN_PARENTHESES = re.compile(r"\s*\([^()]*\)$")
+_WORD = re.compile(r"\w+")
 RETRIEVER_KEYS = {
     "bm25": ("index",),
     "dense": ("encoder", "index", "pooling", "normalised", "query_prefix", "passage_prefix", "tokens", "dtype"),
@@ -140,24 +138,6 @@ class MultihopConfig:
 
 
 @register("multihop", MultihopConfig)
-def make_multihop(config: MultihopConfig, run: TaskContext) -> MultihopTask:
-    """Make the task of real questions. Raises UserError, or what `MultihopTask` raises."""
-    task = MultihopTask(config, run)
-    if not task.corpus and config.retriever.kind != "http":
-        raise ValueError(
-            f"the question files bring no passages, and task.multihop.retriever.kind {config.retriever.kind!r} has to "
-            "search some; name a corpus in task.multihop.files.corpus"
-        )
-    return task
-
-
-def _paths(paths: Iterable[str | os.PathLike[str]], data_dir: str) -> Iterator[str]:
-    """Paths with `~` and `{data}` replaced."""
-    for path in paths:
-        text = os.path.expanduser(os.fspath(path))
-        yield text.replace("{data}", os.fspath(data_folder(data_dir))) if "{data}" in text else text
-
-
 class MultihopTask:
     """The Task of answering real multi-hop questions by search.
 
@@ -165,17 +145,14 @@ class MultihopTask:
     for testing. Training questions that equal one of `eval` or `held_out`, in id or (after SQuAD's normalisation) in
     text, are left out of training.
 
-    Args:
-      config: its keys.
-      run: what the run gives it.
-
     Attributes:
       corpus: passages that are searched; those of equal title and text have one id.
       counts: for `train` and `eval`, what was left out or missing, and how often; see docs/tasks.md.
 
     Raises:
       FileNotFoundError: the data are not there.
-      ValueError: an unknown data set, a split without questions, or a damaged file (the message names the line).
+      ValueError: an unknown data set, a split without questions, no passages to search, or a damaged file (the message
+        names the line).
     """
 
     name = "multihop"
@@ -185,24 +162,30 @@ class MultihopTask:
         named = {"train": config.datasets, "eval": config.eval_datasets or config.datasets}
         for dataset in itertools.chain(*named.values()):
             check_name(dataset, DATASETS, "data set")
-        paid = dataclasses.asdict(config.rewards) if config.reward == "weighted" else {}
-        self._reward = qa.make_reward(paid, config.reward, config.reward_functions)
-        files = Files(*(tuple(_paths(paths, run.data_dir)) for paths in dataclasses.astuple(config.files)))
-        found = load(lambda: data_folder(run.data_dir) / "multihop", named, config.corpus == "mini", files)
-        check_questions(found.questions, found.corpus)
-        self._splits, left_out = divide(found.questions, config.held_out, config.held_out_datasets)
-        for split in named:
+        self._reward = qa.make_reward(dataclasses.asdict(config.rewards), config.reward, config.reward_functions)
+        files = _expand(config.files, run.data_dir)
+        data = load(lambda: data_folder(run.data_dir) / "multihop", named, config.corpus == "mini", files)
+        if not data.corpus and config.retriever.kind != "http":
+            raise ValueError(
+                f"the question files bring no passages, and task.multihop.retriever.kind {config.retriever.kind!r} has "
+                "to search some; name a corpus in task.multihop.files.corpus"
+            )
+        self._splits, same = divide(data.questions, config.held_out, config.held_out_datasets)
+        for split, datasets in named.items():
             if not self._splits[split]:
-                raise ValueError(f"no {split} questions {origin(split, named, files, config.corpus)}")
-        self.corpus = found.corpus
-        self.counts = {**found.counts, "train": {**found.counts["train"], SAME_AS_EVALUATION: left_out}}
-        self._documents = found.documents
+                raise ValueError(f"no {split} questions in {', '.join(map(str, getattr(files, split) or datasets))}")
+        self.corpus, self._documents = data.corpus, data.documents
+        self.counts = {**data.counts, "train": {**data.counts["train"], "same_as_evaluation": same}}
         self._train = by_dataset(self._splits["train"])
-        weights = _weights(config.mixture, {name: len(rows) for name, rows in self._train.items()})
-        self._shares = normalise_weights(weights, MIXTURE)
-        self._offsets = draw_offsets(len(self._shares), run.seed)
+        shares = normalise_weights(_weights(config.mixture, self._train), MIXTURE)
+        self._names, self._shares = list(shares), list(shares.values())
+        self._offsets = draw_offsets(len(shares), run.seed)
         self._config, self._run = config, run
-        self._log()
+        logging.info("multihop: %s; %d passages", {s: len(rows) for s, rows in self._splits.items()}, len(self.corpus))
+        for split, counts in self.counts.items():
+            for what, count in counts.items():
+                if count:
+                    logging.warning("multihop: %s: %s %d (see docs/tasks.md)", split, what, count)
 
     @property
     def reward_parts(self) -> Sequence[str]:
@@ -210,47 +193,34 @@ class MultihopTask:
         return list(self._reward.weights)
 
     def row(self, split: str, index: int) -> Row:
-        """Row `index` of a split.
+        """Return row `index` of a split. Raises ValueError where there is no such row.
 
         Training rows are drawn by the mixture, those of each data set in passes of their own, shuffled anew for each
         pass. Those of other splits come in one order that depends on nothing but their ids, again and again.
-
-        Raises:
-          ValueError: there is no such row; the message lists the splits.
         """
-        if split not in self._splits or index < 0:
-            raise ValueError(
-                f"multihop has no row {split!r} {index}; splits are {', '.join(self._splits)} (held_out where "
-                "task.multihop.held_out is set), rows start at 0"
-            )
+        check_row(self.name, self._splits, split, index)
         if split != "train":
             return self._splits[split][index % len(self._splits[split])]
-        k, number = draw(list(self._shares.values()), self._offsets, index)
-        rows = self._train[list(self._shares)[k]]
-        return shuffled_row(rows, number, self._run.seed, 2, k)
+        k, number = draw(self._shares, self._offsets, index)
+        return shuffled_row(self._train[self._names[k]], number, self._run.seed, 2, k)
 
     def size(self, split: str) -> int:
-        """Number of questions of a split."""
+        """Return the number of questions of a split."""
         return len(self._splits[split])
 
     def env(self) -> ToolEnv:
-        """A fresh environment; all share one search index."""
-        return ToolEnv(
-            tools=[self._tool],
-            opening=functools.partial(opening, instruction=self._config.instruction or INSTRUCTION),
-            reward=self._reward,
-            metrics=qa.metrics,
-            state_key=qa.state_key,
-        )
+        """Return a fresh environment; all share one search index."""
+        instruction = self._config.instruction or INSTRUCTION
+        return ToolEnv([self._tool], functools.partial(_opening, instruction), self._reward, qa.metrics, qa.state_key)
 
     def expert(self, row: Row, seed: int) -> Expert:
-        """The expert of `multihop.expert` on `row`; `seed` is not used. Raises ValueError where nobody has passages."""
+        """Return the expert on a row; `seed` is not used. Raises ValueError where nobody has passages."""
         if not self.corpus:
             raise ValueError("the expert of multihop has to know the passages; name them in task.multihop.files.corpus")
-        return expert(row, self._passages)
+        return make_expert(row, self._titles)
 
     def texts(self, count: int) -> list[str]:
-        """Training questions and passages of the training data sets in turn, at most `count`."""
+        """Return training questions and passages of the training data sets in turn, at most `count`."""
         questions = (row["question"] for row in self._splits["train"])
         passages = (passage.line for passage in self._documents)
         both = itertools.chain.from_iterable(itertools.zip_longest(questions, passages))
@@ -274,39 +244,96 @@ class MultihopTask:
         return self._run.wrap(self.search)
 
     @functools.cached_property
-    def _passages(self) -> Mapping[str, Passage]:
-        return {passage.id: passage for passage in self.corpus}
-
-    def _log(self) -> None:
-        logging.info("multihop: %s; %d passages", {s: len(rows) for s, rows in self._splits.items()}, len(self.corpus))
-        for split, counts in self.counts.items():
-            for what, count in counts.items():
-                if count:
-                    logging.warning("multihop: %s: %s %d (see docs/tasks.md)", split, what, count)
-        without = sum(not row["gold_ids"] for row in self._splits["train"])
-        if without and self._reward.weights.get("gold_passage"):
-            logging.warning(
-                "multihop: %d training rows know no gold passages and earn nothing of gold_passage", without
-            )
+    def _titles(self) -> Mapping[str, str]:
+        return {passage.id: passage.title for passage in self.corpus}
 
 
-def opening(row: Row, instruction: str = INSTRUCTION) -> list[dict[str, str]]:
-    """The question, then the instructions. The tool's schema is added by the tokenizer's chat template."""
+def _opening(instruction: str, row: Row) -> list[dict[str, str]]:
     return [{"role": "user", "content": f"Question: {row['question']}\n\n{instruction}"}]
 
 
-def _weights(mixture: Sequence[str], sizes: Mapping[str, int]) -> dict[str, float]:
-    """Weights of the data sets: as given, one for each; by size where none is.
+def _expand(files: Files, data_dir: str) -> Files:
+    """The files with `~` and `{data}` replaced in their paths."""
 
-    Raises:
-      ValueError: a weight cannot be read, names no data set or is missing.
-    """
+    def expand(path: str | Path) -> str:
+        text = os.path.expanduser(os.fspath(path))
+        return text.replace("{data}", os.fspath(data_folder(data_dir))) if "{data}" in text else text
+
+    return Files(*(tuple(map(expand, paths)) for paths in dataclasses.astuple(files)))
+
+
+def _weights(mixture: Sequence[str], rows: Mapping[str, Sequence[Row]]) -> dict[str, float]:
+    """Weights of the data sets: as given, one for each; by size where none is."""
     if not mixture:
-        return {name: float(size) for name, size in sizes.items()}
+        return {name: float(len(own)) for name, own in rows.items()}
     given = parse_weights(mixture, MIXTURE)
     for name in given:
-        check_name(name, sizes, f"data set of {MIXTURE}")
-    for name in sizes:
+        check_name(name, rows, f"data set of {MIXTURE}")
+    for name in rows:
         if name not in given:
             raise ValueError(f"{MIXTURE} has no weight of {name!r}; give one, 0 to leave the data set out")
-    return {name: given[name] for name in sizes}
+    return {name: given[name] for name in rows}
+
+
+def make_expert(row: Row, titles: Mapping[str, str]) -> Expert:
+    """Return an expert that knows the gold passages, and searches for one only when it has read its title.
+
+    Each step searches for the first gold passage (see `order_titles`) that no result has shown and whose title stands
+    in the question or in a result, by the title as it is written there. Where there is none, it searches for the
+    question itself, once. Then it answers. So its queries could be written from what was read, in the results as they
+    came back: the policy reads them truncated to `budget.observation_tokens`, and may have missed a name behind.
+
+    Args:
+      row: of a multi-hop task, with gold passages and answers.
+      titles: passage id -> title; at least of the row's gold passages.
+    """
+    missing = order_titles([titles[i] for i in row["gold_ids"]], row.get("evidences", ()))
+    read = row["question"]
+    asked: list[str] = []
+
+    def respond(observation: str | None) -> str:
+        nonlocal read
+        if observation:
+            read = f"{read}\n{observation}"
+            lines = observation.split("\n")
+            missing[:] = [title for title in missing if not any(line.startswith(f"- {title}: ") for line in lines)]
+        written = (find_mention(read, title) for title in missing)
+        queries = [*(name for name in written if name), *([row["question"]] if missing else [])]
+        query = next((query for query in queries if query not in asked), None)
+        if query is None or len(asked) == MOST_SEARCHES:
+            return render_answer(row["answers"][0])
+        asked.append(query)
+        # Behind a space, so that its first word is tokenised as where it was read.
+        return render_call("search", {"query": f" {query}"})
+
+    return respond
+
+
+def order_titles(titles: Sequence[str], evidences: Sequence[Sequence[str]]) -> list[str]:
+    """Return titles in the order of the hops: the object of a triple (subject, relation, object) behind its subject.
+
+    All that this leaves open stays as it is.
+    """
+
+    def name(title: str) -> str:
+        return normalise(_IN_PARENTHESES.sub("", title))
+
+    triples = [(name(subject), name(object)) for subject, _, object in evidences]
+    left, out = list(titles), []
+    while left:
+        names = {name(title) for title in left}
+        later = {object for subject, object in triples if subject in names and subject != object}
+        out.append(next((title for title in left if name(title) not in later), left[0]))
+        left.remove(out[-1])
+    return out
+
+
+def find_mention(text: str, title: str) -> str | None:
+    """Return the title as `text` writes it, without what it has in parentheses behind it; None where it does not.
+
+    Case and punctuation may differ.
+    """
+    words = _WORD.findall(_IN_PARENTHESES.sub("", title))
+    pattern = r"\W+".join(map(re.escape, words))
+    found = re.search(rf"\b{pattern}\b", text, re.IGNORECASE) if words else None
+    return found[0] if found else None
