@@ -19,21 +19,21 @@ STATES = ("idle", "tool", "prefill", "decode")
 """A slot that is in two at once counts as the later of them."""
 COLORS = {"idle": WASH, "tool": ORANGE, "prefill": INK, "decode": BLUE}
 LABELS = {"idle": "idle", "tool": "waiting for tool", "prefill": "prefill", "decode": "decoding"}
-MOMENTS, CURVE_POINTS = 3000, 300
+COLUMNS, CURVE_POINTS = 3000, 300
 
 
 def sample_states(spans: Sequence[Mapping[str, Any]], slots: int) -> tuple[Int[np.ndarray, "slots moments"], float]:
-    """Return the state of each slot at `MOMENTS` equally spaced moments, as a place in `STATES`, and the total seconds.
+    """Return the state of each slot at `COLUMNS` equally spaced moments, as a place in `STATES`, and the total seconds.
 
     Args:
       spans: records `{"slot", "state": "decode" | "prefill" | "tool", "start", "end"}`, in seconds since the rollout
         began, in any order.
       slots: number of decode slots.
     """
-    grid = np.zeros((slots, MOMENTS), np.int8)
+    grid = np.zeros((slots, COLUMNS), np.int8)
     seconds = float(max((span["end"] for span in spans), default=0.0))
     for span in sorted(spans, key=lambda span: STATES.index(span["state"])):
-        first, end = (round(span[key] / seconds * MOMENTS) if seconds else 0 for key in ("start", "end"))
+        first, end = (round(span[key] / seconds * COLUMNS) if seconds else 0 for key in ("start", "end"))
         grid[span["slot"], first:end] = STATES.index(span["state"])
     return grid, seconds
 

@@ -23,17 +23,17 @@ def span(slot, state, start, end):
 def random_spans(count, slots):
     """Spans at random times, many of which overlap."""
     rng = np.random.default_rng(0)
-    times = np.sort(rng.integers(0, timeline.MOMENTS + 1, (count, 2)), axis=1) / 1000
+    times = np.sort(rng.integers(0, timeline.COLUMNS + 1, (count, 2)), axis=1) / 1000
     states = rng.choice(["decode", "prefill", "tool"], count)
     return [span(int(rng.integers(slots)), str(s), *pair) for s, pair in zip(states, times.tolist(), strict=True)]
 
 
 def test_each_moment_of_a_slot_has_its_first_state():
-    spans = [*random_spans(30, 4), span(0, "tool", 0.0, timeline.MOMENTS / 1000)]
+    spans = [*random_spans(30, 4), span(0, "tool", 0.0, timeline.COLUMNS / 1000)]
     grid, seconds = timeline.sample_states(spans, 4)
-    assert seconds == timeline.MOMENTS / 1000
+    assert seconds == timeline.COLUMNS / 1000
     for slot in range(4):
-        for moment in range(0, timeline.MOMENTS, 17):
+        for moment in range(0, timeline.COLUMNS, 17):
             t = (moment + 0.5) / 1000
             here = {s["state"] for s in spans if s["slot"] == slot and s["start"] <= t < s["end"]}
             expected = next((state for state in ("decode", "prefill", "tool") if state in here), "idle")
