@@ -28,10 +28,7 @@ TASK_MODULES = {**tasks.TASK_MODULES, **contrib.TASK_MODULES}
 
 
 def get_config(*names: str) -> ml_collections.ConfigDict:
-    """Return the base config with the keys of the tasks of these names, and of no others.
-
-    Args:
-      names: the task, or the tasks of a mixture; none for a task of `task.file`.
+    """Return the base config with the keys of a task, or of the tasks of a mixture; no names for a task of `task.file`.
 
     Raises:
       ValueError: no such task; the message lists the names.
@@ -58,12 +55,7 @@ def get_config(*names: str) -> ml_collections.ConfigDict:
 def set_task(c: ml_collections.ConfigDict, *names: str) -> None:
     """Make a config run other tasks: their sections, with defaults, take the place of those that it had.
 
-    Args:
-      c: config, changed in place.
-      names: the task, or the tasks of a mixture, for which `c.task.mixture` has yet to be set.
-
-    Raises:
-      ValueError: no such task; the message lists the names.
+    With several names `c.task.mixture` has yet to be set. Raises ValueError if there is no such task.
     """
     entries = {name: find_task(name) for name in names}
     with c.unlocked():

@@ -95,26 +95,22 @@ def open_run(
             state, progress = builder.init(), Progress()
         else:
             state, progress = restored[0], read_progress(restored[1], run_dir)
-        sinks, first = open_sinks(settings, resolved), processes.process_index() == 0
+        sinks: Sequence[Sink] = ()
+        if settings.sinks.active:
+            from agentr1_jax.runtime.sinks import make_sinks  # Its libraries are extras.
+
+            sinks = make_sinks(settings.sinks, run_dir, resolved)
+        first = processes.process_index() == 0
         with MetricsWriter(run_dir, progress.metrics_index, first, sinks) as metrics, processes.StopRequest() as stop:
             started -= progress.seconds
             yield RunLogger(RunFolder(run_dir), metrics, checkpoints, stop, compiles, started), state, progress
     logging.info("programs of this start: %s", compiles)
 
 
-def open_sinks(settings: Settings, resolved: Mapping[str, Any]) -> list[Sink]:
-    """Return the receivers of metrics beside metrics.jsonl; their libraries are extras."""
-    if not settings.sinks.active:
-        return []
-    from agentr1_jax.runtime.sinks import make_sinks
-
-    return make_sinks(settings.sinks, settings.run.run_dir, resolved)
-
-
 def train(
     setup: Setup, builder: build.StateBuilder, state: LearnerState, progress: Progress, logger: RunLogger
 ) -> Progress:
-    """Take a run through its phases, from where it stands; return how far it came."""
+    """Take a run through its phases, from where it stands; its progress is `done` unless it was stopped."""
     settings = setup.settings
     try:
         setup.engine.compile(setup.rollout_params(state.params, setup.frozen))

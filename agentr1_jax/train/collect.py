@@ -42,10 +42,8 @@ class Request:
 
     Attributes:
       name: part of the uids and seeds of the trajectories, e.g. `rl`.
-      split: of the task.
       prompts: index of the task row of each group.
       samples: trajectories of each group.
-      sampling: distribution of the responses.
       version: of the policy: updates that its parameters have seen.
       spare_prompts: further task rows, for dynamic sampling: groups in place of zero-variance groups.
     """

@@ -68,20 +68,14 @@ def draw_timeline(setup: Setup) -> None:
 
 
 def write_summary(setup: Setup, progress: Progress, config: Mapping[str, Any]) -> None:
-    """Write summary, learning curve and report; print a short table and where to look.
-
-    Args:
-      setup: parts of the run.
-      progress: of the finished run.
-      config: resolved config, as plain JSON.
-    """
+    """Write summary, learning curve and report of a finished run; print a short table and where to look."""
     from agentr1_jax import report
 
-    settings, totals = setup.settings, progress.totals
+    settings, sums = setup.settings, progress.totals
     folder = RunFolder(settings.run.run_dir)
 
     def rate(tokens: str, seconds: str) -> float:
-        return round(totals.get(f"time/{tokens}", 0) / max(totals.get(f"time/{seconds}", 0), 1e-9), 1)
+        return round(sums.get(f"time/{tokens}", 0) / max(sums.get(f"time/{seconds}", 0), 1e-9), 1)
 
     summary = {
         **progress.results,
@@ -91,7 +85,7 @@ def write_summary(setup: Setup, progress: Progress, config: Mapping[str, Any]) -
         "updates": 0 if settings.warm_start.control_seconds else settings.run.updates,
         "decode_tokens_per_s": rate("decode_tokens", "rollout"),
         "learner_tokens_per_s": rate("learner_tokens", "learn"),
-        "recompiles_after_warmup": int(totals.get("recompiles", 0)),
+        "recompiles_after_warmup": int(sums.get("recompiles", 0)),
     }
     with files.atomic_write(folder.file("summary.json")) as out:
         json.dump(summary, out, indent=2)

@@ -9,6 +9,7 @@ are global over processes: `assign_credit` concatenates what all processes know,
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -19,7 +20,6 @@ from absl import logging
 from agentr1_jax.credit.batch import FlatTrajectories, concatenate, flatten, to_token_batch
 from agentr1_jax.credit.shaping import RunningMeanStd, shape_rewards
 from agentr1_jax.learner.batch import Batch, LossTokens, to_microbatches, with_process_indices
-from agentr1_jax.learner.config import Aggregate
 from agentr1_jax.learner.loss_weights import TokenUnits, correction_weights, gap_metrics, loss_weights
 from agentr1_jax.learner.losses import kl_estimate, kl_rewards
 from agentr1_jax.learner.packing import Packing, gather, gather_final, packing_fault, scatter_fields
@@ -124,15 +124,11 @@ def pack(setup: Setup, phase: Phase, trajectories: Sequence[Trajectory]) -> Pack
     usable, dropped, malformed = sift(setup, phase, trajectories)
     groups = np.array_split(np.unique([t.group for t in usable]), setup.settings.learner.minibatches)
     minibatches = [[t for t in usable if t.group in set(part.tolist())] for part in groups]
-    return PackedBatch(
-        trajectories=[t for minibatch in minibatches for t in minibatch],
-        dropped=dropped,
-        malformed=malformed,
-        packings=[
-            pack_rows(minibatch, phase.packing, final_values=phase.critic, observations=phase.observations)
-            for minibatch in minibatches
-        ],
-    )
+    packings = [
+        pack_rows(minibatch, phase.packing, final_values=phase.critic, observations=phase.observations)
+        for minibatch in minibatches
+    ]
+    return PackedBatch([t for minibatch in minibatches for t in minibatch], dropped, malformed, packings)
 
 
 def sift(
@@ -286,16 +282,14 @@ def update(
 
 def with_advantages(batch: PackedBatch, credit: BatchCredit) -> list[Trajectory]:
     """Return all trajectories of a batch, those that were packed with the advantages of their response tokens."""
-    advantages = credit.advantages[credit.part][credit.own.is_action]
-    trajectories, at = [], 0
-    for t in batch.trajectories:
-        steps = []
-        for step in t.steps:
-            own = np.asarray(advantages[at : at + len(step.response_ids)], np.float32)
-            steps.append(dataclasses.replace(step, advantages=own))
-            at += len(step.response_ids)
-        trajectories.append(dataclasses.replace(t, steps=tuple(steps)))
-    return [*trajectories, *batch.dropped]
+    advantages = credit.advantages[credit.part][credit.own.is_action].astype(np.float32)
+    ends = np.cumsum([len(step.response_ids) for t in batch.trajectories for step in t.steps])
+    of_steps = iter(np.split(advantages, ends[:-1]))
+    trained = [
+        dataclasses.replace(t, steps=tuple(dataclasses.replace(s, advantages=next(of_steps)) for s in t.steps))
+        for t in batch.trajectories
+    ]
+    return [*trained, *batch.dropped]
 
 
 def _minibatches(
@@ -310,22 +304,19 @@ def _minibatches(
     units = TokenUnits(
         flat.token_step, flat.token_trajectory, np.unique(flat.group, return_inverse=True)[1][flat.token_trajectory]
     )
-
-    def weights(aggregate: Aggregate, mask: np.ndarray) -> np.ndarray:
-        return loss_weights(aggregate, units, mask, fixed_denominator=loss.fixed_denominator, minibatch=number)
-
+    weights = functools.partial(loss_weights, fixed_denominator=loss.fixed_denominator, minibatch=number)
     trainable = flat.trainable[flat.token_step]
     trained = trainable & (flat.is_action | (not learner.loss_mask))
     per_token = {
         "advantage": credit.advantages[part],
-        "weight": weights(loss.aggregate, trained)[part],
+        "weight": weights(loss.aggregate, units, trained)[part],
         **_corrections(setup, phase, outputs, credit.own),
     }
     if phase.critic:
         per_token |= {
             "old_value": credit.own.values,
             "value_target": credit.value_targets[part],
-            "value_weight": weights("token", trainable & credit.value_mask)[part],
+            "value_weight": weights("token", units, trainable & credit.value_mask)[part],
         }
     batches, end = [], 0
     for i, packing in enumerate(batch.packings):
@@ -344,19 +335,17 @@ def _corrections(setup: Setup, phase: Phase, outputs: TokenOutputs, own: FlatTra
         fields["ref_logprob"] = outputs.ref_logprobs
     if phase.scheme is None or outputs.logprobs is None:
         return fields
-    recomputed = settings.learner.old_logprobs == "learner"
-    if recomputed:
+    action = own.is_action
+    if settings.learner.old_logprobs == "learner":
         fields["old_logprob"] = outputs.logprobs
+        if settings.correction.kind != "none":
+            sequence = own.token_step if settings.correction.unit == "step" else own.token_trajectory
+            fields["correction_weight"] = np.ones(len(action), np.float32)
+            fields["correction_weight"][action] = correction_weights(
+                settings.correction, outputs.logprobs[action], own.logprobs[action], sequence[action]
+            )
     elif phase.observations:  # Observation tokens have no behaviour log-prob.
-        fields["old_logprob"] = np.where(own.is_action, own.logprobs, outputs.logprobs)
-    if recomputed and settings.correction.kind != "none":
-        action = own.is_action
-        sequence = own.token_step if settings.correction.unit == "step" else own.token_trajectory
-        weights = np.ones(len(action), np.float32)
-        weights[action] = correction_weights(
-            settings.correction, outputs.logprobs[action], own.logprobs[action], sequence[action]
-        )
-        fields["correction_weight"] = weights
+        fields["old_logprob"] = np.where(action, own.logprobs, outputs.logprobs)
     return fields
 
 
