@@ -47,9 +47,9 @@ def show(settings: Settings, topology_name: str = "") -> None:
 
 def run_table(plan: Plan) -> Table:
     """Return a table of the policy, the meshes and the batches."""
-    settings, policy = plan.settings, plan.policy
+    settings, policy = plan.setup.settings, plan.setup.policy
     table = _table("Run", "", "")
-    trained, frozen = (sum(x.size for x in jax.tree.leaves(t)) for t in (plan.state.params, plan.frozen))
+    trained, frozen = (sum(x.size for x in jax.tree.leaves(t)) for t in (plan.state.params, plan.setup.frozen))
     table.add_row("parameters", f"{trained + frozen:,}" + (f", {trained:,} of them trained" if frozen else ""))
     table.add_row(
         "policy",
@@ -58,7 +58,7 @@ def run_table(plan: Plan) -> Table:
         f"computes in {policy.dtype}, attention {policy.attention}, remat {policy.remat}",
     )
     for name, mesh, where in (
-        ("learner mesh", plan.learner_mesh, "all devices"),
+        ("learner mesh", plan.setup.learner_mesh, "all devices"),
         ("rollout mesh", plan.rollout_mesh, "each process on its own"),
     ):
         device = mesh.devices.flat[0].device_kind
@@ -77,8 +77,8 @@ def run_table(plan: Plan) -> Table:
 def bytes_table(plan: Plan) -> Table:
     """Return a table of the memory, in all and per device."""
     table = _table("Memory", "what", "in all", "per device", "when")
-    engines = len({d.process_index for d in plan.learner_mesh.devices.flat})
-    parameters = (plan.state.params, plan.frozen)
+    engines = len({d.process_index for d in plan.setup.learner_mesh.devices.flat})
+    parameters = (plan.state.params, plan.setup.frozen)
     for name, tree, copies, when in (
         ("parameters", parameters, 1, "always"),
         ("optimizer state", plan.state.opt_state, 1, "always"),

@@ -40,38 +40,27 @@ class Plan:
     """Parts of a run; the leaves of every tree are `jax.ShapeDtypeStruct`s with shardings.
 
     Attributes:
-      settings: settings of the run.
-      policy: shape of the decoder.
-      learner_mesh: mesh of the learner, over all devices.
-      rollout_mesh: mesh of the engine.
       setup: what the phases are made from: without task, tokenizer and agent; its engine has allocated nothing.
+      rollout_mesh: mesh of the engine.
       phases: phases of the run, in order.
       state: state of the learner.
-      frozen: parameters that LoRA does not train.
       rollout_params: parameters of the engine.
       cache: KV cache of the engine.
     """
 
-    settings: Settings
-    policy: DecoderConfig
-    learner_mesh: Mesh
-    rollout_mesh: Mesh
     setup: Setup
+    rollout_mesh: Mesh
     phases: list[Phase]
     state: Any
-    frozen: Any
     rollout_params: Any
     cache: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Program that the run compiles.
+    """Program that the run compiles: its name, its shapes for people, and the function that traces it.
 
-    Attributes:
-      name: what it computes.
-      shape: its shapes, for people.
-      lower: function that traces it; None for programs that nobody needs to compile ahead of the run.
+    None stands for a program that nobody needs to compile ahead of the run.
     """
 
     name: str
@@ -127,14 +116,10 @@ def make_plan(settings: Settings, topology_name: str = "") -> Plan:
         tool_metrics=ToolMetrics(),
     )
     return Plan(
-        settings=settings,
-        policy=policy,
-        learner_mesh=learner_mesh,
-        rollout_mesh=rollout_mesh,
         setup=setup,
+        rollout_mesh=rollout_mesh,
         phases=_make_phases(setup, builder),
         state=builder.shapes,
-        frozen=frozen,
         rollout_params=_with_shardings(rollout_params, rollout_mesh),
         cache=_with_sharding(cache, cache_sharding(policy, rollout_mesh)),
     )
@@ -202,7 +187,7 @@ def activation_bytes(plan: Plan) -> int:
     They are the activations of every layer that `remat` saves, all activations of one layer while its gradient is
     computed, one chunk of logits, and the output head with its gradient, both sharded over `tensor` alone.
     """
-    p, c, mesh = plan.policy, plan.settings.learner, plan.learner_mesh.shape
+    p, c, mesh = plan.setup.policy, plan.setup.settings.learner, plan.setup.learner_mesh.shape
     tensor, rows = mesh["tensor"], -(-c.rows // (mesh["data"] * mesh["fsdp"]))
     tokens, size = rows * c.row_tokens, jnp.dtype(p.dtype).itemsize
     stream = tokens * p.width * size
@@ -210,7 +195,7 @@ def activation_bytes(plan: Plan) -> int:
     scores = 2 * 4 * rows * c.row_tokens**2 * p.heads // tensor if p.attention == "dense" else 0
     layer = matmuls + tokens * size * (p.heads * p.head_dim + p.hidden) // tensor + 2 * stream + scores
     saved = {"full": stream, "dots": stream + matmuls, "none": layer}[p.remat]
-    logits = 3 * 4 * max(plan.settings.loss.chunk // c.rows, 1) * rows * p.vocab_size // tensor
+    logits = 3 * 4 * max(plan.setup.settings.loss.chunk // c.rows, 1) * rows * p.vocab_size // tensor
     head = (size + 3 * 4) * p.vocab_size * p.width // tensor
     trunks = 2 if "critic" in plan.state.params else 1
     return trunks * p.layers * saved + layer + logits + head
@@ -218,10 +203,10 @@ def activation_bytes(plan: Plan) -> int:
 
 def programs(plan: Plan) -> Iterator[Program]:
     """Yield every program of the run, in the order in which the run compiles them."""
-    weights = plan.settings.policy.weights
-    if plan.frozen and not weights:
+    weights = plan.setup.settings.policy.weights
+    if plan.setup.frozen and not weights:
         yield Program("frozen parameters", "random, on the learner mesh")
-    if plan.frozen or not weights:
+    if plan.setup.frozen or not weights:
         yield Program("parameters", "random, on the learner mesh")
     yield Program("learner state", "made of them")
     yield Program("rollout parameters", "from learner mesh to rollout mesh, in compute dtype")
@@ -238,14 +223,14 @@ def programs(plan: Plan) -> Iterator[Program]:
 
 def _rl_programs(plan: Plan, phase: Phase) -> Iterator[Program]:
     """Yield the programs of reinforcement learning: reference, token outputs, credit, log ratio, update."""
-    settings, params, used = plan.settings, plan.state.params, np.int32(1)
+    settings, params, used = plan.setup.settings, plan.state.params, np.int32(1)
     update: Any = phase.update
     token_outputs: Any = phase.token_outputs
     log_ratio: Any = phase.log_ratio
     if phase.reference is not None:
         yield Program("reference", "a copy of the policy, on the learner mesh")
     if token_outputs is not None:
-        arguments = (params, plan.frozen, phase.reference, _batch(plan, phase, ()), used)
+        arguments = (params, plan.setup.frozen, phase.reference, _batch(plan, phase, ()), used)
         yield Program("token outputs", _rows(phase), functools.partial(token_outputs.lower, *arguments))
     sizes = ", ".join(f"{n} {unit}" for unit, n in settings.batch_capacity.items())
     yield Program("credit", f"{settings.credit.name}: {sizes}")
@@ -256,11 +241,11 @@ def _rl_programs(plan: Plan, phase: Phase) -> Iterator[Program]:
     )
     batch = _batch(plan, phase, optional)
     if log_ratio is not None:
-        lower = functools.partial(log_ratio.lower, params, plan.frozen, batch, used)
+        lower = functools.partial(log_ratio.lower, params, plan.setup.frozen, batch, used)
         yield Program("log ratio", _rows(phase), lower)
         batch = _batch(plan, phase, (*optional, "log_ratio"))
     rates = dict.fromkeys(params, np.float32(0))
-    lower = functools.partial(update.lower, plan.state, plan.frozen, batch, used, rates)
+    lower = functools.partial(update.lower, plan.state, plan.setup.frozen, batch, used, rates)
     yield Program("update (RL)", _rows(phase), lower)
 
 
@@ -274,7 +259,7 @@ def _batch(plan: Plan, phase: Phase, optional: tuple[str, ...]) -> Any:
         row_loss_tokens=c.row_loss_tokens,
         present=optional,
     )
-    return _with_sharding(shapes, NamedSharding(plan.learner_mesh, meshes.ROWS))
+    return _with_sharding(shapes, NamedSharding(plan.setup.learner_mesh, meshes.ROWS))
 
 
 def _rows(phase: Phase) -> str:
@@ -285,7 +270,7 @@ def _rows(phase: Phase) -> str:
 
 def _engine_programs(plan: Plan) -> Iterator[Program]:
     """Yield the programs of the rollout engine."""
-    c, shards = plan.settings.engine, plan.rollout_mesh.shape["data"]
+    c, shards = plan.setup.settings.engine, plan.rollout_mesh.shape["data"]
     run: Any = plan.setup.engine.device.programs
     slots = idle_slot_state(c)
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)

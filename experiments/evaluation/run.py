@@ -45,10 +45,6 @@ from experiments.setup import Config, change_config, is_run, make_task, read_run
 HELD_OUT = "held_out"
 
 
-class Stopped(Exception):
-    """The evaluation was asked to stop; complete chunks stay."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Request:
     """Request of an evaluation; see the flags of `experiments.evaluate`.
@@ -150,9 +146,7 @@ def evaluate(config: Config | None, source: str, request: Request, console: Cons
             record = claim(out, {**record, **names})
             for chunk in (chunk for mode in own for chunk in chunks[mode] if not chunk.is_complete):
                 before = compiles.count
-                try:
-                    answer(chunk, evaluation, params, stop, functools.partial(advance, chunk))
-                except Stopped:
+                if not answer(chunk, evaluation, params, stop, functools.partial(advance, chunk)):
                     console.print(f"stopped; the same command goes on with {out}", markup=False)
                     return recompiles
                 compiled, warm = (compiles.count - before) * warm, True
@@ -306,18 +300,10 @@ def load(evaluation: Evaluation, source: Source) -> tuple[Params, str]:
 
 def answer(
     chunk: Chunk, evaluation: Evaluation, params: Params, stop: StopRequest, advance: Callable[[], None]
-) -> None:
-    """Answer the questions of a chunk, and write its file, in order of row and sample.
+) -> bool:
+    """Answer the questions of a chunk, calling `advance` after each, and write its file, in order of row and sample.
 
-    Args:
-      chunk: the questions.
-      evaluation: parts of the evaluation.
-      params: decoder parameters on the engine's mesh.
-      stop: asked after every question.
-      advance: called with every question that is answered.
-
-    Raises:
-      Stopped: on request, between two questions; no file is written then.
+    Return False, without a file, if a stop was requested between two questions.
     """
     request, task = evaluation.request, evaluation.task
     rows = {index: task.row(chunk.split, index) for index in chunk.rows}
@@ -337,10 +323,11 @@ def answer(
     with contextlib.closing(groups):  # Ends what is still running.
         for group in groups:
             if stop.requested:
-                raise Stopped
+                return False
             trajectories += [with_facts(t, chunk, rows[t.group], task.name) for t in group]
             advance()
     write_jsonl(chunk.path, sorted(trajectories, key=lambda t: (t.group, t.sample)))
+    return True
 
 
 @contextlib.contextmanager

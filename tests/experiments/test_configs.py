@@ -212,7 +212,7 @@ def test_the_task_is_asked_as_the_protocol_says(reward, data_dir):
 def test_the_tightest_update_fits_its_chips():
     count, _, name, memory = SLICES["v5e-16"]
     plan = make_plan(read_settings(load("ppo_token")), name)
-    assert plan.learner_mesh.size == count
+    assert plan.setup.learner_mesh.size == count
     update = next(p for p in programs(plan) if p.name == "update (RL)")
     with topology.no_compile_cache():
         m = update.lower().compile().memory_analysis()

@@ -142,12 +142,13 @@ def test_a_broken_off_evaluation_goes_on_with_what_is_missing(run, whole, tmp_pa
 
     def count(chunk, *rest):
         asked.append((chunk.mode, chunk.rows))
-        answer(chunk, *rest)
+        return answer(chunk, *rest)
 
     def stopping(chunk, *rest):
-        count(chunk, *rest)
+        done = count(chunk, *rest)
         if len(asked) == 3:
             os.kill(os.getpid(), signal.SIGTERM)
+        return done
 
     monkeypatch.setattr(evaluation_run, "answer", stopping)
     shown, _ = run_evaluation(run, out=out)
@@ -331,7 +332,7 @@ def test_progress_comes_with_each_question_and_recompiling_is_told(run, tmp_path
 
     def compiling(*arguments):
         jax.jit(lambda x: x + len(shown))(np.ones(3, np.float32))
-        answer(*arguments)
+        return answer(*arguments)
 
     monkeypatch.setattr(evaluation_run, "progress_bar", noted)
     monkeypatch.setattr(evaluation_run, "answer", compiling)

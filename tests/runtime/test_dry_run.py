@@ -52,12 +52,12 @@ def test_what_it_says_is_what_a_run_holds(tmp_path):
     assert not list(tmp_path.iterdir())
     tokenizer = build.make_tokenizer(settings, make_task(settings, ToolMetrics()), resumes=False)
     policy = build.make_policy(settings, tokenizer)
-    assert policy == plan.policy
+    assert policy == plan.setup.policy
     mesh = build.make_learner_mesh(settings)
     builder = build.make_state_builder(settings, policy, mesh)
     state, frozen = builder.init(), build.make_frozen(settings, policy, mesh)
     assert device_bytes(plan.state) == held(state)
-    assert device_bytes(plan.frozen) == held(frozen)
+    assert device_bytes(plan.setup.frozen) == held(frozen)
     assert shapes(plan.state) == shapes(builder.shapes) == shapes(state)
     rollout_params = build.make_rollout_params(policy, mesh, plan.rollout_mesh)(state.params, frozen)
     assert device_bytes(plan.rollout_params) == held(rollout_params)
@@ -70,7 +70,7 @@ def test_it_names_every_program_of_the_engine_and_of_each_phase(tmp_path):
     plan = make_plan(small(tmp_path))
     names = [program.name for program in programs(plan)]
     assert len(set(names)) == len(names)
-    c = plan.settings.engine
+    c = plan.setup.settings.engine
     assert sum(name.startswith(("prefill", "decode", "copy")) for name in names) == len(c.prefill_rows) + 2
     last = ["learner state, restarted", "update (warm start)", "token outputs", "credit", "update (RL)"]
     assert names[-5:] == last
@@ -131,9 +131,9 @@ def test_attention_that_cannot_run_is_refused_with_the_remedy(tmp_path):
     with pytest.raises(UserError, match=r"needs a TPU.*policy.attention=xla"):
         make_plan(config)
     plan = make_plan(small(tmp_path))
-    policy = dataclasses.replace(plan.policy, attention="splash_tree")
+    policy = dataclasses.replace(plan.setup.policy, attention="splash_tree")
     with pytest.raises(UserError, match=r"needs a TPU"):
-        check_attention(config, policy, plan.learner_mesh)
+        check_attention(config, policy, plan.setup.learner_mesh)
 
 
 def test_a_missing_libtpu_is_one_message(monkeypatch):
