@@ -11,13 +11,14 @@ from typing import Any
 
 import jax
 import pytest
+from programs import program
 from small_runs import small_config
 
 from agentr1_jax.runtime.metrics import read_metrics
 from agentr1_jax.trajectory_io import read_jsonl
-from experiments import train
 from experiments.setup import make_setup, read_settings
 
+train = program("train")
 RUN = {
     "pretrain.updates": 3,
     "pretrain.texts": 40,
