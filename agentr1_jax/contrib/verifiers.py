@@ -127,10 +127,10 @@ class VerifiersEnv:
     async def step(self, action: Action) -> Transition:
         """Apply one response."""
         calls = parse_tool_calls(action.text, lenient=action.lenient and not action.truncated) if self._tools else []
-        unreadable = [call for call in calls if isinstance(call, ParseError)]
+        unreadable = next((call for call in calls if isinstance(call, ParseError)), None)
         if unreadable:  # The library's clients never pass such a message on to an environment.
-            error = Observation(text=unreadable[0].message, role="tool", state_key=self._key())
-            return Transition(error, 0.0, info={"errors": {unreadable[0].kind: 1}})
+            error = Observation(text=unreadable.message, role="tool", state_key=self._key())
+            return Transition(error, 0.0, info={"errors": {unreadable.kind: 1}})
         self._append_response(action.text, [call for call in calls if isinstance(call, ToolCall)])
         answer = [] if await self._is_completed() else await self._env_messages()
         self._messages += answer

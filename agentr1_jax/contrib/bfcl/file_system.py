@@ -134,17 +134,12 @@ class FileSystem:
         return self.rm(dir_name)
 
     def mv(self, source: str, destination: str) -> dict[str, Any]:
-        node = self._node(source)
-        path, name = self._target(source, destination)
-        self._put(path, name, node)
+        place = self._copy(source, destination)
         del self._here()[source]
-        return {"result": f"{source} is now {'/'.join([*path[len(self.cwd) :], name])}"}
+        return {"result": f"{source} is now {place}"}
 
     def cp(self, source: str, destination: str) -> dict[str, Any]:
-        node = self._node(source)
-        path, name = self._target(source, destination)
-        self._put(path, name, copy.deepcopy(node))
-        return {"result": f"{source} is copied to {'/'.join([*path[len(self.cwd) :], name])}"}
+        return {"result": f"{source} is copied to {self._copy(source, destination)}"}
 
     def _here(self) -> Folder:
         return self._at(self.cwd)
@@ -187,13 +182,16 @@ class FileSystem:
                 at.append(part)
         return at
 
-    def _target(self, source: str, destination: str) -> tuple[list[str], str]:
-        """Return the folder and the name under which `source` is moved or copied to `destination`."""
+    def _copy(self, source: str, destination: str) -> str:
+        """Copy an entry under a new name, or into a folder of the working directory; return its path from there."""
+        node = self._node(source)
         if destination == source:
             raise CallFailed("same_file", f"{source!r} is the source and the destination")
+        path, name = self.cwd, destination
         if isinstance(self._here().get(destination), dict):
-            return [*self.cwd, destination], source
-        return self.cwd, destination
+            path, name = [*self.cwd, destination], source
+        self._put(path, name, copy.deepcopy(node))
+        return "/".join([*path[len(self.cwd) :], name])
 
     def _put(self, path: Sequence[str], name: str, node: str | Folder) -> None:
         """Add an entry to a folder."""

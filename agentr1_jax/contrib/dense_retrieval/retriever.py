@@ -36,7 +36,6 @@ class DenseRetriever:
     A query's hits do not depend on which others share its batch; equal scores are ordered by the passage's index.
 
     Args:
-      corpus: at least one passage.
       vectors: vectors of the passages in order, float32 [*, D] each; see `vectors.corpus_vectors`.
       embed: queries -> their vectors, float32 [B, D].
       dtype: dtype of the vectors on the devices, float32 or bfloat16.
@@ -83,7 +82,6 @@ def make_dense_retriever(
     """Make the retriever of `task.multihop.retriever`, and compile the programs of its searches.
 
     Args:
-      corpus: at least one passage.
       top_k: passages that a search returns.
       index: folder that keeps the vectors; "" computes them anew.
       dispatch: see `DenseRetriever`.
