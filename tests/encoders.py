@@ -62,7 +62,7 @@ def write_tokenizer(folder, words):
     return len(vocab)
 
 
-def padded(ids, rows, length):
+def pad(ids, rows, length):
     """Tokens [rows, length] and lengths [rows]."""
     tokens = np.zeros((rows, length), np.int32)
     for row, text in zip(tokens, ids, strict=False):

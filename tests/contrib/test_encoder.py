@@ -12,7 +12,7 @@ import make_golden_encoder as golden
 import numpy as np
 import pytest
 import tokenizers
-from encoders import checkpoint, padded, write_tokenizer
+from encoders import checkpoint, pad, write_tokenizer
 from safetensors.numpy import load_file, save_file
 
 from agentr1_jax.contrib.dense_retrieval import weights
@@ -32,7 +32,7 @@ def forward(config, params, tokens, lengths):
 def hidden_states(folder):
     config = weights.read_config(folder)
     ids = golden.sequences()
-    out = forward(config, weights.load(folder, config), *padded(ids, len(ids), max(golden.LENGTHS)))
+    out = forward(config, weights.load(folder, config), *pad(ids, len(ids), max(golden.LENGTHS)))
     return [np.asarray(row[: len(text)]) for row, text in zip(out, ids, strict=True)]
 
 
@@ -88,7 +88,7 @@ def test_pooling_is_what_its_names_say(tmp_path):
     assert config == SHAPE
     params, ids = weights.load(folder, config), golden.sequences()
     embed = jax.jit(functools.partial(embed_tokens, config, params), static_argnames=("pooling", "normalised"))
-    batch = padded(ids, len(ids) + 1, max(golden.LENGTHS))
+    batch = pad(ids, len(ids) + 1, max(golden.LENGTHS))
     hidden = hidden_states(folder)
     mean = embed(*batch, pooling="mean", normalised=False)
     np.testing.assert_allclose(mean[:-1], [states.mean(0) for states in hidden], atol=2e-6)
@@ -125,7 +125,7 @@ def test_vectors_are_those_of_each_text_by_itself(folder, embedder):
     for text, vector in zip(TEXTS, vectors, strict=True):
         ids = tokenizer.encode(text).ids
         ids = [*ids[:31], 3] if len(ids) > 32 else ids  # Cut texts keep their [SEP].
-        batch = padded([ids], 1, 32)
+        batch = pad([ids], 1, 32)
         np.testing.assert_allclose(vector, reference(params, *batch)[0], atol=2e-6)
 
 

@@ -32,7 +32,7 @@ LAKE = make_task("frozenlake", slip=0.2)
 
 
 @contextlib.contextmanager
-def running(server):
+def run_server(server):
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
@@ -45,7 +45,7 @@ def running(server):
 
 @contextlib.contextmanager
 def serve(task):
-    with running(make_server(task, "127.0.0.1", 0)) as url:
+    with run_server(make_server(task, "127.0.0.1", 0)) as url:
         yield url
 
 
@@ -79,7 +79,7 @@ def reply(answers):
         def log_message(self, *args):
             pass
 
-    with running(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as url:
+    with run_server(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as url:
         yield url, asked
 
 

@@ -55,7 +55,7 @@ def mark(monkeypatch):
     assert none_is_left(text)
 
 
-def marked(text):
+def find_processes(text):
     """The processes of this machine that have the mark."""
     found = []
     for folder in pathlib.Path("/proc").glob("[0-9]*"):
@@ -68,9 +68,9 @@ def marked(text):
 def none_is_left(text):
     """The kernel takes a moment to end the processes of a namespace."""
     end = time.monotonic() + SOON
-    while marked(text) and time.monotonic() < end:
+    while find_processes(text) and time.monotonic() < end:
         time.sleep(0.02)
-    return not marked(text)
+    return not find_processes(text)
 
 
 def does(python, code):
@@ -335,7 +335,7 @@ def test_sixteen_calls_at_once_are_apart(python, mark):
 def test_a_cancelled_call_ends_with_its_children(python, mark):
     async def main():
         task = asyncio.create_task(base.call(python, {"code": "import os\nos.fork()\nwhile True: pass"}))
-        while len(marked(mark)) < AT_WORK:
+        while len(find_processes(mark)) < AT_WORK:
             await asyncio.sleep(0.02)
         task.cancel()
         await asyncio.wait([task])
@@ -378,7 +378,7 @@ def test_a_sandbox_does_not_outlive_its_host(python, mark, processes):
     host = subprocess.Popen([sys.executable, "-c", HOST, mark], cwd=folder)
     try:
         end = time.monotonic() + 60
-        while (found := len(marked(mark))) < processes and time.monotonic() < end:
+        while (found := len(find_processes(mark))) < processes and time.monotonic() < end:
             time.sleep(0.001)
         assert found >= processes
     finally:

@@ -10,7 +10,7 @@ import pytest
 from configured import configured_task
 from plays import play
 
-from agentr1_jax.contrib.verifiers import VerifiersConfig, make_verifiers, tool_schemas
+from agentr1_jax.contrib.verifiers import Message, VerifiersConfig, make_verifiers, tool_schemas
 from agentr1_jax.envs.base import Task
 from agentr1_jax.envs.registry import TaskContext
 from agentr1_jax.errors import UserError
@@ -225,6 +225,11 @@ def test_schemas_that_an_environment_made_are_taken(file):
         assert tool_schemas(type("E", (), {"tool_defs": [given]})()) == [wrapped]
 
 
+def test_messages_are_read_as_dicts_and_by_attributes():
+    message = Message(role="assistant", content="a")
+    assert message.role == message["role"] == "assistant" and not hasattr(message, "tool_calls")
+
+
 def test_an_episode_of_the_agent_is_recorded(file):
     task = verifiers_task(file(SINGLE))
     row = task.row("train", 0)
@@ -265,6 +270,7 @@ def change(old, new):
             change('f"What is {i}+1?"', '[{"role": "user", "content": [{"type": "image_url"}]}]'),
             "content of type 'image_url' is not supported, only text",
         ),
+        (change('{"question": f"What is {i}+1?"', '{"prompt": []'), "the prompt of row mine/train/0 is empty"),
         (change("range(16)", "range(7)"), "no eval_dataset, and 7 rows are too few to hold one in 8 out"),
         (change('"dataset": ROWS', '"dataset": None'), "Env has no dataset"),
         (change('"rubric": rubric', '"rubric": None'), "Env has no rubric"),

@@ -177,14 +177,14 @@ def test_scores_of_half_precision_are_summed_in_float32():
     np.testing.assert_allclose(mixed.astype(jnp.float32), wide, atol=0.02)
 
 
-turned = jax.jit(lambda x, position: rotate(x, position, frequencies(x.shape[-1], 10_000.0)))
+turn = jax.jit(lambda x, position: rotate(x, position, frequencies(x.shape[-1], 10_000.0)))
 
 
 def test_a_far_position_turns_as_exactly_as_float32_allows():
     x = jnp.ones((1, 1, 1, 4), jnp.float32)
     turns = 100_000 * np.array([1.0, 0.01])
     expected = np.concatenate([np.cos(turns) - np.sin(turns), np.cos(turns) + np.sin(turns)])
-    np.testing.assert_allclose(turned(x, np.int32([[100_000]]))[0, 0, 0], expected, atol=0.01)
+    np.testing.assert_allclose(turn(x, np.int32([[100_000]]))[0, 0, 0], expected, atol=0.01)
 
 
 def test_the_value_head_is_linear_and_starts_at_zero():
