@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -23,7 +23,7 @@ class RagEnv:
 
     The retrieval is a call of the inner environment's own tool, made in the policy's stead, so that passages, gold
     recall and the count of tool calls are those of an agent that searched once. The response is its second turn.
-    Anything but a plain answer ends the episode with `parse_failure`; a cut response is left to the loop.
+    Anything but a plain answer ends the episode with `parse_failure`; a truncated response is left to the loop.
 
     Args:
       env: a fresh environment of a question answering task; see `searches`.
@@ -36,10 +36,9 @@ class RagEnv:
     def __init__(self, env: Env, told: Callable[[str], str] = lambda text: text) -> None:
         self._env = env
         self._told = told
-        self._retrieval: Sequence[Mapping[str, Any]] = ()
 
     async def reset(self, row: Row, seed: int) -> Observation:
-        """Retrieves; the opening holds the passages and the question."""
+        """Retrieve; the opening holds the passages and the question."""
         await self._env.reset(row, seed)
         call = render_call("search", {"query": row["question"]})
         found = await self._env.step(Action(np.zeros(0, np.int32), call))
@@ -51,21 +50,9 @@ class RagEnv:
         return Observation(messages=[{"role": "user", "content": text}], state_key=found.observation.state_key)
 
     async def step(self, action: Action) -> Transition:
-        """Takes the answer; the record of the retrieval goes with it."""
-        answers = extract_answer(action.text) is not None and not parse_tool_calls(action.text)
-        if answers:
-            done = await self._env.step(action)
-            return Transition(
-                observation=None,
-                reward=done.reward,
-                reward_parts=done.reward_parts,
-                raw_reward_parts=done.raw_reward_parts,
-                terminated=True,
-                outcome=done.outcome,
-                tool_calls=self._retrieval,
-                metrics=done.metrics,
-                info=done.info,
-            )
+        """Take the answer; the record of the retrieval goes with it."""
+        if extract_answer(action.text) is not None and not parse_tool_calls(action.text):
+            return dataclasses.replace(await self._env.step(action), tool_calls=self._retrieval)
         if action.truncated:
             return Transition(Observation(text=NO_ANSWER, role="user"), 0.0, tool_calls=self._retrieval)
         return Transition(
@@ -78,7 +65,7 @@ class RagEnv:
         )
 
     def truncate(self) -> Mapping[str, float]:
-        """Metrics of an episode without an answer: that of the retrieval alone."""
+        """Return the metrics of an episode without an answer: that of the retrieval alone."""
         return self._env.truncate()
 
 
