@@ -61,7 +61,11 @@ def _lines(stream: BinaryIO) -> Iterator[tuple[Any] | None]:
 
 def _elements(stream: BinaryIO) -> Iterator[tuple[Any]]:
     """Yield the elements of one JSON array, one at a time: HotpotQA's training file has 570 MB."""
-    file = io.TextIOWrapper(stream, "utf-8-sig", newline="")
+    with io.TextIOWrapper(stream, "utf-8-sig", newline="") as file:
+        yield from _elements_of(file)
+
+
+def _elements_of(file: io.TextIOBase) -> Iterator[tuple[Any]]:
     decode = json.JSONDecoder().raw_decode
     text, at = "", 0
 
