@@ -269,7 +269,7 @@ def _section_of(config: ml_collections.ConfigDict, key: str) -> tuple[ml_collect
 
 def _check_key(where: str, key: str, config: ml_collections.ConfigDict) -> None:
     """Raise UserError unless `key` is a leaf of the config."""
-    known = [name for name, _ in flatten(config.to_dict())]
+    known = _leaf_keys(config)
     bare = re.sub(r"\[\d+\]$", "", key)
     if bare in known:
         return
@@ -299,11 +299,13 @@ def _describe_illegal_value(error: flags.IllegalFlagValueError, path: str, confi
 def _describe_config_error(file: str, error: Exception) -> str:
     """Return one line for an exception raised while `file` was executed, with the innermost line of the user's code.
 
-    ConfigDict's errors list a whole section; its local variable `self` holds the section.
+    ConfigDict's errors name only the last part of a key. Its section, and the config around that, are local variables
+    in the frames of the traceback.
     """
-    where, section = file, None
+    where, configs, section = file, [], None
     for frame, line in traceback.walk_tb(error.__traceback__):
         name = frame.f_code.co_filename
+        configs += [value for value in frame.f_locals.values() if isinstance(value, ml_collections.ConfigDict)]
         if name.startswith(os.path.dirname(ml_collections.__file__)):
             section = frame.f_locals.get("self")
         elif name != __file__ and not name.startswith("<"):
@@ -311,12 +313,28 @@ def _describe_config_error(file: str, error: Exception) -> str:
     message = str(error.args[0]) if error.args else ""
     unknown = isinstance(error, KeyError | AttributeError) and re.match(r"\W*(?:Key \W)?(\w+)", message)
     mistyped = isinstance(error, TypeError) and re.match(r"Could not override field '(\w+)'", message)
-    if isinstance(section, ml_collections.ConfigDict):
+    if isinstance(section, ml_collections.ConfigDict) and (unknown or mistyped):
+        root = max(configs, key=lambda config: len(_leaf_keys(config)))
+        prefix = _prefix_of(section, root)
         if unknown:
-            return _describe_unknown_key(where, unknown[1], list(section))
+            return _describe_unknown_key(where, prefix + unknown[1], _leaf_keys(root))
         if mistyped:
-            return f"{where}: key {mistyped[1]!r} takes {_type_name(section, mistyped[1])}, not another type"
+            return f"{where}: key '{prefix}{mistyped[1]}' takes {_type_name(section, mistyped[1])}, not another type"
     return f"{where}: {type(error).__name__}: {_first_line(error)}"
+
+
+def _prefix_of(section: ml_collections.ConfigDict, root: ml_collections.ConfigDict) -> str:
+    """Return the dotted name of a section of `root` with a trailing dot; empty if it is the root or not in it."""
+    for name, value in root.items():
+        if value is section:
+            return f"{name}."
+        if isinstance(value, ml_collections.ConfigDict) and (below := _prefix_of(section, value)):
+            return f"{name}.{below}"
+    return ""
+
+
+def _leaf_keys(config: ml_collections.ConfigDict) -> list[str]:
+    return [key for key, _ in flatten(config.to_dict())]
 
 
 def _type_name(section: ml_collections.ConfigDict, name: str) -> str:

@@ -35,6 +35,8 @@ from agentr1_jax.trajectory_io import read_jsonl, write_jsonl
 
 FORMAT = 3
 """Format of run folders, stored in config.json; it grows when an earlier version could not read a folder."""
+EARLIER = "agentr1_jax 0.1.0, commit 41ce720"
+"""Version that wrote run folders without a format."""
 RESUMABLE = (
     "run_dir",
     "mesh",
@@ -106,8 +108,8 @@ class RunFolder:
             raise UserError(f"{path}: not a config ({error}); restore it or choose another --config.run_dir") from error
         if found != FORMAT:
             raise UserError(
-                f"{self.path}: the run folder has format {found or '0.1.0'}, this version reads {FORMAT}; go on with "
-                "the version that wrote it (CHANGELOG.md), or choose another --config.run_dir"
+                f"{self.path}: the run folder has the format {found or f'of {EARLIER}'}, this version reads {FORMAT}; "
+                "install the version that wrote it (CHANGELOG.md) to go on, or choose another --config.run_dir"
             )
         return values
 

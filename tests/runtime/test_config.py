@@ -156,10 +156,10 @@ def test_a_bug_keeps_its_traceback(folder, variables):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("config.algo.gama = 1.0", "line 9: unknown key 'gama'; did you mean 'gamma'?"),
-        ("config.update(dict(algo=dict(gama=1)))", "line 9: unknown key 'gama'; did you mean 'gamma'?"),
-        ("config.seed = config.algo.gama", "line 9: unknown key 'gama'; did you mean 'gamma'?"),
-        ("config.algo.gamma = 'high'", "line 9: key 'gamma' takes a float, not another type"),
+        ("config.algo.gama = 1.0", "line 9: unknown key 'algo.gama'; did you mean 'algo.gamma'?"),
+        ("config.update(dict(algo=dict(gama=1)))", "line 9: unknown key 'algo.gama'; did you mean 'algo.gamma'?"),
+        ("config.seed = config.algo.gama", "line 9: unknown key 'algo.gama'; did you mean 'algo.gamma'?"),
+        ("config.algo.gamma = 'high'", "line 9: key 'algo.gamma' takes a float, not another type"),
         ("config.seed = 1 / 0", "line 9: ZeroDivisionError: division by zero"),
         ("return 3", "get_config() returned a int; return an ml_collections.ConfigDict"),
     ],

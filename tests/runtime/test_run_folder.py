@@ -116,11 +116,11 @@ def test_a_run_folder_keeps_to_its_config(tmp_path):
     assert sorted(path.name for path in run_dir.iterdir()) == ["config.json"]
 
 
-@pytest.mark.parametrize(("format", "name"), [({}, r"0\.1\.0"), ({"format": 99}, "99")])
+@pytest.mark.parametrize(("format", "name"), [({}, r"of agentr1_jax 0\.1\.0, commit 41ce720"), ({"format": 99}, "99")])
 def test_folders_of_other_versions_are_refused(tmp_path, format, name):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text(json.dumps({"seed": 0, **format}))
-    with pytest.raises(UserError, match=f"run: the run folder has format {name}, this version reads.*CHANGELOG"):
+    with pytest.raises(UserError, match=f"run: the run folder has the format {name}, this version reads.*CHANGELOG"):
         RunFolder(str(tmp_path / "run")).check_same_config({"seed": 0})
 
 
