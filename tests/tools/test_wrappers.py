@@ -27,6 +27,7 @@ from tool_doubles import (
 
 from agentr1_jax.envs.registry import TaskContext
 from agentr1_jax.tasks import make_task
+from agentr1_jax.tasks.hopworld.task import HopWorldConfig
 from agentr1_jax.tools import base
 from agentr1_jax.tools.base import Tool, ToolError, ToolResult, abandoned_threads, failure
 from agentr1_jax.tools.wrappers import (
@@ -380,7 +381,7 @@ def test_the_episodes_of_a_world_share_one_wrapped_tool():
         return made[-1]
 
     task = make_task("hopworld", TaskContext(wrap=wrap))
-    rows = [task.row("train", n) for n in (0, 1, task.config.questions_per_world)]
+    rows = [task.row("train", n) for n in (0, 1, HopWorldConfig().questions_per_world)]
     offered = []
     for row in rows:
         env = task.env()
