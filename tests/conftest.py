@@ -84,11 +84,10 @@ def put_atomically(cache: Any, key: str, value: bytes) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Keeps compiled programs from one run of the tests to the next, small ones too, and lets children hear Ctrl-C.
 
-    Programs are compiled without optimisation, since tests compile for most of their time; those of the nightly lane,
-    where runs are killed and resumed, are what users run. What a shell starts in the background is deaf to Ctrl-C, and
-    so is all that it starts.
+    Fast tests have their programs compiled without optimisation: they compile for most of their time. Slow ones run
+    what users run. What a shell starts in the background is deaf to Ctrl-C, and so is all that it starts.
     """
-    if config.option.markexpr != "nightly":
+    if config.option.markexpr in ("not slow and not contrib and not nightly", "contrib"):
         os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
