@@ -216,6 +216,7 @@ def test_the_tightest_update_fits_its_chips():
     update = next(p for p in programs(plan) if p.name == "update (RL)")
     with topology.no_compile_cache():
         m = update.lower().compile().memory_analysis()
+    assert m.alias_size_in_bytes >= device_bytes(plan.state)
     total = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
     reference = 2 * 3_085_938_688 / count
     assert total + reference < 0.97 * memory * 2**30

@@ -237,8 +237,7 @@ FEW |= {"warm_start__demonstrations": 8, "rollout__slots": 4, "rollout__swap_slo
 @pytest.mark.parametrize(
     ("config", "tools", "changes"),
     [
-        ("multihop_tiny", {"search"}, {"task__multihop__corpus": "mini"}),
-        ("gsm8k_tiny", {"calculator"}, FEW),
+        ("multihop_tiny", {"search"}, FEW | {"task__multihop__corpus": "mini"}),
         ("bfcl_tiny", set(), FEW | {"rollout__groups": 1, "eval__questions": 1}),
     ],
 )
