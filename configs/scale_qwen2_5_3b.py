@@ -1,4 +1,4 @@
-"""Qwen2.5-3B on a TPU slice: real questions, contexts of 4096 tokens. Compiled for v5e and v5p, never run.
+"""Qwen2.5-3B on a TPU slice: real questions, contexts of 4096 tokens. Compiled for v5e, never run.
 
     python -m experiments.train --config=configs/scale_qwen2_5_3b.py --dry_run --topology=v5e:4x4
 

@@ -185,15 +185,17 @@ def token_outputs(setup: Setup, phase: Phase, params: Params, batch: PackedBatch
     for packing in batch.packings:
         device_batch, used = _to_device(setup, phase, packing, packing.loss_tokens)
         outputs = setup.dispatch(phase.token_outputs, params, setup.frozen, phase.reference, device_batch, used)
-        for name, array, read in (
-            ("logprobs", outputs.logprob, gather),
-            ("ref_logprobs", outputs.ref_logprob, gather),
-            ("values", outputs.value, gather),
-            ("final_values", outputs.value, gather_final),
+        for name, array in (
+            ("logprobs", outputs.logprob),
+            ("ref_logprobs", outputs.ref_logprob),
+            ("values", outputs.value),
         ):
             if array is not None:
                 own = meshes.local_rows(array, setup.learner_mesh)
-                parts[name].append(read(packing, own.reshape(-1, own.shape[-1])[: packing.rows]))
+                own = own.reshape(-1, own.shape[-1])[: packing.rows]
+                parts[name].append(gather(packing, own))
+                if name == "values":
+                    parts["final_values"].append(gather_final(packing, own))
     return TokenOutputs(**{name: np.concatenate(x) if x else None for name, x in parts.items()})
 
 

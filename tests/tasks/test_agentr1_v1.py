@@ -35,7 +35,7 @@ def turn(text):
     return Turn(text, calls, [ToolResult("text")] * len(calls), extract_answer(text))
 
 
-def published(texts):
+def score_by_definition(texts):
     """The score of the definition, on the turns of an assistant."""
     if not texts:
         return 0.0
@@ -69,7 +69,7 @@ def test_the_rewards_of_an_episode_sum_to_its_score_wherever_it_is_cut(texts):
     paid = rewards_of(texts)
     for length in range(len(texts) + 1):
         total = sum(sum(parts.values()) for parts in paid[:length])
-        assert total == pytest.approx(published(texts[:length]))
+        assert total == pytest.approx(score_by_definition(texts[:length]))
 
 
 @pytest.mark.parametrize(
