@@ -118,7 +118,7 @@ def _agent(c: ConfigDict) -> None:
     c.tools.max_batch = 32  # Calls in one batch, for a tool that takes batches.
     c.tools.batch_milliseconds = 2.0  # Time for which calls are collected for a batch.
     c.tools.max_characters = 20_000  # Length of a result; the rest is truncated.
-    c.tools.lenient = False  # Repair calls whose JSON is broken, and count them; see docs/context.md.
+    c.tools.lenient = False  # Repair calls whose JSON is broken, and count them; see docs/call_formats.md.
 
     c.agent = ConfigDict()
     c.agent.call_format = "auto"  # (auto | hermes | llama3 | code | react) auto: as the chat template writes calls.
@@ -166,7 +166,7 @@ def _policy(c: ConfigDict) -> None:
     c.policy.dtype = "float32"  # (float32 | bfloat16) Of activations and matmuls; bfloat16 on accelerators.
     c.policy.param_dtype = "float32"  # (float32 | bfloat16) Of parameters.
     c.policy.remat = "none"  # (none | dots | full) What the backward pass computes again.
-    c.policy.attention = "xla"  # (xla | dense | splash | splash_tree) The last two need a TPU; see docs/performance.md.
+    c.policy.attention = "xla"  # (xla | dense | splash | splash_tree) The last two need a TPU; see docs/learner.md.
     c.policy.lora = ConfigDict()  # Low-rank adapters; they are then all that is trained of the decoder.
     c.policy.lora.rank = 0  # Rank of the adapters; 0 for none.
     c.policy.lora.alpha = 16.0  # The adapters' output is scaled by alpha / rank.
@@ -174,7 +174,7 @@ def _policy(c: ConfigDict) -> None:
 
 
 def _rollout(c: ConfigDict) -> None:
-    """Groups of a batch, sampling, and the engine; see docs/performance.md."""
+    """Groups of a batch, sampling, and the engine; see docs/rollout.md."""
     c.rollout = ConfigDict()
     c.rollout.groups = 16  # Task rows per batch, over all processes.
     c.rollout.samples = 8  # Trajectories per row.
@@ -231,7 +231,7 @@ def _credit(c: ConfigDict) -> None:
 
 
 def _loss(c: ConfigDict) -> None:
-    """From advantages to gradients; see docs/performance.md."""
+    """From advantages to gradients; see docs/learner.md."""
     c.loss = ConfigDict()
     c.loss.ratio = "token"  # (token | step | trajectory | capo) Its unit. The last two take one more forward pass.
     c.loss.clip = "ppo"  # (ppo | asymmetric | dual | cispo | sapo | none) none: plain policy gradient, no ratio.

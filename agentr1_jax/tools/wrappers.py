@@ -40,7 +40,7 @@ class ToolsConfig:
       max_batch: calls in one batch of a tool that has `execute_batch` (no more than `max_concurrent` come together).
       batch_milliseconds: time for which calls are collected for a batch.
       max_characters: length of a result's content; the rest is truncated.
-      lenient: repair calls whose JSON is broken; see docs/context.md.
+      lenient: repair calls whose JSON is broken; see docs/call_formats.md.
     """
 
     timeout_seconds: NonNegative = 30.0
