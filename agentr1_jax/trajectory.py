@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pydantic.dataclasses
@@ -107,6 +107,34 @@ class Budget:
             )
 
 
+class Term(NamedTuple):
+    """One addend of an advantage: weight · (Σ plus − Σ minus) / std; the terms of an advantage sum to it.
+
+    Numbers in the record of a step; arrays in a credit scheme.
+
+    Attributes:
+      plus: quantities that are added, by name, e.g. `{"return": 1.2}`.
+      minus: quantities that are subtracted, e.g. `{"group mean": 1.2875}`.
+      weight: factor of the term, e.g. a hyper-parameter of the scheme.
+      std: what the difference is divided by.
+    """
+
+    plus: Mapping[str, Any]
+    minus: Mapping[str, Any] = {}
+    weight: Any = 1.0
+    std: Any = 1.0
+
+    @property
+    def difference(self) -> Any:
+        """Σ plus − Σ minus."""
+        return sum(self.plus.values()) - sum(self.minus.values())
+
+    @property
+    def total(self) -> Any:
+        """Share of the term in the advantage."""
+        return self.weight * self.difference / self.std
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
     """One transition: the prompt the policy saw, the tokens it sampled, what the environment answered.
@@ -127,12 +155,18 @@ class Step:
       next_potential: Φ of the state after the step; likewise.
       trainable: False leaves the step's tokens out of the loss.
       advantages: float32 [R], advantages that training assigned to the response; None before.
+      account: terms by name that sum to the mean of `advantages`; empty where the credit scheme names none.
+      shaped_reward: reward as the credit scheme saw it, shaped and with the rewards of its tokens (KL in the reward);
+        None where it is `reward`.
+      values: float16 [R], the critic's values from which the advantages follow; None without a critic. float32 where
+        one is too large.
+      value_targets: likewise, what the critic was trained towards; NaN at tokens without a target.
       context_rule: name of the rule that built `prompt_ids`.
       policy_version: number of updates the sampling parameters had seen.
       info: JSON for people; nothing is computed from it.
 
     Raises:
-      ValueError: there is not one log-probability, or one advantage, for each response id.
+      ValueError: there is not one log-probability, advantage, value or value target for each response id.
     """
 
     prompt_ids: np.ndarray
@@ -149,12 +183,18 @@ class Step:
     next_potential: float | None = None
     trainable: bool = True
     advantages: np.ndarray | None = None
+    account: Mapping[str, Term] = dataclasses.field(default_factory=dict)
+    shaped_reward: float | None = None
+    values: np.ndarray | None = None
+    value_targets: np.ndarray | None = None
     context_rule: str = "append"
     policy_version: int = 0
     info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for what, values in (("log-probability", self.logprobs), ("advantage", self.advantages)):
+        per_token = {"log-probability": self.logprobs, "advantage": self.advantages}
+        per_token |= {"value": self.values, "value target": self.value_targets}
+        for what, values in per_token.items():
             if values is not None and values.shape != self.response_ids.shape:
                 raise ValueError(
                     f"a step needs one {what} for each response id, and has {values.size} for {self.response_ids.size}"

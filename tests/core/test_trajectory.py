@@ -14,11 +14,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from agentr1_jax.errors import UserError
-from agentr1_jax.trajectory import POLICIES, Budget, Outcome, Step, Trajectory
+from agentr1_jax.trajectory import POLICIES, Budget, Outcome, Step, Term, Trajectory
 from agentr1_jax.trajectory_io import from_json, read_jsonl, to_json, write_jsonl
 from agentr1_jax.validation import from_section
 
-ARRAYS = ("prompt_ids", "response_ids", "logprobs", "final_prompt_ids")
+PER_TOKEN = ("logprobs", "advantages", "values", "value_targets")
+ARRAYS = ("prompt_ids", "response_ids", *PER_TOKEN, "final_prompt_ids")
 BUDGET = {
     "max_steps": 5,
     "response_tokens": 8,
@@ -38,6 +39,17 @@ plain = st.recursive(
     max_leaves=4,
 )
 info = st.dictionaries(texts, plain, max_size=2)
+terms = st.builds(Term, scalars, scalars, numbers, numbers)
+
+
+@st.composite
+def per_token(draw, count, dtypes):
+    """None, values that all agree, or any, of a number of tokens."""
+    dtype = draw(st.sampled_from(dtypes))
+    values = st.floats(width=8 * np.dtype(dtype).itemsize, allow_nan=False) | st.just(math.nan)
+    of_tokens = st.lists(values, min_size=count, max_size=count)
+    made = draw(st.none() | values.map(lambda x: [x] * count) | of_tokens)
+    return None if made is None else np.asarray(made, dtype)
 
 
 @st.composite
@@ -65,6 +77,11 @@ def trajectories(draw):
                 observation=draw(texts),
                 tool_calls=tuple(draw(st.lists(info, max_size=2))),
                 state_key=draw(st.none() | texts),
+                advantages=draw(per_token(len(response), (np.float32,))),
+                account=draw(st.dictionaries(texts, terms, max_size=2)),
+                shaped_reward=draw(st.none() | numbers),
+                values=draw(per_token(len(response), (np.float16, np.float32))),
+                value_targets=draw(per_token(len(response), (np.float16, np.float32))),
                 context_rule=draw(st.sampled_from(["append", "window(2)"])),
                 policy_version=draw(st.integers(0, 9)),
                 info=draw(info),
@@ -172,9 +189,28 @@ def test_numbers_that_are_not_finite_can_be_written_and_looked_at(tmp_path):
     assert read.metrics == {"em": inf} and math.isnan(read.info["advantages"][0][0])
 
 
-def test_a_step_has_one_logprob_for_each_response_id():
+def test_a_step_has_one_number_of_each_kind_for_each_response_id():
     with pytest.raises(ValueError, match="one log-probability for each response id, and has 1 for 2"):
         Step(np.int32([1]), np.int32([2, 3]), np.float32([-1]))
+    for name, what in (("advantages", "advantage"), ("values", "value"), ("value_targets", "value target")):
+        with pytest.raises(ValueError, match=f"one {what} for each response id, and has 3 for 2"):
+            dataclasses.replace(trajectory().steps[0], **{name: np.zeros(3, np.float16)})
+
+
+def test_a_record_of_before_accounts_and_values_is_still_read():
+    record = to_json(trajectory())
+    for name in ("account", "shaped_reward", "values", "value_targets"):
+        del record["steps"][0][name]
+    record["steps"][0]["advantages"] = [0.5, -0.25]
+    (step,) = from_json(json.loads(json.dumps(record))).steps
+    np.testing.assert_array_equal(step.advantages, np.float32([0.5, -0.25]))
+    assert step.account == {} and step.values is step.value_targets is step.shaped_reward is None
+
+
+def test_equal_advantages_of_a_step_are_stored_as_one_number():
+    step = dataclasses.replace(trajectory().steps[0], advantages=np.full(2, -0.1, np.float32))
+    (stored,) = to_json(dataclasses.replace(trajectory(), steps=(step,)))["steps"]
+    assert stored["advantages"] == np.float32(-0.1)
 
 
 def broken_record(**changes):
@@ -202,6 +238,12 @@ def broken_record(**changes):
         broken_record(response_ids=[3, 2**40]),
         broken_record(logprobs=[-0.5]),
         broken_record(logprobs=[None, None]),
+        broken_record(values={"float64": ""}),
+        broken_record(values={"float16": "A"}),
+        broken_record(values={"float16": "AAA="}),
+        broken_record(value_targets={}),
+        broken_record(advantages="0"),
+        broken_record(account={"outcome": {"amount": 1.0}}),
     ],
     ids=lambda line: str(line)[:24],
 )

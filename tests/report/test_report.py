@@ -19,7 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentr1_jax.report import curves, inspector, timeline
-from agentr1_jax.trajectory import Outcome, Step, Trajectory
+from agentr1_jax.report.account import account_lines
+from agentr1_jax.trajectory import Outcome, Step, Term, Trajectory
 
 HOSTILE = (
     "<script>document.title='owned'</script><!--<script>\"><img src=x onerror=\"document.title='owned'\">&lt;\u2028"
@@ -394,3 +395,18 @@ def test_a_browser_draws_the_page_and_nothing_hostile_runs(tmp_path):
     tags = Tags()
     tags.feed(re.sub(r"<script.*?</script>", "", dom, flags=re.DOTALL))
     assert [tag for tag, _ in tags.seen if tag in ("img", "script")] == ["img", "img"]
+
+
+def test_an_account_reads_as_arithmetic():
+    outcome = Term({"return": 1.2}, {"group mean": 1.2875}, std=0.033)
+    state = Term({"later rewards": -0.5}, {"mean of the state": -0.75}, weight=2.0)
+    assert account_lines({"outcome in its group": outcome, "among equal states": state}) == [
+        "outcome in its group: return 1.2 − group mean 1.2875 = −0.0875, ÷ std 0.033 = −2.6515",
+        "among equal states: later rewards −0.5 − mean of the state −0.75 = 0.25, × 2 = 0.5",
+        "advantage: −2.6515 + 0.5 = −2.1515",
+    ]
+    assert account_lines({"alone": Term({"return": 1.2}, {"group mean": 1.2}, std=1e-6)}) == [
+        "alone: return 1.2 − group mean 1.2 = 0"
+    ]
+    assert account_lines({"the same for all": Term({"return": -1.0})}) == ["the same for all: return −1"]
+    assert account_lines({}) == []
