@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import importlib
 import importlib.util
 import inspect
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
+
+from absl import logging
 
 T = TypeVar("T")
 
@@ -22,10 +26,13 @@ class Registry(Mapping[str, T]):
       key: key of the config that names a file of the user's own, e.g. `credit.file`.
     """
 
+    _registries: ClassVar[list[Registry[Any]]] = []
+
     def __init__(self, what: str, key: str) -> None:
         self._what, self._key = what, key
         self._entries: dict[str, T] = {}
         self._files: dict[str, str | None] = {}
+        self._registries.append(self)
 
     def add(self, name: str, entry: T, definition: Callable[..., Any]) -> None:
         """Add an entry under a name. Raises ValueError if another `definition` has the name."""
@@ -52,32 +59,122 @@ class Registry(Mapping[str, T]):
     def load(self, path: str) -> None:
         """Import a user's Python file, which registers entries; loading it again replaces its earlier entries.
 
+        The file may import those beside it; see `import_file`. One file may be loaded by several registries.
+
         Raises:
           ValueError: there is no such file, it does not load, or it registers nothing.
         """
         path = os.path.abspath(os.path.expanduser(path))
         if not os.path.isfile(path):
             raise ValueError(f"{self._key}: {path}: no such file")
-        spec = importlib.util.spec_from_file_location(f"agentr1_jax_user_{self._key.replace('.', '_')}", path)
-        if spec is None or spec.loader is None:
-            raise ValueError(f"{self._key}: {path}: not a Python file; name it *.py")
-        module = importlib.util.module_from_spec(spec)
-        before = {name for name, file in self._files.items() if file != path}
-        self._keep(before)
-        sys.modules[spec.name] = module  # Where dataclasses of the file look for themselves.
+        self._drop(path)
+        before = [set(registry) for registry in self._registries]
         try:
-            spec.loader.exec_module(module)
+            import_file(path)
         except Exception as error:
-            self._keep(before)
+            for registry, names in zip(self._registries, before, strict=False):
+                registry._keep(names)
             raise ValueError(f"{self._key}: {path}: {type(error).__name__}: {error}") from error
-        added = self._entries.keys() - before
-        self._files.update(dict.fromkeys(added, path))
-        if not added:
+        folder = os.path.dirname(path)
+        for registry, names in zip(self._registries, before, strict=False):
+            for name in registry._entries.keys() - names:
+                # What a neighbour registers is its own: the next load of this file does not execute it again.
+                if os.path.dirname(registry._files[name] or "") != folder:
+                    registry._files[name] = path
+        if not any(os.path.dirname(file or "") == folder for file in self._files.values()):
             raise ValueError(f"{self._key}: {path} registers no {self._what}; decorate one with @register('its_name')")
+
+    def _drop(self, path: str) -> None:
+        """Forget what a file has registered, here and in all other registries."""
+        for registry in self._registries:
+            registry._keep({name for name, file in registry._files.items() if file != path})
 
     def _keep(self, names: set[str]) -> None:
         for name in self._entries.keys() - names:
             del self._entries[name], self._files[name]
+
+
+_user_folders: list[str] = []
+
+
+def import_file(path: str) -> None:
+    """Import a user's Python file, which may import the modules beside it, also later and within functions.
+
+    Its folder stays at the END of `sys.path`: at the front it would hide modules of the standard library, of installed
+    packages and of this project from everybody, and taken away after the import it would fail helpers that a function
+    imports later. Python knows one module of a name, so that neighbours of equal names in two users' folders are
+    refused, and a neighbour that an installed module hides is warned of.
+
+    Args:
+      path: absolute path of the file.
+
+    Raises:
+      ImportError: it imports a neighbour whose name another user's folder has, too; or it is no Python file.
+      Exception: whatever the file raises.
+    """
+    folder, stem = os.path.dirname(path), os.path.splitext(os.path.basename(path))[0]
+    if folder not in _user_folders:
+        _user_folders.append(folder)
+        sys.path.append(folder)
+    importlib.invalidate_caches()
+    _check_neighbours(path)
+    # By its own name where that is free, so that a neighbour which imports it gets this very module.
+    name = stem if _is_file(_find_module(stem), path) else f"agentr1_jax_user_{stem}_{_user_folders.index(folder)}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError("not a Python file; name it *.py")
+    module, earlier = importlib.util.module_from_spec(spec), sys.modules.get(name)
+    sys.modules[name] = module  # Where dataclasses of the file look for themselves.
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop(name, None)
+        if earlier is not None:
+            sys.modules[name] = earlier
+        raise
+
+
+def _check_neighbours(path: str) -> None:
+    """Raise ImportError where a file, or a neighbour that it imports, would get another user's module of that name."""
+    folder, files, checked = os.path.dirname(path), [path], set[str]()
+    while files:
+        for name in _imported_names(files.pop()) - checked:
+            checked.add(name)
+            candidates = (os.path.join(folder, f"{name}.py"), os.path.join(folder, name, "__init__.py"))
+            beside = next(filter(os.path.isfile, candidates), None)
+            if beside is None:
+                continue
+            found = _find_module(name)
+            if _is_file(found, beside):
+                files.append(beside)
+            elif any(found.startswith(os.path.join(other, "")) for other in _user_folders):
+                raise ImportError(
+                    f"it imports {name!r}, and both {beside} and {found} have that name; rename one of them, or put "
+                    "your files into one folder"
+                )
+            else:
+                logging.warning("%s: imports %r, which is %s and not %s", path, name, found or "built in", beside)
+
+
+def _imported_names(path: str) -> set[str]:
+    """Return the first parts of the names of all modules that a file imports, anywhere in it."""
+    with open(path, "rb") as source:
+        nodes = list(ast.walk(ast.parse(source.read(), path)))
+    whole = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    whole += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+    return {name.partition(".")[0] for name in whole}
+
+
+def _find_module(name: str) -> str:
+    """Return the file of a module, as it is imported or would be; "" where there is none."""
+    if name in sys.modules:
+        return getattr(sys.modules[name], "__file__", None) or ""
+    spec = importlib.util.find_spec(name) if name.isidentifier() else None
+    return spec.origin or "" if spec else ""
+
+
+def _is_file(one: str, other: str) -> bool:
+    return os.path.isfile(one) and os.path.samefile(one, other)
 
 
 Value = int | float | bool | str | None

@@ -136,7 +136,8 @@ def read_run(run: str) -> ml_collections.ConfigDict:
     stored = RunFolder(run).read_config()
     config = base.get_config(*(name for name in stored.get("task", {}) if name in base.TASK_MODULES))
     try:
-        config.update(stored)
+        with config.task.args.unlocked(), config.credit.args.unlocked(), config.optimizer.args.unlocked():
+            config.update(stored)  # Arguments of what a user's file registers are unknown to the base config.
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         message = str(error.args[0]).partition(". ")[0]
         raise UserError(f"{run}/config.json: not a config of this version ({message})") from error
