@@ -1,6 +1,6 @@
 """Every key of a run, its default and its meaning. Experiment configs change lines of this one.
 
-`(a | b)` lists what a key may be. A key that is `placeholder(...)` is unset; `--config.key=none` unsets it again.
+`(a | b)` lists what a key may be. A key that is `placeholder(...)` is unset; `--config.key=None` unsets it again.
 Types and ranges are in the dataclass of each section, e.g. `LossConfig`; docs/config.md has all of it in one table.
 """
 

@@ -35,7 +35,7 @@ from agentr1_jax.runtime.processes import StopRequest
 from agentr1_jax.train.settings import RunConfig
 from experiments.ablation import checks, grid, jobs
 from experiments.ablation.comparison import compare
-from experiments.setup import change_config, read_section
+from experiments.setup import change_config, read_section, run_main
 
 CONFIG = configs.define_config_flag()
 SCHEMES = flags.DEFINE_string("schemes", None, "arms of the grid, separated by commas", required=True)
@@ -89,4 +89,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    configs.run_main(main)
+    run_main(main)

@@ -37,7 +37,7 @@ from agentr1_jax.train import build
 from agentr1_jax.train.restore import load_run_decoder
 from agentr1_jax.train.settings import Settings
 from agentr1_jax.trajectory import Outcome, Trajectory
-from experiments.setup import make_task, read_run, read_settings, use_compile_cache, with_weights
+from experiments.setup import make_task, read_run, read_settings, run_main, use_compile_cache, with_weights
 
 CONFIG = configs.define_config_flag()
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "of sampling; 0 is greedy", lower_bound=0.0)
@@ -215,4 +215,4 @@ def show(console: Console, label: str, text: str) -> None:
 
 
 if __name__ == "__main__":
-    configs.run_main(main, arguments=("RUN_OR_WEIGHTS", "[QUESTION]"))
+    run_main(main, arguments=("RUN_OR_WEIGHTS", "[QUESTION]"))

@@ -53,7 +53,9 @@ INTRODUCTION = """\
 Generated from `configs/base.py` and the dataclasses of its sections by `python -m experiments.config_reference`.
 
 Set a key in a config file (`c.optimizer.lr = 3e-4`) or behind the command (`--config.optimizer.lr=3e-4`);
-`--config.KEY=none` unsets a key whose default is none. A config file starts from `base.get_config("task")` and is
+`--config.KEY=None` unsets a key whose default is none, and `--config.credit='gigpo(gamma=.95)'` sets `credit.name` and
+`credit.args` at once. With another `credit.name`, arguments of the config's scheme that the new one lacks are left out,
+and another `task.name` brings its own section with its defaults; the log says so. A config file starts from `base.get_config("task")` and is
 locked: a key that does not exist is an error that names the nearest one. A value of another type or out of range is
 refused at the start, and so are values that do not fit each other.
 """

@@ -35,6 +35,7 @@ from agentr1_jax.errors import UserError
 from agentr1_jax.runtime import config as configs
 from experiments.evaluation import modes
 from experiments.evaluation.run import Request, evaluate
+from experiments.setup import run_main
 
 CONFIG = configs.define_config_flag()
 CHECKPOINT = flags.DEFINE_string("checkpoint", "", "a run's folder, or weights: a Hugging Face folder or hub id")
@@ -74,4 +75,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    configs.run_main(main, arguments=("[CHECKPOINT]",))
+    run_main(main, arguments=("[CHECKPOINT]",))

@@ -12,7 +12,7 @@ from absl import flags, logging
 from agentr1_jax.contrib.http_env.server import make_server
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.tools.wrappers import ToolMetrics
-from experiments.setup import make_task, read_settings
+from experiments.setup import make_task, read_settings, run_main
 
 CONFIG = configs.define_config_flag()
 HOST = flags.DEFINE_string("host", "127.0.0.1", "address to listen at; whoever reaches it can use the task")
@@ -29,4 +29,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    configs.run_main(main)
+    run_main(main)

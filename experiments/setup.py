@@ -8,6 +8,8 @@ The only reader of the ConfigDict, shared by train, evaluate, ask, ablate and dr
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -18,9 +20,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import ml_collections
+from ml_collections.config_dict import placeholder
 
 from agentr1_jax import contrib, files
-from agentr1_jax.credit.scheme import CreditConfig
+from agentr1_jax.credit.scheme import SCHEMES, CreditConfig
 from agentr1_jax.envs.base import Task
 from agentr1_jax.envs.mixture import MixtureTask, parse_weights
 from agentr1_jax.envs.registry import TASKS, Dispatch, TaskContext, TaskEntry, call_directly
@@ -60,6 +63,82 @@ def read_settings(config: ml_collections.ConfigDict) -> Settings:
     _check_places(config)
     values = config.to_dict()
     return settings_from_dict(values, _read_task(values["task"]))
+
+
+def adapt(config: ml_collections.ConfigDict, changes: Mapping[str, Any]) -> tuple[ml_collections.ConfigDict, list[str]]:
+    """Return a copy of a config that has the keys of the task and the credit scheme that changes choose.
+
+    Keys of another task make room for those of the chosen one, with their defaults. Arguments of another credit scheme
+    that the chosen one lacks are unset, unless the changes set them: `read_settings` refuses those. What does not exist
+    is left to `read_settings`, too.
+
+    Args:
+      config: the config; it is not changed.
+      changes: dotted key -> value, as text or as it is; they are still to be made.
+
+    Returns:
+      the config; what was dropped, a line each.
+
+    Raises:
+      UserError: a user's file does not load.
+    """
+    config, notes = copy.deepcopy(config), list[str]()
+    if {"task.name", "task.file"} & changes.keys():
+        notes += _adapt_task(config, changes)
+    if any(key.startswith("credit.") for key in changes):
+        notes += _adapt_credit(config, changes)
+    return config, notes
+
+
+def _adapt_task(config: ml_collections.ConfigDict, changes: Mapping[str, Any]) -> list[str]:
+    """Put the keys of the chosen task, or of the tasks of a mixture, into a config; see `adapt`."""
+    name, file = (str(changes.get(f"task.{key}", config.task[key])) for key in ("name", "file"))
+    if file:
+        load_file(TASKS, file)
+    names, before = [name], set(base.task_names(config.task))
+    if name == base.MIXTURE:
+        mixture = changes.get("task.mixture", config.task.mixture)
+        with user_error(), contextlib.suppress(SyntaxError):
+            names = list(parse_weights(ast.literal_eval(str(mixture)), "task.mixture"))
+    try:
+        entries = {name: base.find_task(name) for name in names}
+    except ValueError:
+        return []
+    if name == config.task.name and before == {
+        key for key in names if key in base.TASK_MODULES and entries[key].config
+    }:
+        return []
+    base.set_task(config, *(key for key in names if key in base.TASK_MODULES))
+    keys = [entry.config for key, entry in entries.items() if key not in base.TASK_MODULES and entry.config]
+    with config.unlocked():
+        config.task.args = Config(to_section(keys[0]) if len(keys) == 1 else {})
+    dropped = sorted(before - set(names))
+    return [f"task.name is {name}: task.{key} of the config is left out" for key in dropped]
+
+
+def _adapt_credit(config: ml_collections.ConfigDict, changes: Mapping[str, Any]) -> list[str]:
+    """Unset arguments that the chosen credit scheme lacks, and declare those that it has; see `adapt`."""
+    name, file = (str(changes.get(f"credit.{key}", config.credit[key])) for key in ("name", "file"))
+    if file:
+        load_file(SCHEMES, file)
+    if name not in SCHEMES:
+        return []
+    defaults, args, notes = SCHEMES[name].defaults, config.credit.args, []
+    if name != config.credit.name:
+        for key, value in args.items():
+            if value is not None and key not in defaults and f"credit.args.{key}" not in changes:
+                args[key] = None
+                notes.append(f"credit.name is {name}: credit.args.{key}={value} of {config.credit.name} is left out")
+    with config.unlocked():
+        for key in (key.removeprefix("credit.args.") for key in changes if key.startswith("credit.args.")):
+            if key not in args and "." not in key:
+                SCHEMES[name].bind(**dict.fromkeys({key} - defaults.keys(), 0))  # Says what arguments there are.
+                args[key] = placeholder(type(defaults[key]))
+    return notes
+
+
+run_main = functools.partial(configs.run_main, adapt=adapt)
+"""`configs.run_main` of a script that reads a config."""
 
 
 def read_section(config: ml_collections.ConfigDict, cls: type[T]) -> T:

@@ -38,7 +38,7 @@ from agentr1_jax.train.progress import Progress, RunLogger, Stopped, read_progre
 from agentr1_jax.train.restore import make_reference
 from agentr1_jax.train.settings import Settings
 from agentr1_jax.train.summary import trajectory_means, write_summary
-from experiments.setup import check_init_from, make_setup, read_settings, use_compile_cache
+from experiments.setup import check_init_from, make_setup, read_settings, run_main, use_compile_cache
 
 CONFIG = configs.define_config_flag()
 DRY_RUN = flags.DEFINE_bool("dry_run", False, "print sizes and programs of the run, and leave")
@@ -359,4 +359,4 @@ def evaluate(
 
 if __name__ == "__main__":
     processes.use_huge_pages()
-    configs.run_main(main)
+    run_main(main)

@@ -7,6 +7,7 @@ exist there is an error wherever it is written. This module does not import JAX,
 from __future__ import annotations
 
 import copy
+import dataclasses
 import difflib
 import functools
 import importlib.util
@@ -26,15 +27,42 @@ import numpy as np
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from agentr1_jax.errors import DISK_FULL, UserError
+from agentr1_jax.errors import DISK_FULL, UserError, user_error
+from agentr1_jax.registry import parse_call
+from agentr1_jax.runtime.synonyms import NO_COUNTERPART, SYNONYMS
 
-HELP = (
-    "Set keys by --config=FILE --config.a.b=value, e.g. --config=configs/quickstart.py --config.updates=20; "
-    "configs/base.py and docs/config.md list every key.\n\n"
-)
-"""First line of `--help`."""
+HELP = """\
+--config=FILE        the config to start from, e.g. --config=configs/quickstart.py
+--config.a.b=value   another value of a key, e.g. --config.updates=20; docs/config.md lists every key
+
+"""
+"""First lines of `--help`."""
+_CONFIG = re.compile(r"--?config(?:=(.*))?", re.DOTALL)
+_OVERRIDE = re.compile(r"--?(no)?config\.([^=]+)(?:=(.*))?", re.DOTALL)
+_KEYS = re.compile(r"--?keys(?:=(.*))?")
 LOST_PROCESS_SECONDS = 120
 """Longest wait until JAX names a lost process and ends this one; longer than a sensible `heartbeat_seconds`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """The config of a command.
+
+    Attributes:
+      config: with the overrides of the command line.
+      file_config: as the config file has it.
+      overrides: dotted keys that the command line sets.
+      notes: what the overrides of other keys have changed, a line each.
+    """
+
+    config: ml_collections.ConfigDict
+    file_config: ml_collections.ConfigDict
+    overrides: Sequence[str]
+    notes: Sequence[str]
+
+
+Adapt = Callable[[ml_collections.ConfigDict, Mapping[str, Any]], tuple[ml_collections.ConfigDict, Sequence[str]]]
+ShowKeys = Callable[[Given, str], None]
 
 
 def define_config_flag() -> flags.FlagHolder[ml_collections.ConfigDict]:
@@ -42,7 +70,12 @@ def define_config_flag() -> flags.FlagHolder[ml_collections.ConfigDict]:
     return config_flags.DEFINE_config_file("config", None, "path of a config file", lock_config=True)
 
 
-def run_main(main: Callable[[Sequence[str]], Any], arguments: Sequence[str] = ()) -> None:
+def run_main(
+    main: Callable[[Sequence[str]], Any],
+    arguments: Sequence[str] = (),
+    adapt: Adapt | None = None,
+    show_keys: ShowKeys | None = None,
+) -> None:
     """Run `main(argv)` as `absl.app.run` does, but report a user's mistake by one message and exit status 2.
 
     One process of several exits at once when it fails: `jax.distributed` would let it wait at exit for the others,
@@ -52,11 +85,15 @@ def run_main(main: Callable[[Sequence[str]], Any], arguments: Sequence[str] = ()
       main: function of the positional arguments, the name of the program first.
       arguments: names of the positional arguments; optional ones in brackets, and the last one followed by three dots
         if it may be repeated. A command that has any needs no `--config`.
+      adapt: (config of the file, overrides of the command line) -> a config that they fit, and what was changed for
+        that, a line each, which is logged.
+      show_keys: (config of the command, section) prints what `--keys[=section]` asks for.
     """
     one_of_many = "AGENTR1_COORDINATOR" in os.environ
     status = 2
+    parser = functools.partial(parse_flags, arguments=arguments, adapt=adapt, show_keys=show_keys)
     try:
-        app.run(main, flags_parser=functools.partial(parse_flags, arguments=arguments))
+        app.run(main, flags_parser=parser)
     except UserError as error:
         _print_error(str(error))
         status = error.status
@@ -97,42 +134,66 @@ def _print_error(message: str) -> None:
     sys.stderr.write(f"error: {message}\n")
 
 
-def parse_flags(argv: Sequence[str], arguments: Sequence[str] = ()) -> list[str]:
-    """Parse all flags; the `flags_parser` of `absl.app.run`.
+def parse_flags(
+    argv: Sequence[str], arguments: Sequence[str] = (), adapt: Adapt | None = None, show_keys: ShowKeys | None = None
+) -> list[str]:
+    """Parse all flags; the `flags_parser` of `absl.app.run`. See `override` for the overrides `--config.KEY=VALUE`.
 
-    `--config.KEY=none` unsets a number or boolean that has no value in `configs/base.py`.
+    Args:
+      argv: the command, the name of the program first.
+      arguments: names of the positional arguments; see `run_main`.
+      adapt: see `run_main`.
+      show_keys: see `run_main`.
 
     Raises:
       UserError: an unknown flag or key, a value of the wrong type, a config file that is missing or does not load, a
         positional argument too many or too few.
     """
-    argv, path, config = list(argv), "", ml_collections.ConfigDict()
-    unset: list[str] = []
+    argv, given = list(argv), None
+    section = next((m[1] or "" for argument in argv[1:] if (m := _KEYS.fullmatch(argument))), None)
     if "config" in flags.FLAGS and any(re.fullmatch(r"--?(help\w*|h|\?)", argument) for argument in argv[1:]):
         sys.stdout.write(HELP)
     elif "config" in flags.FLAGS:
-        path = _config_argument(argv)
-        matches = [re.match(r"--?(?:no)?config\.([^=]+)", argument) for argument in argv[1:]]
-        overrides = [match[1] for match in matches if match]
-        if path:
-            config = load_config(path)
-            for key in overrides:
-                _check_key(path, key, config)
-            argv, unset = _split_unset(argv, config)
-        elif not arguments or overrides:
+        argv, given = parse_config(argv, adapt)
+        if given is None and (not arguments or section is not None):
             raise UserError("no config given; add --config=FILE, e.g. --config=configs/quickstart.py")
+        if given is not None and section is not None and show_keys is not None:
+            show_keys(given, section)
+            sys.exit(0)
     try:
         rest = flags.FLAGS(argv)
     except flags.IllegalFlagValueError as error:
-        raise UserError(_describe_illegal_value(error, path, config)) from error
+        raise UserError(_first_line(error)) from error
     except flags.Error as error:
         raise UserError(_first_line(error).partition(". ")[0]) from error
-    for key in unset:
-        section, name = _section_of(flags.FLAGS["config"].value, key)
-        section[name] = None
+    if given is not None:
+        flags.FLAGS["config"].value = given.config
     _check_arguments(rest[1:], arguments)
     _show_info_logs()
+    for note in given.notes if given is not None else ():
+        logging.info("%s", note)
     return rest
+
+
+def parse_config(argv: Sequence[str], adapt: Adapt | None = None) -> tuple[list[str], Given | None]:
+    """Read the config that a command names, with the overrides of the command; see `parse_flags`.
+
+    Returns:
+      the other arguments; the config, None if the command names none.
+
+    Raises:
+      UserError: see `parse_flags`.
+    """
+    path = _config_argument(argv)
+    if not path:
+        if any(_OVERRIDE.match(argument) for argument in argv[1:]):
+            raise UserError("no config given; add --config=FILE, e.g. --config=configs/quickstart.py")
+        return list(argv), None
+    file_config = load_config(path)
+    rest, overrides = _split_overrides(argv, file_config)
+    overrides = _expand_calls(file_config, overrides, path)
+    config, notes = (file_config, []) if adapt is None else adapt(file_config, overrides)
+    return rest, Given(override(config, overrides, path), file_config, list(overrides), notes)
 
 
 def _check_arguments(given: Sequence[str], expected: Sequence[str]) -> None:
@@ -171,22 +232,31 @@ def load_config(path: str) -> ml_collections.ConfigDict:
 def override(config: ml_collections.ConfigDict, changes: Mapping[str, Any], where: str) -> ml_collections.ConfigDict:
     """Return a copy of a config with changes, parsed as the command line parses them.
 
+    `None` unsets a key that has no value in `configs/base.py`; so does `none` for a number or boolean, while for text
+    it is a value like any other. `name(argument=value, ...)` sets `name` and `args` of a section that has both.
+
     Args:
       config: the config; it is not changed.
-      changes: dotted key -> value, as text or as it is.
+      changes: dotted key -> value, as text or as it is; of one key the last counts.
       where: source of the changes, for messages.
 
     Raises:
       UserError: an unknown key (the nearest is named) or a value of another type.
     """
-    for key in changes:
+    config, changes, argv = copy.deepcopy(config), _expand_calls(config, changes, where), [""]
+    for key, value in changes.items():
         _check_key(where, key, config)
-    values, argv = flags.FlagValues(), ["", *(f"--config.{key}={value}" for key, value in changes.items())]
-    config_flags.DEFINE_config_dict("config", copy.deepcopy(config), flag_values=values, sys_argv=argv)
+        if str(value).lower() == "none" and _unsets(config, key, str(value), where):
+            section, name = _section_of(config, key)
+            section[name] = None
+        else:
+            argv.append(f"--config.{key}={value}")
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=argv)
     try:
         values(argv)
     except flags.Error as error:
-        raise UserError(f"{where}: {str(error).removeprefix('flag --config.')}") from error
+        raise UserError(_describe_illegal_value(error, where, config)) from error
     changed: ml_collections.ConfigDict = values["config"].value
     return changed
 
@@ -224,39 +294,72 @@ def _plain(value: Any, key: str) -> Any:
 
 
 def _config_argument(argv: Sequence[str]) -> str:
-    """Return the last value of `--config`, which is the one that absl uses; empty if there is none."""
+    """Return the last value of `--config`; empty if there is none."""
     value = ""
     for argument, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
-        if match := re.fullmatch(r"--?config(?:=(.*))?", argument):
+        if match := _CONFIG.fullmatch(argument):
             value = following if match[1] is None else match[1]
     return value
 
 
-def _split_unset(argv: Sequence[str], config: ml_collections.ConfigDict) -> tuple[list[str], list[str]]:
-    """Take `--config.KEY=none` out of the arguments, where KEY may have no value; `ml_collections` cannot parse it.
-
-    Only a number or boolean that `configs/base.py` declares as a placeholder may have no value. For text, "none" is a
-    value like any other.
+def _split_overrides(argv: Sequence[str], config: ml_collections.ConfigDict) -> tuple[list[str], dict[str, str]]:
+    """Take `--config` and its overrides out of the arguments.
 
     Returns:
-      the other arguments; the keys to unset.
+      the other arguments; key -> value of the overrides, of which the last one of a key counts.
     """
     rest: list[str] = []
-    unset: list[str] = []
-    for argument in argv:
-        match = re.fullmatch(r"--?config\.([\w.]+)=(.*)", argument, re.DOTALL)
-        if not match:
-            rest.append(argument)
-            continue
-        section, name = _section_of(config, match[1])
-        unset = [key for key in unset if key != match[1]]  # The last override of a key counts.
-        field = dict(section.items(preserve_field_references=True)).get(name)
-        optional = isinstance(field, ml_collections.FieldReference) and section.get_type(name) is not str
-        if optional and match[2].lower() == "none":
-            unset.append(match[1])
+    overrides: dict[str, str] = {}
+    arguments = iter(argv)
+    for argument in arguments:
+        if match := _CONFIG.fullmatch(argument):
+            if match[1] is None:
+                next(arguments, "")
+        elif match := _OVERRIDE.fullmatch(argument):
+            negated, key, value = match.groups()
+            overrides.pop(key, None)
+            if negated:
+                overrides[key] = "False"
+            elif value is not None:
+                overrides[key] = value
+            else:
+                is_switch = isinstance(dict(flatten(config.to_dict())).get(key), bool)
+                overrides[key] = "True" if is_switch else next(arguments, "")
         else:
             rest.append(argument)
-    return rest, unset
+    return rest, overrides
+
+
+def _expand_calls(config: ml_collections.ConfigDict, changes: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Turn `section = name(argument=value, ...)` into changes of `section.name` and `section.args.argument`."""
+    expanded: dict[str, Any] = {}
+    for key, value in changes.items():
+        section = config.get(key)
+        if not (isinstance(section, ml_collections.ConfigDict) and {"name", "args"} <= {*section}):
+            expanded[key] = value
+            continue
+        with user_error(f"{where}: "):
+            call = parse_call(str(value), key)
+        if call.values:
+            raise UserError(f"{where}: {key}={value}: name each argument, as in {call.name}(argument=value)")
+        expanded[f"{key}.name"] = call.name
+        for name, argument in call.named.items():
+            is_text = name in section.args and section.args.get_type(name) is str
+            expanded[f"{key}.args.{name}"] = "none" if argument is None and is_text else argument
+    return expanded
+
+
+def _unsets(config: ml_collections.ConfigDict, key: str, text: str, where: str) -> bool:
+    """Return True if `none` or `None` unsets a key; raise UserError for a `None` of text that cannot be unset.
+
+    A key that `configs/base.py` declares as a placeholder may have no value.
+    """
+    section, name = _section_of(config, key.partition("[")[0])
+    optional = isinstance(dict(section.items(preserve_field_references=True)).get(name), ml_collections.FieldReference)
+    is_text = section.get_type(name) is str
+    if is_text and not optional and text == "None":
+        raise UserError(f"{where}: key {key!r} always has a value and cannot be unset")
+    return optional and not (is_text and text != "None")
 
 
 def _section_of(config: ml_collections.ConfigDict, key: str) -> tuple[ml_collections.ConfigDict, str]:
@@ -280,19 +383,28 @@ def _check_key(where: str, key: str, config: ml_collections.ConfigDict) -> None:
 
 
 def _describe_unknown_key(where: str, key: str, known: Sequence[str]) -> str:
-    """Return the message for an unknown key; it names the nearest dotted key, or one with the same last part."""
-    near = difflib.get_close_matches(key, known, 1, 0.75)
-    near = near or [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
-    near = near or difflib.get_close_matches(key, known, 1, 0.5)
+    """Return the message for an unknown key.
+
+    It names the counterpart of another trainer's key, the nearest dotted key, or one with the same last part.
+    """
+    section, last = key.partition(".")[0], key.rpartition(".")[2]
+    same = [name for name in known if name.rpartition(".")[2] == last]
+    near = difflib.get_close_matches(key, known, 1, 0.85)
+    near = near or [name for name in same if name.partition(".")[0] == section]
+    near = near or [name for name in known if name == SYNONYMS.get(last.lower())]
+    near = near or difflib.get_close_matches(key, known, 1, 0.75)
+    if not near and last.lower() in NO_COUNTERPART:
+        return f"{where}: unknown key {key!r}; {NO_COUNTERPART[last.lower()]}"
+    near = near or same or difflib.get_close_matches(key, known, 1, 0.5)
     hint = f"did you mean {near[0]!r}?" if near else "configs/base.py lists the keys"
     return f"{where}: unknown key {key!r}; {hint}"
 
 
-def _describe_illegal_value(error: flags.IllegalFlagValueError, path: str, config: ml_collections.ConfigDict) -> str:
-    """Return the message for a flag or an override whose value has another type than the key in the config file."""
+def _describe_illegal_value(error: flags.Error, path: str, config: ml_collections.ConfigDict) -> str:
+    """Return the message for an override whose value has another type than the key in the config file."""
     match = re.match(r"flag --config\.([^=]+)=(.*?): ", str(error), re.DOTALL)
     if not match:
-        return _first_line(error)
+        return f"{path}: {_first_line(error)}"
     return f"{path}: key {match[1]!r} takes {_type_name(*_section_of(config, match[1]))}, not {match[2]!r}"
 
 

@@ -19,7 +19,7 @@ from agentr1_jax.registry import Value, parse_call, split_list
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.train.settings import RunConfig, Settings, WarmStartConfig, load_file
 from agentr1_jax.trajectory import Budget
-from experiments.setup import Config, change_config, differing_policy_keys, read_section, read_settings
+from experiments.setup import Config, adapt, change_config, differing_policy_keys, read_section, read_settings
 
 WARM_START = "warm_start"
 SAME_FOR_ALL = ("seed", "run_dir", "compilation_cache", "warm_start.control_seconds", "eval", "task")
@@ -164,16 +164,14 @@ def make_grid(config: Config, arms: Sequence[Arm], seeds: Sequence[int], out: st
 def configure(config: Config, arm: Arm) -> tuple[Config, str]:
     """Return the config of an arm, and a remark on it for the table.
 
-    Arguments of the config's own scheme stay where the arm's scheme has them, too. A scheme that needs a critic gets
-    one, and an arm without a mask gets room for the tokens of observations.
+    Arguments of the config's own scheme stay where the arm's scheme has them, too (`adapt`). A scheme that needs a
+    critic gets one, and an arm without a mask gets room for the tokens of observations.
     """
     where = f"--schemes: {arm.name!r}"
     try:
         scheme = get_scheme(arm.scheme)
     except ValueError as error:
         raise UserError(f"{where}: {error}") from error
-    if arm.scheme != read_section(config, CreditConfig).name:
-        config = _reset_arguments(config, keep=list(scheme.defaults))
     changes = {
         "credit.name": arm.scheme,
         **{f"credit.args.{key}": value for key, value in arm.settings.items()},
@@ -183,7 +181,7 @@ def configure(config: Config, arm: Arm) -> tuple[Config, str]:
         fixed = key in SAME_FOR_ALL or key.startswith(tuple(f"{same}." for same in SAME_FOR_ALL))
         if fixed and ".rewards." not in key:
             raise UserError(f"{where} changes {key}, which is the same for all arms; change it by --config.{key}")
-    config, notes = configs.override(config, changes, where), list[str]()
+    config, notes = configs.override(adapt(config, changes)[0], changes, where), list[str]()
     if scheme.needs_critic and read_section(config, RunConfig).critic == "none":
         config = change_config(config, {"critic": "shared_trunk"})
         notes.append("with critic=shared_trunk, since the config has none")
@@ -215,12 +213,6 @@ def summary(cell: Cell) -> Mapping[str, float]:
         return json.load(lines)
 
 
-def _reset_arguments(config: Config, keep: Sequence[str]) -> Config:
-    """Return a copy of a config whose arguments of the credit scheme, but for some, are unset."""
-    arguments = read_section(config, CreditConfig).args
-    return change_config(config, {f"credit.args.{key}": None for key in arguments if key not in keep})
-
-
 def _warm_start(config: Config, arm: Arm, seed: int, out: str) -> Cell:
     """Return the warm start of an arm's run: that of the config, with the prompts of the arm."""
     present = dict(configs.flatten(configs.resolve(config)))
@@ -229,9 +221,9 @@ def _warm_start(config: Config, arm: Arm, seed: int, out: str) -> Cell:
     }
     name = "+".join([WARM_START, *(f"{key}={value}" for key, value in changes.items())])
     folder = os.path.join(out, folder_name(name), f"seed{seed}")
-    start = configs.override(_reset_arguments(config, keep=()), changes, f"--schemes: {arm.name!r}")
     # What warm starts have no use for is what the config of an ablation may leave out.
     unused = {"updates": 0, "critic": "none", "credit.name": "reinforce", "optimizer.critic_warmup": 0}
+    start = configs.override(adapt(config, unused)[0], changes, f"--schemes: {arm.name!r}")
     return Cell(name, seed, folder, change_config(start, {**unused, "seed": seed, "run_dir": folder}))
 
 

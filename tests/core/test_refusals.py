@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from changes import changed
 from configured import configured_task
 
+from agentr1_jax.envs.registry import TASKS
 from agentr1_jax.errors import UserError
 from agentr1_jax.registry import Call, parse_call, split_list
-from configs import countdown, keydoor, multihop_tiny, quickstart
+from agentr1_jax.runtime import config as configs
+from agentr1_jax.runtime.config import flatten
+from agentr1_jax.runtime.synonyms import NO_COUNTERPART, SYNONYMS
+from configs import base, countdown, keydoor, multihop_tiny, quickstart
+from experiments.setup import adapt, read_settings
 
+BATCH_MEAN = """
+from agentr1_jax.credit import Credit, TokenBatch, broadcast_to_steps, broadcast_to_tokens, register
+from agentr1_jax.validation import Positive
+
+@register("batch_mean")
+def batch_mean(batch: TokenBatch, *, scale: Positive = 1.0) -> Credit:
+    return Credit(broadcast_to_tokens(batch, broadcast_to_steps(batch, scale * batch.returns)))
+"""
+GUESS = """
+from pydantic.dataclasses import dataclass
+from agentr1_jax.envs.registry import register
+from agentr1_jax.validation import STRICT, Count
+
+@dataclass(frozen=True, config=STRICT)
+class GuessConfig:
+    most: Count = 9
+
+@register("guess", GuessConfig)
+def make_guess(config, run): ...
+"""
 NO_ARGUMENTS = {"credit__args__gamma": None, "credit__args__lam": None}
 MISTAKES = [
     (quickstart, {"credit__name": "gae"}, "credit.name: unknown credit scheme 'gae'; choose one of bilevel_gae"),
@@ -63,3 +90,95 @@ def test_anything_else_is_refused_with_its_key(text):
 def test_arguments_that_do_not_fit_are_refused(text):
     with pytest.raises(ValueError, match="a takes b"):
         parse_call(text, "k").bind(["b"])
+
+
+def command_line(*overrides: str, config: str = "quickstart"):
+    """Settings of a command."""
+    path = f"--config={base.__file__.replace('base.py', f'{config}.py')}"
+    _, given = configs.parse_config(["train", path, *(f"--config.{override}" for override in overrides)], adapt)
+    return read_settings(given.config)
+
+
+def test_another_credit_scheme_leaves_arguments_of_the_old_one_out():
+    scheme = command_line("credit.name=grpo").scheme
+    assert (scheme.name, scheme.arguments) == ("grpo", {})
+    _, notes = adapt(quickstart.get_config(), {"credit.name": "grpo"})
+    assert notes == ["credit.name is grpo: credit.args.lam=0.95 of step_gae is left out"]
+    scheme = command_line("credit=gigpo(gamma=.95, norm=mean_std_norm)").scheme
+    assert (scheme.name, scheme.arguments) == ("gigpo", {"gamma": 0.95, "norm": "mean_std_norm"})
+    assert command_line("credit.name=token_gae").scheme.arguments == {"lam": 0.95}  # It has that, too.
+    assert command_line("credit.args.lam=None").scheme.arguments == {}
+    assert command_line("credit.args.whiten=none").scheme.arguments == {"lam": 0.95, "whiten": "none"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["credit.name=grpo", "credit.args.lam=.9"], "credit scheme 'grpo' has no argument 'lam'; it has unit"),
+        (["credit=grpo(lam=.9)"], "credit scheme 'grpo' has no argument 'lam'"),
+        (["credit=grpo(power=2)"], "credit scheme 'grpo' has no argument 'power'; it has unit"),
+        (["credit.name=gae"], "credit.name: unknown credit scheme 'gae'; choose one of"),
+        (["credit.file=nowhere.py"], "credit.file: .*nowhere.py: no such file"),
+        (["task.name=keydoor", "task.hopworld.top_k=3"], "unknown key 'task.hopworld.top_k'"),
+        (["task.name=keydor"], "task.name: unknown task 'keydor'; choose one of"),
+    ],
+)
+def test_what_the_command_line_says_itself_must_exist(overrides, message):
+    with pytest.raises(UserError, match=message):
+        command_line(*overrides)
+
+
+def test_a_users_own_scheme_works_on_a_config_of_another_one(tmp_path, registry):
+    (tmp_path / "mine.py").write_text(BATCH_MEAN)
+    file = f"credit.file={tmp_path}/mine.py"
+    assert command_line(file, "credit.name=batch_mean").scheme.arguments == {}
+    assert command_line(file, "credit.name=batch_mean", "credit.args.scale=2").scheme.arguments == {"scale": 2.0}
+    assert command_line(file, "credit=batch_mean(scale=.5)").scheme.arguments == {"scale": 0.5}
+    with pytest.raises(UserError, match=r"credit.args.scale is 0.0; it must be greater than 0"):
+        command_line(file, "credit=batch_mean(scale=0)")
+
+
+def test_another_task_brings_its_own_keys(tmp_path, monkeypatch):
+    for attribute in ("_entries", "_files"):
+        monkeypatch.setattr(TASKS, attribute, dict(getattr(TASKS, attribute)))
+    task = command_line("task.name=keydoor", "task.keydoor.noise=0.25").task
+    assert task.sections.keys() == {"keydoor"} and task.sections["keydoor"].noise == 0.25
+    _, notes = adapt(quickstart.get_config(), {"task.name": "keydoor"})
+    assert notes == ["task.name is keydoor: task.hopworld of the config is left out"]
+    assert command_line("task.name=hopworld").task.sections["hopworld"].top_k == 2  # That of the config.
+    mixture = "task.mixture=('hopworld(weight=1)','keydoor(weight=2)')"
+    assert command_line("task.name=mixture", mixture).task.sections.keys() == {"hopworld", "keydoor"}
+    (tmp_path / "mine.py").write_text(GUESS)
+    own = (f"task.file={tmp_path}/mine.py", "task.name=guess")
+    assert command_line(*own).task.sections["guess"].most == 9
+    assert command_line(*own, "task.args.most=3").task.sections["guess"].most == 3
+
+
+def test_keys_of_other_trainers_are_understood():
+    known = dict(flatten(base.get_config().to_dict()))
+    assert set(SYNONYMS.values()) <= known.keys() and not SYNONYMS.keys() & NO_COUNTERPART.keys()
+    for sentence in NO_COUNTERPART.values():
+        keys = re.findall(r"\b[a-z_]+\.[a-z_]+(?==|\b)(?!\.md|\.\*)", sentence)
+        assert {key for key in keys if not key.endswith(".md")} <= known.keys(), sentence
+    for given, meant in {
+        "learning_rate": "optimizer.lr",
+        "actor_rollout_ref.actor.optim.lr": "optimizer.lr",
+        "actor_rollout_ref.rollout.n": "rollout.samples",
+        "rollout.n": "rollout.samples",
+        "num_generations": "rollout.samples",
+        "data.max_response_length": "budget.response_tokens",
+        "actor_rollout_ref.actor.kl_loss_coef": "kl.coef",
+        "algorithm.adv_estimator": "credit.name",
+        "model_name_or_path": "policy.weights",
+        "pretran.lr": "pretrain.lr",  # A near key comes first.
+    }.items():
+        with pytest.raises(UserError, match=f"unknown key '{given}'; did you mean '{meant}'"):
+            command_line(f"{given}=1")
+    for given, said in {
+        "data.max_prompt_length": "budget.context_tokens",
+        "gpu_memory_utilization": "rollout.slots",
+        "ppo_mini_batch_size": "learner.minibatches",
+        "max_steps": "updates is the number of batches",
+    }.items():
+        with pytest.raises(UserError, match=f"unknown key '{given}'; .*{said}"):
+            command_line(f"{given}=1")

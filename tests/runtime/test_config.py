@@ -13,6 +13,7 @@ import sys
 import ml_collections
 import numpy as np
 import pytest
+from ml_collections import config_dict
 
 from agentr1_jax.errors import UserError
 from agentr1_jax.runtime import config as config_lib
@@ -95,15 +96,38 @@ def test_overrides_reach_the_config(folder):
         "data": "d",
         "algo": {"gamma": 1.0, "lam": None, "name": "ppo"},
     }
-    # The last override counts; for text, none is a value.
+    # The last override counts; for text, none is a value, and None unsets.
     overrides = ["--config.algo.lam=none", "--config.algo.lam=0.25", "--config.data=none"]
     result = json.loads(start(folder, "--config=configs/base.py", *overrides).stdout)
     assert result["algo"]["lam"] == 0.25 and result["data"] == "none"
+    overrides = ["--config.data=d", "--config.data=None", "--config.algo.lam=None", "--config", "configs/base.py"]
+    result = json.loads(start(folder, *overrides).stdout)
+    assert result["algo"]["lam"] is None and result["data"] is None
 
 
-def test_help_begins_with_how_to_set_keys(folder):
-    first = start(folder, "--help").stdout.splitlines()[0]
-    assert "--config=FILE --config.a.b=value" in first and "docs/config.md list every key" in first
+def test_a_section_is_set_by_one_call():
+    values = {"name": "grpo", "args": {"lam": 0.9, "whiten": config_dict.placeholder(str)}}
+    config = ml_collections.ConfigDict({"algo": values, "seed": 0}).lock()
+
+    def change(text):
+        return config_lib.override(config, {"algo": text, "seed": 1}, "here").to_dict()
+
+    assert change("gae") == {"algo": {"name": "gae", "args": {"lam": 0.9, "whiten": None}}, "seed": 1}
+    assert change("gae(lam=.5, whiten=none)")["algo"]["args"] == {"lam": 0.5, "whiten": "none"}
+    assert change("gae(whiten='step')")["algo"]["args"] == {"lam": 0.9, "whiten": "step"}
+    for text, message in (
+        ("gae(lam=high)", "here: key 'algo.args.lam' takes a float, not 'high'"),
+        ("gae(lamb=1)", "here: unknown key 'algo.args.lamb'; did you mean 'algo.args.lam'?"),
+        ("gae(1)", r"here: algo=gae\(1\): name each argument, as in gae\(argument=value\)"),
+        ("gae(lam", r"here: algo: cannot read 'gae\(lam'; write name, name\(value\)"),
+    ):
+        with pytest.raises(UserError, match=message):
+            change(text)
+
+
+def test_help_begins_with_how_to_set_and_list_keys(folder):
+    said = start(folder, "--help").stdout.splitlines()
+    assert [line.split()[0] for line in said[:2]] == ["--config=FILE", "--config.a.b=value"]
 
 
 @pytest.mark.parametrize(
@@ -113,6 +137,7 @@ def test_help_begins_with_how_to_set_keys(folder):
         ("--config.gamma=1", "configs/base.py: unknown key 'gamma'; did you mean 'algo.gamma'?"),
         ("--config.algo={'x': 1}", "configs/base.py: 'algo' is a section; set its keys one by one: "),
         ("--config.seed=1.5", "configs/base.py: key 'seed' takes an int, not '1.5'"),
+        ("--config.run_dir=None", "configs/base.py: key 'run_dir' always has a value and cannot be unset"),
         ("--config.algo.gamma=none", "configs/base.py: key 'algo.gamma' takes a float, not 'none'"),
         ("--config.algo.name=mistake", "main went wrong"),
         ("--config.algo.name=missing", "no/such/file: no such file or folder"),
