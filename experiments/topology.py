@@ -25,10 +25,10 @@ ENVIRONMENT = {
 
 
 def devices(name: str) -> list[jax.Device]:
-    """Return the devices of a TPU slice such as `v5e:4x4`, which can be compiled for and not run on.
+    """Return the devices of a TPU slice such as `v5e:4x4`, or of several, which can be compiled for and not run on.
 
     Args:
-      name: generation and chips along each axis: two for v5e and v6e, three for v4 and v5p.
+      name: generation and chips along each axis: two for v5e and v6e, three for v4 and v5p; `2*v5e:4x4` is two slices.
 
     Raises:
       UserError: libtpu is missing or does not know the slice.
@@ -42,11 +42,13 @@ def devices(name: str) -> list[jax.Device]:
         os.environ.setdefault(variable, value)
     with contextlib.suppress(RuntimeError):  # After the first use of a device it cannot be set any more.
         jax.config.update("jax_platforms", "cpu")
+    count, _, one = name.rpartition("*")
+    several = {"num_slices": int(count)} if count.isdecimal() and int(count) > 1 else {}
     try:
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=one, **several).devices)
     except Exception as error:  # jax.errors.JaxRuntimeError, or what libtpu raises while it loads.
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"--topology={name}: {reason}; examples: v5e:4x4, v6e:4x4, v5p:2x2x2") from error
+        raise UserError(f"--topology={name}: {reason}; examples: v5e:4x4, v6e:4x4, v5p:2x2x2, 2*v5e:4x4") from error
 
 
 def first_host(name: str, slice_devices: Sequence[jax.Device]) -> list[jax.Device]:
@@ -62,7 +64,7 @@ def first_host(name: str, slice_devices: Sequence[jax.Device]) -> list[jax.Devic
     own = [d for d in slice_devices if d.process_index == 0]
     if len(own) == len(slice_devices):
         return list(slice_devices)
-    generation, _, chips = name.partition(":")
+    generation, _, chips = name.rpartition("*")[2].partition(":")
     extents = [len({d.coords[axis] for d in own}) for axis in range(len(chips.split("x")))]
     return devices(f"{generation}:{'x'.join(map(str, extents))}")
 

@@ -6,6 +6,7 @@ parameters are sharded on the learner's mesh, and have a view on the devices of 
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -54,7 +55,8 @@ def learner_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device
 
     The devices of a process are a block of it, in their own order: a process feeds the rows of its own devices, so no
     row may lie on devices of two processes, and the mesh of its engine has the same order. `jax.make_mesh` looks at the
-    wiring alone: on a v5e:4x4 it puts a `tensor` axis of 4 across two hosts.
+    wiring alone: on a v5e:4x4 it puts a `tensor` axis of 4 across two hosts. The processes of a TPU slice are a block,
+    too: only `data`, the outermost axis, crosses the network between slices, by one reduction of the gradients.
     """
     devices = jax.devices() if devices is None else devices
     in_order = [d for own in _by_process(devices).values() for d in own]
@@ -70,7 +72,7 @@ def axis_sizes(data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device])
 
     Raises:
       UserError: the sizes do not multiply to the number of devices, the processes have different numbers of devices, or
-        the devices of a process would not be a block of the mesh.
+        the devices of a process would not be a block of the mesh, or `fsdp` and `tensor` would span TPU slices.
     """
     sizes = [max(len(devices) // max(fsdp * tensor, 1), 1) if data == -1 else data, fsdp, tensor]
     if min(sizes) < 1 or math.prod(sizes) != len(devices):
@@ -91,13 +93,24 @@ def axis_sizes(data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device])
             f"mesh.fsdp is {fsdp}; it must divide the {shards} shards of a process ({own} devices, mesh.tensor "
             f"{tensor}), or be a multiple of them"
         )
+    slices = collections.Counter(map(_slice_index, devices))
+    if len(slices) > 1 and min(slices.values()) % (fsdp * tensor):
+        raise UserError(
+            f"mesh.fsdp x mesh.tensor is {fsdp} x {tensor}; it must divide the {min(slices.values())} devices of each of "
+            f"the {len(slices)} slices: only mesh.data may cross the slow network between them"
+        )
     return sizes[0], fsdp, tensor
 
 
 def _by_process(devices: Sequence[jax.Device]) -> dict[int, list[jax.Device]]:
-    """Return the devices of each process, in the order of processes and their own."""
-    indices = sorted({d.process_index for d in devices})
-    return {index: [d for d in devices if d.process_index == index] for index in indices}
+    """Return the devices of each process, in the order of slices, processes and their own."""
+    indices = sorted({(_slice_index(d), d.process_index) for d in devices})
+    return {index: [d for d in devices if d.process_index == index] for _, index in indices}
+
+
+def _slice_index(device: jax.Device) -> int:
+    """Return the number of the TPU slice of a device; 0 for other devices (on GPUs JAX numbers hosts so)."""
+    return int(getattr(device, "slice_index", 0)) if device.platform == "tpu" else 0
 
 
 def split_devices(devices: Sequence[jax.Device], rollout_devices: int) -> tuple[list[jax.Device], list[jax.Device]]:

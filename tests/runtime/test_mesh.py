@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,3 +104,29 @@ def test_rows_of_a_result_that_lies_otherwise_come_back_too():
     mesh = meshes.learner_mesh(2, 2, 2)
     x = jax.device_put(jnp.arange(16.0).reshape(2, 8), NamedSharding(mesh, P()))
     np.testing.assert_array_equal(meshes.local_rows(x, mesh), np.arange(16.0).reshape(2, 8))
+
+
+def pod(slices, hosts, chips, platform="tpu"):
+    """Devices of a pod, those of the last process first: what a mesh asks of a device."""
+    return [
+        types.SimpleNamespace(slice_index=s, process_index=s * hosts + p, id=i, platform=platform)
+        for s in reversed(range(slices))
+        for p in reversed(range(hosts))
+        for i in range(chips)
+    ]
+
+
+@pytest.mark.parametrize(("data", "fsdp", "tensor"), [(-1, 8, 1), (-1, 4, 2), (4, 2, 2), (16, 1, 1), (2, 2, 4)])
+def test_only_data_crosses_the_network_between_slices(monkeypatch, data, fsdp, tensor):
+    monkeypatch.setattr(meshes, "_make_mesh", lambda devices, sizes: np.array(devices).reshape(sizes))
+    grid = meshes.learner_mesh(data, fsdp, tensor, pod(2, 2, 4))
+    slices = np.vectorize(lambda device: device.slice_index)(grid)
+    assert (slices == slices[:, :1, :1]).all()
+    assert [d.process_index for d in grid.flat] == sorted(d.process_index for d in grid.flat)
+
+
+def test_a_mesh_whose_parameters_span_slices_is_refused():
+    message = r"mesh\.fsdp x mesh\.tensor is 16 x 1; it must divide the 8 devices of each of the 2 slices: only mesh\.data"
+    with pytest.raises(UserError, match=message):
+        meshes.axis_sizes(-1, 16, 1, pod(2, 2, 4))
+    assert meshes.axis_sizes(-1, 16, 1, pod(2, 2, 4, platform="gpu")) == (1, 16, 1)
