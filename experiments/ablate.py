@@ -15,6 +15,10 @@ without a mask gets rows with room for what it reads more; the table says so. Ev
 
 All arms of a seed start RL from one warm start, which is made first, by the config without the changes of any arm; arms
 with a context rule of their own from one under that rule.
+Several machines that share OUT make a grid together, each with its `--share=0/3`, `1/3`, `2/3` of the runs, by hand or
+by a launcher (docs/pods.md). A run waits for a warm start that another machine makes; the table is whole when all have
+ended.
+
 Folders: OUT/<arm>/seed<k>, OUT/warm_start/seed<k>; log and config of a run lie beside its folder. OUT gets
 ablation.png, ablation.md and ablation.csv. Ctrl-C and SIGTERM have all runs save and leave.
 """
@@ -48,6 +52,8 @@ LOSS_MASK = flags.DEFINE_list("loss_mask", [], "values of learner.loss_mask to r
 ADVANTAGE_MASK = flags.DEFINE_list("advantage_mask", [], "values of learner.advantage_mask to run each arm with")
 METRIC = flags.DEFINE_string("metric", "em", "metric of the evaluations that is compared")
 DRY_RUN = flags.DEFINE_bool("dry_run", False, "print the grid and the hours left, and leave")
+CHECK = flags.DEFINE_string("check", "", "check all runs for PROCESSESxDEVICES elsewhere, e.g. 1x8, and leave")
+SHARE = flags.DEFINE_string("share", "0/1", "K/N: make every Nth run from the Kth, where N machines share the folder")
 WIDTH = 150
 """Columns of the tables where the output is no terminal."""
 
@@ -55,7 +61,7 @@ WIDTH = 150
 def main(argv: Sequence[str]) -> int:
     """Make the grid, check it, run it, compare the results."""
     del argv
-    config, console = CONFIG.value, Console()
+    config, console, share = CONFIG.value, Console(), grid.parse_share(SHARE.value)
     if not console.is_terminal:
         console = Console(width=WIDTH)
     arms = grid.parse_arms(SCHEMES.value)
@@ -69,6 +75,11 @@ def main(argv: Sequence[str]) -> int:
     cache = compile_cache.cache_folder(run.compilation_cache, out)  # One for all arms.
     config = change_config(config, {"compilation_cache": cache})
     warm_starts, cells = grid.make_grid(config, arms, grid.parse_seeds(SEEDS.value), out)
+    if CHECK.value:
+        from experiments import preflight
+
+        preflight.show([cell.config for cell in (*warm_starts, *cells)], CHECK.value)
+        return 0
     todo = [cell for cell in (*warm_starts, *cells) if not cell.is_finished]
     backend = checks.check_apart([cell.config for cell in todo]) if todo else ""
     checks.check_folders([*warm_starts, *cells])
@@ -79,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
 
     with StopRequest() as stop:
-        failed = jobs.run_all([*warm_starts, *cells], parallel=parallel, stop=stop, console=console)
+        failed = jobs.run_all([*warm_starts[share], *cells[share]], parallel=parallel, stop=stop, console=console)
     for cell, fault in failed.items():
         console.print(f"{jobs.title(cell)} failed: {fault}", markup=False, highlight=False, soft_wrap=True)
     compare(out, cells, METRIC.value, os.path.basename(run.run_dir), console)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 
 import jax
 from rich.console import Console
@@ -12,13 +13,22 @@ from rich.table import Table
 from agentr1_jax.errors import UserError
 from agentr1_jax.train.settings import Settings
 from experiments import topology
-from experiments.plan import Plan, activation_bytes, device_bytes, make_plan, programs, total_bytes
+from experiments.plan import (
+    Plan,
+    activation_bytes,
+    describe_cost,
+    device_bytes,
+    make_plan,
+    parse_speeds,
+    programs,
+    total_bytes,
+)
 
 WIDTH = 120
 """Width of the tables, in characters, if the output is not a terminal."""
 
 
-def show(settings: Settings, topology_name: str = "") -> None:
+def show(settings: Settings, topology_name: str = "", speeds: Sequence[str] = ()) -> None:
     """Print sizes, meshes and programs of a run; for a TPU slice also compile its large programs.
 
     Nothing is written, and no model is allocated.
@@ -26,6 +36,7 @@ def show(settings: Settings, topology_name: str = "") -> None:
     Args:
       settings: settings of the run.
       topology_name: TPU slice such as `v5e:4x4`; empty for the devices of this machine.
+      speeds: values of `--tokens_per_second`, for an estimate of the time.
 
     Raises:
       UserError: the settings do not fit the devices, the topology is unknown, or a program does not compile for it.
@@ -33,10 +44,13 @@ def show(settings: Settings, topology_name: str = "") -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)
+    rates = parse_speeds(speeds)
     plan = make_plan(settings, topology_name)
     console.print(run_table(plan))
     console.print(bytes_table(plan))
     console.print(programs_table(plan))
+    cost = describe_cost(settings, plan.setup.learner_mesh.size, rates)
+    console.print(cost, markup=False, highlight=False, soft_wrap=True)
     if not topology_name:
         return
     table, failed = compiled_table(plan, topology_name)

@@ -7,7 +7,7 @@ import functools
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from agentr1_jax.errors import UserError
 from agentr1_jax.learner.batch import CRITIC_FIELDS, batch_shapes
 from agentr1_jax.policy.config import DecoderConfig, LoraConfig
 from agentr1_jax.policy.params import cast_for_compute, init_decoder
@@ -139,6 +140,35 @@ def _make_phases(setup: Setup, builder: build.StateBuilder) -> list[Phase]:
             reference = _with_shardings(jax.eval_shape(cast, builder.shapes.params["decoder"]), setup.learner_mesh)
         made.append(phases.reinforcement(setup, builder.optimizer, builder.layout, reference))
     return made
+
+
+def describe_cost(settings: Settings, devices: int, speeds: Sequence[float] = ()) -> str:
+    """Return how long RL takes at most, and the devices x hours of it, as text.
+
+    Args:
+      settings: settings of the run.
+      devices: number of devices.
+      speeds: tokens decoded and learned per second, as the progress line of a run gives them; empty if unknown.
+    """
+    budget, c, n = settings.budget, settings.learner, settings.batch_trajectories
+    decoded = n * min(budget.trajectory_tokens, settings.most_steps * settings.most_response_tokens)
+    learned = settings.microbatches(n // c.minibatches) * c.rows * c.row_tokens * c.minibatches * c.epochs
+    tokens = f"at most {settings.run.updates} updates of {decoded:,} tokens decoded and {learned:,} learned"
+    if not speeds:
+        return f"{tokens}; no speed is known: --tokens_per_second=DECODED,LEARNED, off the progress line of a short run"
+    hours = settings.run.updates * (decoded / speeds[0] + learned / speeds[1]) / 3600
+    return f"{tokens}: {hours:,.1f} hours x {devices} devices = {hours * devices:,.0f} device hours, evaluations aside"
+
+
+def parse_speeds(texts: Sequence[str]) -> list[float]:
+    """Parse the two numbers of `--tokens_per_second`. Raises UserError if there are not two positive ones, or none."""
+    try:
+        speeds = [float(text) for text in texts]
+    except ValueError:
+        speeds = [math.nan]
+    if texts and not (len(speeds) == 2 and all(0 < speed < math.inf for speed in speeds)):
+        raise UserError(f"--tokens_per_second={','.join(texts)}: write DECODED,LEARNED, two positive numbers")
+    return speeds
 
 
 def _make_policy(settings: Settings) -> DecoderConfig:

@@ -42,6 +42,8 @@ from experiments.setup import check_init_from, make_setup, read_settings, run_ma
 
 CONFIG = configs.define_config_flag()
 DRY_RUN = flags.DEFINE_bool("dry_run", False, "print sizes and programs of the run, and leave")
+CHECK = flags.DEFINE_string("check", "", "check the run for PROCESSESxDEVICES elsewhere, e.g. 4x4, and leave")
+SPEEDS = flags.DEFINE_list("tokens_per_second", [], "DECODED,LEARNED: with --dry_run or --check, estimates the hours")
 TOPOLOGY = flags.DEFINE_string("topology", "", "with --dry_run: compile for a TPU slice that is not here, e.g. v5e:4x4")
 MOST_SKIPPED = 3
 """Updates in a row that may be skipped because they were not finite."""
@@ -60,7 +62,11 @@ def main(argv: Sequence[str]) -> None:
     if DRY_RUN.value or TOPOLOGY.value:
         from experiments import dry_run
 
-        return dry_run.show(settings, TOPOLOGY.value)
+        return dry_run.show(settings, TOPOLOGY.value, SPEEDS.value)
+    if CHECK.value:
+        from experiments import preflight
+
+        return preflight.show([config], CHECK.value, SPEEDS.value)
     run_dir = settings.run.run_dir
     processes.initialize(settings.processes.start_seconds, settings.processes.heartbeat_seconds)
     use_compile_cache(settings)

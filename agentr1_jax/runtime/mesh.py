@@ -96,8 +96,8 @@ def axis_sizes(data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device])
     slices = collections.Counter(map(_slice_index, devices))
     if len(slices) > 1 and min(slices.values()) % (fsdp * tensor):
         raise UserError(
-            f"mesh.fsdp x mesh.tensor is {fsdp} x {tensor}; it must divide the {min(slices.values())} devices of each of "
-            f"the {len(slices)} slices: only mesh.data may cross the slow network between them"
+            f"mesh.fsdp x mesh.tensor is {fsdp} x {tensor}; it must divide the {min(slices.values())} devices of each "
+            f"of the {len(slices)} slices: only mesh.data may cross the slow network between them"
         )
     return sizes[0], fsdp, tensor
 
@@ -110,7 +110,7 @@ def _by_process(devices: Sequence[jax.Device]) -> dict[int, list[jax.Device]]:
 
 def _slice_index(device: jax.Device) -> int:
     """Return the number of the TPU slice of a device; 0 for other devices (on GPUs JAX numbers hosts so)."""
-    return int(getattr(device, "slice_index", 0)) if device.platform == "tpu" else 0
+    return int(getattr(device, "slice_index", 0)) if getattr(device, "platform", "") == "tpu" else 0
 
 
 def split_devices(devices: Sequence[jax.Device], rollout_devices: int) -> tuple[list[jax.Device], list[jax.Device]]:

@@ -123,6 +123,14 @@ def parse_seeds(texts: Sequence[str]) -> list[int]:
     return [int(text) for text in texts]
 
 
+def parse_share(text: str) -> slice:
+    """Parse `K/N`, the share of machine K of N, as a slice of a list of runs. Raises UserError if it is not one."""
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
+        raise UserError(f"--share={text}: write K/N with K from 0 to N - 1, e.g. 0/4 on the first of four machines")
+    return slice(int(number), None, int(count))
+
+
 def make_grid(config: Config, arms: Sequence[Arm], seeds: Sequence[int], out: str) -> tuple[list[Cell], list[Cell]]:
     """Make the runs of a grid, seed by seed.
 

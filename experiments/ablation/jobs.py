@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from agentr1_jax import files
 from agentr1_jax.runtime.processes import HUGE_PAGES, StopRequest
 from agentr1_jax.train import build
 from configs import resolved
@@ -43,14 +44,15 @@ def run_all(
 ) -> dict[Cell, str]:
     """Run all unfinished cells in order, `parallel` at once; a run waits for the one that it starts from.
 
-    Once a stop is requested nothing more is started, and running processes are asked to save and leave, and waited for.
+    That one may be among the cells of another machine, which tells by a file beside the folder if it fails. Once a stop
+    is requested nothing more is started, and running processes are asked to save and leave, and waited for.
 
     Returns:
       the runs that failed, each with the end of its log or why it was not started.
     """
     command = program or (sys.executable, "-m", "experiments.train")
     waiting, running, failed = [cell for cell in cells if not cell.is_finished], list[Running](), dict[Cell, str]()
-    free, stopping = core_shares(parallel), False
+    free, stopping, began = core_shares(parallel), False, time.time()
     show = make_show(console)
     try:
         while running or (waiting and not stop.requested):
@@ -59,13 +61,16 @@ def run_all(
                 free.append(job.cores)
                 if fault := fault_of(job, stop.requested):
                     failed[job.cell] = fault
+                    with files.atomic_write(failure_path(job.cell.folder)) as out:
+                        out.write(fault)
                 show(f"{title(job.cell)}: {'failed' if fault else status(job.cell)}", running)
             ready = [cell for cell in waiting if not cell.after or is_finished(cell.after)]
             for cell in ready[: 0 if stop.requested else len(free)]:
                 running.append(start(cell, free.pop(0), command))
                 waiting.remove(cell)
                 show(f"{title(cell)}: starts in {cell.folder}", running)
-            hopeless = [cell for cell in waiting if cell.after in {broken.folder for broken in failed}]
+            broken = {cell.folder for cell in failed}
+            hopeless = [c for c in waiting if c.after and (c.after in broken or has_failed_since(c.after, began))]
             failed |= dict.fromkeys(hopeless, "not started, since its warm start failed")
             waiting = [cell for cell in waiting if cell not in hopeless]
             if stop.requested and not stopping:
@@ -74,7 +79,7 @@ def run_all(
                 for job in running:
                     job.process.terminate()
             show("", running)
-            time.sleep(SECONDS_BETWEEN_LOOKS if running else 0)
+            time.sleep(SECONDS_BETWEEN_LOOKS if running or waiting else 0)
     finally:
         for job in running:  # Left over only where something broke, or a second Ctrl-C came.
             job.process.kill()
@@ -98,6 +103,8 @@ def core_shares(parallel: int) -> list[frozenset[int]]:
 
 def start(cell: Cell, cores: frozenset[int], command: Sequence[str]) -> Running:
     """Start or resume a run; its output is appended to the log beside its folder."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(failure_path(cell.folder))
     if not os.path.exists(os.path.join(cell.folder, "config.json")):
         build.remove_tokenizer(cell.folder)  # Of a start that was killed before the run began.
     arguments = [*command, f"--config={resolved.__file__}:{write_config(cell)}"]
@@ -133,6 +140,19 @@ def fault_of(job: Running, stopping: bool) -> str:
     with open(log_path(job.cell), encoding="utf-8", errors="replace") as lines:
         last = "".join(lines.readlines()[-LOG_LINES:]).rstrip()
     return f"{ended} without a summary; {log_path(job.cell)} ends with\n{last}"
+
+
+def failure_path(folder: str) -> str:
+    """Return the file that tells the other machines of a grid why a run failed."""
+    return f"{folder}.failed"
+
+
+def has_failed_since(folder: str, since: float) -> bool:
+    """Return True if a machine has said since then, in seconds since 1970, that the run of a folder failed."""
+    try:
+        return os.path.getmtime(failure_path(folder)) >= since
+    except FileNotFoundError:
+        return False
 
 
 def log_path(cell: Cell) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import csv
 import io
 import json
@@ -280,6 +281,28 @@ def test_what_needs_a_failed_warm_start_is_not_started(config, tmp_path, program
     failed, _ = run_all([*starts, *cells], program, parallel=1)
     assert set(failed) == {("warm_start", 0), ("grpo", 0)} and "its warm start failed" in failed["grpo", 0]
     assert cells[1].is_finished and not os.path.exists(cells[0].folder)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_machines_share_a_grid(config, tmp_path, program, monkeypatch, fails):
+    """Each makes its share; what starts from a warm start of the other waits for it, or hears that it has failed."""
+    starts, cells = cells_of(config, "grpo,rloo", (0,), str(tmp_path / "out"))
+    monkeypatch.setenv("FAKE_SECONDS", "0.3")
+    monkeypatch.setenv("FAKE_FAILURE", "warm_start" if fails else "nothing")
+    shares = [grid.parse_share(f"{k}/2") for k in range(2)]
+    with concurrent.futures.ThreadPoolExecutor() as machines:
+        results = machines.map(lambda share: run_all([*starts[share], *cells[share]], program)[0], shares)
+    failed = {key: fault for result in results for key, fault in result.items()}
+    assert set(failed) == ({("warm_start", 0), ("grpo", 0), ("rloo", 0)} if fails else set())
+    assert [cell.is_finished for cell in (*starts, *cells)] == [not fails] * 3
+    begun = [len(Path(cell.folder, "starts").read_text().splitlines()) for cell in (*starts, *cells) if not fails]
+    assert begun == [] if fails else begun == [1, 1, 1]
+
+
+@pytest.mark.parametrize("text", ["", "1", "2/2", "-1/2", "a/b", "1/0"])
+def test_a_share_that_is_none_is_refused(text):
+    with pytest.raises(UserError, match="write K/N with K from 0 to N - 1"):
+        grid.parse_share(text)
 
 
 def test_a_stop_is_passed_on_and_nothing_more_starts(config, tmp_path, program, monkeypatch):
