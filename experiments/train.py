@@ -166,9 +166,10 @@ def warm_start(
         examples = Examples(demonstrations, c.batch // processes.process_count(), setup.settings.run.seed)
         state, progress = run_phase(setup, phase, examples, state, progress, logger)
         logger.save(state, progress)
-    state, progress = builder.restart(state.params), progress.enter("rl").replace(warm_start_seconds=logger.seconds)
+        progress = progress.replace(warm_start_seconds=logger.seconds)
+    state, progress = builder.restart(state.params), progress.enter("rl")
     label = "control" if c.control_seconds else "before"
-    for name, temperature in ((label, 1.0), (f"{label}_greedy", 0.0)):
+    for name, temperature in ((f"{label}_sampled", 1.0), (f"{label}_greedy", 0.0)):
         means = evaluate(setup, state, progress, logger, f"eval_{name}", temperature)
         if "em" in means:  # Absent where no trajectory could be sampled.
             progress = progress.add_results(**{f"em_{name}": means["em"]})
@@ -186,7 +187,7 @@ def reinforce(
     with open_rollouts(setup, state.params, progress, logger.folder) as rollouts:
         state, progress = run_phase(setup, phase, rollouts, state, progress, logger)
     logger.save(state, progress)
-    for label, temperature in (("after", 0.0), ("after_sampled", 1.0)):
+    for label, temperature in (("after_greedy", 0.0), ("after_sampled", 1.0)):
         means = evaluate(setup, state, progress, logger, f"eval_{label}", temperature)
         progress = progress.add_results(**{f"{k}_{label}": x for k, x in means.items() if k[:2] in ("em", "f1")})
     return state, progress
@@ -202,7 +203,7 @@ def run_phase(
     """
     settings, rl, first = setup.settings, phase.name == "rl", processes.process_index() == 0
     traced = parse_profile_updates(settings.run.profile_updates if rl else "")
-    bar = progress_bar(phase.name.replace("_", " "), progress.update, phase.updates, first)
+    bar = progress_bar(phase_title(phase, batches), progress.update, phase.updates, first)
     warm, since, timed_from = False, progress.update, time.perf_counter()
     with bar as show, trace_updates(settings.run.run_dir, traced, first) as trace:
         while (done := elapsed_share(settings, phase, progress, logger.seconds)) < 1:
@@ -238,7 +239,7 @@ def run_phase(
                 since, timed_from = progress.update, time.perf_counter()
                 progress = adapt_kl(settings, progress, record) if rl else progress
                 logger.log(progress, record)
-                show(progress.update, progress_text(record))
+                show(progress.update, progress_text(record, progress.results))
                 check_skips(record)
             recompiles = logger.count_recompiles(programs) if warm else 0
             progress = progress.add_totals(record if rl else {}, recompiles)
@@ -276,16 +277,39 @@ def adapt_kl(settings: Settings, progress: Progress, record: dict[str, float]) -
     )
 
 
-def progress_text(record: Mapping[str, float]) -> str:
-    """Return what the progress bar says of an update: quality, and tokens per second."""
-    quality = f"loss {record.get('learner/loss', math.nan):.3f}"
+def phase_title(phase: Phase, batches: Batches) -> str:
+    """Return what a phase learns from, as the title of its progress bar."""
+    if not isinstance(batches, Examples):
+        return "RL: own trajectories"
+    if phase.name == "pretraining":
+        return f"pretraining: {batches.count:,} pieces of text"
+    return f"warm start: imitating {batches.count:,} demonstrations"
+
+
+def progress_text(record: Mapping[str, float], results: Mapping[str, Any]) -> str:
+    """Return what the progress bar says of an update: how well the policy does, and tokens per second.
+
+    `results` are the figures of the summary so far.
+    """
     if "rollout/reward" in record:
-        quality = f"reward {record['rollout/reward']:.3f} em {record.get('rollout/em', 0):.3f}"
+        quality = f"reward {record['rollout/reward']:.2f}"
+        if "rollout/em" in record:
+            before = f" ({results['em_before_sampled']:.2f} before)" if "em_before_sampled" in results else ""
+            quality += f", right answers {record['rollout/em']:.2f}{before}"
+            kinds = {key[11:]: em for key, em in record.items() if key.startswith("rollout/em_")}
+            if len(kinds) > 1:
+                weakest = min(kinds, key=kinds.__getitem__)
+                quality += f", of {weakest} {kinds[weakest]:.2f}"
+    elif "learner/logprob" in record:
+        foreseen = math.exp(record["learner/logprob"])
+        quality = f"loss {-record['learner/logprob']:.2f}: each token is foreseen with probability {foreseen:.2f}"
+    else:
+        quality = "nothing to learn in this batch"
     rates = []
     for what, tokens, seconds in (("learned", "learner_tokens", "learn"), ("decoded", "decode_tokens", "rollout")):
         if record.get(f"time/{seconds}") and f"time/{tokens}" in record:
             rates.append(f"{record[f'time/{tokens}'] / record[f'time/{seconds}']:,.0f} {what}")
-    return f"{quality}, tokens/s: {', '.join(rates)}"
+    return "; ".join([quality, *([f"tokens/s: {', '.join(rates)}"] if rates else [])])
 
 
 def check_skips(record: Mapping[str, float]) -> None:

@@ -174,6 +174,7 @@ class Examples:
 
     def __init__(self, trajectories: Sequence[Trajectory], size: int, seed: int) -> None:
         self._trajectories, self._size, self._seed = trajectories, size, seed
+        self.count = len(trajectories) * processes.process_count()
 
     def next(self, params: Params, progress: Progress, stop: processes.StopRequest) -> Rollouts:
         """Return the batch of an update: passes over the examples, each in an order of its own."""

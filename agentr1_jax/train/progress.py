@@ -39,7 +39,7 @@ class Progress:
       kl_coef: present coefficient of an adaptive KL; None for the config's.
       return_statistics: running statistics of the step returns of all RL batches, as (n, mean, squares).
       seconds: time spent by all starts of the run.
-      warm_start_seconds: time spent until the end of the warm start.
+      warm_start_seconds: time spent until the end of the warm start; 0 without one.
       results: figures of the summary.
       totals: sums of `TOTALS`, and `recompiles`.
       format: version of this record and of the checkpoint beside it.

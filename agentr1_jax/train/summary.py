@@ -77,11 +77,13 @@ def write_summary(setup: Setup, progress: Progress, config: Mapping[str, Any]) -
     def rate(tokens: str, seconds: str) -> float:
         return round(sums.get(f"time/{tokens}", 0) / max(sums.get(f"time/{seconds}", 0), 1e-9), 1)
 
+    modes = sorted(progress.results, key=lambda name: name.rpartition("_")[2])  # Before and after of one mode together.
+    learned = {"warm_start_seconds": round(progress.warm_start_seconds, 1)} if progress.warm_start_seconds else {}
     summary = {
-        **progress.results,
+        **{name: progress.results[name] for name in modes},
         "questions": settings.eval.questions,
         "seconds": round(progress.seconds, 1),
-        "warm_start_seconds": round(progress.warm_start_seconds, 1),
+        **learned,
         "updates": 0 if settings.warm_start.control_seconds else settings.run.updates,
         "decode_tokens_per_s": rate("decode_tokens", "rollout"),
         "learner_tokens_per_s": rate("learner_tokens", "learn"),

@@ -59,8 +59,8 @@ def remarks(cells: Sequence[Cell], metric: str) -> list[str]:
     """Return remarks that a reader of the table needs."""
     done = [summary(cell) for cell in cells if cell.is_finished]
     out = ["Seconds are those of a run without its warm start, beside the other runs of the grid."]
-    if metric == "em" and all("em_before" in s and "em_before_greedy" in s for s in done):
-        greedy, sampled = (np.mean([s[key] for s in done]) for key in ("em_before_greedy", "em_before"))
+    if metric == "em" and all({"em_before_sampled", "em_before_greedy"} <= set(s) for s in done):
+        greedy, sampled = (np.mean([s[key] for s in done]) for key in ("em_before_greedy", "em_before_sampled"))
         out.append(f"Before RL: {greedy:.3f} greedy, {sampled:.3f} sampled.")
     missing = [jobs.title(cell) for cell in cells if not cell.is_finished]
     if missing:
@@ -76,7 +76,7 @@ def run_result(cell: Cell, metric: str) -> RunResult:
     """
     records = read_metrics(os.path.join(cell.folder, "metrics.jsonl"))
     return RunResult(
-        greedy=scores(cell.folder, "eval_after", metric),
+        greedy=scores(cell.folder, "eval_after_greedy", metric),
         sampled=scores(cell.folder, "eval_after_sampled", metric),
         curve=series(records, "eval", f"eval/{metric}"),
         seconds=summary(cell)["seconds"],

@@ -468,15 +468,15 @@ def test_scores_come_from_the_final_evaluations_of_all_processes(tmp_path):
         return Trajectory(**identity, steps=(step,), outcome=Outcome.ANSWERED, metrics=metrics, row={"id": f"q{index}"})
 
     folder = tmp_path / "run [x]" / "trajectories"
-    write_jsonl(folder / "eval_after.p0.jsonl.gz", [evaluated(0, {"em": 1.0}), evaluated(2, {})])
-    write_jsonl(folder / "eval_after.p1.jsonl.gz", [evaluated(1, {"em": 0.0, "f1": 0.5})])
+    write_jsonl(folder / "eval_after_greedy.p0.jsonl.gz", [evaluated(0, {"em": 1.0}), evaluated(2, {})])
+    write_jsonl(folder / "eval_after_greedy.p1.jsonl.gz", [evaluated(1, {"em": 0.0, "f1": 0.5})])
     write_jsonl(folder / "eval_after_sampled.jsonl.gz", [evaluated(0, {"em": 0.25})])
-    assert comparison.scores(str(folder.parent), "eval_after", "em") == {"q0": 1.0, "q1": 0.0}
+    assert comparison.scores(str(folder.parent), "eval_after_greedy", "em") == {"q0": 1.0, "q1": 0.0}
     assert comparison.scores(str(folder.parent), "eval_after_sampled", "em") == {"q0": 0.25}
     with pytest.raises(UserError, match="no metric 'speed'; it has em, f1"):
-        comparison.scores(str(folder.parent), "eval_after", "speed")
+        comparison.scores(str(folder.parent), "eval_after_greedy", "speed")
     with pytest.raises(UserError, match="the evaluation is missing or empty"):
-        comparison.scores(str(folder.parent), "eval_before", "em")
+        comparison.scores(str(folder.parent), "eval_before_sampled", "em")
 
 
 def command(out: Path, *arguments: str) -> list[str]:
@@ -508,7 +508,7 @@ def test_a_grid_is_stopped_resumed_and_compared(tmp_path: Path) -> None:
     assert "critic=shared_trunk" in rows[1]["note"]
     # What the arms sampled before RL is the same, token for token, though one has a critic.
     folders = [out / arm / "seed0" for arm in ("grpo", "step_gae", "warm_start")]
-    assert len({(folder / "trajectories/eval_before.jsonl.gz").read_bytes() for folder in folders}) == 1
+    assert len({(folder / "trajectories/eval_before_sampled.jsonl.gz").read_bytes() for folder in folders}) == 1
     assert json.loads((folders[2] / "summary.json").read_text())["updates"] == 0
     stamps = {path: path.stat().st_mtime_ns for path in out.glob("*/seed*/*")}
     refused = subprocess.run(command(out, "--config.learner.rows=2"), cwd=ROOT, capture_output=True)

@@ -183,8 +183,8 @@ def write_sample(folder) -> None:
         title="quickstart: HopWorld, seed 0",
         head=inspector.PageHead(
             summary={
-                "em_before": 0.313,
-                "em_after": 0.941,
+                "em_before_greedy": 0.313,
+                "em_after_greedy": 0.941,
                 "seconds": 412.53,
                 "em_by_kind": {"bridge": 0.93, "comparison": 0.96, "yes_no": 1.0},
             },

@@ -95,6 +95,15 @@ def start(parts: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, stop_at: st
             return setup, begin, train.train(setup, builder, state, begin, logger)
 
 
+def test_progress_is_told_in_words() -> None:
+    said = train.progress_text({"learner/logprob": -0.41, "time/learn": 0.5, "time/learner_tokens": 1000.0}, {})
+    assert said == "loss 0.41: each token is foreseen with probability 0.66; tokens/s: 2,000 learned"
+    record = {"rollout/reward": 0.934, "rollout/em": 0.62, "rollout/em_bridge2": 0.9, "rollout/em_comparison": 0.25}
+    said = train.progress_text(record, {"em_before_sampled": 0.36})
+    assert said == "reward 0.93, right answers 0.62 (0.36 before), of comparison 0.25"
+    assert train.progress_text({"rollout/reward": 0.5}, {}) == "reward 0.50"
+
+
 def records(folder: Path) -> list[tuple[Any, ...]]:
     """What must not depend on stops, of every record of metrics."""
     return [tuple(r.get(key) for key in EXACT) for r in read_metrics(folder / "metrics.jsonl")]
@@ -133,6 +142,9 @@ def test_a_run_that_stops_and_resumes_is_the_run_that_never_stopped(
 
     train.write_summary(setup, whole, {})
     summary = json.loads((straight / "summary.json").read_text())
-    assert {"em_before", "em_before_greedy", "em_after", "f1_after", "seconds", "updates"} <= set(summary)
+    assert {"f1_after_greedy", "seconds", "updates"} <= set(summary)
+    means = [key for key in summary if key.startswith(("em_before", "em_after"))]
+    assert means == ["em_before_greedy", "em_after_greedy", "em_before_sampled", "em_after_sampled"]  # In pairs.
+    assert 0 < summary["warm_start_seconds"] < summary["seconds"]
     assert summary["recompiles_after_warmup"] == 0
     assert all((straight / name).stat().st_size for name in ("report.html", "learning_curve.png", "timeline.png"))
