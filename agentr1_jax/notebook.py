@@ -239,7 +239,6 @@ def _default_config(source: str) -> dict[str, Any]:
     return {
         "run_dir": tempfile.mkdtemp(prefix="agentr1_jax-"),  # For the tokenizer of a preset.
         "policy": {"preset" if is_preset else "weights": source, "dtype": "float32" if on_cpu else "bfloat16"},
-        "tokenizer": {"path": "" if is_preset else source},
         "budget": {
             "max_steps": 5,
             "response_tokens": 128,

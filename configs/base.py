@@ -145,7 +145,7 @@ def _agent(c: ConfigDict) -> None:
 def _policy(c: ConfigDict) -> None:
     """Tokenizer and decoder."""
     c.tokenizer = ConfigDict()
-    c.tokenizer.path = ""  # Hugging Face folder or hub id, or SentencePiece *.model. "" trains one on the task's texts.
+    c.tokenizer.path = ""  # Hugging Face folder or hub id, or *.model. "": that of policy.weights, else one is trained.
     c.tokenizer.vocab_size = 1024  # Pieces of a trained tokenizer.
     c.tokenizer.texts = 4000  # Sample texts that a tokenizer is trained on.
 

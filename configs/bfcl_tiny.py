@@ -5,7 +5,7 @@
 Needs the data folder (`AGENTR1_DATA`, or `--config.task.data_dir=...`). A policy of random weights learns nothing in
 it; everything else is real: prompts with all schemas, calls that change a state, what the user says next, updates, the
 report. With published weights:
-`--config.policy.weights=Qwen/Qwen2.5-7B-Instruct --config.policy.preset= --config.tokenizer.path=Qwen/...`.
+`--config.policy.weights=Qwen/Qwen2.5-7B-Instruct --config.policy.preset= --config.tokenizer.path=`.
 """
 
 from __future__ import annotations

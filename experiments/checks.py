@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from agentr1_jax.agents.loop import EnvLoop
@@ -59,16 +60,27 @@ def check_task(settings: Settings, task: Task) -> None:
 
 
 def check_openings(settings: Settings, task: Task, agent: EnvLoop) -> None:
-    """Refuse a budget that the task's first prompts already exceed."""
+    """Refuse a budget that the task's first prompts already exceed, and a chat template that cannot render them."""
     budget = settings.budget
     room = budget.context_tokens - budget.response_tokens
     for row, observation in _openings(settings, task, rows=OPENINGS_CHECKED):
-        tokens = len(agent.render_opening(observation))
+        tokens = len(_render(agent, observation))
         if tokens > room:
             raise UserError(
                 f"the prompt of row {row['id']} has {tokens} tokens; budget.context_tokens ({budget.context_tokens}) "
                 f"less budget.response_tokens ({budget.response_tokens}) leaves {room}: raise budget.context_tokens"
             )
+
+
+def first_prompt(settings: Settings, task: Task, agent: EnvLoop) -> tuple[str, np.ndarray]:
+    """Return the id of the first training row, and the ids of its first prompt, int32 [P]."""
+    row, observation = next(_openings(settings, task, rows=1))
+    return str(row["id"]), _render(agent, observation)
+
+
+def _render(agent: EnvLoop, observation: Observation) -> np.ndarray:
+    with user_error():
+        return agent.render_opening(observation)
 
 
 def _openings(settings: Settings, task: Task, rows: int) -> Iterator[tuple[Row, Observation]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import tempfile
 import time
 from collections.abc import Sequence
 
@@ -11,8 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from agentr1_jax.errors import UserError
+from agentr1_jax.policy.config import DecoderConfig
+from agentr1_jax.tools.wrappers import ToolMetrics
+from agentr1_jax.train import build
 from agentr1_jax.train.settings import Settings
 from experiments import topology
+from experiments.checks import first_prompt
 from experiments.plan import (
     Plan,
     activation_bytes,
@@ -23,6 +29,7 @@ from experiments.plan import (
     programs,
     total_bytes,
 )
+from experiments.setup import make_task
 
 WIDTH = 120
 """Width of the tables, in characters, if the output is not a terminal."""
@@ -47,6 +54,7 @@ def show(settings: Settings, topology_name: str = "", speeds: Sequence[str] = ()
     rates = parse_speeds(speeds)
     plan = make_plan(settings, topology_name)
     console.print(run_table(plan))
+    console.print(describe_opening(settings, plan.setup.policy), markup=False, highlight=False, soft_wrap=True)
     console.print(bytes_table(plan))
     console.print(programs_table(plan))
     cost = describe_cost(settings, plan.setup.learner_mesh.size, rates)
@@ -57,6 +65,45 @@ def show(settings: Settings, topology_name: str = "", speeds: Sequence[str] = ()
     console.print(table)
     if failed:
         raise UserError(f"{', '.join(failed)}: not accepted by the compiler for {topology_name}; see the table")
+
+
+def describe_opening(settings: Settings, policy: DecoderConfig) -> str:
+    """Return what a run logs at its start: policy, tokenizer and template in a line, and the first prompt.
+
+    Where tokenizer or data are not at hand, or a server of the task does not answer, the text says what is left out.
+
+    Raises:
+      UserError: the tokenizer is not that of the weights, or cannot serve the task.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        elsewhere = dataclasses.replace(settings, run=dataclasses.replace(settings.run, run_dir=folder))
+        try:
+            task = make_task(_without_vectors(settings), ToolMetrics())
+            tokenizer = build.make_tokenizer(elsewhere, task, resumes=False)
+        except UserError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return f"the first prompt is not shown: {error}"
+            raise
+    build.check_vocabulary(tokenizer, policy, settings.policy)
+    agent = build.make_agent(settings, task, tokenizer)
+    line = build.describe_policy(settings, policy, agent)
+    try:
+        row, prompt = first_prompt(settings, task, agent)
+    except UserError:
+        raise
+    except Exception as error:  # An environment may need what only the run has, such as a server.
+        return f"{line}\nthe first prompt is not shown: {type(error).__name__}: {error}"
+    return f"{line}\n{build.describe_prompt(row, prompt, tokenizer)}"
+
+
+def _without_vectors(settings: Settings) -> Settings:
+    """Return settings without dense retrieval, which would compute the vectors of all passages."""
+    task = settings.task
+    config = task.sections.get("multihop")
+    if config is None or config.retriever.kind != "dense":
+        return settings
+    words = dataclasses.replace(config, retriever=type(config.retriever)())
+    return dataclasses.replace(settings, task=dataclasses.replace(task, sections={**task.sections, "multihop": words}))
 
 
 def run_table(plan: Plan) -> Table:

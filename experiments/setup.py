@@ -32,6 +32,7 @@ from agentr1_jax.runtime import compile_cache, processes
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.processes import Dispatcher
 from agentr1_jax.runtime.run_folder import RunFolder
+from agentr1_jax.text.tokenizer import has_tokenizer
 from agentr1_jax.tools.base import Tool
 from agentr1_jax.tools.wrappers import ToolMetrics, wrap_tool
 from agentr1_jax.train import build
@@ -248,12 +249,14 @@ def with_policy_of(config: ml_collections.ConfigDict, run: ml_collections.Config
 
 
 def with_weights(config: ml_collections.ConfigDict, source: str) -> ml_collections.ConfigDict:
-    """Return a copy of a config with published weights, whose shape stays as it is, and their tokenizer."""
+    """Return a copy of a config with published weights, whose shape stays as it is, and the tokenizer they bring."""
     config = config.copy_and_resolve_references()
     for key, value in base.get_config().policy.items():
         if value is None:
             config.policy[key] = None
-    config.policy.preset, config.policy.weights, config.tokenizer.path = "", source, source
+    config.policy.preset, config.policy.weights = "", source
+    if has_tokenizer(os.path.expanduser(source)):
+        config.tokenizer.path = source
     config.policy.lora.rank = 0
     return config
 

@@ -38,6 +38,7 @@ from agentr1_jax.train.progress import Progress, RunLogger, Stopped, read_progre
 from agentr1_jax.train.restore import make_reference
 from agentr1_jax.train.settings import Settings
 from agentr1_jax.train.summary import trajectory_means, write_summary
+from experiments.checks import first_prompt
 from experiments.setup import check_init_from, make_setup, read_settings, run_main, use_compile_cache
 
 CONFIG = configs.define_config_flag()
@@ -80,6 +81,10 @@ def main(argv: Sequence[str]) -> None:
         setup, builder = make_setup(settings, resumes=resumes)
         if first and not resumes:
             folder.write_config(resolved)
+        if first:
+            logging.info("%s", build.describe_policy(settings, setup.policy, setup.agent))
+            prompt = first_prompt(settings, setup.task, setup.agent)
+            logging.info("%s", build.describe_prompt(*prompt, setup.tokenizer))
         with open_run(settings, builder, resolved, started) as (logger, state, progress):
             progress = train(setup, builder, state, progress, logger)
         if first and progress.phase == "done":

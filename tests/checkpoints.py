@@ -1,4 +1,4 @@
-"""Checkpoints in the format of Hugging Face that tests write, and how they read them."""
+"""Checkpoints and tokenizers in the format of Hugging Face that tests write, and how they read them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import jax
 import make_golden_logits as golden
 import numpy as np
 import tiny
+import tokenizers
 from safetensors.numpy import save_file
 
 from agentr1_jax.policy import weights
@@ -50,6 +51,35 @@ def checkpoint(folder, case="llama", *, dtype=np.float32, parts=2, change=None, 
     (folder / files.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (folder / "config.json").write_text(json.dumps(record))
     return folder
+
+
+CHATML = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{{ '\n' }}{% endfor %}"
+    "{{ '<|im_start|>assistant\n' }}"
+)
+CHATML_TOKENS = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
+MERGES = (("t", "h"), ("th", "e"), ("i", "n"), ("in", "g"), ("|", ">"))
+
+
+def write_tokenizer(folder, added=CHATML_TOKENS, *, eos_token="<|im_end|>", chat_template=CHATML, merges=MERGES):
+    """A tokenizer of bytes, a few longer pieces and added tokens."""
+    words = [*sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({word: i for i, word in enumerate(words)}, list(merges)))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(list(added))
+    folder.mkdir(parents=True, exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos_token, "chat_template": chat_template}
+    (folder / "tokenizer_config.json").write_text(json.dumps({k: x for k, x in config.items() if x is not None}))
+    return str(folder)
+
+
+def write_model(folder, vocab_size=272, **changes):
+    """A published model of 0.02M parameters with its tokenizer; `changes` are those of the tokenizer."""
+    checkpoint(folder, "qwen2_tied", vocab_size=vocab_size, max_position_embeddings=4096)
+    return write_tokenizer(folder, **changes)
 
 
 def read(folder, where=None, **changes):

@@ -111,6 +111,11 @@ class RunFolder:
                 f"{self.path}: the run folder has the format {found or f'of {EARLIER}'}, this version reads {FORMAT}; "
                 "install the version that wrote it (CHANGELOG.md) to go on, or choose another --config.run_dir"
             )
+        if values.get("policy", {}).get("weights") and not values.get("tokenizer", {}).get("path"):
+            raise UserError(
+                f"{self.path}: its policy has published weights and a tokenizer trained for the run, whose ids meant "
+                "other words to them; start it again, in another --config.run_dir, with the weights' own tokenizer"
+            )
         return values
 
     def check_same_config(self, values: Mapping[str, Any], may_differ: Sequence[str] = RESUMABLE) -> bool:

@@ -75,6 +75,9 @@ class ChatFormat:
             results are escaped.
           tools: JSON schemas as `tools.base.schema` gives them; their strings are data. Where the chat template does
             not describe them, `instructions` do, at the end of the system message.
+
+        Raises:
+          ValueError: the chat template refuses the messages, or leaves out a tool.
         """
         escaped = functools.partial(_escape_marks, self.tokenizer, self.result_marks)
         said = [m if m["role"] == "system" else _map_strings(m, escaped) for m in messages]
@@ -85,7 +88,16 @@ class ChatFormat:
             offered = []
         mark = _unused_character(json.dumps([said, offered], ensure_ascii=False))
         guarded = _map_strings([said, offered], lambda s: _guard(s, self.tokenizer.added, mark))
-        return self._encode(self.tokenizer.render_chat(*guarded), mark)
+        text = self.tokenizer.render_chat(*guarded)
+        said_names = text.replace(mark, "")
+        for name in (tool.get("function", tool)["name"] for tool in offered):
+            if name not in said_names and json.dumps(name)[1:-1] not in said_names:
+                raise ValueError(
+                    f"{self.tokenizer.name}: its chat template does not tell the tools (there is no {name!r} in the "
+                    "prompt); set agent.call_format to react or code, which tell them in words, or put a "
+                    "chat_template.jinja that renders `tools` beside the tokenizer"
+                )
+        return self._encode(text, mark)
 
     def render_observation(
         self,

@@ -17,7 +17,7 @@ import tokenizers
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 import transformers
 
-from agentr1_jax.text.tokenizer import encode_parts, replace_surrogates, split_at_tokens
+from agentr1_jax.text.tokenizer import Vocabulary, encode_parts, replace_surrogates, split_at_tokens
 
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 RESPONSE = "\U000f0000"
@@ -34,6 +34,33 @@ def _download(hub_id: str) -> str:
             f"{hub_id}: no such folder here, and the hub gives no tokenizer of that name ({type(error).__name__}: "
             f"{reason}); correct the path, or the hub id and the connection"
         ) from error
+
+
+def read_pieces(path: str) -> Vocabulary:
+    """Return the vocabulary of a tokenizer as its files have it, whatever the class of its model would add.
+
+    Raises:
+      FileNotFoundError: the hub id cannot be fetched, or the files are of another kind.
+      ValueError: a file is damaged.
+    """
+    folder = Path(path if os.path.isdir(path) else _download(path))
+    if (folder / "tokenizer.json").is_file():
+        spec = _read_json(folder / "tokenizer.json")
+        added = {token["content"]: token["id"] for token in spec.get("added_tokens", [])}
+        vocab = spec["model"]["vocab"]
+        pieces = vocab if isinstance(vocab, dict) else {piece: i for i, (piece, *_) in enumerate(vocab)}
+    else:
+        pieces = _read_json(folder / "vocab.json")
+        tokens = _read_json(folder / "tokenizer_config.json").get("added_tokens_decoder", {})
+        added = {token["content"]: int(i) for i, token in tokens.items()}
+    return Vocabulary(added, {piece: i for piece, i in pieces.items() if piece not in added})
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid JSON ({error}); download it again") from error
 
 
 class HFTokenizer:

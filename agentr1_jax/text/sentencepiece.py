@@ -14,7 +14,7 @@ import numpy as np
 import sentencepiece
 
 from agentr1_jax import files
-from agentr1_jax.text.tokenizer import encode_parts, match_any, replace_surrogates, split_at_tokens
+from agentr1_jax.text.tokenizer import Vocabulary, encode_parts, match_any, replace_surrogates, split_at_tokens
 
 PAD, TURN_START, TURN_END = "<pad>", "<|im_start|>", "<|im_end|>"
 ADDED = (
@@ -52,12 +52,7 @@ class SentencePieceTokenizer:
 
     def __init__(self, model_file: str | os.PathLike[str]) -> None:
         self.name = os.fspath(model_file)
-        if not files.is_file(self.name):
-            raise FileNotFoundError(f"{self.name}: no such SentencePiece model")
-        try:
-            self._model = sentencepiece.SentencePieceProcessor(model_proto=files.read_bytes(self.name))
-        except (RuntimeError, OSError) as error:
-            raise ValueError(f"{self.name}: not a SentencePiece model ({error})") from error
+        self._model = _read_model(self.name)
         self.vocab_size = len(self._model)
         control = [i for i in range(self.vocab_size) if self._model.is_control(i)]
         self.added: Mapping[str, int] = {self._model.id_to_piece(i): i for i in control}
@@ -96,6 +91,23 @@ class SentencePieceTokenizer:
             signatures = [_signature(tool["function"]) for tool in tools]
             turns.insert(0, ("system", "\n".join([*system, "Tools:", *signatures])))
         return f"{''.join(_turn(role, content) for role, content in turns)}{TURN_START}assistant\n"
+
+
+def read_pieces(model_file: str | os.PathLike[str]) -> Vocabulary:
+    """Return the vocabulary of a SentencePiece model, whose control symbols are the added tokens."""
+    model = _read_model(os.fspath(model_file))
+    ids = range(len(model))
+    added = {model.id_to_piece(i): i for i in ids if model.is_control(i)}
+    return Vocabulary(added, {model.id_to_piece(i): i for i in ids if not model.is_control(i)})
+
+
+def _read_model(name: str) -> Any:
+    if not files.is_file(name):
+        raise FileNotFoundError(f"{name}: no such SentencePiece model")
+    try:
+        return sentencepiece.SentencePieceProcessor(model_proto=files.read_bytes(name))
+    except (RuntimeError, OSError) as error:
+        raise ValueError(f"{name}: not a SentencePiece model ({error})") from error
 
 
 def _signature(function: Mapping[str, Any]) -> str:

@@ -6,6 +6,8 @@ Text has two kinds of origin. *Template* text is ours or the tokenizer's and may
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +18,8 @@ import numpy as np
 from agentr1_jax import files
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+"""Files of which the folder of a tokenizer has at least one."""
 
 
 @runtime_checkable
@@ -63,21 +67,80 @@ def load_tokenizer(spec: str, template_args: Mapping[str, Any] | None = None) ->
       ValueError: the tokenizer cannot be read, or lacks what a chat needs.
     """
     # Both libraries are imported only where used: transformers alone takes a second.
+    path = _find_model(spec)
+    if path is not None:
+        from agentr1_jax.text.sentencepiece import SentencePieceTokenizer
+
+        return SentencePieceTokenizer(path)
+    from agentr1_jax.text.hf import HFTokenizer
+
+    return HFTokenizer(spec, template_args)
+
+
+def _find_model(spec: str) -> Path | None:
+    """Return the file of a SentencePiece model; None for a Hugging Face tokenizer.
+
+    Raises:
+      FileNotFoundError: there is no such file or folder, and `spec` is no hub id.
+    """
     path = files.path(spec)
     if path.is_dir() and (path / "tokenizer.model").exists() and not (path / "tokenizer_config.json").exists():
         path = path / "tokenizer.model"
     if path.suffix == ".model":
-        from agentr1_jax.text.sentencepiece import SentencePieceTokenizer
-
-        return SentencePieceTokenizer(path)
+        return path
     # A path that starts with a dot, or lies in a folder that exists here, is mistyped.
     parent = Path(spec).parent
     may_be_hub_id = HUB_ID.fullmatch(spec) and not spec.startswith(".") and (parent == Path() or not parent.is_dir())
     if not path.is_dir() and not may_be_hub_id:
         raise FileNotFoundError(f"{spec}: no such tokenizer; give a folder, a hub id (owner/name) or a *.model file")
-    from agentr1_jax.text.hf import HFTokenizer
+    return None
 
-    return HFTokenizer(spec, template_args)
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """What the ids of a tokenizer stand for.
+
+    Attributes:
+      added: string of each added token -> id.
+      pieces: every other piece, as the tokenizer's model writes it -> id.
+    """
+
+    added: Mapping[str, int]
+    pieces: Mapping[str, int]
+
+    def difference(self, other: Vocabulary) -> str:
+        """Return in what this vocabulary differs from another one; "" where every id stands for the same."""
+        here, there = self.added.items() - other.added.items(), other.added.items() - self.added.items()
+        if here or there:
+            told = [f"{which} {_list_tokens(tokens)}" for which, tokens in (("has", here), ("lacks", there)) if tokens]
+            return f"of the added tokens it {' and '.join(told)}"
+        differing = len(self.pieces.items() ^ other.pieces.items())
+        if differing:
+            return f"its vocabulary is another one ({len(self.pieces):,} and {len(other.pieces):,} pieces)"
+        return ""
+
+
+def read_vocabulary(spec: str) -> Vocabulary:
+    """Return the vocabulary of the tokenizer at `spec`, which need not have a chat template; see `load_tokenizer`."""
+    path = _find_model(spec)
+    if path is not None:
+        from agentr1_jax.text.sentencepiece import read_pieces
+
+        return read_pieces(path)
+    from agentr1_jax.text.hf import read_pieces as read_hf_pieces
+
+    return read_hf_pieces(spec)
+
+
+def has_tokenizer(folder: str) -> bool:
+    """Return False where a folder holds no tokenizer; True for one that does, and for what is no folder here."""
+    return not os.path.isdir(folder) or any(os.path.isfile(os.path.join(folder, name)) for name in TOKENIZER_FILES)
+
+
+def _list_tokens(tokens: Iterable[tuple[str, int]]) -> str:
+    shown = sorted(tokens, key=lambda token: token[1])
+    more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
+    return ", ".join(f"{string!r} ({i})" for string, i in shown[:3]) + more
 
 
 def match_any(strings: Iterable[str]) -> str:

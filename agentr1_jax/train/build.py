@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from jax.sharding import Mesh
 
 from agentr1_jax import files
@@ -23,7 +24,7 @@ from agentr1_jax.errors import UserError, user_error
 from agentr1_jax.learner.optimizer import make_optimizer
 from agentr1_jax.learner.update import LearnerState, init_state
 from agentr1_jax.policy import weights
-from agentr1_jax.policy.config import DecoderConfig, LoraConfig
+from agentr1_jax.policy.config import DecoderConfig, LoraConfig, PolicyConfig
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.policy.params import (
     adapters,
@@ -46,10 +47,13 @@ from agentr1_jax.runtime.seeds import seed_of
 from agentr1_jax.text.call_formats import make_call_format
 from agentr1_jax.text.chat import chat_format
 from agentr1_jax.text.sentencepiece import train_sentencepiece
-from agentr1_jax.text.tokenizer import Tokenizer, load_tokenizer
+from agentr1_jax.text.tokenizer import TOKENIZER_FILES, Tokenizer, has_tokenizer, load_tokenizer, read_vocabulary
 from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.train.restore import restore_decoder
 from agentr1_jax.train.settings import Settings
+
+SHOWN_IDS = 24
+"""Ids that the log shows of a prompt, at its beginning and at its end."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +116,7 @@ def fit_devices(settings: Settings) -> Settings:
 
 
 def make_tokenizer(settings: Settings, task: Task | None, *, resumes: bool) -> Tokenizer:
-    """Load the tokenizer at `tokenizer.path`, or train one on the task's texts and keep it in the run folder.
+    """Load the tokenizer of published weights, or the one at `tokenizer.path`; else train one, kept in the run folder.
 
     Args:
       settings: of the run.
@@ -120,8 +124,18 @@ def make_tokenizer(settings: Settings, task: Task | None, *, resumes: bool) -> T
       resumes: True if the run folder has its tokenizer already.
 
     Raises:
-      UserError: it cannot be read.
+      UserError: it cannot be read, or is another one than that of the published weights.
     """
+    weights_of_policy = settings.policy.weights
+    if weights_of_policy and settings.tokenizer.path == weights_of_policy:
+        folder = os.path.expanduser(weights_of_policy)
+        if not has_tokenizer(folder):
+            raise UserError(
+                f"policy.weights: {weights_of_policy} has no tokenizer ({', '.join(TOKENIZER_FILES)}); put its files "
+                "there, or name the tokenizer that the weights were trained with in tokenizer.path"
+            )
+        with user_error("policy.weights: "):
+            return load_tokenizer(folder)
     path = os.path.expanduser(settings.tokenizer.path)
     if "{data}" in path:
         with user_error():
@@ -135,7 +149,27 @@ def make_tokenizer(settings: Settings, task: Task | None, *, resumes: bool) -> T
                 train_sentencepiece(task.texts(settings.tokenizer.texts), path, settings.tokenizer.vocab_size)
         processes.barrier()
     with user_error("tokenizer.path: "):
-        return load_tokenizer(path)
+        tokenizer = load_tokenizer(path)
+    if weights_of_policy:
+        _check_tokenizer_of_weights(path, weights_of_policy)
+    return tokenizer
+
+
+def _check_tokenizer_of_weights(path: str, source: str) -> None:
+    """Raise UserError where a tokenizer is another one than that of published weights, if they bring any."""
+    folder = os.path.expanduser(source)
+    if not has_tokenizer(folder):
+        return  # `make_policy` compares the sizes.
+    try:
+        own = read_vocabulary(folder)
+    except (ValueError, FileNotFoundError) as error:
+        logging.warning("tokenizer.path: %s cannot be compared with the tokenizer of %s (%s)", path, source, error)
+        return
+    if difference := read_vocabulary(path).difference(own):
+        raise UserError(
+            f"tokenizer.path: {path} is not the tokenizer of policy.weights ({source}): {difference}, so that its ids "
+            "would mean other words to the policy; set tokenizer.path='' for the tokenizer that the weights bring"
+        )
 
 
 def remove_tokenizer(run_dir: str) -> None:
@@ -181,12 +215,8 @@ def make_policy(settings: Settings, tokenizer: Tokenizer | None) -> DecoderConfi
     c = settings.policy
     source = c.weights or c.preset
     shape = decoder_config(c, -(-tokenizer.vocab_size // 128) * 128 if tokenizer else 0)
-    if tokenizer and tokenizer.vocab_size > shape.vocab_size:
-        raise UserError(
-            f"tokenizer {tokenizer.name} has ids up to {tokenizer.vocab_size - 1}, but the policy's embedding has "
-            f"{shape.vocab_size} rows ({source}): they do not belong together; set tokenizer.path to the tokenizer of "
-            "the weights"
-        )
+    if tokenizer:
+        check_vocabulary(tokenizer, shape, c)
     if 0 < shape.max_positions < settings.budget.context_tokens:
         raise UserError(
             f"budget.context_tokens ({settings.budget.context_tokens}) exceeds the {shape.max_positions} positions "
@@ -199,6 +229,58 @@ def make_policy(settings: Settings, tokenizer: Tokenizer | None) -> DecoderConfi
                 f"{key} is {tensor}, which does not divide {shape.heads} query heads; choose among {divisors}"
             )
     return shape
+
+
+def check_vocabulary(tokenizer: Tokenizer, shape: DecoderConfig, c: PolicyConfig) -> None:
+    """Refuse a tokenizer with more ids than the embedding has rows, or with far fewer than published weights have."""
+    source = c.weights or c.preset
+    if tokenizer.vocab_size > shape.vocab_size:
+        raise UserError(
+            f"tokenizer {tokenizer.name} has ids up to {tokenizer.vocab_size - 1}, but the policy's embedding has "
+            f"{shape.vocab_size} rows ({source}): they do not belong together; set tokenizer.path to the tokenizer of "
+            "the weights"
+        )
+    if c.weights and 2 * tokenizer.vocab_size < shape.vocab_size:
+        raise UserError(
+            f"tokenizer {tokenizer.name} has {tokenizer.vocab_size:,} ids, and the embedding {shape.vocab_size:,} rows "
+            f"({source}): they do not belong together; set tokenizer.path to the tokenizer of the weights"
+        )
+
+
+def describe_policy(settings: Settings, policy: DecoderConfig, agent: EnvLoop, source: str = "") -> str:
+    """Return one line that says what is trained or sampled: policy, tokenizer and template, and where they are from.
+
+    Args:
+      settings: of the run.
+      policy: shape of the decoder.
+      agent: agent of the task, with its tokenizer and call format.
+      source: source of the parameters; "" for that of a new run.
+    """
+    tokenizer, init_from = agent.tokenizer, settings.warm_start.init_from
+    shapes = jax.eval_shape(lambda key: init_decoder(policy, key), jax.random.key(0))
+    count = sum(x.size for x in jax.tree.leaves(shapes))
+    family = weights.find_family(policy) or "llama with biases and normalised heads"
+    source = source or init_from or settings.policy.weights or f"random parameters of preset {settings.policy.preset}"
+    if settings.tokenizer.path:
+        own = settings.tokenizer.path == settings.policy.weights
+        origin = f"{tokenizer.name} ({'that of the weights' if own else 'tokenizer.path'})"
+    else:
+        origin = f"that of {init_from}" if init_from else "trained on the task's texts"
+    told = "in the system message" if agent.chat.instructions else "by the template"
+    return (
+        f"policy: {family}, {count:,} parameters in {policy.param_dtype}, computes in {policy.dtype}, from {source}; "
+        f"tokenizer: {origin}, {tokenizer.vocab_size:,} ids; template: that of the tokenizer, "
+        f"calls as {agent.call_format.name}, tools told {told if agent.tell_tools else 'nowhere (agent.tell_tools)'}"
+    )
+
+
+def describe_prompt(row_id: str, prompt_ids: np.ndarray, tokenizer: Tokenizer) -> str:
+    """Return a prompt, decoded and as ids, of which many are shortened in the middle."""
+    ids = [str(i) for i in prompt_ids.tolist()]
+    if len(ids) > 2 * SHOWN_IDS:
+        ids = [*ids[:SHOWN_IDS], "...", *ids[-SHOWN_IDS:]]
+    text = tokenizer.decode(prompt_ids)
+    return f"first prompt, of row {row_id}, {len(prompt_ids)} tokens:\n{text}\nas ids: {' '.join(ids)}"
 
 
 def make_engine(settings: Settings, policy: DecoderConfig, mesh: Mesh, dispatcher: Dispatcher | None = None) -> Engine:

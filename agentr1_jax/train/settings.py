@@ -34,6 +34,7 @@ from agentr1_jax.policy.config import PolicyConfig
 from agentr1_jax.registry import Registry
 from agentr1_jax.rollout.config import AttemptLimits, EngineConfig, RolloutConfig, SamplingConfig
 from agentr1_jax.runtime.checkpoint import CheckpointConfig
+from agentr1_jax.runtime.config import derive
 from agentr1_jax.runtime.mesh import MeshConfig
 from agentr1_jax.runtime.metrics import SinksConfig
 from agentr1_jax.runtime.monitoring import parse_profile_updates
@@ -269,6 +270,7 @@ def settings_from_dict(values: Mapping[str, Any], task: TaskConfig) -> Settings:
     Raises:
       UserError: a value is of another type, out of range or does not fit another; the message names the keys.
     """
+    values = derive(values)
     file = values.get("context", {}).get("file")
     if file and isinstance(file, str):  # Before the rule is looked up.
         load_file(RULES, file)

@@ -18,7 +18,7 @@ from agentr1_jax.errors import UserError
 from agentr1_jax.policy.config import DecoderConfig, LoraConfig
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.runtime import config as configs
-from agentr1_jax.text.tokenizer import Tokenizer, load_tokenizer
+from agentr1_jax.text.tokenizer import Tokenizer, Vocabulary, read_vocabulary
 from agentr1_jax.train import build
 from agentr1_jax.train.restore import has_reference, load_run_decoder, newest_checkpoint, reference_decoder
 from agentr1_jax.train.settings import Settings
@@ -159,7 +159,8 @@ def _load_run(run: str, config: Config, tokenizer: Tokenizer, mesh: Mesh) -> Par
         listed = "\n".join(different)
         raise UserError(f"{run} has another policy:\n{listed}\nevaluate it by itself: --checkpoint={run} --modes=agent")
     settings = read_settings(stored)
-    _check_same_tokenizer(run, build.make_tokenizer(settings, None, resumes=True), tokenizer)
+    own = build.make_tokenizer(settings, None, resumes=True)
+    _check_same_tokenizer(run, read_vocabulary(own.name), tokenizer)
     policy = build.make_policy(settings, tokenizer)
     return load_run_decoder(run, policy, mesh, build.make_frozen(settings, policy, mesh))
 
@@ -167,7 +168,7 @@ def _load_run(run: str, config: Config, tokenizer: Tokenizer, mesh: Mesh) -> Par
 def _load_weights(source: str, settings: Settings, tokenizer: Tokenizer, mesh: Mesh) -> Params:
     """Load the decoder of published weights, in the shape of the evaluated policy."""
     try:
-        other = load_tokenizer(source)
+        other = read_vocabulary(source)
     except (ValueError, FileNotFoundError) as error:
         logging.warning("%s has no tokenizer to compare with that of the evaluation (%s)", source, error)
     else:
@@ -175,11 +176,12 @@ def _load_weights(source: str, settings: Settings, tokenizer: Tokenizer, mesh: M
     return build.load_decoder(source, without_adapters(build.make_policy(settings, tokenizer)), mesh)
 
 
-def _check_same_tokenizer(source: str, other: Tokenizer, ours: Tokenizer) -> None:
+def _check_same_tokenizer(source: str, other: Vocabulary, ours: Tokenizer) -> None:
     """Raise UserError where the ids of a policy mean other texts than those of the evaluation."""
-    ids = np.arange(max(other.vocab_size, ours.vocab_size))
-    if dict(other.added) != dict(ours.added) or other.decode(ids) != ours.decode(ids):
-        raise UserError(f"{source} has another tokenizer than {ours.name}; evaluate it alone: --checkpoint={source}")
+    if difference := other.difference(read_vocabulary(ours.name)):
+        raise UserError(
+            f"{source} has another tokenizer than {ours.name}: {difference}; evaluate it alone: --checkpoint={source}"
+        )
 
 
 def _init_decoder(settings: Settings, tokenizer: Tokenizer, mesh: Mesh) -> Params:

@@ -35,7 +35,7 @@ from agentr1_jax.train import build
 from agentr1_jax.train.settings import Settings
 from agentr1_jax.trajectory import Trajectory
 from agentr1_jax.trajectory_io import write_jsonl
-from experiments.checks import check_openings
+from experiments.checks import check_openings, first_prompt
 from experiments.evaluation import policies, results
 from experiments.evaluation.chunks import SECTIONS, Chunk, chunks_of, claim, identities, with_facts
 from experiments.evaluation.modes import START, check_mode, make_agent, role_of
@@ -136,11 +136,16 @@ def evaluate(config: Config | None, source: str, request: Request, console: Cons
     config, sources, out = resolve_sources(config, source, request)
     evaluation = set_up(config, request, [mode for role in sources for mode in request.modes_of(role)])
     agents, record = evaluation.agents, evaluation.record
+    if "agent" in agents:
+        prompt = first_prompt(evaluation.settings, evaluation.task, agents["agent"])
+        logging.info("%s", build.describe_prompt(*prompt, evaluation.tokenizer))
     chunks = {mode: chunks_of(out, mode, evaluation.counts, request.chunk) for mode in agents}
     compiles, recompiles, warm = CompileCounter(), 0, False
     with StopRequest() as stop, progress_display(chunks) as advance:
         for role, origin in sources.items():
             params, digest = load(evaluation, origin)
+            agent = next(agents[mode] for mode in request.modes_of(role) if mode in agents)
+            logging.info("%s", build.describe_policy(evaluation.settings, evaluation.policy, agent, origin.name))
             own = [mode for mode in request.modes_of(role) if mode in agents]
             names = {"policies": dict.fromkeys(own, digest), "sources": dict.fromkeys(own, origin.name)}
             record = claim(out, {**record, **names})

@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import pytest
-import tokenizers
+from checkpoints import write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from letters import BUDGET, ROW, ScriptedEnv
@@ -40,17 +40,7 @@ def template(call: str) -> str:
 
 def write(folder, call=BARE, eos_token="<|eot_id|>", generation=None, added=ADDED):
     """Writes a tokenizer; `generation` is the text of its generation config."""
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    merges = [("t", "h"), ("th", "e"), ("i", "n"), ("in", "g"), ("|", ">")]
-    words = [*alphabet, *map("".join, merges)]
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE({word: i for i, word in enumerate(words)}, merges))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    backend.add_special_tokens(list(added))
-    folder.mkdir(exist_ok=True)
-    backend.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos_token, "chat_template": template(call)}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    write_tokenizer(folder, added, eos_token=eos_token, chat_template=template(call))
     if generation is not None:
         (folder / "generation_config.json").write_text(generation)
     return str(folder)

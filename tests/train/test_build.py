@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
 
+import checkpoints
 import jax
 import numpy as np
 import pytest
@@ -17,11 +19,13 @@ from agentr1_jax.policy import presets
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.sharding import shardings
 from agentr1_jax.runtime import mesh as meshes
+from agentr1_jax.runtime.config import resolve
+from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.tasks import make_task
 from agentr1_jax.train import build
 from configs import quickstart
-from experiments.checks import check_placement
-from experiments.setup import read_settings
+from experiments.checks import check_placement, first_prompt
+from experiments.setup import make_setup, read_run, read_settings
 
 EVERYTHING_FITS = {
     "pretrain.updates": 4,
@@ -95,6 +99,156 @@ def test_a_tokenizer_that_cannot_serve_an_agent_with_tools_is_refused():
         build.make_agent(settings_with(), task, many)
     agent = build.make_agent(settings_with(agent__call_format="react", tools__lenient=True), task, Letters())
     assert agent.call_format.name == "react" and agent.lenient
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """A folder of weights with its tokenizer."""
+    return checkpoints.write_model(tmp_path_factory.mktemp("published") / "model")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A tokenizer that a run has trained."""
+    settings = settings_with(run_dir=str(tmp_path_factory.mktemp("trained")), tokenizer__texts=400)
+    return build.make_tokenizer(settings, make_task("hopworld", top_k=2), resumes=False)
+
+
+def config_of(weights, run_dir, **changes):
+    """The quickstart with published weights, for the devices of the tests."""
+    fits = {"rollout__slots": 8, "learner__rows": 8, "budget__context_tokens": 1024, "warm_start__updates": 0}
+    fits |= {"rollout__slot_tokens": 1024, "learner__row_tokens": 1024}
+    weights = {"policy__preset": "", "policy__weights": weights, "run_dir": str(run_dir)}
+    return changed(quickstart, **{**fits, **weights, **changes})
+
+
+def tokenizer_of(config):
+    settings = read_settings(config)
+    return build.make_tokenizer(settings, make_task("hopworld"), resumes=False)
+
+
+def test_published_weights_bring_their_tokenizer_and_nothing_is_trained(published, tmp_path):
+    config = config_of(published, tmp_path / "run")
+    setup, _ = make_setup(read_settings(config), resumes=False)
+    assert setup.tokenizer.name == published and not (tmp_path / "run").exists()
+    assert resolve(config)["tokenizer"]["path"] == published
+    line = build.describe_policy(setup.settings, setup.policy, setup.agent)
+    assert re.fullmatch(
+        rf"policy: qwen2, [\d,]+ parameters in float32, computes in float32, from {published}; tokenizer: {published} "
+        r"\(that of the weights\), 266 ids; "
+        r"template: that of the tokenizer, calls as hermes, tools told by the template",
+        line,
+    )
+    row, prompt = first_prompt(setup.settings, setup.task, setup.agent)
+    shown = build.describe_prompt(row, prompt, setup.tokenizer)
+    first, *text, ids = shown.split("\n")
+    assert first == f"first prompt, of row hopworld/train/0, {len(prompt)} tokens:"
+    assert "\n".join(text) == setup.tokenizer.decode(prompt) and '"name": "search"' in "\n".join(text)
+    assert ids.split()[2:4] == [str(i) for i in prompt[:2]] and ids.split().count("...") == 1
+    assert len(ids.split()) == 2 + 2 * build.SHOWN_IDS + 1
+
+
+def test_a_run_says_which_tokenizer_it_trained(trained):
+    settings, task = settings_with(), make_task("hopworld", top_k=2)
+    agent, policy = build.make_agent(settings, task, trained), build.make_policy(settings, trained)
+    line = build.describe_policy(settings, policy, agent)
+    assert "from random parameters of preset tiny; tokenizer: trained on the task's texts, " in line
+    line = build.describe_policy(settings_with(warm_start__init_from="some/run"), policy, agent)
+    assert "from some/run; tokenizer: that of some/run, " in line
+
+
+OTHER_TOKENS = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        ({}, ""),  # A copy, perhaps with another chat template.
+        ({"chat_template": checkpoints.CHATML.replace("assistant", "bot")}, ""),
+        (
+            {"added": OTHER_TOKENS},
+            r"of the added tokens it has '<think>' \(263\), '</think>' \(264\) and lacks '<tool_call>' \(263\), .*"
+            r"set tokenizer\.path='' for the tokenizer that the weights bring",
+        ),
+        ({"merges": (*checkpoints.MERGES[:-1], ("a", "b"))}, r"its vocabulary is another one \(261 and 261 pieces\)"),
+    ],
+)
+def test_a_given_tokenizer_has_to_be_that_of_the_weights(published, tmp_path, make, message):
+    path = checkpoints.write_tokenizer(tmp_path / "other", **make)
+    config = config_of(published, tmp_path / "run", tokenizer__path=path)
+    if not message:
+        assert tokenizer_of(config).name == path and resolve(config)["tokenizer"]["path"] == path
+        return
+    with pytest.raises(
+        UserError, match=rf"tokenizer\.path: {path} is not the tokenizer of policy\.weights .*: {message}"
+    ):
+        tokenizer_of(config)
+
+
+def test_a_trained_tokenizer_is_refused_with_published_weights(published, tmp_path, trained):
+    with pytest.raises(UserError, match=r"tokenizer\.model is not the tokenizer of policy\.weights"):
+        tokenizer_of(config_of(published, tmp_path / "run", tokenizer__path=trained.name))
+    # What a run of an earlier version left, whose weights had got a new tokenizer.
+    values = resolve(config_of(published, tmp_path / "run"))
+    values["tokenizer"]["path"] = ""
+    RunFolder(str(tmp_path / "run")).write_config(values)
+    with pytest.raises(UserError, match="run: its policy has published weights and a tokenizer trained for the run"):
+        read_run(str(tmp_path / "run"))
+
+
+def test_weights_without_a_tokenizer_need_one_that_fits_their_embedding(tmp_path, trained):
+    bare = checkpoints.checkpoint(tmp_path / "bare", "qwen2_tied", vocab_size=272, max_position_embeddings=4096)
+    config = config_of(str(bare), tmp_path / "run")
+    with pytest.raises(
+        UserError, match=r"policy\.weights: .*bare has no tokenizer \(tokenizer\.json, .*or name the tok"
+    ):
+        tokenizer_of(config)
+    path = checkpoints.write_tokenizer(tmp_path / "given")
+    settings = read_settings(changed(config, tokenizer__path=path))
+    tokenizer = build.make_tokenizer(settings, None, resumes=False)
+    assert tokenizer.name == path and build.make_policy(settings, tokenizer).vocab_size == 272
+    with pytest.raises(UserError, match=r"has ids up to \d+, but the policy's embedding has 272 rows"):
+        build.make_policy(settings, trained)
+    wide = checkpoints.checkpoint(tmp_path / "wide", "qwen2_tied", vocab_size=600, max_position_embeddings=4096)
+    with pytest.raises(UserError, match=r"has 265 ids, and the embedding 600 rows \(.*wide\): they do not belong"):
+        build.make_policy(read_settings(config_of(str(wide), tmp_path / "run", tokenizer__path=path)), tokenizer)
+
+
+def test_a_base_model_without_a_chat_template_is_compared_all_the_same(tmp_path):
+    weights = checkpoints.write_model(tmp_path / "base", chat_template=None)
+    with pytest.raises(UserError, match=r"policy\.weights: .*base: this tokenizer lacks a chat template"):
+        tokenizer_of(config_of(weights, tmp_path / "run"))
+    path = checkpoints.write_tokenizer(tmp_path / "chat")
+    assert tokenizer_of(config_of(weights, tmp_path / "run", tokenizer__path=path)).name == path
+    other = checkpoints.write_tokenizer(tmp_path / "other", added=OTHER_TOKENS)
+    with pytest.raises(UserError, match="is not the tokenizer of policy.weights"):
+        tokenizer_of(config_of(weights, tmp_path / "run", tokenizer__path=other))
+
+
+def test_a_template_that_leaves_out_the_tools_is_refused_before_the_start(tmp_path):
+    silent = checkpoints.CHATML[checkpoints.CHATML.index("{% for m in") :]
+    weights = checkpoints.write_model(tmp_path / "model", chat_template=silent)
+    message = (
+        r"model: its chat template does not tell the tools \(there is no 'search' in the prompt\); set agent\.call_f"
+    )
+    with pytest.raises(UserError, match=message):
+        make_setup(read_settings(config_of(weights, tmp_path / "run")), resumes=False)
+    for changes in ({"agent__call_format": "react"}, {"agent__tell_tools": False}):
+        make_setup(read_settings(config_of(weights, tmp_path / "run", **changes)), resumes=False)
+
+
+def test_real_tokenizers_of_two_families_are_not_taken_for_one_another(data_dir, tmp_path):
+    weights = checkpoints.checkpoint(tmp_path / "qwen", "qwen2_tied", vocab_size=151_936)
+    for file in (data_dir / "tokenizers/qwen2.5").iterdir():
+        (weights / file.name).write_bytes(file.read_bytes())
+    config = config_of(str(weights), tmp_path / "run")
+    assert tokenizer_of(config).vocab_size == 151_665
+    same = changed(config, tokenizer__path=str(data_dir / "tokenizers/qwen2.5"))
+    assert tokenizer_of(same).vocab_size == 151_665
+    with pytest.raises(
+        UserError, match=r"of the added tokens it has '<tool_response>' \(151665\), .* and 1 more, so that"
+    ):
+        tokenizer_of(changed(config, tokenizer__path=str(data_dir / "tokenizers/qwen3")))
 
 
 def machines(*counts):

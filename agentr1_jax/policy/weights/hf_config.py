@@ -72,6 +72,12 @@ def from_hf(record: Mapping[str, Any], source: str) -> DecoderConfig:
         raise ValueError(f"{source}: {error}") from error
 
 
+def find_family(config: DecoderConfig) -> str | None:
+    """Return the `model_type` of the models that compute what this decoder does; None if none does."""
+    kind = {"qkv_bias": config.qkv_bias, "qk_norm": config.qk_norm}
+    return next((name for name, has in FAMILIES.items() if has == kind), None)
+
+
 def to_hf(config: DecoderConfig) -> dict[str, Any]:
     """Return the `config.json` of a decoder, without token ids; inverse of `from_hf` except for dtypes and adapters.
 
@@ -80,8 +86,7 @@ def to_hf(config: DecoderConfig) -> dict[str, Any]:
     Raises:
       ValueError: no family computes what this decoder does.
     """
-    kind = {"qkv_bias": config.qkv_bias, "qk_norm": config.qk_norm}
-    family = next((name for name, has in FAMILIES.items() if has == kind), None)
+    family = find_family(config)
     if family is None:
         raise ValueError("policy.qkv_bias and policy.qk_norm are both true; no Hugging Face family has both: unset one")
     if family == "llama" and config.width % config.heads:
