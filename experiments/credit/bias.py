@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,13 +17,15 @@ from jaxtyping import Array, Float
 from agentr1_jax.credit import TokenBatch, get_scheme
 from agentr1_jax.errors import UserError
 from agentr1_jax.learner.batch import LossTokens
-from agentr1_jax.learner.config import AGGREGATES, CLIPS, RATIOS, LossConfig
-from agentr1_jax.report.gradients import measure_errors
+from agentr1_jax.learner.config import AGGREGATES, CLIPS, RATIOS, Aggregate, LossConfig
+from agentr1_jax.report.gradients import Errors, Moments, measure_errors, measure_moments
 from experiments.credit.estimates import draw, gradients, lay_out, weights
 from experiments.credit.mdps import PROCESSES, every_path, exact_gradient, old_logits
 
 Row = dict[str, Any]
 WRONG_VALUE = 0.5
+MOST_AT_ONCE = 8192
+"""Most batches in memory, about 10 kB each with 16 trajectories."""
 DISCOUNTS = ("gamma", "lam", "gamma_high")
 ON_POLICY = LossConfig()
 UNCLIPPED = dataclasses.replace(ON_POLICY, clip_low=1 - 1e-6, clip_high=1e9)
@@ -52,6 +56,54 @@ class Variant(NamedTuple):
         """As tables show it."""
         settings = [f"{key}={x:g}" if isinstance(x, float) else f"{key}={x}" for key, x in self.hyperparameters.items()]
         return ", ".join([" ".join([self.scheme, *settings]), *([self.critic] if self.critic else [])])
+
+
+class Case(NamedTuple):
+    """What a row is about: a variant of a scheme, an aggregate, and `on-policy` or one of `LOSSES`."""
+
+    variant: Variant
+    aggregate: Aggregate
+    loss: str
+
+    @property
+    def key(self) -> str:
+        """Name in tables by case; hyper-parameters cannot be hashed."""
+        return "; ".join([self.variant.label, self.aggregate, self.loss])
+
+
+class Sampling(NamedTuple):
+    """How many batches are drawn of each process.
+
+    Attributes:
+      batches: independent batches of every row, rounded up to whole draws.
+      groups: groups of a batch.
+      samples: trajectories of a group.
+      seed: of all draws.
+      until: the smallest visible bias at which a row has enough batches; infinite: `batches` are enough.
+      most_batches: no row goes on beyond so many.
+    """
+
+    batches: int
+    groups: int
+    samples: int
+    seed: int = 0
+    until: float = math.inf
+    most_batches: int = 0
+
+    @property
+    def draws(self) -> int:
+        """Number of draws of which `batches` consists."""
+        return -(-self.batches // MOST_AT_ONCE)
+
+    @property
+    def chunk(self) -> int:
+        """Batches of one draw: all draws have as many, for the sake of compiled programs."""
+        return -(-self.batches // self.draws)
+
+    @property
+    def most_draws(self) -> int:
+        """Number of draws that no row exceeds."""
+        return self.draws if math.isinf(self.until) else max(self.draws, self.most_batches // self.chunk)
 
 
 REFERENCE = Variant("step_gae", {"whiten": "none"}, critic="exact V")
@@ -105,48 +157,67 @@ def advantages(variant: Variant, fields: Mapping[str, Array]) -> Float[Array, "b
     )
 
 
-def on_policy(name: str, schemes: Sequence[Variant], seed: int, sizes: Mapping[str, int]) -> Iterator[Row]:
-    """A row for each variant and aggregate; `sizes` are those of `draw`."""
-    process = PROCESSES[name]()
-    paths = every_path(process)
-    _, exact = exact_gradient(paths, process.logits)
-    fields, loss_tokens = lay_out(draw(paths, process.logits, seed, **sizes))
-    shares = {
-        aggregate: weights(aggregate, loss_tokens, sizes["groups"] * sizes["samples"]) for aggregate in AGGREGATES
-    }
-    for variant in schemes:
-        advantage = advantages(variant, fields)
-        for aggregate, share in shares.items():
-            errors = measure_errors(estimate(ON_POLICY, process.logits, loss_tokens, advantage, share), exact)
-            facts = {
-                "process": name,
-                "scheme": variant.label,
-                "aggregate": aggregate,
-                "loss": "on-policy",
-                "shift": 0.0,
-            }
-            yield facts | dataclasses.asdict(errors)
+def cases(schemes: Sequence[Variant]) -> tuple[list[Case], list[Case]]:
+    """Return what is measured: on-policy all variants with all aggregates, off-policy plain ones with all losses."""
+    on_policy = [Case(variant, aggregate, "on-policy") for variant in schemes for aggregate in AGGREGATES]
+    return on_policy, [Case(variant, "fixed", loss) for variant in plain(schemes) for loss in LOSSES]
 
 
-def off_policy(
-    name: str, schemes: Sequence[Variant], shift: float | None, seed: int, sizes: Mapping[str, int]
-) -> Iterator[Row]:
-    """A row for each variant and loss, on trajectories of an older policy; `shift` is the process's unless given.
+def measure(
+    name: str, wanted: Sequence[Case], shift: float | None, sampling: Sampling, show: Callable[[int, str], None]
+) -> list[Row]:
+    """Return a row for each case, on trajectories of a policy whose logits differ by `shift`; critics are exact for it.
 
-    Critics are exact for the policy that sampled.
+    Only the moments of a case's estimates are kept. Beyond `sampling.batches` a case goes on alone, until its smallest
+    visible bias is at most `sampling.until` or another draw would exceed `sampling.most_batches`.
+
+    Args:
+      name: of the process.
+      wanted: what to measure.
+      shift: standard deviation of what the logits that sample differ by from those of the process; None: the process's.
+      sampling: how many batches of what size.
+      show: called with a number of estimated cases, of the len(wanted)·most_draws at most, and a line of text.
     """
     process = PROCESSES[name]()
     paths = every_path(process)
     _, exact = exact_gradient(paths, process.logits)
     shift = process.shift if shift is None else shift
-    fields, loss_tokens = lay_out(draw(paths, old_logits(process, shift), seed, **sizes))
-    share = weights("fixed", loss_tokens, sizes["groups"] * sizes["samples"])
-    for variant in schemes:
-        advantage = advantages(variant, fields)
-        for loss, config in LOSSES.items():
-            errors = measure_errors(estimate(config, process.logits, loss_tokens, advantage, share), exact)
-            facts = {"process": name, "scheme": variant.label, "aggregate": "fixed", "loss": loss, "shift": shift}
-            yield facts | dataclasses.asdict(errors)
+    sampled_by = old_logits(process, shift)
+    moments: dict[str, Moments] = {}
+    errors: dict[str, Errors] = {}
+    waiting, sizes = list(wanted), {"batches": sampling.chunk, "groups": sampling.groups, "samples": sampling.samples}
+    for draws in range(1, sampling.most_draws + 1):
+        fields, loss_tokens = lay_out(draw(paths, sampled_by, (sampling.seed, draws), **sizes))
+        trajectories = sampling.groups * sampling.samples
+        shares = {kind: weights(kind, loss_tokens, trajectories) for kind in {case.aggregate for case in waiting}}
+        text = f"{name}, {draws * sampling.chunk} batches, {len(waiting)} rows"
+        for variant, of_variant in itertools.groupby(waiting, key=lambda case: case.variant):
+            advantage = advantages(variant, fields)
+            for case in of_variant:
+                config = ON_POLICY if case.loss == "on-policy" else LOSSES[case.loss]
+                found = estimate(config, process.logits, loss_tokens, advantage, shares[case.aggregate])
+                new = measure_moments(found, exact)
+                moments[case.key] = moments[case.key] + new if case.key in moments else new
+                errors[case.key] = measure_errors(moments[case.key], exact)
+                show(1, text)
+        if draws >= sampling.draws:
+            before = len(waiting)
+            waiting = [case for case in waiting if errors[case.key].visible > sampling.until]
+            if spared := (before - len(waiting)) * (sampling.most_draws - draws):
+                show(spared, text)
+        if not waiting:
+            break
+    return [
+        {
+            "process": name,
+            "scheme": case.variant.label,
+            "aggregate": case.aggregate,
+            "loss": case.loss,
+            "shift": shift,
+            **dataclasses.asdict(errors[case.key]),
+        }
+        for case in wanted
+    ]
 
 
 def estimate(

@@ -48,7 +48,13 @@ class PathBatch:
 
 
 def draw(
-    paths: Paths, logits: Float[np.ndarray, "nodes vocabulary"], seed: int, *, batches: int, groups: int, samples: int
+    paths: Paths,
+    logits: Float[np.ndarray, "nodes vocabulary"],
+    seed: int | tuple[int, ...],
+    *,
+    batches: int,
+    groups: int,
+    samples: int,
 ) -> PathBatch:
     """Draw independent batches from the policy of these logits; each group has its own row, drawn uniformly."""
     rng = np.random.default_rng(seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import functools
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import matplotlib.image
 import numpy as np
 import pytest
+import scipy.stats
 
 from agentr1_jax.credit import SCHEMES
 from agentr1_jax.errors import UserError
@@ -72,6 +74,17 @@ def every_pair(name, shift=0.0):
     pairs = np.pad(pairs, ((0, rest), (0, 0)))
     sample = estimates.gather(paths, old, pairs, greedy[paths.row[pairs]], samples=2)
     return (*estimates.lay_out(sample), np.pad(likelihood, (0, rest)))
+
+
+def measure_errors(estimates, exact):
+    return report.measure_errors(report.measure_moments(estimates, exact), exact)
+
+
+def row_of(name, case, shift=0.0, **more):
+    """The row of a case, from draws of PAIRS groups of two samples."""
+    sampling = bench.Sampling(PAIRS, groups=1, samples=2, **more)
+    [row] = bench.measure(name, [case], shift, sampling, lambda estimated, text: None)
+    return row
 
 
 def estimate(name, variant, batch, loss_tokens, aggregate="fixed", config=bench.ON_POLICY):
@@ -138,15 +151,16 @@ def test_verdicts_from_samples():
     sample = estimates.draw(paths, process.logits, 3, batches=PAIRS, groups=1, samples=2)
     batch, loss_tokens = estimates.lay_out(sample)
     for variant in UNBIASED:
-        errors = report.measure_errors(estimate("revisits", variant, batch, loss_tokens), exact)
-        assert errors.verdict == "unbiased", (variant.label, errors)
-        assert errors.bias_low < 0.01 and errors.bias_high < 0.1 and abs(errors.scale - 1) < 2 * errors.scale_half
-    shrunk = report.measure_errors(estimate("revisits", DR_GRPO, batch, loss_tokens), exact)
+        errors = measure_errors(estimate("revisits", variant, batch, loss_tokens), exact)
+        assert errors.verdict == report.UNSEEN, (variant.label, errors)
+        assert errors.bias_low < 0.01 and errors.bias_high < 0.1 and errors.visible < 0.1
+        assert abs(errors.scale - 1) < 2 * errors.scale_half
+    shrunk = measure_errors(estimate("revisits", DR_GRPO, batch, loss_tokens), exact)
     assert shrunk.verdict == "scaled" and abs(shrunk.scale - 0.5) < 2 * shrunk.scale_half
-    by_trajectory = report.measure_errors(estimate("revisits", UNBIASED[0], batch, loss_tokens, "trajectory"), exact)
+    by_trajectory = measure_errors(estimate("revisits", UNBIASED[0], batch, loss_tokens, "trajectory"), exact)
     assert by_trajectory.verdict == "biased"
     late = bench.Variant("step_gae", PLAIN | {"lam": 0.9}, "const V")
-    assert report.measure_errors(estimate("revisits", late, batch, loss_tokens), exact).verdict == "biased"
+    assert measure_errors(estimate("revisits", late, batch, loss_tokens), exact).verdict == "biased"
 
 
 def test_layout_is_that_of_the_paths():
@@ -200,9 +214,8 @@ def test_older_policy_takes_some_tokens_out_of_the_bounds(name):
 
 
 def test_shift_is_that_of_the_process_unless_given():
-    sizes = {"batches": PAIRS, "groups": 1, "samples": 2}
-    for given, shift, verdict in ((None, mdps.stop_or_go().shift, "biased"), (0.0, 0.0, "unbiased")):
-        row = next(bench.off_policy("stop_or_go", [bench.REFERENCE], given, 0, sizes))
+    for given, shift, verdict in ((None, mdps.stop_or_go().shift, report.BIASED), (0.0, 0.0, report.UNSEEN)):
+        row = row_of("stop_or_go", bench.Case(bench.REFERENCE, "fixed", "token, no bound"), given)
         assert (row["shift"], row["verdict"]) == (shift, verdict)
 
 
@@ -225,7 +238,7 @@ def test_interval_covers_and_test_rejects_at_its_level():
         rejected, covered, variance = 0, np.zeros(4), (shapes**2).sum()
         for _ in range(150):
             samples = exact + (bias + rng.normal(size=(400, 3)) @ shapes.T)
-            errors = report.measure_errors(samples, exact)
+            errors = measure_errors(samples, exact)
             rejected += errors.p < 0.05
             covered += [
                 errors.bias_low <= np.linalg.norm(bias) <= errors.bias_high,
@@ -242,16 +255,70 @@ def test_judge_tells_length_from_direction():
     exact, noise = np.array([3.0, 4.0]), rng.normal(size=(2000, 2))
     noise -= noise.mean(axis=0)
     half, turned = (
-        report.measure_errors(exact / 2 + noise, exact),
-        report.measure_errors(exact + [0.8, -0.6] + noise, exact),
+        measure_errors(exact / 2 + noise, exact),
+        measure_errors(exact + [0.8, -0.6] + noise, exact),
     )
     assert (half.verdict, turned.verdict) == ("scaled", "biased")
     assert half.scale == pytest.approx(0.5) and half.off == 0 and half.variance == pytest.approx(2 / 25, rel=0.1)
     assert half.noise == pytest.approx(4 * half.variance) and half.mse == pytest.approx(0.25 + half.variance, rel=1e-3)
     assert turned.scale == pytest.approx(1) and turned.off == pytest.approx(0.2, rel=1e-2)
-    nothing = report.measure_errors(np.zeros((300, 2)), exact)
-    assert (nothing.verdict, nothing.scale, nothing.p, nothing.cosine) == ("biased", 0, 0, 0)
-    assert report.measure_errors(np.tile(exact, (300, 1)), exact).verdict == "unbiased"
+    nothing = measure_errors(np.zeros((300, 2)), exact)
+    assert (nothing.verdict, nothing.p, nothing.cosine) == (report.BIASED, 0, 0) and abs(nothing.scale) < 1e-9
+    assert measure_errors(np.tile(exact, (300, 1)), exact).verdict == report.UNSEEN
+
+
+def test_moments_are_those_of_all_estimates_however_they_are_split():
+    rng = np.random.default_rng(0)
+    exact = np.array([0.6, 0.0, 0.8])
+    samples = 1.0 + rng.gamma(2.0, size=(500, 3)) @ rng.normal(size=(3, 3))
+    parts = [report.measure_moments(part, exact) for part in np.split(samples, [200, 207])]
+    errors = report.measure_errors(parts[0] + parts[1] + parts[2], exact)
+    assert errors.batches == 500
+    for name, value in dataclasses.asdict(measure_errors(samples, exact)).items():
+        assert value == getattr(errors, name) if name == "verdict" else value == pytest.approx(getattr(errors, name))
+    around, missed = (((samples - centre) ** 2).sum(axis=1) for centre in (samples.mean(axis=0), exact))
+    for found, squares in ((errors.variance_half, around), (errors.mse_half, missed)):
+        assert found == pytest.approx(report.Z * squares.std(ddof=1) / np.sqrt(500))
+    assert errors.mse == pytest.approx(missed.mean()) and errors.variance == pytest.approx(around.sum() / 499)
+
+
+def test_level_and_power_are_those_that_are_said():
+    n, rng = 200, np.random.default_rng(0)
+    shapes = np.linalg.qr(rng.normal(size=(4, 4)))[0] * np.array([1.0, 0.5, 0.2, 0.0])
+    covariance = shapes @ shapes.T
+    _, visible = report.mean_is_zero(np.zeros(4), covariance, n)
+
+    def share(bias, count, level=report.LEVEL):
+        # Mean and covariance of n normal samples, drawn as such: Wishart's distribution is that of the scatter.
+        means = rng.normal(size=(count, 3)) / np.sqrt(n)
+        scatters = scipy.stats.wishart(n - 1, np.eye(3)).rvs(count, random_state=rng)
+        inner = shapes[:, :3]
+        p = [
+            report.mean_is_zero(bias + inner @ m, inner @ s @ inner.T / (n - 1), n)[0]
+            for m, s in zip(means, scatters, strict=True)
+        ]
+        return np.mean(np.array(p) < level)
+
+    widest, narrow = shapes[:, 0], shapes[:, 2] / 0.2
+    assert share(np.zeros(4), 20_000) * 20_000 <= 6  # 2 are expected.
+    assert share(np.zeros(4), 4_000, level=0.05) == pytest.approx(0.05, abs=0.01)
+    assert share(visible * widest, 4_000) == pytest.approx(report.POWER, abs=0.02)
+    assert share(visible / 2 * widest, 4_000) < 0.2
+    assert share(visible * narrow, 500) == 1
+
+
+def test_a_small_bias_is_seen_once_there_are_batches_enough():
+    process, _, exact = look_up("stop_or_go")
+    nearly = bench.Variant("step_gae", PLAIN | {"lam": 0.7}, "const V")
+    bias = np.linalg.norm(expectation("stop_or_go", nearly) - exact) / np.linalg.norm(exact)
+    case = bench.Case(nearly, "fixed", "on-policy")
+    few = row_of("stop_or_go", case)
+    assert (few["verdict"], few["batches"]) == (report.UNSEEN, PAIRS) and few["visible"] > bias
+    many = row_of("stop_or_go", case, until=bias / 1.5, most_batches=50 * PAIRS)
+    assert many["verdict"] == report.BIASED and many["visible"] <= bias / 1.5 and many["batches"] > PAIRS
+    assert many["bias_low"] <= bias <= many["bias_high"]
+    limited = row_of("stop_or_go", case, until=bias / 1.5, most_batches=3 * PAIRS - 1)
+    assert limited["batches"] == 2 * PAIRS and limited["visible"] > bias / 1.5
 
 
 def test_variants_cover_every_scheme_plain_and_by_default():
@@ -275,6 +342,7 @@ def test_discounts_reach_the_scheme():
 def test_command_writes_tables_figures_and_picture(tmp_path):
     """A process of its own: commands define their flags where they are imported, and some of the same name."""
     chosen = ["--process=stop_or_go", "--schemes=rloo,dr_grpo", "--batches=400", f"--out={tmp_path}"]
+    chosen += ["--until=.07", "--most_batches=1000"]
     done = subprocess.run(
         [sys.executable, "-m", "experiments.gradient_bench", *chosen], capture_output=True, text=True, check=False
     )
@@ -287,7 +355,10 @@ def test_command_writes_tables_figures_and_picture(tmp_path):
     assert {float(r["shift"]) for r in rows} == {0, mdps.stop_or_go().shift}
     assert {r["aggregate"] for r in rows} == set(AGGREGATES)
     markdown = (tmp_path / "gradients.md").read_text("utf-8")
-    assert "| rloo | unbiased |" in markdown and "| dr_grpo | scaled |" in markdown
+    assert "| rloo | no bias seen (≥ 0." in markdown and "| dr_grpo | scaled, no turn seen (≥ 0." in markdown
+    coarse = [r for r in rows if float(r["visible"]) > 0.07]
+    assert coarse and {r["batches"] for r in coarse} == {"800"} and len(coarse) < len(rows)
+    assert f"{len(coarse)} of {len(rows)} rows did not get to a visible bias of 0.07" in markdown
     assert matplotlib.image.imread(tmp_path / "gradients.png").std() > 0.01
 
 
@@ -301,6 +372,7 @@ def test_unknown_names_are_refused_with_those_there_are():
 
 def test_picture_leaves_out_what_points_nowhere(tmp_path):
     row = {"off": 0.1, "off_low": 0.05, "off_high": 0.2, "noise": 1.0, "verdict": "biased"}
-    rows = [{**row, "scheme": "x"}, {**row, "scheme": "y", "off": np.inf}]
+    unseen = {**row, "scheme": "z", "verdict": report.UNSEEN, "off_visible": 0.15}
+    rows = [{**row, "scheme": "x"}, {**row, "scheme": "y", "off": np.inf}, unseen]
     report.plot_gradients(tmp_path / "all.png", {"a": rows, "b": []})
     assert matplotlib.image.imread(tmp_path / "all.png").std() > 0.001
