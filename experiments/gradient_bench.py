@@ -130,7 +130,7 @@ def tables(rows: Sequence[Row], until: float = math.inf) -> Iterator[tuple[str, 
         yield f"{len(coarse)} of {len(rows)} rows did not get to a visible bias of {until:g}", coarse
 
 
-def colored(cell: str) -> str:
+def paint(cell: str) -> str:
     """Return a cell of a table with the color of the verdict that it opens with, if any."""
     color = next((color for kind, color in COLORS.items() if cell.startswith(kind)), None)
     return f"[{color}]{cell}[/]" if color else cell
@@ -141,7 +141,7 @@ def show(console: Console, title: str, lines: Sequence[Mapping[str, str]]) -> No
     for i, column in enumerate(lines[0]):
         table.add_column(column, justify="right" if i else "left", no_wrap=True)
     for line in lines:
-        table.add_row(*(colored(cell) for cell in line.values()))
+        table.add_row(*(paint(cell) for cell in line.values()))
     console.print(table)
 
 

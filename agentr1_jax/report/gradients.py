@@ -35,8 +35,8 @@ KEY_ROWS, KEY_WIDTH, PANEL_WIDTH = 40, 3.4, 4.4
 
 
 @dataclasses.dataclass(frozen=True)
-class Moments:
-    """Moments of estimates ĝ of a gradient g, all that `measure_errors` needs; those of two samples can be added.
+class Summary:
+    """First and second moments of estimates ĝ of a gradient g, all that `measure_errors` needs; `+` joins two samples.
 
     The coordinates are those of y = (ĝ − g)/‖g‖, then ‖y‖², then the cosine of ĝ and g (0 for ĝ = 0).
 
@@ -50,15 +50,15 @@ class Moments:
     mean: Float[np.ndarray, "coordinates"]
     scatter: Float[np.ndarray, "coordinates coordinates"]
 
-    def __add__(self, other: Moments) -> Moments:
-        """Return the moments of both samples together, without cancellation (Chan, Golub & LeVeque 1979)."""
+    def __add__(self, other: Summary) -> Summary:
+        """Return the summary of both samples together, without cancellation (Chan, Golub & LeVeque 1979)."""
         n, apart = self.n + other.n, other.mean - self.mean
         between = np.outer(apart, apart) * (self.n * other.n / n)
-        return Moments(n, self.mean + apart * (other.n / n), self.scatter + other.scatter + between)
+        return Summary(n, self.mean + apart * (other.n / n), self.scatter + other.scatter + between)
 
 
-def measure_moments(estimates: Float[np.ndarray, "batches actions"], exact: Float[np.ndarray, "actions"]) -> Moments:
-    """Return the moments of independent estimates of the gradient `exact`."""
+def summarize(estimates: Float[np.ndarray, "batches actions"], exact: Float[np.ndarray, "actions"]) -> Summary:
+    """Return the summary of independent estimates of the gradient `exact`."""
     norm = np.linalg.norm(exact)
     estimates = estimates.astype(np.float64)
     y, lengths = (estimates - exact) / norm, np.linalg.norm(estimates, axis=1)
@@ -67,7 +67,7 @@ def measure_moments(estimates: Float[np.ndarray, "batches actions"], exact: Floa
     mean = coordinates.mean(axis=0)
     spread = coordinates - mean
     # No BLAS here: on busy cores its threads wait for each other a hundred times as long as this takes.
-    return Moments(len(estimates), mean, np.einsum("bi,bj->ij", spread, spread))
+    return Summary(len(estimates), mean, np.einsum("bi,bj->ij", spread, spread))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Errors:
     cosine: float
 
 
-def measure_errors(moments: Moments, exact: Float[np.ndarray, "actions"]) -> Errors:
+def measure_errors(summary: Summary, exact: Float[np.ndarray, "actions"]) -> Errors:
     """Compare independent estimates, of which there are more than coordinates, with the exact gradient.
 
     Bias is judged jointly over all coordinates by Hotelling's test, at the level `LEVEL` for each estimator by itself:
@@ -120,8 +120,8 @@ def measure_errors(moments: Moments, exact: Float[np.ndarray, "actions"]) -> Err
     seen" is worth what the smallest visible bias is. That depends on the covariance alone, so sampling may go on until
     it is small enough, and the level stays what it is.
     """
-    n, covariances = moments.n, moments.scatter / (moments.n - 1)
-    error, covariance = moments.mean[:-2], covariances[:-2, :-2]
+    n, covariances = summary.n, summary.scatter / (summary.n - 1)
+    error, covariance = summary.mean[:-2], covariances[:-2, :-2]
     unit = exact / np.linalg.norm(exact)
     across = np.eye(len(exact)) - np.outer(unit, unit)
     off_mean, off_covariance = across @ error, across @ covariance @ across
@@ -152,9 +152,9 @@ def measure_errors(moments: Moments, exact: Float[np.ndarray, "actions"]) -> Err
         variance=variance,
         variance_half=Z * math.sqrt(max(around_variance, 0) / n),
         noise=variance / max(scale**2, 1e-18),
-        mse=float(moments.mean[-2]),
+        mse=float(summary.mean[-2]),
         mse_half=Z * math.sqrt(mse_variance / n),
-        cosine=float(moments.mean[-1]),
+        cosine=float(summary.mean[-1]),
     )
 
 

@@ -18,7 +18,7 @@ from agentr1_jax.credit import TokenBatch, get_scheme
 from agentr1_jax.errors import UserError
 from agentr1_jax.learner.batch import LossTokens
 from agentr1_jax.learner.config import AGGREGATES, CLIPS, RATIOS, Aggregate, LossConfig
-from agentr1_jax.report.gradients import Errors, Moments, measure_errors, measure_moments
+from agentr1_jax.report.gradients import Errors, Summary, measure_errors, summarize
 from experiments.credit.estimates import draw, gradients, lay_out, weights
 from experiments.credit.mdps import PROCESSES, every_path, exact_gradient, old_logits
 
@@ -168,7 +168,7 @@ def measure(
 ) -> list[Row]:
     """Return a row for each case, on trajectories of a policy whose logits differ by `shift`; critics are exact for it.
 
-    Only the moments of a case's estimates are kept. Beyond `sampling.batches` a case goes on alone, until its smallest
+    Of estimates only their summary is kept. Beyond `sampling.batches` a case goes on alone, until its smallest
     visible bias is at most `sampling.until` or another draw would exceed `sampling.most_batches`.
 
     Args:
@@ -183,7 +183,7 @@ def measure(
     _, exact = exact_gradient(paths, process.logits)
     shift = process.shift if shift is None else shift
     sampled_by = old_logits(process, shift)
-    moments: dict[str, Moments] = {}
+    summaries: dict[str, Summary] = {}
     errors: dict[str, Errors] = {}
     waiting, sizes = list(wanted), {"batches": sampling.chunk, "groups": sampling.groups, "samples": sampling.samples}
     for draws in range(1, sampling.most_draws + 1):
@@ -196,9 +196,9 @@ def measure(
             for case in of_variant:
                 config = ON_POLICY if case.loss == "on-policy" else LOSSES[case.loss]
                 found = estimate(config, process.logits, loss_tokens, advantage, shares[case.aggregate])
-                new = measure_moments(found, exact)
-                moments[case.key] = moments[case.key] + new if case.key in moments else new
-                errors[case.key] = measure_errors(moments[case.key], exact)
+                new = summarize(found, exact)
+                summaries[case.key] = summaries[case.key] + new if case.key in summaries else new
+                errors[case.key] = measure_errors(summaries[case.key], exact)
                 show(1, text)
         if draws >= sampling.draws:
             before = len(waiting)

@@ -77,7 +77,7 @@ def every_pair(name, shift=0.0):
 
 
 def measure_errors(estimates, exact):
-    return report.measure_errors(report.measure_moments(estimates, exact), exact)
+    return report.measure_errors(report.summarize(estimates, exact), exact)
 
 
 def row_of(name, case, shift=0.0, **more):
@@ -267,11 +267,11 @@ def test_judge_tells_length_from_direction():
     assert measure_errors(np.tile(exact, (300, 1)), exact).verdict == report.UNSEEN
 
 
-def test_moments_are_those_of_all_estimates_however_they_are_split():
+def test_errors_are_those_of_all_estimates_however_they_are_split():
     rng = np.random.default_rng(0)
     exact = np.array([0.6, 0.0, 0.8])
     samples = 1.0 + rng.gamma(2.0, size=(500, 3)) @ rng.normal(size=(3, 3))
-    parts = [report.measure_moments(part, exact) for part in np.split(samples, [200, 207])]
+    parts = [report.summarize(part, exact) for part in np.split(samples, [200, 207])]
     errors = report.measure_errors(parts[0] + parts[1] + parts[2], exact)
     assert errors.batches == 500
     for name, value in dataclasses.asdict(measure_errors(samples, exact)).items():
