@@ -10,12 +10,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from agentr1_jax.notebook import Policy, compare_credit, describe, load_policy, roll_out, update
+    from agentr1_jax.notebook import Policy, assign_credit, compare_credit, describe, load_policy, roll_out, update
     from agentr1_jax.report.tables import markdown_table
     from agentr1_jax.tasks import make_task
 
 __all__ = [
     "Policy",
+    "assign_credit",
     "compare_credit",
     "describe",
     "load_policy",

@@ -33,6 +33,7 @@ from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.policy.presets import PRESETS
 from agentr1_jax.registry import parse_call
+from agentr1_jax.report.account import account_lines, number_text
 from agentr1_jax.runtime.mesh import MeshConfig
 from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.text.tokenizer import Tokenizer
@@ -166,16 +167,32 @@ def roll_out(
 
 
 def describe(trajectory: Trajectory, tokenizer: Tokenizer) -> str:
-    """Return a trajectory as text: the first prompt, each response with its reward and observation, the outcome."""
+    """Return a trajectory as text: the first prompt, each response with its reward and observation, the outcome.
+
+    A step that training has judged also has its advantage, and the terms that it is the sum of.
+    """
     parts = [tokenizer.decode(trajectory.steps[0].prompt_ids)] if trajectory.steps else []
     for number, step in enumerate(trajectory.steps, start=1):
         parts.append(f"--- step {number}, reward {step.reward}\n{tokenizer.decode(step.response_ids)}")
+        if step.advantages is not None:
+            mean = number_text(float(np.mean(step.advantages)))
+            parts.append("\n".join([f"--- advantage {mean}", *account_lines(step.account)]))
         if step.observation:
             parts.append(f"--- observation\n{step.observation}")
     metrics = "".join(f", {name} {x:.3g}" for name, x in trajectory.metrics.items())
     fault = f" ({trajectory.info['error']})" if "error" in trajectory.info else ""
     parts.append(f"--- {trajectory.outcome}{fault}, return {trajectory.total_reward:.3g}{metrics}")
     return "\n".join(parts)
+
+
+def assign_credit(policy: Policy, groups: Sequence[Group], scheme: str = "grpo") -> list[Group]:
+    """Return the groups, numbered anew, with the credit of a scheme in the record of each step that it judges.
+
+    `describe` then says why a step got its advantage. See `compare_credit` for the arguments and errors.
+    """
+    *_, batch, outputs, credit = _assign_credit(policy, groups, scheme)
+    recorded = {(t.group, t.sample): t for t in train_step.with_credit(batch, outputs, credit)}
+    return [[recorded[number, sample] for sample in range(len(group))] for number, group in enumerate(groups)]
 
 
 def compare_credit(policy: Policy, groups: Sequence[Group], *schemes: str) -> list[dict[str, Any]]:
@@ -195,10 +212,9 @@ def compare_credit(policy: Policy, groups: Sequence[Group], *schemes: str) -> li
         {"group": t.group, "sample": t.sample, "step": number, "reward": t.steps[number].reward} for t, number in steps
     ]
     for scheme in schemes:
-        *_, batch, _, credit = _assign_credit(policy, groups, scheme)
-        trained = {(t.group, t.sample): t for t in train_step.with_advantages(batch, credit)}
+        credited = assign_credit(policy, groups, scheme)
         for row, (t, number) in zip(rows, steps, strict=True):
-            advantages = trained[t.group, t.sample].steps[number].advantages
+            advantages = credited[t.group][t.sample].steps[number].advantages
             row[scheme] = None if advantages is None else float(np.mean(advantages))
     return rows
 

@@ -232,7 +232,7 @@ def run_phase(
             batches.publish(state.params, progress.update)
 
             if rl:
-                trajectories = [*train_step.with_advantages(batch, credit), *rollouts.zero_variance]
+                trajectories = [*train_step.with_credit(batch, outputs, credit), *rollouts.zero_variance]
                 logger.folder.write_trajectories(batch_name(progress.update - 1), trajectories)  # The device learns.
                 means = {f"rollout/{key}": x for key, x in trajectory_means(trajectories).items()}
                 record = {"learner/lr": rates["decoder"], **rollouts.metrics, **means}

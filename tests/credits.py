@@ -14,7 +14,7 @@ from builders import CAPACITIES, Rollout, credit_batch
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from agentr1_jax.credit import SCHEMES, Credit, TokenBatch
+from agentr1_jax.credit import SCHEMES, Credit, Term, TokenBatch
 
 NAMES = sorted(SCHEMES)
 CHOICES: Mapping[str, tuple[Any, ...]] = {
@@ -73,13 +73,13 @@ def own_numbers(name: str, numbers: Mapping[str, float]) -> dict[str, float]:
 def every_option(
     name: str, data: Sequence[Rollout], capacities: Mapping[str, int] = CAPACITIES, dtype: Any = np.float64, **numbers
 ) -> list[tuple[dict[str, Any], Credit]]:
-    """Each of the scheme's `options` and its credit, as numpy arrays without padding, which is checked to have none."""
+    """Each of the scheme's `options` and its credit, as numpy arrays without padding, which is checked to have none.
+
+    Terms, which are of steps, are left out; see `every_account`.
+    """
     count = sum(len(step) for r in data for step in r.tokens)
     trained = np.array([t.is_action for r in data for step in r.tokens for t in step], bool)
-    with jax.enable_x64(dtype == np.float64):
-        batch = credit_batch(data, **capacities, dtype=dtype)
-        credits = jax.device_get(program(name, dtype)(batch, own_numbers(name, TYPICAL | numbers)))
-    credits = [_with_targets(credit) for credit in credits]
+    credits = [_with_targets(credit) for credit in _run(name, data, capacities, dtype, numbers)]
     for credit in credits:
         for field in (credit.advantages, credit.value_targets, credit.value_mask):
             assert not field[count:].any(), f"{name}: padding got credit"
@@ -87,8 +87,33 @@ def every_option(
     return [(o, jax.tree.map(lambda x: x[:count], credit)) for o, credit in zip(options(name), credits, strict=True)]
 
 
+def every_account(
+    name: str, data: Sequence[Rollout], capacities: Mapping[str, int] = CAPACITIES, dtype: Any = np.float64, **numbers
+) -> list[tuple[dict[str, Any], np.ndarray, dict[str, Term]]]:
+    """Each of the scheme's `options`, the mean advantage of each step's sampled tokens, and its terms of each step."""
+    steps = [[t.is_action for t in step] for r in data for step in r.tokens]
+    edges = np.cumsum([0, *map(len, steps)])
+    out = []
+    for option, credit in zip(options(name), _run(name, data, capacities, dtype, numbers), strict=True):
+        means = np.array(
+            [credit.advantages[a:b][on].mean() for (a, b), on in zip(itertools.pairwise(edges), steps, strict=True)]
+        )
+        terms = jax.tree.map(lambda x: np.broadcast_to(x, capacities["steps"])[: len(steps)], credit.terms)
+        out.append((option, means, terms))
+    return out
+
+
+def _run(
+    name: str, data: Sequence[Rollout], capacities: Mapping[str, int], dtype: Any, numbers: Mapping[str, Any]
+) -> list[Credit]:
+    with jax.enable_x64(dtype == np.float64):
+        batch = credit_batch(data, **capacities, dtype=dtype)
+        return jax.device_get(program(name, dtype)(batch, own_numbers(name, TYPICAL | numbers)))
+
+
 def _with_targets(credit: Credit) -> Credit:
-    """The credit, with value targets that are masked everywhere where it has none."""
+    """The credit without terms, and with value targets that are masked everywhere where it has none."""
+    credit = credit.replace(terms={})
     if credit.value_targets is not None:
         return credit
     return credit.replace(

@@ -83,7 +83,7 @@ class TrainHalf:
         credit = train_step.assign_credit(setup, phase, batch, outputs, progress)
         rates = {part: rates[part] for part in state.params}
         state, metrics = train_step.update(setup, phase, state, batch, outputs, credit, rates)
-        return state, metrics, train_step.with_advantages(batch, credit), credit
+        return state, metrics, train_step.with_credit(batch, outputs, credit), credit
 
     def sift(self, trajectories, *, critic):
         """Usable and dropped trajectories, and how many of these were malformed."""

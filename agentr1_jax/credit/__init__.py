@@ -12,20 +12,24 @@ from agentr1_jax.credit.primitives import (
     gae_over_steps,
     gae_over_tokens,
     group_ids,
+    mean_of_tokens,
     normalise_by_group,
     step_returns,
     sum_to_steps,
     token_returns,
     whiten_steps,
+    whiten_term,
     whiten_tokens,
 )
 from agentr1_jax.credit.scheme import SCHEMES, Scheme, get_scheme, register
+from agentr1_jax.trajectory import Term
 
 __all__ = [
     "SCHEMES",
     "Credit",
     "Norm",
     "Scheme",
+    "Term",
     "TokenBatch",
     "Unit",
     "Whitening",
@@ -36,11 +40,13 @@ __all__ = [
     "gae_over_tokens",
     "get_scheme",
     "group_ids",
+    "mean_of_tokens",
     "normalise_by_group",
     "register",
     "step_returns",
     "sum_to_steps",
     "token_returns",
     "whiten_steps",
+    "whiten_term",
     "whiten_tokens",
 ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import flax.struct
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from agentr1_jax.trajectory import POLICIES, Step, Trajectory, observation_tokens
+from agentr1_jax.trajectory import POLICIES, Step, Term, Trajectory, observation_tokens
 
 
 @flax.struct.dataclass
@@ -134,11 +134,30 @@ class Credit:
       advantages: A_k of each token; 0 where a token was not sampled.
       value_targets: target of the critic at each token; None from a scheme that does not train a critic.
       value_mask: True where a value target exists; None likewise.
+      terms: terms by name, of quantities [steps]; their totals sum to the mean of `advantages` over the sampled tokens
+        of each step. Weights and stds are [steps] or scalars. Empty from a scheme that does not explain itself.
     """
 
     advantages: Float[Any, "tokens"]
     value_targets: Float[Any, "tokens"] | None = None
     value_mask: Bool[Any, "tokens"] | None = None
+    terms: Mapping[str, Term] = flax.struct.field(default_factory=dict)
+
+
+def account_of_step(terms: Mapping[str, Term], step: int) -> dict[str, Term]:
+    """Return the terms [steps] of one step as numbers of seven digits, for its record.
+
+    A term of weight 0 is left out where others are not, e.g. the baseline that does not apply.
+    """
+
+    def number(x: np.ndarray) -> float:
+        return float(f"{x[step]:.7g}")
+
+    account = {}
+    for name, term in terms.items():
+        plus, minus = ({key: number(x) for key, x in part.items()} for part in (term.plus, term.minus))
+        account[name] = Term(plus, minus, number(term.weight), number(term.std))
+    return {name: term for name, term in account.items() if term.weight} or dict(list(account.items())[:1])
 
 
 @dataclasses.dataclass(frozen=True)

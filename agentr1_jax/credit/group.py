@@ -22,15 +22,20 @@ from agentr1_jax.credit.primitives import (
     broadcast_to_tokens,
     center_by_group,
     group_ids,
+    mean_of_tokens,
     normalise_by_group,
     step_returns,
     sum_to_steps,
     whiten_steps,
+    whiten_term,
     whiten_tokens,
 )
 from agentr1_jax.credit.scheme import register
+from agentr1_jax.trajectory import Term
 from agentr1_jax.validation import Fraction, NonNegative, Whole
 
+OUTCOME = "outcome in its group"
+"""Name of the term that compares R_i."""
 UNKNOWN, NO_STEP = -1, -2
 """Keys of a state without a key, and of a step before the first."""
 
@@ -44,7 +49,7 @@ def grpo(batch: TokenBatch, *, unit: Unit = "trajectory") -> Credit:
 
     Source: DeepSeekMath, arXiv 2402.03300.
     """
-    return _one_advantage(batch, outcome_advantage(batch, "mean_std_norm", unit))
+    return _of_outcome(batch, *normalise_outcome(batch, "mean_std_norm", unit))
 
 
 @register("dr_grpo", needs_samples=True)
@@ -53,7 +58,7 @@ def dr_grpo(batch: TokenBatch, *, unit: Unit = "trajectory") -> Credit:
 
     Source: Dr.GRPO, arXiv 2503.20783.
     """
-    return _one_advantage(batch, outcome_advantage(batch, "mean_norm", unit))
+    return _of_outcome(batch, *normalise_outcome(batch, "mean_norm", unit))
 
 
 @register("rloo", needs_samples=True)
@@ -62,8 +67,10 @@ def rloo(batch: TokenBatch) -> Credit:
 
     Source: Kool et al. 2019; RLOO, arXiv 2402.14740.
     """
-    centred, _, count = center_by_group(batch.returns, batch.group, batch.trajectories)
-    return _one_advantage(batch, centred * count / jnp.maximum(count - 1, 1))
+    centred, mean, _, count = center_by_group(batch.returns, batch.group, batch.trajectories)
+    others = mean - centred / jnp.maximum(count - 1, 1)
+    term = Term({"return": batch.returns}, {"mean of the others": others})
+    return _of_outcome(batch, centred * count / jnp.maximum(count - 1, 1), term)
 
 
 @register("reinforce_pp_baseline", needs_samples=True)
@@ -72,8 +79,10 @@ def reinforce_pp_baseline(batch: TokenBatch, *, unit: Unit = "trajectory", white
 
     Source: REINFORCE++, arXiv 2501.03262.
     """
-    advantages = _one_advantage(batch, outcome_advantage(batch, "mean_norm", unit)).advantages
-    return Credit(whiten_tokens(batch, advantages, whiten))
+    outcome, term = _to_steps(batch, *normalise_outcome(batch, "mean_norm", unit))
+    advantages, mean, std = whiten_tokens(batch, broadcast_to_tokens(batch, outcome), whiten)
+    whitening = mean_of_tokens(batch, Term({}, mean))
+    return Credit(advantages, terms={OUTCOME: whiten_term(term, whitening.minus, std)})
 
 
 @register("remax", needs_greedy=True)
@@ -83,7 +92,9 @@ def remax(batch: TokenBatch) -> Credit:
     Source: ReMax, arXiv 2310.10505.
     """
     assert batch.greedy_return is not None
-    return _one_advantage(batch, jnp.where(batch.real_trajectory, batch.returns - batch.greedy_return, 0))
+    advantage = jnp.where(batch.real_trajectory, batch.returns - batch.greedy_return, 0)
+    term = Term({"return": batch.returns}, {"greedy return": batch.greedy_return})
+    return _of_outcome(batch, advantage, term, name="outcome against the greedy rollout")
 
 
 @register("opo", needs_samples=True)
@@ -94,7 +105,7 @@ def opo(batch: TokenBatch) -> Credit:
 
     Source: OPO, arXiv 2505.23585.
     """
-    return _one_advantage(batch, outcome_advantage(batch, "mean_norm", "token"))
+    return _of_outcome(batch, *normalise_outcome(batch, "mean_norm", "token"))
 
 
 @register("turn_grpo", needs_samples=True)
@@ -116,9 +127,13 @@ def turn_grpo(
     reward = batch.rewards + sum_to_steps(batch, batch.token_rewards)
     x = reward if signal == "reward" else step_returns(batch, gamma)
     cell = jnp.where(batch.real_step, group_ids(batch.step_group, batch.step_index)[1], batch.steps)
-    turn = normalise_by_group(x, cell, batch.steps, norm)
-    outcome = broadcast_to_steps(batch, outcome_advantage(batch, norm, "trajectory"))
-    return Credit(broadcast_to_tokens(batch, turn + outcome_weight * outcome))
+    names = ("reward" if signal == "reward" else "return to go", "mean at this index")
+    turn, turn_term = normalise_by_group(x, cell, batch.steps, norm, names=names)
+    outcome, outcome_term = _to_steps(batch, *normalise_outcome(batch, norm, "trajectory"))
+    return Credit(
+        advantages=broadcast_to_tokens(batch, turn + outcome_weight * outcome),
+        terms={"among equal step indices": turn_term, OUTCOME: outcome_term._replace(weight=outcome_weight)},
+    )
 
 
 @register("gigpo", needs_samples=True, needs_state_key=True)
@@ -139,9 +154,13 @@ def gigpo(
     Source: GiGPO, arXiv 2505.10978.
     """
     anchor = jnp.where(_has_key(batch), group_ids(batch.step_group, batch.state_key)[1], batch.steps)
-    step = normalise_by_group(step_returns(batch, gamma), anchor, batch.steps, norm)
-    episode = broadcast_to_steps(batch, outcome_advantage(batch, norm, unit))
-    return Credit(broadcast_to_tokens(batch, episode + step_weight * step))
+    names = ("return to go", "mean of the state")
+    step, step_term = normalise_by_group(step_returns(batch, gamma), anchor, batch.steps, norm, names=names)
+    episode, episode_term = _to_steps(batch, *normalise_outcome(batch, norm, unit))
+    return Credit(
+        advantages=broadcast_to_tokens(batch, episode + step_weight * step),
+        terms={OUTCOME: episode_term, "among equal states": step_term._replace(weight=step_weight)},
+    )
 
 
 @register("hgpo", needs_samples=True, needs_state_key=True)
@@ -157,13 +176,20 @@ def hgpo(batch: TokenBatch, *, gamma: Fraction = 0.95, history: Whole = 2, alpha
     returns, known = step_returns(batch, gamma), _has_key(batch)
     keys = [_key_before(batch, k) for k in range(history + 1)]
     total, weights = jnp.zeros_like(returns), jnp.zeros_like(returns)
+    terms = {}
     for k, path in enumerate(group_ids(batch.step_group, *keys)[1:]):
         known &= keys[k] != UNKNOWN
-        centred, variance, count = center_by_group(returns, jnp.where(known, path, batch.steps), batch.steps)
-        weight = jnp.where(count > 1, float(k + 1) ** alpha, 0)
-        total += weight * centred / (jnp.sqrt(variance) + 1e-6)
+        centred, mean, variance, count = center_by_group(returns, jnp.where(known, path, batch.steps), batch.steps)
+        weight, std = jnp.where(count > 1, float(k + 1) ** alpha, 0), jnp.sqrt(variance) + 1e-6
+        total += weight * centred / std
         weights += weight
-    return Credit(broadcast_to_tokens(batch, total / jnp.maximum(weights, 1e-30)))
+        name = "among equal states" + (f", {k} before them equal too" if k else "")
+        terms[name] = Term({"return to go": returns}, {"mean": mean}, weight, std)
+    weights = jnp.maximum(weights, 1e-30)
+    return Credit(
+        advantages=broadcast_to_tokens(batch, total / weights),
+        terms={name: term._replace(weight=term.weight / weights) for name, term in terms.items()},
+    )
 
 
 @register("state_baseline", uses_critic=True, needs_state_key=True)
@@ -178,36 +204,57 @@ def state_baseline(batch: TokenBatch, *, gamma: Fraction = 1.0, whiten: Whitenin
     returns, known = step_returns(batch, gamma), _has_key(batch)
     _, anchor, own = group_ids(batch.step_group, batch.state_key, batch.step_trajectory)
     anchor, own = (jnp.where(known, x, batch.steps) for x in (anchor, own))
-    centred, _, count = center_by_group(returns, anchor, batch.steps)
+    centred, mean, _, count = center_by_group(returns, anchor, batch.steps)
 
     def sum_own(x: Float[Array, "steps"]) -> Float[Array, "steps"]:
         return jax.ops.segment_sum(x, own, batch.steps + 1)[own]
 
     others = count - sum_own(jnp.ones_like(returns))
     # Deviations from the mean of all visits sum to 0, so those of the others are minus the own; equal returns give 0.
-    among_others = centred + sum_own(centred) / jnp.maximum(others, 1)
-    first = batch.first_token
+    own_share = sum_own(centred) / jnp.maximum(others, 1)
+    first, compared = batch.first_token, known & (others > 0)
     fallback = jnp.zeros_like(returns) if batch.state_value is None else batch.state_value
     if batch.values is not None:
         fallback = sum_to_steps(batch, jnp.where(first, batch.values, 0))
-    advantage = jnp.where(known & (others > 0), among_others, returns - fallback)
-    credit = Credit(broadcast_to_tokens(batch, whiten_steps(batch, advantage, whiten)))
+    advantage = jnp.where(compared, centred + own_share, returns - fallback)
+    whitened, batch_mean, std = whiten_steps(batch, advantage, whiten)
+
+    def term(baseline: str, value: Float[Array, "steps"], applies: Bool[Array, "steps"]) -> Term:
+        return Term({"return to go": returns}, {baseline: value, **batch_mean}, jnp.where(applies, 1.0, 0.0), std)
+
+    name = "mean of earlier batches" if batch.values is None else "value"
+    credit = Credit(
+        advantages=broadcast_to_tokens(batch, whitened),
+        terms={
+            "among visits by others": term("their mean", mean - own_share, compared),
+            "without visits by others": term(name, fallback, ~compared),
+        },
+    )
     if batch.values is None:
         return credit
     targets = jnp.where(first, broadcast_to_tokens(batch, returns), 0)
     return dataclasses.replace(credit, value_targets=targets, value_mask=first)
 
 
-def outcome_advantage(batch: TokenBatch, norm: Norm, unit: Unit) -> Float[Array, "trajectories"]:
-    """Return R_i normalised in its group, where mean and standard deviation count each `unit` once."""
+def normalise_outcome(batch: TokenBatch, norm: Norm, unit: Unit) -> tuple[Float[Array, "trajectories"], Term]:
+    """Return R_i normalised in its group, where mean and standard deviation count each `unit` once, and its term."""
     count = {"step": batch.trajectory_steps, "token": batch.trajectory_tokens}
     weight = None if unit == "trajectory" else count[unit].astype(batch.returns.dtype)
-    return normalise_by_group(batch.returns, batch.group, batch.trajectories, norm, weight)
+    names = ("return", "group mean" if unit == "trajectory" else f"group mean over {unit}s")
+    return normalise_by_group(batch.returns, batch.group, batch.trajectories, norm, weight, names=names)
 
 
-def _one_advantage(batch: TokenBatch, advantage: Float[Array, "trajectories"]) -> Credit:
-    """Give all tokens of a trajectory one advantage."""
-    return Credit(broadcast_to_tokens(batch, broadcast_to_steps(batch, advantage)))
+def _to_steps(
+    batch: TokenBatch, advantage: Float[Array, "trajectories"], term: Term
+) -> tuple[Float[Array, "steps"], Term]:
+    """Give all steps of a trajectory its advantage and its term."""
+    return jax.tree.map(lambda x: broadcast_to_steps(batch, x) if jnp.ndim(x) else x, (advantage, term))
+
+
+def _of_outcome(batch: TokenBatch, advantage: Float[Array, "trajectories"], term: Term, name: str = OUTCOME) -> Credit:
+    """Give all tokens of a trajectory one advantage, with its term."""
+    per_step, term = _to_steps(batch, advantage, term)
+    return Credit(broadcast_to_tokens(batch, per_step), terms={name: term})
 
 
 def _has_key(batch: TokenBatch) -> Bool[Array, "steps"]:

@@ -7,6 +7,7 @@ of values that live on tokens weighs each token by one over the number of tokens
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from agentr1_jax.credit.batch import TokenBatch
+from agentr1_jax.trajectory import Term
 
 Unit = Literal["token", "step", "trajectory"]
 """What a mean and a standard deviation count once."""
@@ -21,6 +23,8 @@ Whitening = Literal["none", "token", "step", "trajectory"]
 """Unit of whitening, or `none` for no whitening."""
 Norm = Literal["mean_norm", "mean_std_norm"]
 """x − mean, or (x − mean) / (std + 1e-6)."""
+BATCH_MEAN = "batch mean"
+"""Name of what whitening subtracts."""
 
 
 def backward_recurrence(x: Float[Array, "n"], decay: Float[Array, "n"]) -> Float[Array, "n"]:
@@ -67,14 +71,15 @@ def group_ids(*keys: Int[Array, "n"]) -> list[Int[Array, "n"]]:
 
 def center_by_group(
     x: Float[Array, "n"], group: Int[Array, "n"], groups: int, weight: Float[Array, "n"] | None = None
-) -> tuple[Float[Array, "n"], Float[Array, "n"], Float[Array, "n"]]:
+) -> tuple[Float[Array, "n"], Float[Array, "n"], Float[Array, "n"], Float[Array, "n"]]:
     """Subtract from each element the mean of its group, in which it counts `weight` times (1 by default).
 
     The result is exactly 0 for a lone element and where all elements of a group are equal up to rounding (see
     `_differ`). Elements of group `groups` or of weight 0 are padding and get 0.
 
     Returns:
-      (xᵢ − mean, variance Σ w(x − mean)² / Σ w, count Σ w), the last two of each element's group.
+      (xᵢ − mean, mean, variance Σ w(x − mean)² / Σ w, count Σ w), the last three of each element's group; the mean is
+      the element itself where the result is exactly 0.
     """
     weight = jnp.where(group < groups, jnp.ones_like(x) if weight is None else weight, 0)
     present = weight > 0
@@ -86,31 +91,48 @@ def center_by_group(
     mean = total(weight * jnp.where(present, x, 0)) / jnp.maximum(count, 1e-30)
     highest = jax.ops.segment_max(jnp.where(present, x, -jnp.inf), group, groups + 1)
     lowest = jax.ops.segment_min(jnp.where(present, x, jnp.inf), group, groups + 1)
-    centred = jnp.where(present & _differ(lowest, highest)[group], x - mean[group], 0)
+    differs = present & _differ(lowest, highest)[group]
+    centred = jnp.where(differs, x - mean[group], 0)
     variance = total(weight * centred**2) / jnp.maximum(count, 1e-30)
-    return centred, variance[group], jnp.where(present, count[group], 0)
+    return centred, jnp.where(differs, mean[group], x), variance[group], jnp.where(present, count[group], 0)
 
 
 def normalise_by_group(
-    x: Float[Array, "n"], group: Int[Array, "n"], groups: int, norm: Norm, weight: Float[Array, "n"] | None = None
-) -> Float[Array, "n"]:
-    """Return x − mean of its group, over std + 1e-6 with n − 1 where `norm` says so; see `center_by_group`."""
-    centred, variance, count = center_by_group(x, group, groups, weight)
-    std = jnp.sqrt(variance * count / jnp.maximum(count - 1, 1))
-    return centred if norm == "mean_norm" else centred / (std + 1e-6)
+    x: Float[Array, "n"],
+    group: Int[Array, "n"],
+    groups: int,
+    norm: Norm,
+    weight: Float[Array, "n"] | None = None,
+    *,
+    names: tuple[str, str] = ("return", "group mean"),
+) -> tuple[Float[Array, "n"], Term]:
+    """Return x − mean of its group, over std + 1e-6 with n − 1 where `norm` says so, and its term; x and mean by name.
+
+    See `center_by_group` for the other arguments.
+    """
+    centred, mean, variance, count = center_by_group(x, group, groups, weight)
+    std = 1.0 if norm == "mean_norm" else jnp.sqrt(variance * count / jnp.maximum(count - 1, 1)) + 1e-6
+    return centred / std, Term({names[0]: x}, {names[1]: mean}, std=std)
 
 
-def whiten(x: Float[Array, "n"], weight: Float[Array, "n"]) -> Float[Array, "n"]:
+def whiten(
+    x: Float[Array, "n"], weight: Float[Array, "n"]
+) -> tuple[Float[Array, "n"], Mapping[str, Float[Array, "n"]], Float[Array, ""]]:
     """Return (x − mean) / √(var + 1e-8) over the elements with weight, var with n − 1, n = Σ weight; 0 elsewhere.
 
     A lone element and equal elements give 0.
+
+    Returns:
+      the whitened values, and for their term the mean by name (each element itself where they are equal) and the std.
     """
     present, count = weight > 0, weight.sum()
     mean = (weight * jnp.where(present, x, 0)).sum() / jnp.maximum(count, 1e-30)
     lowest, highest = jnp.where(present, x, jnp.inf).min(), jnp.where(present, x, -jnp.inf).max()
-    centred = jnp.where(present & _differ(lowest, highest), x - mean, 0)
+    differ = _differ(lowest, highest)
+    centred = jnp.where(present & differ, x - mean, 0)
     variance = (weight * centred**2).sum() / jnp.maximum(count - 1, 1)
-    return centred * jax.lax.rsqrt(variance + 1e-8)
+    std = jnp.where(differ, jnp.sqrt(variance + 1e-8), 1)
+    return centred * jax.lax.rsqrt(variance + 1e-8), {BATCH_MEAN: jnp.where(differ, mean, x)}, std
 
 
 def _differ(lowest: Float[Array, "*s"], highest: Float[Array, "*s"]) -> Bool[Array, "*s"]:
@@ -123,11 +145,13 @@ def _differ(lowest: Float[Array, "*s"], highest: Float[Array, "*s"]) -> Bool[Arr
     return highest - lowest > 32 * jnp.finfo(lowest.dtype).eps * size
 
 
-def whiten_tokens(batch: TokenBatch, x: Float[Array, "tokens"], unit: Whitening) -> Float[Array, "tokens"]:
-    """Whiten values of the sampled tokens; mean and variance count each `unit` once."""
+def whiten_tokens(
+    batch: TokenBatch, x: Float[Array, "tokens"], unit: Whitening
+) -> tuple[Float[Array, "tokens"], Mapping[str, Float[Array, "tokens"]], Float[Array, ""] | float]:
+    """Whiten values of the sampled tokens; mean and variance count each `unit` once. See `whiten` for the result."""
     weight = batch.real_token.astype(x.dtype)
     if unit == "none":
-        return jnp.where(batch.real_token, x, 0)
+        return jnp.where(batch.real_token, x, 0), {}, 1.0
     if unit == "step":
         weight = broadcast_to_tokens(batch, 1 / jnp.maximum(batch.step_tokens, 1).astype(x.dtype))
     if unit == "trajectory":
@@ -136,16 +160,23 @@ def whiten_tokens(batch: TokenBatch, x: Float[Array, "tokens"], unit: Whitening)
     return whiten(x, weight)
 
 
-def whiten_steps(batch: TokenBatch, x: Float[Array, "steps"], unit: Whitening) -> Float[Array, "steps"]:
-    """Whiten values of the steps; mean and variance count each `unit` once."""
+def whiten_steps(
+    batch: TokenBatch, x: Float[Array, "steps"], unit: Whitening
+) -> tuple[Float[Array, "steps"], Mapping[str, Float[Array, "steps"]], Float[Array, ""] | float]:
+    """Whiten values of the steps; mean and variance count each `unit` once. See `whiten` for the result."""
     if unit == "none":
-        return jnp.where(batch.real_step, x, 0)
+        return jnp.where(batch.real_step, x, 0), {}, 1.0
     weight = batch.real_step.astype(x.dtype)
     if unit == "token":
         weight = batch.step_tokens.astype(x.dtype)
     if unit == "trajectory":
         weight = broadcast_to_steps(batch, 1 / jnp.maximum(batch.trajectory_steps, 1).astype(x.dtype))
     return whiten(x, weight)
+
+
+def whiten_term(term: Term, mean: Mapping[str, Array], std: Float[Array, ""] | float) -> Term:
+    """Return the term of whitened values, from the term of the values; mean and std as from `whiten`."""
+    return term._replace(minus={**term.minus, **mean}, std=std)
 
 
 def broadcast_to_tokens(batch: TokenBatch, per_step: Float[Array, "steps"]) -> Float[Array, "tokens"]:
@@ -165,18 +196,40 @@ def sum_to_steps(batch: TokenBatch, per_token: Float[Array, "tokens"]) -> Float[
     return jax.ops.segment_sum(jnp.where(batch.real_token, per_token, 0), batch.token_step, batch.steps + 1)[:-1]
 
 
+def mean_of_tokens(batch: TokenBatch, term: Term) -> Term:
+    """Average a term whose quantities are [tokens] over the sampled tokens of each step; weight and std are scalars."""
+    tokens = jnp.maximum(batch.step_tokens, 1)
+    plus, minus = ({k: sum_to_steps(batch, x) / tokens for k, x in part.items()} for part in (term.plus, term.minus))
+    return term._replace(plus=plus, minus=minus)
+
+
 def step_returns(batch: TokenBatch, gamma: float) -> Float[Array, "steps"]:
     """Return Gₜ = rₜ + γGₜ₊₁, rₜ with the rewards of the step's tokens, G beyond the last step the bootstrap value."""
-    return gae_over_steps(batch, jnp.zeros_like(batch.rewards), gamma, 1.0)
+    return gae_over_steps(batch, jnp.zeros_like(batch.rewards), gamma, 1.0)[0]
 
 
-def gae_over_steps(batch: TokenBatch, value: Float[Array, "steps"], gamma: float, lam: float) -> Float[Array, "steps"]:
-    """Return Aₜ = δₜ + γλAₜ₊₁, δₜ = rₜ + γVₜ₊₁ − Vₜ, with V beyond the last step the bootstrap value; 0 for padding."""
+def gae_over_steps(
+    batch: TokenBatch, value: Float[Array, "steps"], gamma: float, lam: float
+) -> tuple[Float[Array, "steps"], Term]:
+    """Return Aₜ = δₜ + γλAₜ₊₁, δₜ = rₜ + γVₜ₊₁ − Vₜ, with V beyond the last step the bootstrap value; 0 for padding.
+
+    Also return its term: r, γV′ and γλA′ less V.
+    """
     reward = batch.rewards + sum_to_steps(batch, batch.token_rewards)
     continues = has_successor(batch.step_trajectory)
-    next_value = jnp.where(continues, shift_left(value), broadcast_to_steps(batch, batch.bootstrap))
-    delta = jnp.where(batch.real_step, reward + gamma * next_value - value, 0)
-    return backward_recurrence(delta, gamma * lam * continues)
+    after = gamma * jnp.where(continues, shift_left(value), broadcast_to_steps(batch, batch.bootstrap))
+    decay = gamma * lam * continues
+    advantage = backward_recurrence(jnp.where(batch.real_step, reward + after - value, 0), decay)
+    return advantage, td_term(reward, after, decay * shift_left(advantage), value)
+
+
+def td_term(
+    reward: Float[Array, "n"], after: Float[Array, "n"], later: Float[Array, "n"], value: Float[Array, "n"]
+) -> Term:
+    """Term of A = r + γV′ + γλA′ − V, of which r + γV′ − V is the error δ of temporal differences."""
+    return Term(
+        {"reward": reward, "discounted next value": after, "discounted later advantages": later}, {"value": value}
+    )
 
 
 def next_value(batch: TokenBatch, values: Float[Array, "tokens"]) -> Float[Array, "tokens"]:
@@ -191,13 +244,16 @@ def next_value(batch: TokenBatch, values: Float[Array, "tokens"]) -> Float[Array
 
 def gae_over_tokens(
     batch: TokenBatch, values: Float[Array, "tokens"], gamma: float, lam: float
-) -> Float[Array, "tokens"]:
+) -> tuple[Float[Array, "tokens"], Term]:
     """Return Aₖ = δₖ + γλAₖ₊₁, δₖ = rₖ + γVₖ₊₁ − Vₖ, on the timeline of the sampled tokens of a trajectory.
 
-    A step's reward falls on its last sampled token. Tokens that were not sampled take no time.
+    A step's reward falls on its last sampled token. Tokens that were not sampled take no time. Also return the term:
+    r, γV′ and γλA′ less V.
     """
-    delta = rewards_with_step(batch) + gamma * next_value(batch, values) - values
-    return _recur_over_tokens(batch, delta, gamma * lam)
+    reward, after = rewards_with_step(batch), gamma * next_value(batch, values)
+    advantage = _recur_over_tokens(batch, reward + after - values, gamma * lam)
+    later = gamma * lam * has_successor(batch.token_trajectory) * shift_left(advantage)
+    return advantage, td_term(reward, after, later, values)
 
 
 def token_returns(batch: TokenBatch, gamma: float) -> Float[Array, "tokens"]:

@@ -6,9 +6,11 @@ import dataclasses
 import functools
 import inspect
 import typing
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import jax.numpy as jnp
 from pydantic.dataclasses import dataclass
 
 from agentr1_jax.credit.batch import Credit, TokenBatch
@@ -44,8 +46,24 @@ class Scheme:
     discount_unit: Literal["step", "token"] = "step"
 
     def assign(self, batch: TokenBatch) -> Credit:
-        """Return advantages and value targets of a batch; pure, to be compiled by the caller."""
-        return self.function(batch, **self.arguments)
+        """Return advantages, value targets and terms of a batch; pure, to be compiled by the caller.
+
+        Raises:
+          UserError: a quantity of a term is not [steps].
+        """
+        credit = self.function(batch, **self.arguments)
+        terms = (
+            OrderedDict()
+        )  # Compiled functions return a dict by the order of its names, and an OrderedDict as it is.
+        for name, term in credit.terms.items():
+            terms[name] = term._replace(plus=OrderedDict(term.plus), minus=OrderedDict(term.minus))
+            for quantity, x in {**term.plus, **term.minus, "weight": term.weight, "std": term.std}.items():
+                if jnp.shape(x) not in ((), (batch.steps,)):
+                    raise UserError(
+                        f"credit scheme {self.name!r}: {quantity!r} of the term {name!r} has shape {jnp.shape(x)}, and "
+                        f"terms are of the {batch.steps} steps; see broadcast_to_steps and mean_of_tokens"
+                    )
+        return dataclasses.replace(credit, terms=terms)
 
     @property
     def defaults(self) -> Mapping[str, Any]:

@@ -13,14 +13,19 @@ from agentr1_jax.credit.primitives import (
     broadcast_to_tokens,
     gae_over_steps,
     gae_over_tokens,
+    mean_of_tokens,
     next_value,
+    shift_left,
     step_returns,
     sum_to_steps,
+    td_term,
     token_returns,
     whiten_steps,
+    whiten_term,
     whiten_tokens,
 )
 from agentr1_jax.credit.scheme import register
+from agentr1_jax.trajectory import Term
 from agentr1_jax.validation import Fraction
 
 
@@ -32,7 +37,12 @@ def reinforce(batch: TokenBatch, *, gamma: Fraction = 1.0, whiten: Whitening = "
 
     Source: Williams 1992; Agent-R1, arXiv 2511.14460.
     """
-    return Credit(broadcast_to_tokens(batch, whiten_steps(batch, step_returns(batch, gamma), whiten)))
+    returns = step_returns(batch, gamma)
+    advantage, mean, std = whiten_steps(batch, returns, whiten)
+    return Credit(
+        advantages=broadcast_to_tokens(batch, advantage),
+        terms={"return to go": Term({"return to go": returns}, mean, std=std)},
+    )
 
 
 @register("reinforce_pp", discount_unit="token")
@@ -43,7 +53,10 @@ def reinforce_pp(batch: TokenBatch, *, gamma: Fraction = 1.0, whiten: Whitening 
 
     Source: REINFORCE++, arXiv 2501.03262.
     """
-    return Credit(whiten_tokens(batch, token_returns(batch, gamma), whiten))
+    returns = token_returns(batch, gamma)
+    advantages, mean, std = whiten_tokens(batch, returns, whiten)
+    term = mean_of_tokens(batch, Term({"return to go": returns}, mean, std=std))
+    return Credit(advantages, terms={"mean over tokens": term})
 
 
 @register("token_gae", needs_critic=True, discount_unit="token")
@@ -57,11 +70,13 @@ def token_gae(batch: TokenBatch, *, gamma: Fraction = 1.0, lam: Fraction = 1.0, 
     Source: PPO, arXiv 1707.06347; Agent-R1, arXiv 2511.14460.
     """
     assert batch.values is not None
-    advantage = gae_over_tokens(batch, batch.values, gamma, lam)
+    advantage, term = gae_over_tokens(batch, batch.values, gamma, lam)
+    whitened, mean, std = whiten_tokens(batch, advantage, whiten)
     return Credit(
-        advantages=whiten_tokens(batch, advantage, whiten),
+        advantages=whitened,
         value_targets=jnp.where(batch.real_token, advantage + batch.values, 0),
         value_mask=batch.real_token,
+        terms={"mean over tokens": mean_of_tokens(batch, whiten_term(term, mean, std))},
     )
 
 
@@ -78,11 +93,13 @@ def step_gae(batch: TokenBatch, *, gamma: Fraction = 1.0, lam: Fraction = 1.0, w
     assert batch.values is not None
     first = batch.first_token
     value = sum_to_steps(batch, jnp.where(first, batch.values, 0))
-    advantage = gae_over_steps(batch, value, gamma, lam)
+    advantage, term = gae_over_steps(batch, value, gamma, lam)
+    whitened, mean, std = whiten_steps(batch, advantage, whiten)
     return Credit(
-        advantages=broadcast_to_tokens(batch, whiten_steps(batch, advantage, whiten)),
+        advantages=broadcast_to_tokens(batch, whitened),
         value_targets=jnp.where(first, broadcast_to_tokens(batch, advantage + value), 0),
         value_mask=first,
+        terms={"advantage estimate": whiten_term(term, mean, std)},
     )
 
 
@@ -108,13 +125,18 @@ def bilevel_gae(
     trained, last = batch.real_token, batch.last_token
     at_last = dataclasses.replace(batch, token_rewards=jnp.where(last, batch.token_rewards, 0))
     value = sum_to_steps(batch, jnp.where(last, batch.values, 0))
-    high = gae_over_steps(at_last, value, gamma_high, lam)
+    high, high_term = gae_over_steps(at_last, value, gamma_high, lam)
     inside = trained & ~last
-    delta = jnp.where(inside, batch.token_rewards + gamma * next_value(batch, batch.values) - batch.values, 0)
+    after = gamma * next_value(batch, batch.values)
+    delta = jnp.where(inside, batch.token_rewards + after - batch.values, 0)
     decay = jnp.where(last, 0.0, jnp.where(inside, gamma * lam, 1.0))
     advantage = backward_recurrence(jnp.where(last, broadcast_to_tokens(batch, high), delta), decay)
+    whitened, mean, std = whiten_tokens(batch, advantage, whiten)
+    low_term = td_term(batch.token_rewards, after, decay * shift_left(advantage), batch.values)
+    plus = {k: jnp.where(last, broadcast_to_tokens(batch, high_term.plus[k]), x) for k, x in low_term.plus.items()}
     return Credit(
-        advantages=whiten_tokens(batch, advantage, whiten),
+        advantages=whitened,
         value_targets=jnp.where(trained, advantage + batch.values, 0),
         value_mask=trained,
+        terms={"mean over tokens": mean_of_tokens(batch, whiten_term(low_term._replace(plus=plus), mean, std))},
     )

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
 from absl import logging
 
-from agentr1_jax.credit.batch import FlatTrajectories, concatenate, flatten, to_token_batch
+from agentr1_jax.credit.batch import FlatTrajectories, account_of_step, concatenate, flatten, to_token_batch
+from agentr1_jax.credit.primitives import BATCH_MEAN
 from agentr1_jax.credit.shaping import RunningMeanStd, shape_rewards
 from agentr1_jax.learner.batch import Batch, LossTokens, to_microbatches, with_process_indices
 from agentr1_jax.learner.loss_weights import TokenUnits, correction_weights, gap_metrics, loss_weights
@@ -31,7 +33,7 @@ from agentr1_jax.runtime import processes
 from agentr1_jax.train.build import Setup
 from agentr1_jax.train.phases import Phase
 from agentr1_jax.train.progress import Progress
-from agentr1_jax.trajectory import POLICIES, Trajectory
+from agentr1_jax.trajectory import POLICIES, Step, Term, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,18 +77,22 @@ class BatchCredit:
       flat: trajectories of all processes, rewards shaped.
       own: trajectories of this process.
       part: this process's tokens among those of `flat`.
+      steps: this process's steps, likewise.
       advantages, value_targets: float32 [K] over all processes.
       value_mask: bool [K], where a value target exists.
       return_statistics: of step returns, this batch included.
+      terms: terms of the advantages, with quantities [S] over all processes; empty without a credit scheme.
     """
 
     flat: FlatTrajectories
     own: FlatTrajectories
     part: slice
+    steps: slice
     advantages: np.ndarray
     value_targets: np.ndarray
     value_mask: np.ndarray
     return_statistics: RunningMeanStd
+    terms: Mapping[str, Term] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,12 +227,14 @@ def assign_credit(
         rewards = kl_rewards(estimate, outputs.logprobs, outputs.ref_logprobs, coef)
         own = dataclasses.replace(own, token_rewards=np.where(own.is_action, rewards, 0).astype(np.float32))
     gathered = [FlatTrajectories(**g) for g in processes.all_gather_arrays(dataclasses.asdict(own))]
-    first = sum(len(g.logprobs) for g in gathered[: processes.process_index()])
-    flat, part = concatenate(gathered), slice(first, first + len(own.logprobs))
+    earlier = gathered[: processes.process_index()]
+    token, step = (sum(len(getattr(g, name)) for g in earlier) for name in ("logprobs", "rewards"))
+    part, steps = slice(token, token + len(own.logprobs)), slice(step, step + len(own.rewards))
+    flat = concatenate(gathered)
     tokens = len(flat.logprobs)
     zeros, nowhere = np.zeros(tokens, np.float32), np.zeros(tokens, bool)
     if phase.scheme is None or not tokens:
-        return BatchCredit(flat, own, part, np.ones(tokens, np.float32), zeros, nowhere, return_statistics)
+        return BatchCredit(flat, own, part, steps, np.ones(tokens, np.float32), zeros, nowhere, return_statistics)
 
     baseline = return_statistics.mean
     flat, return_statistics = shape_rewards(
@@ -249,7 +257,8 @@ def assign_credit(
         advantages = advantages[last_action]
     targets = zeros if credit.value_targets is None else credit.value_targets[:tokens]
     has_target = nowhere if credit.value_mask is None else credit.value_mask[:tokens]
-    return BatchCredit(flat, own, part, advantages, targets, has_target, return_statistics)
+    terms = jax.tree.map(lambda x: np.broadcast_to(x, token_batch.steps)[: len(flat.rewards)], credit.terms)
+    return BatchCredit(flat, own, part, steps, advantages, targets, has_target, return_statistics, terms)
 
 
 def update(
@@ -278,20 +287,54 @@ def update(
             rows = dataclasses.replace(rows, loss_tokens=dataclasses.replace(rows.loss_tokens, log_ratio=log_ratio))
         state, update_metrics = setup.dispatch(phase.update, state, setup.frozen, rows, used, rates)
         updates.append(update_metrics)
-    metrics |= _batch_metrics(setup, phase, batch, credit, trained) | _gap_metrics(outputs, credit.own)
+    metrics |= _batch_metrics(setup, phase, batch, credit, trained) | whitening_metrics(credit)
+    metrics |= _gap_metrics(outputs, credit.own)
     return state, StepMetrics(metrics, updates)
 
 
-def with_advantages(batch: PackedBatch, credit: BatchCredit) -> list[Trajectory]:
-    """Return all trajectories of a batch, those that were packed with the advantages of their response tokens."""
-    advantages = credit.advantages[credit.part][credit.own.is_action].astype(np.float32)
+def with_credit(batch: PackedBatch, outputs: TokenOutputs, credit: BatchCredit) -> list[Trajectory]:
+    """Return all trajectories of a batch; the steps of those that were packed record the credit that they got.
+
+    The record has the advantages of the response, their account, the critic's values and targets, and the reward as the
+    credit scheme saw it.
+    """
+    flat, own, mask = credit.flat, credit.own, credit.value_mask[credit.part]
     ends = np.cumsum([len(step.response_ids) for t in batch.trajectories for step in t.steps])
-    of_steps = iter(np.split(advantages, ends[:-1]))
-    trained = [
-        dataclasses.replace(t, steps=tuple(dataclasses.replace(s, advantages=next(of_steps)) for s in t.steps))
-        for t in batch.trajectories
-    ]
-    return [*trained, *batch.dropped]
+    rewards = flat.rewards + np.bincount(flat.token_step, flat.token_rewards, len(flat.rewards))
+    targets = np.where(mask, credit.value_targets[credit.part], np.nan) if mask.any() else None
+
+    def by_step(per_token: np.ndarray | None) -> Iterator[np.ndarray | None]:
+        if per_token is None:
+            return itertools.repeat(None)
+        return iter(np.split(per_token[own.is_action], ends[:-1]))
+
+    advantages = by_step(credit.advantages[credit.part].astype(np.float32))
+    values, targets_of = by_step(to_half(outputs.values)), by_step(to_half(targets))
+    numbers = itertools.count(credit.steps.start)
+
+    def record(step: Step) -> Step:
+        number = next(numbers)
+        reward = float(rewards[number])
+        unchanged = step.reward is not None and np.float32(step.reward) == np.float32(reward)
+        return dataclasses.replace(
+            step,
+            advantages=next(advantages),
+            account=account_of_step(credit.terms, number),
+            shaped_reward=None if unchanged else reward,
+            values=next(values),
+            value_targets=next(targets_of),
+        )
+
+    recorded = [dataclasses.replace(t, steps=tuple(map(record, t.steps))) for t in batch.trajectories]
+    return [*recorded, *batch.dropped]
+
+
+def to_half(x: np.ndarray | None) -> np.ndarray | None:
+    """Return numbers as float16, or as float32 where one is too large; keep None."""
+    if x is None:
+        return None
+    fits = np.abs(np.nan_to_num(x)).max(initial=0) <= np.finfo(np.float16).max
+    return x.astype(np.float16 if fits else np.float32)
 
 
 def _minibatches(
@@ -383,6 +426,15 @@ def _batch_metrics(
             "batch/steps_without_key": float((flat.state_key < 0).sum()),
         }
     return metrics
+
+
+def whitening_metrics(credit: BatchCredit) -> dict[str, float]:
+    """Return the mean and the standard deviation by which the advantages were whitened; nothing where they were not."""
+    for term in credit.terms.values():  # They are the same in every term.
+        if BATCH_MEAN in term.minus:
+            mean, std = float(term.minus[BATCH_MEAN][0]), float(term.std[0])
+            return {"credit/whitening_mean": mean, "credit/whitening_std": std}
+    return {}
 
 
 def _gap_metrics(outputs: TokenOutputs, own: FlatTrajectories) -> dict[str, float]:

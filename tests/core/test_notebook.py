@@ -91,6 +91,14 @@ def test_advantages_by_several_schemes(policy: ar.Policy, groups: list[list[Traj
     assert all(np.isfinite(row["step_gae(lam=0.9)"]) for row in rows)
 
 
+def test_a_step_says_why_it_got_its_advantage(policy: ar.Policy, groups: list[list[Trajectory]]) -> None:
+    credited = ar.assign_credit(policy, groups, "dr_grpo")
+    assert [[t.uid for t in group] for group in credited] == [[t.uid for t in group] for group in groups]
+    text = ar.describe(credited[1][1], policy.tokenizer)
+    assert "--- advantage −0.5\noutcome in its group: return 0 − group mean 0.5 = −0.5\n" in text
+    assert "advantage" not in ar.describe(groups[1][1], policy.tokenizer)
+
+
 def test_groups_of_several_rollouts_stay_apart(policy: ar.Policy, groups: list[list[Trajectory]]) -> None:
     """Both have a group 0."""
     rows = ar.compare_credit(policy, [*groups, *groups], "dr_grpo")

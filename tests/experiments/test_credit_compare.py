@@ -341,7 +341,7 @@ def assign(name, critic):
     phase = dataclasses.replace(phase, scheme=scheme, assign=scheme.assign)
     progress = Progress(phase="rl", update=1, return_statistics=BEFORE)
     credit = train_step.assign_credit(setup, phase, batch, outputs, progress)
-    return setup, phase, train_step.with_advantages(batch, credit), credit.return_statistics
+    return setup, phase, train_step.with_credit(batch, outputs, credit), credit.return_statistics
 
 
 @pytest.mark.parametrize("critic", ["shared_trunk", "none"])
