@@ -8,6 +8,11 @@ from collections.abc import Iterator
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 """Values of `OSError.errno` for a full disk or an exhausted quota."""
+GET_DATA = (
+    "`python -m experiments.prepare_data FOLDER` downloads the data, AGENTR1_DATA=FOLDER (or "
+    "--config.task.data_dir=FOLDER) names them; see docs/data.md"
+)
+"""What to do where real data are missing, for messages."""
 
 
 class UserError(Exception):

@@ -1,20 +1,32 @@
-"""One HTTP request of JSON within a total time limit, by httpx."""
+"""One HTTP request of JSON within a total time limit, by httpx; and a small server of JSON, by the standard library."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
+import json
 import random
+import signal
 import ssl
 import threading
+import time
 import urllib.parse
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any
+
+from absl import logging
+
+from agentr1_jax.errors import UserError
 
 if TYPE_CHECKING:
     import httpx
 
 MAX_BYTES = 32 << 20
-"""Length of an answer; longer ones are not read."""
+"""Length of an answer, or of a request to a server; longer ones are not read."""
+BODY_SECONDS = 30.0
+"""Time in which a server must have the whole of a request."""
 MAX_PAUSE = 30.0
 """Longest pause before another attempt, in seconds."""
 TRANSIENT_KINDS = ("timeout", "unreachable", "http_429", "http_5xx")
@@ -116,3 +128,102 @@ def _loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True, name="http").start()
     return loop
+
+
+class Refusal(Exception):
+    """A request that a server answers with another status than 200."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def make_server(routes: Mapping[str, Callable[..., Mapping[str, Any]]], host: str, port: int) -> ThreadingHTTPServer:
+    """Return a server of JSON objects, a thread for each request; to be run by `serve_forever` or `serve`.
+
+    The fields of a request's body, or of its query, are the arguments of the function that answers it. An error is
+    answered by `{"error": sentence}`: 400 for a body that is no JSON object or has other fields, 404 for an unknown
+    path, 408 and 413 for one that is too slow or too long, 500 for an exception, which is logged.
+
+    Args:
+      routes: method and path, e.g. `POST /reset` -> function, which may raise Refusal.
+      host: address to listen at.
+      port: port to listen at; 0 takes a free one.
+
+    Raises:
+      UserError: it cannot listen there.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = BODY_SECONDS  # of each read and write
+
+        def do_GET(self) -> None:
+            path, _, query = self.path.partition("?")
+            self._answer(path, lambda: dict(urllib.parse.parse_qsl(query)))
+
+        def do_POST(self) -> None:
+            self._answer(self.path, lambda: json.loads(self._read_body()))
+
+        def _answer(self, path: str, read: Callable[[], Any]) -> None:
+            try:
+                if f"{self.command} {path}" not in routes:
+                    raise Refusal(404, f"no {self.command} {path}; there are {', '.join(routes)}")
+                function = routes[f"{self.command} {path}"]
+                status, answer = 200, function(**_arguments(function, read))
+            except Refusal as error:
+                status, answer = error.status, {"error": str(error)}
+            except ConnectionError:  # The client is gone.
+                return
+            except Exception as error:
+                logging.exception("%s failed", path)
+                status, answer = 500, {"error": f"{type(error).__name__}: {error}"}
+            body = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def _read_body(self) -> bytes:
+            length = self.headers.get("Content-Length") or "0"
+            if not length.isdecimal() or int(length) > MAX_BYTES:
+                raise Refusal(413, f"Content-Length is {length!r:.30}; a request has at most {MAX_BYTES:,} bytes")
+            body, end = bytearray(), time.monotonic() + BODY_SECONDS
+            while len(body) < int(length):
+                try:
+                    part = self.rfile.read1(int(length) - len(body))  # type: ignore[attr-defined]
+                except TimeoutError:
+                    part = b" "
+                if time.monotonic() > end:
+                    raise Refusal(408, f"the request did not arrive within {BODY_SECONDS:g} s")
+                if not part:
+                    raise ConnectionError("the client is gone")
+                body += part
+            return bytes(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            logging.debug(format, *args)
+
+    try:
+        return ThreadingHTTPServer((host, port), Handler)
+    except (OSError, OverflowError) as error:
+        raise UserError(f"cannot listen at {host}:{port} ({error}); choose another port or address") from error
+
+
+def _arguments(function: Callable[..., Any], read: Callable[[], Any]) -> Mapping[str, Any]:
+    try:
+        arguments: Mapping[str, Any] = read()
+        inspect.signature(function).bind(**arguments)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise Refusal(400, f"cannot be read: {error}") from error
+    return arguments
+
+
+def serve(server: ThreadingHTTPServer) -> None:
+    """Serve until SIGTERM or Ctrl-C, then answer the requests that have begun."""
+    server.daemon_threads = False  # So that closing waits for their answers.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: threading.Thread(target=server.shutdown).start())
+    with server:
+        server.serve_forever()
+    logging.info("stopped")

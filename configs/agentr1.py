@@ -1,5 +1,6 @@
 """Agent-R1's protocol for multi-hop questions: what its configs share, without an algorithm. See docs/agentr1.md.
 
+    python -m experiments.prepare_data data hotpotqa 2wiki musique tokenizers; export AGENTR1_DATA=$PWD/data
     python -m experiments.train --config=configs/agentr1_grpo.py              an algorithm of it, on a TPU v5e-16
     python -m experiments.train --config=configs/agentr1_grpo.py:v5p-8        on other hardware, a key of HARDWARE
 

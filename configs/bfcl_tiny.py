@@ -2,9 +2,9 @@
 
     python -m experiments.train --config=configs/bfcl_tiny.py
 
-Needs the data folder (`AGENTR1_DATA`, or `--config.task.data_dir=...`). A policy of random weights learns nothing in
-it; everything else is real: prompts with all schemas, calls that change a state, what the user says next, updates, the
-report. With published weights:
+Needs real data: `python -m experiments.prepare_data data bfcl tokenizers`, then `export AGENTR1_DATA=$PWD/data`
+(docs/data.md). A policy of random weights learns nothing in it; everything else is real: prompts with all schemas,
+calls that change a state, what the user says next, updates, the report. With published weights:
 `--config.policy.weights=Qwen/Qwen2.5-7B-Instruct --config.policy.preset= --config.tokenizer.path=`.
 """
 

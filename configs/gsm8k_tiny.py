@@ -2,8 +2,9 @@
 
     python -m experiments.train --config=configs/gsm8k_tiny.py
 
-Needs the data folder (`AGENTR1_DATA`, or `--config.task.data_dir=...`). A policy of random weights learns nothing in
-it; everything else is real: prompts, tool schemas, calculations, results, updates, the report. With published weights:
+Needs real data: `python -m experiments.prepare_data data gsm8k tokenizers`, then `export AGENTR1_DATA=$PWD/data`
+(docs/data.md). A policy of random weights learns nothing in it; everything else is real: prompts, tool schemas,
+calculations, results, updates, the report. With published weights:
 `--config.policy.weights=Qwen/Qwen2.5-1.5B-Instruct --config.policy.preset= --config.tokenizer.path=`.
 `--config.task.gsm8k.tool=python` gives the policy a sandboxed Python in place of the calculator.
 """

@@ -6,8 +6,9 @@
 
 It is pretrained on the passages of HotpotQA and 2WikiMultihopQA, imitates an expert that searches for what it has read
 of, and is then paid for each gold passage that it finds. MuSiQue is evaluated only. 400 training questions of 2Wiki are
-held out. Pretraining, warm start and RL by one algorithm take less than an hour. It needs the data folder
-(`AGENTR1_DATA`).
+held out. Pretraining, warm start and RL by one algorithm take less than an hour. It needs real data: `python -m
+experiments.prepare_data data hotpotqa 2wiki musique tokenizers --questions=2500`, then `export AGENTR1_DATA=$PWD/data`;
+the results are of another selection of these sets.
 """
 
 from __future__ import annotations

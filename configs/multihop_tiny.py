@@ -2,9 +2,9 @@
 
     python -m experiments.train --config=configs/multihop_tiny.py --config.updates=2
 
-Needs the data folder (`AGENTR1_DATA`, or `--config.task.data_dir=...`). A policy of random weights learns nothing in
-it; everything else is real: prompts, tool schemas, passages, EM and F1, updates, the report. About three minutes on 2
-CPU cores.
+Needs real data: `python -m experiments.prepare_data data hotpotqa 2wiki tokenizers --questions=2500`, then `export
+AGENTR1_DATA=$PWD/data` (docs/data.md). A policy of random weights learns nothing in it; everything else is real:
+prompts, tool schemas, passages, EM and F1, updates, the report. About three minutes on 2 CPU cores.
 """
 
 from __future__ import annotations

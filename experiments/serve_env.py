@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from absl import flags, logging
 
 from agentr1_jax.contrib.http_env.server import make_server
+from agentr1_jax.http import serve
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.tools.wrappers import ToolMetrics
 from experiments.setup import make_task, read_settings, run_main
@@ -20,12 +21,12 @@ PORT = flags.DEFINE_integer("port", 8100, "port to listen at")
 
 
 def main(argv: Sequence[str]) -> None:
-    """Serve until interrupted."""
+    """Serve until stopped."""
     del argv
     settings = read_settings(CONFIG.value)
-    with make_server(make_task(settings, ToolMetrics()), HOST.value, PORT.value) as server:
-        logging.info("serving %s at http://%s:%d", settings.task.name, *server.server_address[:2])
-        server.serve_forever()
+    server = make_server(make_task(settings, ToolMetrics()), HOST.value, PORT.value)
+    logging.info("serving %s at http://%s:%d", settings.task.name, *server.server_address[:2])
+    serve(server)
 
 
 if __name__ == "__main__":

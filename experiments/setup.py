@@ -392,7 +392,7 @@ def make_task(settings: Settings, tool_metrics: ToolMetrics, dispatch: Dispatch 
         max_steps=settings.budget.max_steps,
         wrap=functools.partial(wrap_tool, config=settings.tools, metrics=tool_metrics),
         dispatch=dispatch,
-        make_retriever=_make_retriever,
+        make_retriever=make_retriever,
         make_tool=_make_tool,
     )
     try:
@@ -404,7 +404,7 @@ def make_task(settings: Settings, tool_metrics: ToolMetrics, dispatch: Dispatch 
         raise UserError(str(error)) from error
 
 
-def _make_retriever(c: RetrieverConfig, corpus: Corpus, top_k: int, dispatch: Dispatch = call_directly) -> Retriever:
+def make_retriever(c: RetrieverConfig, corpus: Corpus, top_k: int, dispatch: Dispatch = call_directly) -> Retriever:
     """Make the retriever of a search task; a dense one computes the corpus's vectors unless its index has them."""
     from agentr1_jax.tools.search import BM25, RemoteRetriever
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The learning result of docs/results/multihop.md on this machine's CPU: a warm start, reinforcement learning from it by five
 # algorithms, an evaluation of each, one table. `bash launch/multihop_small.sh [FOLDER]`; the same command resumes it.
-# Needs the data folder (AGENTR1_DATA). CONFIG=multihop_medium is the same for one accelerator.
+# Needs real data (docs/data.md): python -m experiments.prepare_data data hotpotqa 2wiki musique tokenizers --questions=2500;
+# export AGENTR1_DATA=$PWD/data. CONFIG=multihop_medium is the same for one accelerator.
 # shellcheck source=launch/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 config=${CONFIG:-multihop_small}

@@ -15,6 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from agentr1_jax.envs.base import Env, Expert, Row
+from agentr1_jax.errors import GET_DATA
 
 T = TypeVar("T")
 LAYOUT_SPLITS = ("dev", "eval", "train")
@@ -31,10 +32,7 @@ def data_folder(data_dir: str | os.PathLike[str] = "") -> Path:
     beside = Path(__file__).resolve().parents[3] / "shared" / "data"
     folder = Path(data_dir or os.environ.get("AGENTR1_DATA") or beside)
     if not folder.is_dir():
-        raise FileNotFoundError(
-            f"{folder}: no such data folder; set the environment variable AGENTR1_DATA (or data_dir in the config) to "
-            "the folder that holds multihop/, gsm8k/ and bfcl_v4/"
-        )
+        raise FileNotFoundError(f"{folder}: no such data folder; {GET_DATA}")
     return folder
 
 

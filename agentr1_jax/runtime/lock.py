@@ -64,7 +64,7 @@ def _hold_kernel_lock(folder: str | os.PathLike[str]) -> Iterator[None]:
             owner = "its owner has not written its name yet"
         raise UserError(
             f"{os.fspath(folder)}: another run is at work there ({owner}); wait for its end, stop it, "
-            "or choose another --config.run_dir"
+            "or choose another folder (--config.run_dir)"
         ) from None
     except OSError as error:
         if error.errno not in NO_LOCKS:
@@ -103,8 +103,8 @@ def _hold_marker(path: str) -> Iterator[None]:
     if found is not None:
         raise UserError(
             f"{os.path.dirname(path)}: another run is at work there ({_describe_owner(found)}, since "
-            f"{found.get('since')}); wait for its end, stop it, or choose another --config.run_dir. A killed run "
-            f"leaves its marker: once you know that it has ended, remove it by `gcloud storage rm {path}`"
+            f"{found.get('since')}); wait for its end, stop it, or choose another folder (--config.run_dir). A killed "
+            f"run leaves its marker: once you know that it has ended, remove it by `gcloud storage rm {path}`"
         )
     try:
         yield

@@ -19,6 +19,7 @@ from agentr1_jax.envs.datasets import RowsTask, data_folder
 from agentr1_jax.envs.registry import TaskContext, register
 from agentr1_jax.envs.rewards import Part, Reward, Turn
 from agentr1_jax.envs.tool_env import ToolEnv
+from agentr1_jax.errors import GET_DATA
 from agentr1_jax.tasks import qa
 from agentr1_jax.text.tool_calls import render_answer, render_call
 from agentr1_jax.tools.calculator import CalculatorTool
@@ -88,7 +89,7 @@ def read_problems(path: Path, split: str) -> list[dict[str, Any]]:
       ValueError: a line is no problem, or the file is damaged; the message names it.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; task.data_dir must name the folder that holds gsm8k/")
+        raise FileNotFoundError(f"{path}: no such file; {GET_DATA}")
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             lines = file.readlines()

@@ -114,10 +114,10 @@ def test_files_that_do_not_fit_are_told(damage, tmp_path):
     with pytest.raises(ValueError, match=rf"{TASKS}, line 3: not a multi-turn task \(JSONDecodeError"):
         damage(change=lambda records: records.__setitem__(2, "{"))
     (tmp_path / TASKS).unlink()
-    with pytest.raises(FileNotFoundError, match=f"{TASKS}: no such file; set AGENTR1_DATA"):
+    with pytest.raises(FileNotFoundError, match=f"{TASKS}: no such file; .*prepare_data"):
         read_tasks(tmp_path)
     (tmp_path / "multi_turn_func_doc" / "math_api.json.gz").unlink()
-    with pytest.raises(FileNotFoundError, match="math_api.json.gz: no such file; set AGENTR1_DATA"):
+    with pytest.raises(FileNotFoundError, match="math_api.json.gz: no such file; .*prepare_data"):
         read_tasks(tmp_path)
 
 

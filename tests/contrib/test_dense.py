@@ -33,7 +33,7 @@ from agentr1_jax.tools.search import Passage, SearchTool
 from agentr1_jax.tools.wrappers import ToolMetrics, ToolsConfig, wrap_tool
 from agentr1_jax.trajectory import Outcome
 from agentr1_jax.validation import from_section
-from experiments.setup import _make_retriever as make_retriever
+from experiments.setup import make_retriever
 
 CORPUS = [Passage(f"p{i}", f"Title {i}", f"text {i % 7} of {i}") for i in range(50)]
 

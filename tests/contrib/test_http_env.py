@@ -17,10 +17,10 @@ import pytest
 from configured import configured_task
 
 from agentr1_jax.contrib.http_env.client import HttpConfig, HttpEnvError, HttpTask
-from agentr1_jax.contrib.http_env.server import Refusal, Service, make_server
+from agentr1_jax.contrib.http_env.server import Service, make_server
 from agentr1_jax.envs.base import Action, Observation, Task, Transition
 from agentr1_jax.errors import RetryableError, UserError
-from agentr1_jax.http import HttpError, request
+from agentr1_jax.http import HttpError, Refusal, request
 from agentr1_jax.rollout.config import SamplingConfig
 from agentr1_jax.tasks import make_task
 from agentr1_jax.train import collect

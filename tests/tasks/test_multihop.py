@@ -97,7 +97,7 @@ def test_data_sets_can_differ_between_training_and_evaluation(folder):
 
 def test_missing_data_say_how_to_set_them(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("AGENTR1_DATA", str(tmp_path / "nowhere"))
-    with pytest.raises(FileNotFoundError, match="nowhere: no such data folder; set the environment variable AGENTR1"):
+    with pytest.raises(FileNotFoundError, match="nowhere: no such data folder; .*prepare_data FOLDER"):
         multihop_task("")
     with pytest.raises(FileNotFoundError, match=r"questions_musique_train\.jsonl\.gz: no such question file"):
         multihop_task(folder, datasets=["musique"])

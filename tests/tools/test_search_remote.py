@@ -22,7 +22,7 @@ from agentr1_jax.tools import base
 from agentr1_jax.tools.search import BM25, Hit, Passage, RemoteRetriever, RetrieverError, SearchTool, remote
 from agentr1_jax.tools.wrappers import ToolMetrics, ToolsConfig, wrap_tool
 from agentr1_jax.validation import from_section
-from experiments.setup import _make_retriever as make_retriever
+from experiments.setup import make_retriever
 
 FOREVER = 60.0
 

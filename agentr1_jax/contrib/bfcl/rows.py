@@ -16,6 +16,7 @@ from agentr1_jax.contrib.bfcl.base import TEXT, CallFailed, Schema, array, check
 from agentr1_jax.contrib.bfcl.documents import DOCUMENT, Function, read_document
 from agentr1_jax.contrib.bfcl.state import FUNCTION_SETS, World
 from agentr1_jax.envs.base import Row
+from agentr1_jax.errors import GET_DATA
 from agentr1_jax.tools.records import DAMAGE, damage_error, read_records
 
 NO_TASK, NO_ANSWER = "not a multi-turn task", "not the ground truth of a task"
@@ -197,7 +198,7 @@ def _read_functions(folder: Path, owner: str) -> dict[str, Function]:
 def _read(path: Path, what: str, shape: Schema, key: str) -> dict[str, tuple[str, Mapping[str, Any]]]:
     """Return (place, record) of each record of a file, by the record's `key`."""
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; set AGENTR1_DATA to the folder that holds bfcl_v4/")
+        raise FileNotFoundError(f"{path}: no such file; {GET_DATA}")
     records: dict[str, tuple[str, Mapping[str, Any]]] = {}
     for where, entry in read_records(path, what):
         try:

@@ -4,32 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
-import json
 import threading
 import time
-import urllib.parse
 import uuid
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Coroutine, Mapping
+from http.server import ThreadingHTTPServer
 from typing import Any
 
 import numpy as np
-from absl import logging
 
+from agentr1_jax import http
 from agentr1_jax.contrib.http_env.client import OBSERVATION_FIELDS, PROTOCOL
 from agentr1_jax.envs.base import Action, Env, Observation, Task, Transition
+from agentr1_jax.http import Refusal
 
 SPLITS = ("train", "eval", "dev")
 IDLE_SECONDS = 3600.0
-
-
-class Refusal(Exception):
-    """A request that is answered with another status than 200."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 class Session:
@@ -62,9 +52,12 @@ class Service:
         parts = list(self._task.reward_parts)
         return {"protocol": PROTOCOL, "name": self._task.name, "reward_parts": parts, "splits": splits}
 
-    def rows(self, split: str, index: int) -> Mapping[str, Any]:
+    def rows(self, split: str, index: str) -> Mapping[str, Any]:
+        """Return a row of the task."""
+        if not index.isdecimal():
+            raise Refusal(400, f"cannot be read: the index is {index!r}")
         try:
-            return {"row": self._task.row(split, index)}
+            return {"row": self._task.row(split, int(index))}
         except ValueError as error:
             raise Refusal(404, str(error)) from error
 
@@ -106,56 +99,16 @@ class Service:
 
 
 def make_server(task: Task, host: str, port: int) -> ThreadingHTTPServer:
-    """Return a server of a task, to be run by `serve_forever`; port 0 takes a free one."""
+    """Return a server of a task; see `http.make_server`."""
     service = Service(task)
-
-    class Handler(BaseHTTPRequestHandler):
-        """Call the method of `Service` named by the path."""
-
-        def do_GET(self) -> None:
-            path, _, query = self.path.partition("?")
-            self._answer(path, ("/info", "/rows"), lambda: _read_query(query))
-
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            self._answer(self.path, ("/reset", "/step", "/close"), lambda: json.loads(body))
-
-        def _answer(self, path: str, known: Sequence[str], read: Callable[[], Mapping[str, Any]]) -> None:
-            try:
-                if path not in known:
-                    raise Refusal(404, f"no {path}")
-                method = getattr(service, path[1:])
-                status, answer = 200, method(**_arguments(method, read))
-            except Refusal as error:
-                status, answer = error.status, {"error": str(error)}
-            except Exception as error:
-                logging.exception("%s failed", path)
-                status, answer = 500, {"error": f"{type(error).__name__}: {error}"}
-            body = json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            logging.debug(format, *args)
-
-    return ThreadingHTTPServer((host, port), Handler)
-
-
-def _read_query(query: str) -> Mapping[str, Any]:
-    fields: dict[str, Any] = dict(urllib.parse.parse_qsl(query))
-    return fields | {"index": int(fields["index"])} if "index" in fields else fields
-
-
-def _arguments(method: Callable[..., Any], read: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-    try:
-        arguments = read()
-        inspect.signature(method).bind(**arguments)
-    except (ValueError, TypeError) as error:
-        raise Refusal(400, f"cannot be read: {error}") from error
-    return arguments
+    routes: dict[str, Callable[..., Mapping[str, Any]]] = {
+        "GET /info": service.info,
+        "GET /rows": service.rows,
+        "POST /reset": service.reset,
+        "POST /step": service.step,
+        "POST /close": service.close,
+    }
+    return http.make_server(routes, host, port)
 
 
 def _observation_fields(observation: Observation) -> dict[str, Any]:

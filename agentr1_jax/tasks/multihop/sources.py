@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from agentr1_jax.envs.base import Row
+from agentr1_jax.errors import GET_DATA
 from agentr1_jax.tools.records import DAMAGE, damage_error, read_records
 from agentr1_jax.tools.search import Passage
 
@@ -62,21 +63,39 @@ class Source(NamedTuple):
 
 
 def read_source(path: str | os.PathLike[str]) -> Source:
-    """Read questions of any format: JSON or JSON lines, plain or gzipped; `*.parquet` by pyarrow.
-
-    Aliases of 2WikiMultihopQA are taken from the `id_aliases.json` in the same folder, where there is one.
+    """Read all questions of a file; see `read_questions`.
 
     Raises:
       FileNotFoundError: there is no such file.
       ValueError: a record is not a question, an id occurs twice, or there is none; the message names file and line.
     """
+    counts: collections.Counter[str] = collections.Counter()
+    questions = list(read_questions(path, counts))
+    if not questions:
+        left_out = f" ({', '.join(f'{name}: {n}' for name, n in counts.items())})" if counts else ""
+        raise ValueError(f"{path}: no question in it{left_out}; choose another file")
+    return Source(questions, counts)
+
+
+def read_questions(path: str | os.PathLike[str], counts: collections.Counter[str]) -> Iterator[Question]:
+    """Yield questions of any format, one at a time: JSON or JSON lines, plain or gzipped; `*.parquet` by pyarrow.
+
+    Aliases of 2WikiMultihopQA are taken from the `id_aliases.json` in the same folder, where there is one.
+
+    Args:
+      path: path of the file.
+      counts: gets what was left out or missing, and how often; see `Source`.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: a record is not a question, or an id occurs twice; the message names file and line.
+    """
     path = os.fspath(path)
     if not os.path.isfile(path):
-        raise FileNotFoundError(f"{path}: no such question file; set AGENTR1_DATA to the folder that holds the data")
+        raise FileNotFoundError(f"{path}: no such question file; {GET_DATA}")
     beside = Path(path).with_name("id_aliases.json")
     aliases = read_aliases(beside) if beside.is_file() else {}
-    questions: dict[str, Question] = {}
-    counts: collections.Counter[str] = collections.Counter()
+    names: set[str] = set()
     for where, record in _parquet_records(path) if path.endswith(".parquet") else read_records(path, _WHAT):
         try:
             question = _question(record, aliases)
@@ -84,17 +103,13 @@ def read_source(path: str | os.PathLike[str]) -> Source:
                 counts["unanswerable"] += 1
                 continue
             name = question.row["id"]
-            if name in questions:
+            if name in names:
                 raise ValueError(f"the id {name!r} occurs twice")
         except DAMAGE as error:
             raise damage_error(where, _WHAT, error) from error
+        names.add(name)
         counts.update(question.notes)
-        split = question.split or Path(path).name
-        questions[name] = dataclasses.replace(question, where=where, split=split)
-    if not questions:
-        left_out = f" ({', '.join(f'{name}: {n}' for name, n in counts.items())})" if counts else ""
-        raise ValueError(f"{path}: no question in it{left_out}; choose another file")
-    return Source(list(questions.values()), counts)
+        yield dataclasses.replace(question, where=where, split=question.split or Path(path).name)
 
 
 def read_aliases(path: str | os.PathLike[str]) -> dict[str, list[str]]:

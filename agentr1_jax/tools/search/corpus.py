@@ -6,6 +6,7 @@ import hashlib
 import os
 from typing import Any
 
+from agentr1_jax.errors import GET_DATA
 from agentr1_jax.tools.records import DAMAGE, damage_error, read_records
 from agentr1_jax.tools.search.tool import Corpus, Passage
 
@@ -21,7 +22,7 @@ def read_corpus(path: str | os.PathLike[str]) -> list[Passage]:
     """
     path = os.fspath(path)
     if not os.path.isfile(path):
-        raise FileNotFoundError(f"{path}: no such corpus; set AGENTR1_DATA to the folder that holds the data")
+        raise FileNotFoundError(f"{path}: no such corpus; {GET_DATA}")
     passages: dict[str, Passage] = {}
     for where, record in read_records(path, WHAT):
         try:
