@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import re
@@ -19,7 +20,9 @@ from programs import program
 
 from agentr1_jax import http as requests
 from agentr1_jax.errors import UserError
-from agentr1_jax.tools.search import BM25, Hit, Passage, RemoteRetriever, RetrieverError
+from agentr1_jax.tools import base
+from agentr1_jax.tools.search import BM25, Hit, Passage, RemoteRetriever, SearchTool
+from agentr1_jax.tools.wrappers import ToolMetrics, ToolsConfig, wrap_tool
 
 serve_retriever = program("serve_retriever")
 ROOT = Path(__file__).parents[2]
@@ -158,9 +161,11 @@ def test_the_whole_command_until_sigterm_and_what_a_run_hears_then(tmp_path):
     rest = server.communicate(timeout=60)[1]
     assert server.returncode == 0 and "stopped" in rest and "Traceback" not in rest
     assert len(remote.search(["red"], 3)[0]) == 2  # From its cache.
-    with pytest.raises(RetrieverError) as raised:
-        remote.search(["green"], 3)
-    assert raised.value.kind == "unreachable"
+    metrics = ToolMetrics()
+    tool = wrap_tool(SearchTool(remote, 3), ToolsConfig(max_attempts=2, backoff_seconds=0), metrics)
+    failed = asyncio.run(base.call(tool, {"query": "green"}))  # Ends the trajectory, which is dropped and counted.
+    assert (failed.error.kind, failed.error.fault) == ("unreachable", "infrastructure")
+    assert metrics.metrics()["tools/error/unreachable"] == 2 and metrics.metrics()["tools/failures"] == 1
 
 
 def test_mistakes_are_one_sentence(tmp_path):
