@@ -89,10 +89,10 @@ async def _value(waiting: Awaitable[Sequence[Hits]]) -> Sequence[Hits]:
     return await waiting
 
 
-def _item(hit: Hit, scored: bool) -> Mapping[str, Any]:
+def _item(hit: Hit, with_score: bool) -> Mapping[str, Any]:
     passage = hit.passage
     document = {**vars(passage), "contents": f'"{passage.title}"\n{passage.text}'}
-    return {"document": document, "score": float(hit.score)} if scored else document
+    return {"document": document, "score": float(hit.score)} if with_score else document
 
 
 if __name__ == "__main__":
