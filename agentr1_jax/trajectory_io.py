@@ -12,14 +12,15 @@ import gzip
 import itertools
 import json
 import os
+import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 
 from agentr1_jax import files
-from agentr1_jax.trajectory import Outcome, Step, Term, Trajectory, common_prefix
+from agentr1_jax.trajectory import POLICIES, Outcome, Step, Term, Trajectory, common_prefix
 
 PACKED = ("advantages", "values", "value_targets")
 """Fields of a step that are packed."""
@@ -28,6 +29,9 @@ CORRUPT = (
     *(EOFError, zlib.error, gzip.BadGzipFile),  # of gzip
 )
 """Exceptions that a corrupt line raises."""
+_UID = re.compile(rb'\{"uid": ("(?:[^"\\]|\\.)*")')
+
+T = TypeVar("T")
 
 
 def _delta(prompt: np.ndarray, previous: np.ndarray) -> dict[str, Any]:
@@ -133,23 +137,64 @@ def write_jsonl(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]
             out.write(json.dumps(to_json(trajectory)).encode() + b"\n")
 
 
-def read_jsonl(path: str | os.PathLike[str]) -> Iterator[Trajectory]:
-    """Read the trajectories of a file that `write_jsonl` wrote.
+def read_jsonl(path: str | os.PathLike[str], wanted: Callable[[str], bool] | None = None) -> Iterator[Trajectory]:
+    """Read the trajectories of a file that `write_jsonl` wrote, one at a time.
+
+    Args:
+      path: of the file.
+      wanted: tells by its uid whether to read a trajectory; lines of others are not parsed. None for all.
 
     Raises:
       FileNotFoundError: there is no such file.
       ValueError: a line is not a trajectory; the message names file and line.
     """
+
+    def parse(line: bytes) -> Trajectory | None:
+        return from_json(json.loads(line)) if wanted is None or wanted(_uid(line)) else None
+
+    return (trajectory for trajectory in _read_lines(path, parse) if trajectory is not None)
+
+
+def read_uids(path: str | os.PathLike[str]) -> Iterator[str]:
+    """Read the uid of each trajectory of a file without parsing its steps; raises as `read_jsonl` does."""
+    return _read_lines(path, _uid)
+
+
+def read_rewards(path: str | os.PathLike[str]) -> Iterator[tuple[str, float | None]]:
+    """Read uid and total reward of each trajectory of a file without making arrays; raises as `read_jsonl` does.
+
+    The reward is None where the outcome has none, or that of a step is missing.
+    """
+    return _read_lines(path, _reward)
+
+
+def _uid(line: bytes) -> str:
+    """Return the uid, which `write_jsonl` writes first, of a line."""
+    match = _UID.match(line)
+    return json.loads(match[1]) if match else json.loads(line)["uid"]
+
+
+def _reward(line: bytes) -> tuple[str, float | None]:
+    record = json.loads(line)
+    rewards = [step["reward"] for step in record["steps"]]
+    counts = POLICIES[Outcome(record["outcome"])].reward
+    if counts == "none" or None in rewards:
+        return record["uid"], None
+    return record["uid"], float(sum(rewards)) if counts == "use" else 0.0
+
+
+def _read_lines(path: str | os.PathLike[str], parse: Callable[[bytes], T]) -> Iterator[T]:
+    """Parse a gzipped JSONL file line by line; raises as `read_jsonl` does."""
     with files.open_bytes(path) as raw, gzip.GzipFile(fileobj=raw) as lines:
         for number in itertools.count(1):
             try:
                 line = lines.readline()
                 if not line:
                     return
-                trajectory = from_json(json.loads(line))
+                parsed = parse(line)
             except CORRUPT as error:
                 raise ValueError(
                     f"{os.fspath(path)}, line {number}: not a trajectory ({type(error).__name__}: {error}); "
                     "delete or repair the file"
                 ) from error
-            yield trajectory
+            yield parsed

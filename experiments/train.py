@@ -37,7 +37,7 @@ from agentr1_jax.train.phases import Batches, Examples, Phase, make_demonstratio
 from agentr1_jax.train.progress import Progress, RunLogger, Stopped, read_progress
 from agentr1_jax.train.restore import make_reference
 from agentr1_jax.train.settings import Settings
-from agentr1_jax.train.summary import trajectory_means, write_summary
+from agentr1_jax.train.summary import trajectory_means, write_report, write_summary
 from experiments.checks import first_prompt
 from experiments.setup import check_init_from, make_setup, read_settings, run_main, use_compile_cache
 
@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> None:
         with open_run(settings, builder, resolved, started) as (logger, state, progress):
             progress = train(setup, builder, state, progress, logger)
         if first and progress.phase == "done":
-            write_summary(setup, progress, resolved)
+            write_summary(setup, progress)
 
 
 @contextlib.contextmanager
@@ -137,6 +137,7 @@ def train(
             progress = progress.enter("done").replace(seconds=logger.seconds)
             logger.save(state, progress)
     except Stopped:
+        write_report(setup)
         logging.info("stopped and saved; the same command resumes the run in %s", settings.run.run_dir)
     return progress
 
@@ -179,6 +180,7 @@ def warm_start(
         if "em" in means:  # Absent where no trajectory could be sampled.
             progress = progress.add_results(**{f"em_{name}": means["em"]})
     logger.save(state, progress)
+    write_report(setup)
     return state, progress
 
 
@@ -354,6 +356,7 @@ def evaluate_if_due(
     except Stopped:
         logger.save(state, progress, batches.pending())
         raise
+    write_report(setup)
     return progress.replace(evaluated=progress.update)
 
 

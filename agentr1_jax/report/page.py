@@ -23,10 +23,11 @@ from agentr1_jax.report.tables import format_value
 
 
 def write_page(path: str | os.PathLike[str], template: str, **values: Any) -> None:
-    """Render a template of `pages/` to a file, which appears whole."""
-    text = _environment().get_template(template).render(values)
+    """Render a template of `pages/` to a file, which appears whole; it is written piece by piece."""
+    pieces = _environment().get_template(template).generate(values)
     with files.atomic_write(path, errors="replace", newline="\n") as out:
-        out.write(text + "\n")
+        out.writelines(pieces)
+        out.write("\n")
 
 
 def _environment() -> jinja2.Environment:

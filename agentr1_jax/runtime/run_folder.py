@@ -177,14 +177,6 @@ class RunFolder:
             raise UserError(f"{self.path}: has recorded no RL batch yet (trajectories/rl_*.jsonl.gz)")
         return by_update
 
-    def sample_trajectories(self, most: int) -> list[Trajectory]:
-        """Read up to `most` trajectories of each file, of the RL batches only the first, middle and last."""
-        by_name = self.trajectory_files()
-        batches = [name for name in by_name if _BATCH.fullmatch(name)]
-        chosen = {*batches[:1], *batches[len(batches) // 2 :][:1], *batches[-1:]}
-        names = [name for name in by_name if name in chosen or name not in batches]
-        return [t for name in names for path in by_name[name] for t in read_trajectories([path])[:most]]
-
     def write_pending(self, number: int, trajectories: Sequence[Trajectory]) -> None:
         """Write this process's pending rollouts, before the checkpoint of that number; replaces an earlier file."""
         path = self.file("pending", f"{number}.p{processes.process_index()}.jsonl.gz")

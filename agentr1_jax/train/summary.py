@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import collections
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Iterator, Sequence
 
+from absl import logging
 from rich.console import Console
 
 from agentr1_jax import files
@@ -17,8 +18,6 @@ from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.train.build import Setup
 from agentr1_jax.train.progress import Progress
 from agentr1_jax.trajectory import POLICIES, Trajectory
-
-SHOWN_PER_FILE = 24
 
 
 def trajectory_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -67,7 +66,28 @@ def draw_timeline(setup: Setup) -> None:
         report.plot_timeline(path, setup.engine.timeline.spans, slots=slots, title="last RL batch")
 
 
-def write_summary(setup: Setup, progress: Progress, config: Mapping[str, Any]) -> None:
+def write_report(setup: Setup) -> None:
+    """Write report.html from what the run has recorded so far, in process 0.
+
+    A report that cannot be written is a warning: it must not end a run.
+    """
+    if processes.process_index():
+        return
+    started, folder = time.perf_counter(), RunFolder(setup.settings.run.run_dir)
+    try:
+        from agentr1_jax.report.run_report import Tokens, write_run_report
+        from agentr1_jax.report.selection import Selection
+
+        tokens = Tokens(setup.tokenizer.decode, frozenset(setup.tokenizer.added.values()))
+        for fault in write_run_report(folder, Selection(), tokens):
+            logging.warning("report: %s", fault)
+    except Exception as error:
+        logging.warning("%s is not written (%s: %s)", folder.file("report.html"), type(error).__name__, error)
+    else:
+        logging.info("%s: written in %.1f s", folder.file("report.html"), time.perf_counter() - started)
+
+
+def write_summary(setup: Setup, progress: Progress) -> None:
     """Write summary, learning curve and report of a finished run; print a short table and where to look."""
     from agentr1_jax import report
 
@@ -92,19 +112,9 @@ def write_summary(setup: Setup, progress: Progress, config: Mapping[str, Any]) -
     with files.atomic_write(folder.file("summary.json")) as out:
         json.dump(summary, out, indent=2)
         out.write("\n")
-    curve, timeline = folder.file("learning_curve.png"), folder.file("timeline.png")
+    curve = folder.file("learning_curve.png")
     report.plot_learning_curve(curve, read_metrics(folder.file("metrics.jsonl")), title=folder.path)
-    trajectories = folder.sample_trajectories(SHOWN_PER_FILE)
-    report.write_report(
-        folder.file("report.html"),
-        trajectories,
-        decode=setup.tokenizer.decode,
-        title=folder.path,
-        head=report.PageHead(
-            summary, curve_png=curve, timeline_png=timeline if files.exists(timeline) else None, config=config
-        ),
-        template_ids=setup.tokenizer.added.values(),
-    )
+    write_report(setup)
     console = Console()
     console.print(report.summary_table(summary, title=folder.path))
     console.print(f"Look at {folder.path}/report.html and {curve}; figures are in {folder.path}/summary.json")

@@ -14,12 +14,14 @@ import subprocess
 import urllib.parse
 
 import numpy as np
+import pages
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentr1_jax.report import curves, inspector, timeline
 from agentr1_jax.report.account import account_lines
+from agentr1_jax.report.facts import parting, trajectory_facts
 from agentr1_jax.trajectory import Outcome, Step, Term, Trajectory
 
 HOSTILE = (
@@ -160,6 +162,16 @@ def sample_set(words: Words) -> list[Trajectory]:
             return alike if out[place].sample else alike + rng.normal(0, 0.5, len(alike)).astype(np.float32)
 
         steps = [dataclasses.replace(s, advantages=advantages(t, s)) for t, s in enumerate(out[place].steps)]
+        if place == 1:
+            terms = {
+                "outcome": Term({"return": 1.4}, {"group mean": 0.6}, std=0.8),
+                HOSTILE: Term({HOSTILE: 0.5}, weight=0.5),
+            }
+            total = np.full(len(steps[0].response_ids), sum(term.total for term in terms.values()), np.float32)
+            values = rng.normal(0.5, 0.1, len(total)).astype(np.float16)
+            steps[0] = dataclasses.replace(
+                steps[0], advantages=total, account=terms, values=values, value_targets=values
+            )
         out[place] = dataclasses.replace(out[place], steps=tuple(steps))
     return out
 
@@ -196,10 +208,6 @@ def write_sample(folder) -> None:
     )
 
 
-def island(page: str) -> dict:
-    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
-
-
 class Tags(html.parser.HTMLParser):
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +233,8 @@ def test_page_makes_no_request_and_runs_one_script(page):
     ]
     assert len(links) == 2
     assert all(link.startswith("data:image/png;base64,") for link in links)
-    assert [a.get("type") for tag, a in tags.seen if tag == "script"] == ["application/json", None]
+    kinds = [a.get("type") for tag, a in tags.seen if tag == "script"]
+    assert kinds == ["application/gzip"] * 9 + ["application/json", None]
     assert not [a for _, a in tags.seen for name in a if name.startswith("on")]
     assert not re.search(r"url\(|@import|innerHTML|insertAdjacentHTML|document\.write", page)
     script = re.search(r"<script>(.*?)</script>", page, re.DOTALL)[1]
@@ -240,12 +249,15 @@ def test_pictures_are_shown_only_where_there_are_any(page, tmp_path):
     assert [kind for kind, _ in images] == ["curve", "timeline"]
     assert all(base64.b64decode(data, validate=True).startswith(b"\x89PNG") for _, data in images)
     assert images[0][1] != images[1][1]
-    assert len(re.findall(r"<h2>Decode slots over time</h2>\s*<p>One band for each slot", page)) == 1
+    assert len(re.findall(r"<summary>Decode slots over time</summary>\s*<p>One band for each slot", page)) == 1
+    places = [
+        page.index(part) for part in ('class="numbers"', 'class="curve"', "<main>", "Decode slots", "Configuration")
+    ]
+    assert places == sorted(places), "trajectories come before the timeline and the configuration"
     inspector.write_report(tmp_path / "bare.html", [], decode=str, title="t")
     bare = (tmp_path / "bare.html").read_text("utf-8")
     assert "<img" not in bare
     assert "Decode slots" not in bare
-    assert "<section class='slots'" not in bare
     assert "<dl" not in bare and "<table" not in bare
 
 
@@ -259,13 +271,14 @@ def test_a_table_heads_the_page(tmp_path):
 def test_hostile_text_stays_text_and_survives(page):
     assert "<img src=x" not in page
     assert "<script>document" not in page
-    encoded = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1]
-    assert not set("<>&") & set(encoded)
-    assert encoded.isascii()
-    data = island(page)
-    last = data["trajectories"][-1]
-    assert last["info"]["question"] == HOSTILE
-    assert data["texts"][last["steps"][0]["observation"]] == HOSTILE
+    encoded = re.findall(r'<script type="application/[a-z]+" id="\w+">(.*?)</script>', page, re.DOTALL)
+    assert len(encoded) == 1 + len(pages.unpack(page))
+    assert not set("<>&") & set("".join(encoded))
+    assert "".join(encoded).isascii()
+    data = pages.island(page)
+    last = pages.unpack(page)[f"eval/{HOSTILE}"]
+    assert last["question"] == last["info"]["question"] == HOSTILE
+    assert last["texts"][last["steps"][0]["observation"]] == HOSTILE
     response = "".join(data["pieces"][place] for place in last["steps"][0]["response"])
     assert response == f"{HOSTILE}<answer>{HOSTILE}</answer><|im_end|>"
 
@@ -278,34 +291,32 @@ def test_script_json_is_inert_and_lossless(value):
     assert json.loads(encoded) == value
 
 
-def test_data_holds_every_token_exactly():
+def test_data_holds_every_token_exactly(page):
     words = Words()
     trajectories = sample_set(words)
-    data = inspector.page_data(trajectories, words.decode, words.added.values())
+    data, unpacked = pages.island(page), pages.unpack(page)
     assert {data["ids"][place] for place in data["template"]} == set(words.added.values())
-    for trajectory, shown in zip(trajectories, data["trajectories"], strict=True):
+    for trajectory in trajectories:
         previous: list[int] = []
-        for step, record in zip(trajectory.steps, shown["steps"], strict=True):
+        for step, record in zip(trajectory.steps, unpacked[trajectory.uid]["steps"], strict=True):
             prompt = previous[: record["reuse"]] + [data["ids"][place] for place in record["new"]]
             response = [data["ids"][place] for place in record["response"]]
             assert prompt == step.prompt_ids.tolist()
             assert response == step.response_ids.tolist()
-            np.testing.assert_allclose(record["logprobs"], step.logprobs, rtol=6e-3)
             previous = prompt + response
-            if step.advantages is None:
-                assert record["advantages"] is None
-            else:
-                each = np.broadcast_to(record["advantages"], step.advantages.shape)
-                np.testing.assert_allclose(each, step.advantages, rtol=6e-3)
-    reuses = [[step["reuse"] for step in data["trajectories"][i]["steps"]] for i in (1, 6)]
+            for name, stored in (("logprobs", step.logprobs), ("values", step.values), ("advantages", step.advantages)):
+                if stored is None:
+                    assert record[name] is None
+                else:
+                    np.testing.assert_allclose(np.broadcast_to(record[name], stored.shape), stored, rtol=6e-3)
+    reuses = [[step["reuse"] for step in unpacked[trajectories[i].uid]["steps"]] for i in (1, 6)]
     assert reuses[0][:2] == [0, len(trajectories[1].steps[0].prompt_ids) + len(trajectories[1].steps[0].response_ids)]
     assert reuses[1][0] == 0
     assert 8 <= reuses[1][1] < len(trajectories[6].steps[0].prompt_ids)
 
 
-def test_what_counts_as_trained_and_rewarded():
-    words = Words()
-    shown = {t["uid"]: t for t in inspector.page_data(sample_set(words), words.decode)["trajectories"]}
+def test_what_counts_as_trained_and_rewarded(page):
+    shown = pages.unpack(page)
     assert shown["demonstration/000000/00000/0"]["phase"] == "demonstration"
     assert shown["train/000012/00034/0"]["trained"]
     assert shown["train/000012/00034/0"]["reward"] == pytest.approx(1.4)
@@ -316,15 +327,57 @@ def test_what_counts_as_trained_and_rewarded():
     assert failed["reward"] is None
 
 
-def test_missing_rewards_and_values_that_are_not_finite_do_not_break_the_page():
+def test_a_step_has_the_account_of_its_advantage(page):
+    first, second, *_ = pages.unpack(page)["train/000012/00034/0"]["steps"]
+    outcome, process = first["account"]
+    assert outcome["plus"] == {"return": 1.4} and outcome["minus"] == {"group mean": 0.6} and outcome["std"] == 0.8
+    assert process["name"] == HOSTILE and process["weight"] == 0.5
+    assert first["advantage"] == pytest.approx(outcome["total"] + process["total"], rel=1e-5)
+    assert second["account"] == [] and second["advantage"] is not None
+
+
+def test_members_of_a_group_part_where_state_or_action_first_differ():
+    words = Words()
+    members = [trajectory_facts(t, words.decode) for t in sample_set(words)[1:5]]
+    good, bridge, broken, looping = members
+    assert {facts["group"] for facts in members} == {"train/000012/00034"}
+    assert good["answer"] == "Tolmezzo" and good["steps"][0]["action"] == 'search("The Silent Harbour director")'
+    assert parting(good, good) is None
+    assert parting(good, bridge) == parting(good, looping) == (1, "action")
+    assert parting(good, broken) == (0, "action")
+    assert parting(good, {**good, "path": good["path"][:2]}) == (2, "end")
+    elsewhere = [["other", action] for _, action in good["path"]]
+    assert parting(good, {**good, "path": [*good["path"][:1], *elsewhere[1:]]}) == (1, "state")
+
+
+def test_missing_rewards_and_values_that_are_not_finite_do_not_break_the_page(tmp_path):
+    none = np.zeros(0, np.float32)
     step = Step(np.array([1], np.int32), np.array([2], np.int32), np.array([-np.inf], np.float32), reward=None)
+    empty = Step(
+        np.array([1], np.int32), none.astype(np.int32), none, advantages=none, account={"a": Term({"b": np.nan})}
+    )
     odd = {"em": float("nan"), "f1": np.float64(0.5)}
-    trajectory = Trajectory("train/0", 0, 0, "task", 0, (step,), Outcome.ANSWERED, metrics=odd, info={"path": object})
-    shown = inspector.page_data([trajectory], lambda ids: "ab"[: len(ids)])["trajectories"][0]
+    trajectory = Trajectory(
+        "train/0", 0, 0, "task", 0, (step, empty), Outcome.ANSWERED, metrics=odd, info={"path": object}
+    )
+    inspector.write_report(tmp_path / "page.html", [trajectory], decode=lambda ids: "ab"[: len(ids)], title="t")
+    shown = pages.unpack((tmp_path / "page.html").read_text())["train/0"]
     assert shown["reward"] is None
     assert shown["metrics"] == {"em": "nan", "f1": 0.5}
-    assert shown["steps"][0]["logprobs"] == ["-inf"]
-    inspector.script_json(shown)
+    assert shown["steps"][0]["logprobs"] == "-inf"
+    assert shown["steps"][1]["advantage"] is None and shown["steps"][1]["account"][0]["total"] == "nan"
+
+
+def test_numbers_have_three_digits():
+    assert inspector.short_numbers(np.float32([0.12345, -1234.6, 0, np.inf, 1e-9])) == [
+        0.123,
+        -1230.0,
+        0.0,
+        "inf",
+        1e-9,
+    ]
+    assert inspector.short_numbers(np.float16([0.1, 0.1])) == 0.1
+    assert inspector.short_numbers(np.float32([])) == [] and inspector.short_numbers(None) is None
 
 
 def test_token_piece_keeps_the_space_that_sentencepiece_drops_first():
@@ -371,7 +424,7 @@ def test_many_trajectories_stay_small(tmp_path):
 def test_a_browser_draws_the_page_and_nothing_hostile_runs(tmp_path):
     write_sample(tmp_path)
     page = (tmp_path / "report.html").read_text()
-    uid = island(page)["trajectories"][-1]["uid"]
+    uid = pages.island(page)["trajectories"][-1]["uid"]
     address = f"{(tmp_path / 'report.html').as_uri()}#{urllib.parse.quote(uid, safe='')}"
     quiet = [
         "--headless",
@@ -381,9 +434,12 @@ def test_a_browser_draws_the_page_and_nothing_hostile_runs(tmp_path):
         "--virtual-time-budget=4000",
     ]
     profile = f"--user-data-dir={tmp_path / 'profile'}"
-    dom = subprocess.run(
-        ["chromium", *quiet, profile, "--dump-dom", address], capture_output=True, text=True, timeout=120, check=True
-    ).stdout
+
+    def draw(address: str) -> str:
+        command = ["chromium", *quiet, profile, "--dump-dom", address]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+    dom = draw(address)
     assert "<title>quickstart: HopWorld, seed 0</title>" in dom
     assert "[object" not in dom
     assert uid in html.unescape(re.search(r'<p class="uid">(.*?)</p>', dom)[1])
@@ -395,6 +451,15 @@ def test_a_browser_draws_the_page_and_nothing_hostile_runs(tmp_path):
     tags = Tags()
     tags.feed(re.sub(r"<script.*?</script>", "", dom, flags=re.DOTALL))
     assert [tag for tag, _ in tags.seen if tag in ("img", "script")] == ["img", "img"]
+
+    # The account of a step, one of whose terms has a hostile name, with its group.
+    dom = draw(f"{(tmp_path / 'report.html').as_uri()}#{urllib.parse.quote('train/000012/00034/0', safe='')}/1")
+    (account,) = re.findall(r'<section class="account">.*?</section>', dom, re.DOTALL)
+    text = html.unescape(re.sub(r"<[^>]+>", " ", account))
+    assert all(
+        part in text for part in ("group mean", "÷ 0.8", "× 0.5", HOSTILE.split("\u2028")[0], "4 members", "step 2")
+    )
+    assert "<img" not in account and "<script" not in account and account.count('class="square parts"') == 3
 
 
 def test_an_account_reads_as_arithmetic():

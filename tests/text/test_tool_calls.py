@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentr1_jax.envs.base import Action
-from agentr1_jax.report.inspector import page_data
+from agentr1_jax.report.inspector import write_report
 from agentr1_jax.tasks import qa
 from agentr1_jax.text.tool_calls import (
     MOST_NESTED,
@@ -124,7 +124,7 @@ def test_what_a_deep_call_leads_to_is_shown_and_stored(levels, tmp_path):
         ids, ids, np.zeros(3, np.float32), done.reward, observation=done.observation.text, tool_calls=done.tool_calls
     )
     trajectory = Trajectory("u", 0, 0, "t", 0, [made], Outcome.MAX_STEPS)
-    page_data([trajectory], str)
+    write_report(tmp_path / "page.html", [trajectory], decode=str, title="t")
     write_jsonl(tmp_path / "one.jsonl.gz", [trajectory])
     (again,) = read_jsonl(tmp_path / "one.jsonl.gz")
     assert again.steps[0].tool_calls == list(done.tool_calls)

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import pages
 import pytest
 from programs import program
 from small_runs import small_config
 
 from agentr1_jax.runtime.metrics import read_metrics
+from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.trajectory_io import read_jsonl
 from experiments.setup import make_setup, read_settings
 
@@ -75,6 +77,7 @@ def start(parts: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, stop_at: st
     setup, builder = parts
     run = dataclasses.replace(setup.settings.run, run_dir=str(folder))
     setup = dataclasses.replace(setup, settings=dataclasses.replace(setup.settings, run=run))
+    RunFolder(str(folder)).write_config({"updates": run.updates})
     update, evaluate = train.train_step.update, train.evaluate
     with train.open_run(setup.settings, builder, {}, time.perf_counter()) as (logger, state, begin):
 
@@ -121,6 +124,7 @@ def test_a_run_that_stops_and_resumes_is_the_run_that_never_stopped(
 ) -> None:
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     setup, _, whole = start(parts, straight, monkeypatch)
+    reports: list[str] = []
     for place, stop_at in (
         (("pretraining", 0), "pretraining 2"),
         (("pretraining", 2), "eval_000001"),  # It stops while the second batch is sampled.
@@ -129,6 +133,7 @@ def test_a_run_that_stops_and_resumes_is_the_run_that_never_stopped(
     ):
         _, begin, end = start(parts, resumed, monkeypatch, stop_at)
         assert (begin.phase, begin.update) == place
+        reports.append((resumed / "report.html").read_text() if stop_at else "")
     phases = [phase for phase, *_ in records(straight)]
     assert phases.count("rl") == 3 and phases.count("eval_sampled") == 2
     # Every RL batch is logged, imitation at its end; evaluations are before RL, at updates 1 and 2, after RL.
@@ -140,7 +145,10 @@ def test_a_run_that_stops_and_resumes_is_the_run_that_never_stopped(
     assert sum(used, []) == list(range(whole.prompt_index))
     assert [prompts(resumed, update) for update in range(3)] == used
 
-    train.write_summary(setup, whole, {})
+    shown = [{t["uid"].split("/")[0] for t in pages.island(page)["trajectories"]} for page in reports[:3]]
+    assert shown[0] == set() and "rl" in shown[2] and {"eval_000001"} < shown[1], "a stop leaves a report"
+
+    train.write_summary(setup, whole)
     summary = json.loads((straight / "summary.json").read_text())
     assert {"f1_after_greedy", "seconds", "updates"} <= set(summary)
     means = [key for key in summary if key.startswith(("em_before", "em_after"))]

@@ -16,12 +16,12 @@ from typing import Any
 
 import jax
 import numpy as np
+import pages
 import pytest
 from small_runs import ROOT, command, small_config, train
 
 from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.errors import UserError
-from agentr1_jax.report.inspector import script_json
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.checkpoint import Checkpoints
 from agentr1_jax.runtime.metrics import read_metrics
@@ -251,13 +251,13 @@ def test_real_data(tmp_path: Path, data_dir: Path, config: str, tools: set[str],
     small = {"policy__head_dim": 8, "policy__width": 16, "tokenizer__texts": 1, "updates": 1, "eval__questions": 4}
     done = train(config, tmp_path / "run", task__data_dir=data_dir, **small | changes)
     assert done.returncode == 0, done.stderr[-3000:]
-    page = (tmp_path / "run" / "report.html").read_text()
+    page = pages.unpack((tmp_path / "run" / "report.html").read_text())
     first = next(iter(read_jsonl(tmp_path / "run" / "trajectories" / "demonstrations.jsonl.gz")))
     assert first.metrics["em"] == 1.0 and tools <= {call["name"] for call in first.steps[0].tool_calls}
     (record,) = (r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["phase"] == "rl")
     assert record["batch/tokens"] > 0
     for text, least in ((first.row["question"], 20), (first.steps[0].tool_calls[0]["result"], 0)):
-        assert len(text) > least and script_json(text) in page
+        assert len(text) > least and json.dumps(text) in json.dumps(page[first.uid])
 
 
 @pytest.mark.slow

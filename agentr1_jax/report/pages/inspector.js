@@ -12,7 +12,14 @@ const KINDS = {
   old: ["response of an earlier step", "action mask 0 here: it was sampled in its own step"],
 };
 
-const state = { shown: [], chosen: null, colour: "mask", tokens: new Map() };
+// chosen: the facts of a trajectory; full: the same with its tokens; step: of the open account, from 0.
+const state = { shown: [], chosen: null, full: null, step: null, colour: "mask", tokens: new Map(), found: new Map(), search: 0 };
+const groups = new Map();
+for (const x of data.trajectories) {
+  if (!groups.has(x.group)) groups.set(x.group, []);
+  groups.get(x.group).push(x);
+}
+const listed = data.trajectories.filter((x) => x.blob !== null);
 
 function el(tag, cls, ...children) {
   const node = document.createElement(tag);
@@ -29,25 +36,26 @@ function number(x, digits = 3) {
   return x.toFixed(digits).replace(/\.?0+$/, "");
 }
 
-const signed = (x) => (typeof x === "number" && x > 0 ? "+" : "") + number(x).replace("-", "−");
+const signed = (x, digits = 3) => (typeof x === "number" && x > 0 ? "+" : "") + number(x, digits).replace("-", "−");
 const json = (x) => (typeof x === "string" ? x : JSON.stringify(x, null, 1));
 const tone = (x) => (typeof x !== "number" || x === 0 ? "flat" : x > 0 ? "good" : "bad");
 const plural = (n, word) => `${n.toLocaleString("en")} ${word}${n === 1 ? "" : "s"}`;
 const chip = (cls, ...children) => el("span", `chip ${cls}`, ...children);
-const heading = (trajectory) => trajectory.info.question ?? trajectory.task;
-const answers = (trajectory) => [trajectory.info.answers ?? trajectory.info.answer ?? []].flat().map(json);
+const heading = (trajectory) => trajectory.question ?? trajectory.task;
+const of = (values, k) => (Array.isArray(values) ? values[k] : values);
+const exists = (x) => x !== null && x !== undefined;
+
+// Unpacks the tokens of one trajectory; only those of the chosen one are kept.
+async function load(facts) {
+  const packed = Uint8Array.from(atob($(`t${facts.blob}`).textContent), (c) => c.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const whole = JSON.parse(await new Response(stream).text());
+  return { ...facts, ...whole, steps: whole.steps.map((step, t) => ({ ...facts.steps[t], ...step })) };
+}
 
 function mean(values) {
   const known = values.filter((x) => typeof x === "number");
   return known.length ? known.reduce((a, b) => a + b, 0) / known.length : null;
-}
-
-function advantageAt(step, k) {
-  return Array.isArray(step.advantages) ? step.advantages[k] : step.advantages;
-}
-
-function stepAdvantage(step) {
-  return Array.isArray(step.advantages) ? mean(step.advantages) : step.advantages;
 }
 
 // Rebuilds every prompt from what it reuses, with the origin of each token: [{reused, fresh, response}].
@@ -60,9 +68,10 @@ function contexts(trajectory) {
   const out = trajectory.steps.map((step) => {
     const { reused, fresh } = prompt(step);
     const response = step.response.map((v, k) => {
-      return { v, kind: trajectory.trained ? "act" : "off", logprob: step.logprobs[k], advantage: advantageAt(step, k) };
+      const [logprob, advantage, value, target] = [step.logprobs, step.advantages, step.values, step.targets].map((x) => of(x, k));
+      return { v, kind: trajectory.trained ? "act" : "off", logprob, advantage, value, target };
     });
-    const earlier = response.map((token) => ({ ...token, kind: "old", advantage: undefined }));
+    const earlier = response.map(({ v, logprob }) => ({ v, logprob, kind: "old" }));
     previous = [...reused, ...fresh, ...earlier];
     return { reused, fresh, response };
   });
@@ -71,12 +80,14 @@ function contexts(trajectory) {
 
 function tint(token, scale) {
   if (token.kind !== "act" && token.kind !== "off") return null;
-  const of = (strength, colour) => `color-mix(in srgb, var(--${colour}) ${Math.round(70 * strength)}%, transparent)`;
-  if (state.colour === "logprob" && typeof token.logprob === "number") return of(Math.min(1, -token.logprob / 4), "bad");
-  if (state.colour === "advantage" && typeof token.advantage === "number") {
-    return of(Math.min(1, Math.abs(token.advantage) / scale), token.advantage >= 0 ? "good" : "bad");
-  }
+  if (state.colour === "logprob" && typeof token.logprob === "number") return wash("bad", -token.logprob / 4);
+  if (state.colour === "advantage" && typeof token.advantage === "number") return wash(tone(token.advantage), token.advantage / scale);
   return null;
+}
+
+// A colour of strength |x| up to 1, mixed into what is behind it.
+function wash(colour, x, most = 70) {
+  return `color-mix(in srgb, var(--${colour === "flat" ? "soft" : colour}) ${Math.round(most * Math.min(1, Math.abs(x)))}%, transparent)`;
 }
 
 function tokenNode(token, scale) {
@@ -135,7 +146,7 @@ function callNode(call) {
   const why = failed ? (error && error.kind ? `${error.kind}${error.fault ? `, fault: ${error.fault}` : ""}` : json(error ?? "failed")) : "ok";
   const shown = given === null || given === undefined ? "" : typeof given === "string" ? given : JSON.stringify(given);
   const head = el("div", "callhead", el("code", "fn", String(name ?? "(no name)")), el("code", "args", shown), chip(failed ? "bad" : "good", why));
-  const text = data.texts[result];
+  const text = state.full.texts[result];
   const more = Object.keys(rest).length ? textFold("text", "more", json(rest)) : null;
   return el("div", "call", head, text && textFold("text", "result", text), more);
 }
@@ -148,11 +159,9 @@ function rewardChips(step) {
 
 function stepNode(trajectory, step, context, t, scale) {
   const finish = step.info.finish_reason;
-  const advantage = stepAdvantage(step);
-  const spread = Array.isArray(step.advantages) ? "mean advantage " : "advantage ";
   const title = el("h3", "", `Step ${t + 1}`, el("small", "", ` of ${trajectory.steps.length}`));
   const head = el("div", "stephead", title, rewardChips(step));
-  if (advantage !== null && advantage !== undefined) head.append(chip(tone(advantage), spread, el("b", "", signed(advantage))));
+  if (exists(step.advantage)) head.append(advantageButton(step, t));
   const facts = [
     `${plural(context.reused.length + context.fresh.length, "prompt token")}, ${context.fresh.length.toLocaleString("en")} new`,
     plural(context.response.length, "response token"),
@@ -163,11 +172,12 @@ function stepNode(trajectory, step, context, t, scale) {
   ];
   const last = t === trajectory.steps.length - 1 && !trajectory.final;
   const info = Object.fromEntries(Object.entries(step.info).filter(([key]) => key !== "finish_reason"));
-  const observation = data.texts[step.observation];
+  const observation = trajectory.texts[step.observation];
   return el(
     "article",
     "step",
     head,
+    el("div", "opened"),
     el("p", "facts", facts.filter(Boolean).map((fact) => el("span", "", fact))),
     promptNodes(context, scale),
     context.response.length ? tokenBlock(trajectory.trained ? "response" : "response untrained", context.response, scale) : el("p", "none", "empty response"),
@@ -219,10 +229,10 @@ function endNode(trajectory, final, scale) {
     future: policy.bootstrap ? "cut: the value of its last observation stands for the future" : "ended: its future is worth 0",
   };
   const trained = trajectory.trained || policy.training !== "train";
-  const { question, answers: _gold, answer: _other, kind, ...rest } = info;
+  const { question: _question, answers: _gold, answer: _other, kind, ...rest } = info;
   const entries = [["outcome", [outcomeChip(trajectory), ` ${meaning.reward}; ${trained ? meaning.training : meaning.evaluation}; ${meaning.future}`]]];
-  if (question !== undefined) entries.push(["question", json(question)]);
-  if (answers(trajectory).length) entries.push(["gold answer", answers(trajectory).join("  ·  ")]);
+  if (trajectory.question !== null) entries.push(["question", trajectory.question]);
+  if (trajectory.gold.length) entries.push(["gold answer", trajectory.gold.join("  ·  ")]);
   if (kind !== undefined) entries.push(["kind", json(kind)]);
   entries.push(["total reward", el("b", tone(trajectory.reward), signed(trajectory.reward))]);
   for (const [name, value] of Object.entries(metrics)) entries.push([name, number(value)]);
@@ -236,50 +246,204 @@ function outcomeChip(trajectory) {
   return chip(kind, trajectory.outcome.replaceAll("_", " "));
 }
 
+function advantageButton(step, t) {
+  const label = Array.isArray(step.advantages) ? "mean advantage " : "advantage ";
+  const button = el("button", `chip why ${tone(step.advantage)}`, label, el("b", "", signed(step.advantage)), el("span", "ask", "why?"));
+  button.setAttribute("aria-expanded", "false");
+  button.addEventListener("click", () => openAccount(state.step === t ? null : t));
+  return button;
+}
+
+const largest = (values) => values.reduce((a, b) => Math.max(a, typeof b === "number" ? Math.abs(b) : 0), 0) || 1;
+const groupScale = (trajectory) => largest(groups.get(trajectory.group).flatMap((x) => x.steps.map((step) => step.advantage)));
+
 function stripNode(trajectory) {
+  const scale = groupScale(trajectory);
   const cells = trajectory.steps.map((step, t) => {
-    const advantage = stepAdvantage(step);
-    const names = step.calls.map((call) => call.name ?? "?").join(", ");
-    const more = advantage === null || advantage === undefined ? "" : `A ${signed(advantage)}`;
-    const cell = el("button", `cell ${tone(step.reward)}`, el("b", "", `${t + 1}`), el("span", "", names || "no call"));
-    cell.append(el("em", "", `r ${step.reward === null ? "?" : signed(step.reward)}`), more && el("em", "", more));
-    cell.addEventListener("click", () => $("detail").querySelectorAll("article")[t].scrollIntoView({ behavior: "smooth" }));
+    const known = typeof step.advantage === "number";
+    const cell = el("button", `cell ${tone(known ? step.advantage : step.reward)}`, el("b", "", `${t + 1}`), el("span", "", step.tools.join(", ") || "no call"));
+    cell.append(el("em", "", `r ${step.reward === null ? "?" : signed(step.reward)}`), known ? el("em", "A", `A ${signed(step.advantage)}`) : "");
+    if (known) cell.style.backgroundColor = wash(tone(step.advantage), step.advantage / scale, 34);
+    cell.title = step.action;
+    cell.addEventListener("click", () => openAccount(t, true));
     return cell;
   });
   return el("nav", "strip", cells);
 }
 
-function renderDetail(scroll = true) {
-  const trajectory = state.chosen;
+// The first step at which two members of a group differ, and in what; null where nothing differs.
+function parting(one, other) {
+  const shorter = Math.min(one.path.length, other.path.length);
+  for (let t = 0; t < shorter; t++) {
+    if (one.path[t][0] !== other.path[t][0]) return { t, what: "state" };
+    if (one.path[t][1] !== other.path[t][1]) return { t, what: "action" };
+  }
+  return one.path.length === other.path.length ? null : { t: shorter, what: "end" };
+}
+
+function openAccount(t, scroll = false) {
+  state.step = t;
+  $("detail").querySelectorAll("article").forEach((article, k) => {
+    const place = article.querySelector(".opened");
+    const opens = k === t && Boolean(place);
+    place?.replaceChildren(opens ? accountNode(state.full, t) : "");
+    article.querySelector(".why")?.setAttribute("aria-expanded", String(opens));
+    if (opens && scroll) article.scrollIntoView();
+  });
+  $("detail").querySelectorAll(".cell").forEach((cell, k) => cell.toggleAttribute("aria-current", k === t));
+  writeAddress();
+}
+
+function accountNode(trajectory, t) {
+  const nodes = [el("div", "reckoning", ledgerNode(trajectory.steps[t]), valuesNode(trajectory, t))];
+  const members = groups.get(trajectory.group);
+  if (members.length > 1) nodes.push(groupNode(trajectory, members));
+  return el("section", "account", nodes);
+}
+
+function ledgerNode(step) {
+  const line = (cls, name, value) => el("tr", cls, el("td", "", name), el("td", "", value));
+  const terms = step.account.map(({ name, plus, minus, weight, std, total }) => {
+    const parts = [...Object.entries(plus).map(([key, x]) => [key, x]), ...Object.entries(minus).map(([key, x]) => [key, typeof x === "number" ? -x : x])];
+    const rows = parts.map(([key, x], k) => line("", key, k || x < 0 ? signed(x, 4) : number(x, 4)));
+    if (weight !== 1) rows.push(line("factor", "weight", `× ${number(weight, 4)}`));
+    if (std !== 1) rows.push(line("factor", "std", `÷ ${number(std, 4)}`));
+    if (rows.length > 1 || parts[0]?.[0] !== name) rows.unshift(el("tr", "", el("th", "", name), el("th", "", "")));
+    if (rows.length > 2) rows.push(line("sum", "", signed(total, 4)));
+    return el("tbody", "", rows);
+  });
+  const several = Array.isArray(step.advantages);
+  const whole = el("tr", `total ${tone(step.advantage)}`, el("th", "", several ? "A, mean of the tokens" : "A"), el("td", "", exists(step.advantage) ? signed(step.advantage, 4) : "none"));
+  const why = !exists(step.advantage) ? "Training gave this step no advantage." : step.account.length ? "" : "The credit scheme names no terms, so only the advantage itself is recorded.";
+  return el("div", "ledger", el("h4", "", "Why this advantage"), why && el("p", "none", why), el("table", "", terms, el("tbody", "", whole)));
+}
+
+// δ = r + γV′ − V, where the account has these quantities under the names of the schemes with a critic.
+function difference(step) {
+  for (const { plus, minus } of step.account) {
+    const parts = [plus.reward, plus["discounted next value"], minus.value];
+    if (parts.every((x) => typeof x === "number")) return parts[0] + parts[1] - parts[2];
+  }
+  return null;
+}
+
+function valuesNode(trajectory, t) {
+  const errors = trajectory.steps.map(difference);
+  const first = trajectory.steps.map((step) => of(step.values, 0));
+  if (!first.some(exists)) return "";
+  const cell = (x) => el("td", "", typeof x === "number" ? `${x > 0 ? "+" : ""}${x.toFixed(3).replace("-", "−")}` : "–");
+  const rows = trajectory.steps.map((step, k) => {
+    const last = k + 1 === first.length;
+    const next = last ? (trajectory.policy.bootstrap ? null : 0) : first[k + 1];
+    const row = el("tr", k === t ? "own" : "", el("td", "", `${k + 1}`), cell(step.shaped ?? step.reward), cell(first[k]), cell(next), errors.some(exists) ? cell(errors[k]) : "", cell(of(step.targets, 0)), cell(step.advantage));
+    row.addEventListener("click", () => openAccount(k, true));
+    return row;
+  });
+  const names = [["step", ""], ["r", "reward as the credit scheme saw it"], ["V", "value of the state, at the first token of the response"], ["V′", "value of the next state; 0 after the end"], ...(errors.some(exists) ? [["δ", "r + γV′ − V"]] : []), ["target", "what the critic was trained towards"], ["A", "mean advantage"]];
+  const head = el("tr", "", names.map(([name, why]) => Object.assign(el("th", "", name), { title: why })));
+  return el("div", "values", el("h4", "", "The critic’s values"), el("div", "wide", el("table", "", el("thead", "", head), el("tbody", "", rows))));
+}
+
+function groupNode(trajectory, members) {
+  const scale = groupScale(trajectory);
+  const rewards = members.map((x) => x.reward).filter((x) => typeof x === "number");
+  const centre = mean(rewards);
+  const deviation = rewards.length > 1 ? Math.sqrt(rewards.reduce((sum, x) => sum + (x - centre) ** 2, 0) / (rewards.length - 1)) : null;
+  const rows = members.map((member) => {
+    const part = member === state.chosen ? null : parting(state.chosen, member);
+    const cells = member.steps.map((step, k) => {
+      const known = typeof step.advantage === "number";
+      const cell = el("button", `square${part && k === part.t ? " parts" : ""}${member === state.chosen && k === state.step ? " here" : ""}`, `${k + 1}`);
+      cell.title = [step.action, known && `A ${signed(step.advantage)}`, step.reward !== null && `r ${signed(step.reward)}`].filter(Boolean).join("\n");
+      if (known) cell.style.backgroundColor = wash(tone(step.advantage), step.advantage / scale);
+      cell.disabled = member.blob === null;
+      cell.addEventListener("click", () => choose(member, true, k));
+      return cell;
+    });
+    const there = part && member.steps[part.t];
+    const parts = member === state.chosen ? "" : !part ? "the same throughout" : !there ? `ends before step ${part.t + 1}` : [el("b", "", `step ${part.t + 1}`), part.what === "state" ? ", another state: " : ": ", there.action];
+    const name = el("button", "link", `${member.sample}`);
+    name.disabled = member.blob === null;
+    name.title = member.blob === null ? "not on this page" : member.uid;
+    name.addEventListener("click", () => choose(member, true, part ? Math.min(part.t, member.steps.length - 1) : 0));
+    const answer = el("td", "answer", el("span", "", member.answer));
+    return el("tr", member === state.chosen ? "own" : "", el("td", "", name), el("td", tone(member.reward), signed(member.reward)), el("td", "squares", cells), el("td", "", member.outcome.replaceAll("_", " ")), answer, el("td", "where", el("span", "", parts)));
+  });
+  const head = ["sample", "return", "steps", "outcome", "answer", `where it parts from sample ${trajectory.sample}`].map((name) => el("th", "", name));
+  const facts = [plural(members.length, "member"), centre !== null && `mean return ${number(centre)}`, deviation !== null && `std ${number(deviation)}`];
+  const note = el("p", "facts", facts.filter(Boolean).map((x) => el("span", "", x)));
+  return el("div", "group", el("h4", "", "Its group"), note, el("div", "wide", el("table", "", el("thead", "", el("tr", "", head)), el("tbody", "", rows))));
+}
+
+async function renderDetail(scroll = true) {
+  const chosen = state.chosen;
   const section = $("detail");
+  if (!chosen) {
+    state.full = null;
+    return section.replaceChildren(el("p", "none", listed.length ? "Nothing matches the filters." : "This report has no trajectories."));
+  }
+  if (state.full?.blob !== chosen.blob) {
+    let full;
+    try {
+      full = await load(chosen);
+    } catch (error) {
+      return section.replaceChildren(el("p", "none", `This trajectory cannot be unpacked (${error.message}); a browser of 2023 or later is needed.`));
+    }
+    if (state.chosen !== chosen) return;
+    state.full = full;
+  }
+  const trajectory = state.full;
   state.tokens.clear();
-  if (!trajectory) return section.replaceChildren(el("p", "none", data.trajectories.length ? "Nothing matches the filters." : "This report has no trajectories."));
   const { steps, final } = contexts(trajectory);
-  const sizes = trajectory.steps.flatMap((step) => [step.advantages].flat()).filter((x) => typeof x === "number");
-  const scale = sizes.reduce((a, b) => Math.max(a, Math.abs(b)), 0) || 1;
+  const scale = largest(trajectory.steps.flatMap((step) => step.advantages));
   const metrics = Object.entries(trajectory.metrics).map(([name, x]) => chip("plain", `${name} `, el("b", "", number(x))));
-  const gold = answers(trajectory);
   const head = el(
     "div",
     "head",
     el("p", "uid", trajectory.uid),
-    el("h2", "", json(heading(trajectory))),
-    gold.length ? el("p", "gold", "gold answer ", el("b", "", gold.join("  ·  "))) : null,
+    el("h2", "", heading(trajectory)),
+    trajectory.gold.length ? el("p", "gold", "gold answer ", el("b", "", trajectory.gold.join("  ·  "))) : null,
     el("p", "chips", outcomeChip(trajectory), chip(tone(trajectory.reward), "reward ", el("b", "", signed(trajectory.reward))), metrics),
     el("p", "facts", [trajectory.task, `group ${trajectory.group}, sample ${trajectory.sample}`, `seed ${trajectory.seed}`].map((x) => el("span", "", x))),
   );
   const nodes = trajectory.steps.map((step, t) => stepNode(trajectory, step, steps[t], t, scale));
   section.replaceChildren(head, stripNode(trajectory), legendNode(steps, scale), ...nodes, endNode(trajectory, final, scale));
   if (scroll && section.getBoundingClientRect().top < 0) section.scrollIntoView();
+  if (state.step !== null) openAccount(state.step, scroll);
 }
 
-function haystack(trajectory) {
-  if (trajectory.hay === undefined) {
-    const pieces = (ids) => ids.map((v) => data.pieces[v]).join("");
-    const steps = trajectory.steps.map((s) => [pieces(s.new), pieces(s.response), data.texts[s.observation], JSON.stringify(s.calls), s.state_key].join("\n"));
-    trajectory.hay = [trajectory.uid, trajectory.task, JSON.stringify(trajectory.info), ...steps].join("\n").toLowerCase();
+function mentions(text, words) {
+  const lower = text.toLowerCase();
+  return words.every((word) => lower.includes(word));
+}
+
+function factsText(x) {
+  return [x.uid, x.task, x.question, ...x.gold, x.answer, ...x.steps.map((step) => step.action)].join("\n");
+}
+
+function wholeText(full) {
+  const pieces = (ids) => ids.map((v) => data.pieces[v]).join("");
+  const steps = full.steps.map((s) => [pieces(s.new), pieces(s.response), s.state_key].join("\n"));
+  return [factsText(full), JSON.stringify(full.info), ...full.texts, JSON.stringify(full.steps.map((s) => s.calls)), ...steps].join("\n");
+}
+
+const words = () => $("search").value.toLowerCase().split(/\s+/).filter(Boolean);
+
+// Facts are searched at once; then every trajectory is unpacked, searched and forgotten, one after the other.
+async function searchTokens() {
+  const own = ++state.search;
+  state.found = new Map();
+  renderList();
+  const wanted = words();
+  if (!wanted.length) return;
+  await new Promise((resolve) => setTimeout(resolve, 250));
+  let seen = 0;
+  for (const x of listed) {
+    if (own !== state.search) return;
+    if (!mentions(factsText(x), wanted)) state.found.set(x, mentions(wholeText(await load(x)), wanted));
+    if (++seen % 24 === 0) $("count").textContent = `searched ${seen} of ${listed.length}`;
   }
-  return trajectory.hay;
+  if (own === state.search) renderList();
 }
 
 function itemNode(trajectory) {
@@ -289,47 +453,63 @@ function itemNode(trajectory) {
   label.title = em === undefined ? "no em" : `em ${number(em)}`;
   const foot = [trajectory.phase, trajectory.outcome.replaceAll("_", " "), plural(trajectory.steps.length, "step")];
   const facts = el("span", "foot", foot.map((x) => el("span", "", x)));
-  const body = el("span", "body", el("span", "q", json(heading(trajectory))), facts, el("span", "id", trajectory.uid));
+  const body = el("span", "body", el("span", "q", heading(trajectory)), facts, el("span", "id", trajectory.uid));
   const button = el("button", "item", label, body, el("span", `r ${tone(trajectory.reward)}`, signed(trajectory.reward)));
   button.addEventListener("click", () => choose(trajectory));
   trajectory.button = button;
   return el("li", "", button);
 }
 
-function choose(trajectory, scroll = true) {
+function choose(trajectory, scroll = true, step = null) {
   state.chosen?.button?.removeAttribute("aria-current");
   state.chosen = trajectory ?? null;
+  state.step = step;
   if (trajectory) {
-    trajectory.button.setAttribute("aria-current", "true");
+    trajectory.button?.setAttribute("aria-current", "true");
     const list = $("list").getBoundingClientRect();
-    const item = trajectory.button.getBoundingClientRect();
-    if (item.top < list.top) $("list").scrollTop += item.top - list.top;
-    if (item.bottom > list.bottom) $("list").scrollTop += item.bottom - list.bottom;
-    history.replaceState(null, "", `#${encodeURIComponent(trajectory.uid)}`);
+    const item = trajectory.button?.isConnected && trajectory.button.getBoundingClientRect();
+    if (item && item.top < list.top) $("list").scrollTop += item.top - list.top;
+    if (item && item.bottom > list.bottom) $("list").scrollTop += item.bottom - list.bottom;
+    writeAddress();
   }
   renderDetail(scroll);
 }
 
+// `#uid`, or `#uid/step` with the number of the step whose account is open.
+function writeAddress() {
+  const step = state.step === null ? "" : `/${state.step + 1}`;
+  history.replaceState(null, "", `#${encodeURIComponent(state.chosen.uid)}${step}`);
+}
+
 function renderList() {
-  const words = $("search").value.toLowerCase().split(/\s+/).filter(Boolean);
+  const wanted = words();
   const [phase, outcome, order] = ["phase", "outcome", "order"].map((id) => $(id).value);
   const value = (x) => (typeof x.reward === "number" ? x.reward : order === "low" ? Infinity : -Infinity);
-  const by = { high: (a, b) => value(b) - value(a), low: (a, b) => value(a) - value(b), long: (a, b) => b.steps.length - a.steps.length };
-  state.shown = data.trajectories.filter(
-    (x) => (!phase || x.phase === phase) && (!outcome || x.outcome === outcome) && words.every((word) => haystack(x).includes(word)),
-  );
+  const spread = (x) => {
+    const rewards = groups.get(x.group).map((y) => y.reward).filter((y) => typeof y === "number");
+    return Math.max(...rewards, -1e300) - Math.min(...rewards, 1e300);
+  };
+  const by = {
+    high: (a, b) => value(b) - value(a),
+    low: (a, b) => value(a) - value(b),
+    spread: (a, b) => spread(b) - spread(a),
+    long: (a, b) => b.steps.length - a.steps.length,
+  };
+  const matches = (x) => !wanted.length || mentions(factsText(x), wanted) || state.found.get(x);
+  state.shown = listed.filter((x) => (!phase || x.phase === phase) && (!outcome || x.outcome === outcome) && matches(x));
   if (order) state.shown.sort((a, b) => by[order](a, b) || 0);
   $("list").replaceChildren(...state.shown.map(itemNode));
   const reward = mean(state.shown.map((x) => x.reward));
   const em = mean(state.shown.map((x) => x.metrics.em));
-  const facts = [`${state.shown.length} of ${data.trajectories.length}`, reward !== null && `mean reward ${signed(reward)}`, em !== null && `em ${number(em)}`];
+  const facts = [`${state.shown.length} of ${listed.length}`, reward !== null && `mean reward ${signed(reward)}`, em !== null && `em ${number(em)}`];
   $("count").textContent = facts.filter(Boolean).join(" · ");
-  choose(state.shown.includes(state.chosen) ? state.chosen : state.shown[0], false);
+  if (state.shown.includes(state.chosen)) choose(state.chosen, false, state.step);
+  else choose(state.shown[0], false);
 }
 
 function fillSelect(id, all, key) {
   const counts = new Map();
-  for (const x of data.trajectories) counts.set(x[key], (counts.get(x[key]) ?? 0) + 1);
+  for (const x of listed) counts.set(x[key], (counts.get(x[key]) ?? 0) + 1);
   $(id).replaceChildren(new Option(all, ""), ...[...counts].map(([name, n]) => new Option(`${name.replaceAll("_", " ")} (${n})`, name)));
 }
 
@@ -343,7 +523,7 @@ function showTip(event) {
     rows.push(["log-prob", number(token.logprob, 4)]);
     if (typeof token.logprob === "number") rows.push(["prob", number(Math.exp(token.logprob), 4)]);
   }
-  if (token.advantage !== undefined && token.advantage !== null) rows.push(["advantage", signed(token.advantage)]);
+  for (const name of ["advantage", "value", "target"]) if (exists(token[name])) rows.push([name, signed(token[name])]);
   $("tip").replaceChildren(pairs(rows), el("p", "", KINDS[token.kind][0]));
   const box = node.getClientRects()[0];
   const { offsetWidth: width, offsetHeight: height } = $("tip");
@@ -358,26 +538,35 @@ function moveBy(event) {
   if (next) choose(next);
 }
 
-function wanted() {
-  let uid = location.hash.slice(1);
+function wantedByAddress() {
+  let address = location.hash.slice(1);
   try {
-    uid = decodeURIComponent(uid);
+    address = decodeURIComponent(address);
   } catch {
     // A hand-written address with a stray % is taken as it stands.
   }
-  return data.trajectories.find((x) => x.uid === uid);
+  const byUid = (uid) => listed.find((x) => x.uid === uid);
+  const [, uid, number] = address.match(/^(.*)\/(\d+)$/s) ?? [];
+  const trajectory = byUid(address) ?? byUid(uid);
+  const step = trajectory && trajectory.uid !== address ? Number(number) - 1 : null;
+  return [trajectory, step !== null && step < trajectory.steps.length && step >= 0 ? step : null];
 }
 
+function chooseByAddress() {
+  const [trajectory, step] = wantedByAddress();
+  if (trajectory) choose(trajectory, true, step);
+}
+
+$("notes").replaceChildren(...data.notes.map((note) => el("li", "", note)));
 fillSelect("phase", "all phases", "phase");
 fillSelect("outcome", "all outcomes", "outcome");
-state.chosen = wanted() ?? null;
+const [named, step] = wantedByAddress();
+state.chosen = named ?? null;
 renderList();
+if (named) choose(named, true, step);
 for (const id of ["phase", "outcome", "order"]) $(id).addEventListener("change", renderList);
-$("search").addEventListener("input", renderList);
-addEventListener("hashchange", () => {
-  const trajectory = wanted();
-  if (trajectory?.button?.isConnected) choose(trajectory);
-});
+$("search").addEventListener("input", searchTokens);
+addEventListener("hashchange", chooseByAddress);
 addEventListener("mouseover", showTip);
 addEventListener("scroll", () => ($("tip").hidden = true), { capture: true, passive: true });
 addEventListener("keydown", moveBy);
