@@ -29,7 +29,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 MOST_MAPPINGS = 30_000
 LANES = {"contrib": pytest.mark.contrib, "launch": pytest.mark.nightly}
 """Folder of tests -> the marker that all its tests get."""
-COMPILING = ("train", "policy", "learner", "experiments", "rollout", "credit")
+LONGEST_FIRST = ("train", "runtime", "experiments", "policy", "learner", "rollout", "credit", "core")
 """Folders whose files take longest: they start first, so that no worker waits for another's last file."""
 
 # Tests assert no times: a busy machine must not fail them.
@@ -108,7 +108,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(marker)
         if "bucket" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.nightly)
-    items.sort(key=lambda item: item.path.parent.name not in COMPILING)
+    place = {folder: i for i, folder in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: place.get(item.path.parent.name, len(place)))
 
 
 @pytest.fixture(scope="module", autouse=True)
