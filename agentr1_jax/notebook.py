@@ -40,6 +40,7 @@ from agentr1_jax.text.tokenizer import Tokenizer
 from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.train import build, collect, phases, train_step
 from agentr1_jax.train.build import Setup
+from agentr1_jax.train.defaults import AUTO, complete
 from agentr1_jax.train.phases import Phase
 from agentr1_jax.train.progress import Progress
 from agentr1_jax.train.restore import restore_params
@@ -247,22 +248,19 @@ def update(
 
 
 def _default_config(source: str) -> dict[str, Any]:
-    """Return the keys that weights or a preset need, by the kind of the devices."""
-    on_cpu, is_preset = jax.default_backend() == "cpu", source in PRESETS
-    engine = {"groups": 4, "samples": 8, "slots": 32, "decode_chunk": 16, "prefill_width": 128, "prefill_rows": (4, 16)}
-    if on_cpu:
-        engine |= {"decode_chunk": 8, "prefill_width": 16, "prefill_rows": (8, 32)}
+    """Return the keys that weights or a preset need; `hardware` fills those that depend on the devices."""
+    is_preset = source in PRESETS
     return {
+        "hardware": AUTO,
         "run_dir": tempfile.mkdtemp(prefix="agentr1_jax-"),  # For the tokenizer of a preset.
-        "policy": {"preset" if is_preset else "weights": source, "dtype": "float32" if on_cpu else "bfloat16"},
+        "policy": {"preset" if is_preset else "weights": source, "attention": "xla", "remat": "none"},
         "budget": {
             "max_steps": 5,
             "response_tokens": 128,
             "observation_tokens": 256,
             "context_tokens": 1024,
-            "trajectory_tokens": 8192,
         },
-        "rollout": engine | {"attention_block": 64 if on_cpu else 512, "attention_group": 8 if on_cpu else 32},
+        "rollout": {"groups": 4, "samples": 8, "slots": 32},
     }
 
 
@@ -276,11 +274,8 @@ def _merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
 
 
 def _read_settings(values: dict[str, Any]) -> Settings:
-    """Return checked settings, spread over the devices; slots and rows hold a context where no sizes are named."""
-    block = values["rollout"]["attention_block"]
-    tokens = -(-values["budget"]["context_tokens"] // block) * block
-    sizes = {"rollout": {"slot_tokens": tokens}, "learner": {"row_tokens": tokens, "row_loss_tokens": tokens}}
-    settings = settings_from_dict(_merge(sizes, values), TaskConfig())
+    """Return checked settings, spread over the devices."""
+    settings = settings_from_dict(complete(values, jax.devices()), TaskConfig())
     devices = jax.device_count()
     learner = dataclasses.replace(settings.learner, rows=-(-settings.learner.rows // devices) * devices)
     return build.fit_devices(dataclasses.replace(settings, mesh=MeshConfig(data=1, fsdp=devices), learner=learner))

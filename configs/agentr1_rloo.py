@@ -5,7 +5,7 @@
     python -m experiments.train --config=configs/agentr1_rloo.py:v5p-8 --dry_run --topology=v5p:2x2x1
 
 Fits, in GiB of each device while rolling out and learning: v5e-16 11.3 and 10.9 of 16, v5p-8 36.3 and 28.0 of 95, one
-host of 8 GPUs (`:gpu8`, counted, not compiled) 19.3 and 15.7 of 80.
+host of 8 GPUs (`:h100x8`, counted, not compiled) 19.3 and 15.7 of 80.
 
 To expect: nothing is published for this model.
 """

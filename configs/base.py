@@ -84,6 +84,7 @@ def _run(c: ConfigDict) -> None:
     c.run_dir = "runs/base"  # Folder of the run, on a disk or gs://BUCKET/FOLDER. The same command resumes it.
     c.updates = 100  # Batches of reinforcement learning. 0 ends after the warm start.
     c.critic = "none"  # (none | shared_trunk | separate) A value head on the policy's trunk, or a decoder of its own.
+    c.hardware = "cpu"  # (cpu | v5e-8 | v5e-16 | v6e-8 | v5p-8 | h100x8 | auto) Fills the keys that depend on it.
     c.profile_updates = ""  # "a:b" writes a jax.profiler trace of RL batches a to b-1 to the run folder.
     c.compilation_cache = "{runs}/.programs"  # Folder of compiled programs. "": none. {runs} is the folder of run_dir.
 
@@ -129,7 +130,7 @@ def _agent(c: ConfigDict) -> None:
     c.budget.response_tokens = 64  # Tokens sampled in one step, stop token included.
     c.budget.observation_tokens = 128  # Tokens of one tool result; the rest is truncated.
     c.budget.context_tokens = 512  # Prompt + response of any one step.
-    c.budget.trajectory_tokens = 4096  # Tokens sampled or observed over a whole trajectory.
+    c.budget.trajectory_tokens = placeholder(int)  # Tokens sampled or observed over a trajectory; unset: 8 contexts.
     c.budget.on_truncated_response = "end"  # (end | continue) End the trajectory, or give the text to the environment.
     c.budget.final_answer_step = False  # Add one step that asks for the answer where the steps run out without one.
     c.budget.step_seconds = placeholder(float)  # Time limit of one step, waiting for a slot included.
@@ -163,10 +164,10 @@ def _policy(c: ConfigDict) -> None:
     c.policy.tied = placeholder(bool)  # The output head is the embedding.
     c.policy.qkv_bias = placeholder(bool)  # Query, key and value have a bias (Qwen2).
     c.policy.qk_norm = placeholder(bool)  # Query and key heads are normalised (Qwen3).
-    c.policy.dtype = "float32"  # (float32 | bfloat16) Of activations and matmuls; bfloat16 on accelerators.
+    c.policy.dtype = placeholder(str)  # (float32 | bfloat16) Of activations and matmuls.
     c.policy.param_dtype = "float32"  # (float32 | bfloat16) Of parameters.
-    c.policy.remat = "none"  # (none | dots | full) What the backward pass computes again.
-    c.policy.attention = "xla"  # (xla | dense | splash | splash_tree) The last two need a TPU; see docs/learner.md.
+    c.policy.remat = placeholder(str)  # (none | dots | full) What the backward pass computes again.
+    c.policy.attention = placeholder(str)  # (xla | dense | splash | splash_tree) The last two need a TPU.
     c.policy.lora = ConfigDict()  # Low-rank adapters; they are then all that is trained of the decoder.
     c.policy.lora.rank = 0  # Rank of the adapters; 0 for none.
     c.policy.lora.alpha = 16.0  # The adapters' output is scaled by alpha / rank.
@@ -186,16 +187,16 @@ def _rollout(c: ConfigDict) -> None:
     c.rollout.dynamic_sampling_groups = 0  # Most further groups per batch, in place of zero-variance groups (DAPO).
     c.rollout.deterministic = False  # Wait for all tools before each cycle: a resumed run is then equal bit for bit.
     c.rollout.tensor = 1  # Devices that share the heads of a KV slot; slots are sharded over the others of a process.
-    c.rollout.slots = 64  # Responses that the engine of each process decodes together.
-    c.rollout.swap_slots = 16  # Further KV slots, for trajectories that are swapped out while their tool runs.
-    c.rollout.slot_tokens = 512  # Tokens that a KV slot holds; at least budget.context_tokens.
-    c.rollout.decode_chunk = 8  # Most tokens sampled per slot in one decode call.
-    c.rollout.early_exit_after = 1  # End a decode call once this many responses have ended in it; 0 for never.
-    c.rollout.fetch_lag = 0  # (0 | 1) 1 dispatches the next decode call before the results of the last are fetched.
-    c.rollout.prefill_width = 16  # Tokens in one row of a prefill call.
-    c.rollout.prefill_rows = (8, 32)  # Sizes that a prefill call can have, in rows per device.
-    c.rollout.attention_block = 64  # Positions read at once in decoding: 64 on a CPU, 512 and more on accelerators.
-    c.rollout.attention_group = 8  # Decode slots per attention group: 8 on a CPU, all on accelerators.
+    c.rollout.slots = placeholder(int)  # Responses that the engine of each process decodes together.
+    c.rollout.swap_slots = placeholder(int)  # Further KV slots, for trajectories swapped out while their tool runs.
+    c.rollout.slot_tokens = placeholder(int)  # Tokens that a KV slot holds; unset: budget.context_tokens.
+    c.rollout.decode_chunk = placeholder(int)  # Most tokens sampled per slot in one decode call.
+    c.rollout.early_exit_after = placeholder(int)  # End a decode call once so many responses have ended; 0: never.
+    c.rollout.fetch_lag = placeholder(int)  # (0 | 1) 1 dispatches a decode call before the last one is fetched.
+    c.rollout.prefill_width = placeholder(int)  # Tokens in one row of a prefill call.
+    c.rollout.prefill_rows = placeholder(tuple)  # Sizes that a prefill call can have, in rows per device.
+    c.rollout.attention_block = placeholder(int)  # Positions read at once in decoding; at most a quarter of a context.
+    c.rollout.attention_group = placeholder(int)  # Decode slots per attention group; see docs/rollout.md.
     c.rollout.prefix_reuse = "all"  # (all | own | none) KV slots whose prefixes are reused; the last two to compare.
 
 
@@ -245,7 +246,7 @@ def _loss(c: ConfigDict) -> None:
     c.loss.value_coef = 0.5  # Weight of the value loss.
     c.loss.value_clip = 0.5  # Largest change of a value for which the value loss falls.
     c.loss.entropy_coef = 0.0  # Weight of the entropy bonus.
-    c.loss.chunk = 1024  # Loss tokens per chunk of logits; fewer take less memory.
+    c.loss.chunk = placeholder(int)  # Loss tokens per chunk of logits; fewer take less memory.
 
     c.kl = ConfigDict()  # KL to the policy that RL starts from.
     c.kl.kind = "none"  # (none | k1 | k2 | k3) Estimate. k1 has no gradient in the loss.
@@ -266,9 +267,9 @@ def _learner(c: ConfigDict) -> None:
     """Packed rows, passes over a batch, and the optimizer."""
     c.learner = ConfigDict()
     c.learner.packing = "trajectory"  # (trajectory | prefix_tree | per_step | per_step_padded) Layout of the rows.
-    c.learner.row_tokens = 512  # Length of a packed row.
-    c.learner.row_loss_tokens = 192  # Most loss tokens of a row.
-    c.learner.rows = 8  # Rows of a microbatch, over all processes.
+    c.learner.row_tokens = placeholder(int)  # Length of a packed row; unset: budget.context_tokens.
+    c.learner.row_loss_tokens = placeholder(int)  # Most loss tokens of a row; unset: all responses of an episode.
+    c.learner.rows = placeholder(int)  # Rows of a microbatch, over all processes.
     c.learner.old_logprobs = "sampler"  # (sampler | learner) Old log-probs of the ratio: as sampled, or recomputed.
     c.learner.loss_mask = True  # False trains observation tokens like actions (an ablation).
     c.learner.advantage_mask = True  # False lets credit count observation tokens as actions (an ablation).
@@ -329,6 +330,6 @@ def _devices(c: ConfigDict) -> None:
 
     c.mesh = ConfigDict()  # The learner's mesh, over all devices of all processes.
     c.mesh.data = -1  # Axis over which batches are sharded; -1 takes the devices that the others leave.
-    c.mesh.fsdp = 1  # Axis over which batches and parameters are sharded.
-    c.mesh.tensor = 1  # Axis over which heads and hidden units are sharded.
+    c.mesh.fsdp = placeholder(int)  # Axis over which batches and parameters are sharded.
+    c.mesh.tensor = placeholder(int)  # Axis over which heads and hidden units are sharded.
     c.mesh.rollout_devices = 0  # Devices of each process for rollouts alone; 0: learner and engine share all devices.

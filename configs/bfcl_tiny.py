@@ -23,9 +23,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.budget.max_steps = 20
     c.budget.response_tokens = 96
     c.budget.context_tokens = 4608
-    c.rollout.slot_tokens = 4608
     c.rollout.prefill_width = 128
-    c.learner.row_tokens = 4608
     c.learner.row_loss_tokens = 1920
     c.learner.rows = 2
     c.warm_start.batch = 4

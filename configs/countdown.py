@@ -28,10 +28,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.budget.observation_tokens = 24
     c.budget.context_tokens = 384
     c.rollout.swap_slots = 0  # the calculator takes less than a millisecond
-    c.rollout.slot_tokens = 384
-    c.learner.row_tokens = 384
     c.learner.row_loss_tokens = 192
-    c.learner.rows = 8
     c.loss.chunk = 512
     c.credit.name = "step_gae"
     c.credit.args.lam = 0.95

@@ -33,13 +33,9 @@ def get_config() -> ml_collections.ConfigDict:
     c.budget.context_tokens = 336
     c.budget.on_truncated_response = "continue"  # it is no action then
     c.rollout.swap_slots = 0
-    c.rollout.slot_tokens = 384
     c.rollout.groups = 8
     c.rollout.prefill_rows = (16, 64)
     c.rollout.prefill_width = 32
-    c.learner.row_tokens = 336
-    c.learner.row_loss_tokens = 56
-    c.learner.rows = 8
     c.loss.chunk = 512
     c.credit.name = "grpo"
     c.optimizer.name = "muon"

@@ -25,7 +25,5 @@ def get_config() -> ml_collections.ConfigDict:
     c.budget.response_tokens = 64
     c.budget.observation_tokens = 96
     c.budget.context_tokens = 1024
-    c.rollout.slot_tokens = 1024
-    c.learner.row_tokens = 1024
     c.learner.row_loss_tokens = 448
     return c

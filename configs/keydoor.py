@@ -34,13 +34,9 @@ def get_config() -> ml_collections.ConfigDict:
     c.budget.context_tokens = 224
     c.budget.on_truncated_response = "continue"  # it is no action then
     c.rollout.swap_slots = 0
-    c.rollout.slot_tokens = 256
     c.rollout.groups = 8
     c.rollout.prefill_rows = (16, 64)
     c.rollout.prefill_width = 16
-    c.learner.row_tokens = 224
-    c.learner.row_loss_tokens = 48
-    c.learner.rows = 8
     c.loss.chunk = 512
     c.credit.name = "grpo"
     c.optimizer.name = "muon"

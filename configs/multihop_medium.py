@@ -33,8 +33,6 @@ def get_config() -> ml_collections.ConfigDict:
     c.rollout.attention_block = 512
     c.rollout.attention_group = 64
     c.rollout.prefill_width = 128
-    c.rollout.slot_tokens = 2560
-    c.learner.row_tokens = 2560
     c.learner.row_loss_tokens = 768
     c.learner.rows = 16
     c.loss.chunk = 4096

@@ -45,10 +45,8 @@ def get_config() -> ml_collections.ConfigDict:
     c.rollout.swap_slots = 16
     c.rollout.prefill_width = 64
     c.rollout.prefill_rows = (2, 8)
-    c.rollout.slot_tokens = 1024
     c.rollout.attention_block = 128
     c.learner.packing = "prefix_tree"  # the samples of a question share much more than its prompt
-    c.learner.row_tokens = 1024
     c.learner.row_loss_tokens = 384
     c.learner.rows = 4
     c.loss.chunk = 512

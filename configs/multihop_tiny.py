@@ -40,9 +40,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.rollout.swap_slots = 4
     c.rollout.prefill_width = 64
     c.rollout.prefill_rows = (2, 8)
-    c.rollout.slot_tokens = 1280
     c.rollout.attention_block = 128
-    c.learner.row_tokens = 1280
     c.learner.row_loss_tokens = 384
     c.learner.rows = 4
     c.loss.chunk = 128

@@ -8,7 +8,7 @@ weights instead of a preset:
     python -m experiments.train --config=configs/scale_qwen2_5_3b.py --config.policy.preset= \
         --config.policy.weights=Qwen/Qwen2.5-3B-Instruct
 
-On a v5p-16 (8 chips) add --config.mesh.fsdp=8.
+On another slice add --config.hardware=auto.
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ def get_config() -> ml_collections.ConfigDict:
     c = base.get_config("multihop")
     c.run_dir = "runs/scale_qwen2_5_3b"
     c.updates = 200
+    c.hardware = "v5e-16"
     c.task.multihop.top_k = 3
     c.tokenizer.path = "{data}/tokenizers/qwen2.5"
     c.policy.preset = "qwen2.5-3b"
-    c.policy.dtype = "bfloat16"
-    c.policy.remat = "full"
-    c.policy.attention = "splash"  # rows of 4096 tokens: dense scores would need 1 GiB a row and layer
     c.budget.max_steps = 5
     c.budget.response_tokens = 256
     c.budget.observation_tokens = 512
@@ -39,19 +37,8 @@ def get_config() -> ml_collections.ConfigDict:
     c.rollout.groups = 32
     c.rollout.samples = 8
     c.rollout.tensor = 2  # as many as there are key heads: each device holds one of them, and half of the weights
-    c.rollout.slots = 64
     c.rollout.swap_slots = 32
-    c.rollout.prefill_width = 128
-    c.rollout.prefill_rows = (4, 16)
-    c.rollout.slot_tokens = 4096
-    c.rollout.attention_block = 1024
-    c.rollout.attention_group = 32
-    c.learner.row_tokens = 4096
-    c.learner.row_loss_tokens = 2048
-    c.learner.rows = 16
-    c.loss.chunk = 8192  # 512 for each of 16 shards
     c.optimizer.lr = 1e-6
     c.eval.questions = 512
     c.eval.every = 20
-    c.mesh.fsdp = 16
     return c

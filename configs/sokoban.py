@@ -23,8 +23,5 @@ def get_config() -> ml_collections.ConfigDict:
     c.budget.response_tokens = 4
     c.budget.observation_tokens = 40
     c.budget.context_tokens = 640
-    c.rollout.slot_tokens = 704
     c.rollout.prefill_width = 48
-    c.learner.row_tokens = 640
-    c.learner.row_loss_tokens = 64
     return c

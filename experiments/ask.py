@@ -37,7 +37,7 @@ from agentr1_jax.train import build
 from agentr1_jax.train.restore import load_run_decoder
 from agentr1_jax.train.settings import Settings
 from agentr1_jax.trajectory import Outcome, Trajectory
-from experiments.setup import make_task, read_run, read_settings, run_main, use_compile_cache, with_weights
+from experiments.setup import complete, make_task, read_run, read_settings, run_main, use_compile_cache, with_weights
 
 CONFIG = configs.define_config_flag()
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "of sampling; 0 is greedy", lower_bound=0.0)
@@ -52,7 +52,10 @@ def main(argv: Sequence[str]) -> None:
     if bool(question) == bool(QUESTION_ROW.value):
         raise UserError("give either a question that is not empty or --question_row=SPLIT/INDEX, e.g. eval/5")
     is_run = CONFIG.value is None
-    settings = read_run_settings(source) if is_run else read_settings(with_weights(CONFIG.value, source))
+    if is_run:
+        settings = read_run_settings(source)
+    else:
+        settings = read_settings(complete(with_weights(CONFIG.value, source), jax.devices()))
     settings = build.fit_devices(reduce_to_one_slot(settings))
     use_compile_cache(settings)
     dispatcher = Dispatcher()

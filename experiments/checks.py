@@ -19,6 +19,7 @@ from agentr1_jax.errors import UserError, user_error
 from agentr1_jax.policy import attention
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.runtime import mesh as meshes
+from agentr1_jax.train.defaults import check_chips
 from agentr1_jax.train.settings import Settings
 
 OPENINGS_CHECKED = 8
@@ -123,6 +124,7 @@ def _check_observation(settings: Settings, task: str, observation: Observation) 
 
 def check_placement(settings: Settings, devices: Sequence[jax.Device]) -> None:
     """Refuse meshes that do not fit the devices, and sizes that do not spread evenly over them."""
+    check_chips(settings.run.hardware, devices)
     count, minibatches = len({d.process_index for d in devices}), settings.learner.minibatches
     if settings.rollout.groups % (count * minibatches):
         raise UserError(

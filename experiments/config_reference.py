@@ -1,4 +1,4 @@
-"""Write docs/config.md: every config key with its type and range, its default and its meaning.
+"""Write docs/config.md, the keys of a config, and docs/metrics.md, the metrics of a run; print the keys of one config.
 
 python -m experiments.config_reference
 """
@@ -18,14 +18,25 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import jax
 from annotated_types import Ge, Gt, Le, Lt, MinLen
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from agentr1_jax.credit.scheme import SCHEMES, CreditConfig, arguments_class
+from agentr1_jax.errors import UserError
 from agentr1_jax.policy.config import PolicyConfig
+from agentr1_jax.runtime import config as configs
+from agentr1_jax.train import defaults, metrics
 from agentr1_jax.train.settings import ROLLOUT, SECTIONS, RunConfig, TaskConfig
 from agentr1_jax.validation import to_section
 from configs import base
+from experiments.setup import complete
 
+WIDTH = 180
+"""Columns of the table of keys where the output is no terminal."""
+METRICS_PAGE = pathlib.Path(__file__).parent.parent / "docs" / "metrics.md"
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "config.md"
 CLASSES: Mapping[str, Iterable[type]] = {
     "": (RunConfig,),
@@ -53,12 +64,42 @@ INTRODUCTION = """\
 Generated from `configs/base.py` and the dataclasses of its sections by `python -m experiments.config_reference`.
 
 Set a key in a config file (`c.optimizer.lr = 3e-4`) or behind the command (`--config.optimizer.lr=3e-4`);
-`--config.KEY=None` unsets a key whose default is none, and `--config.credit='gigpo(gamma=.95)'` sets `credit.name` and
-`credit.args` at once. With another `credit.name`, arguments of the config's scheme that the new one lacks are left out,
-and another `task.name` brings its own section with its defaults; the log says so. A config file starts from `base.get_config("task")` and is
-locked: a key that does not exist is an error that names the nearest one. A value of another type or out of range is
-refused at the start, and so are values that do not fit each other.
+`--keys[=section]` prints the keys of a config with their values, and where each was set.
+
+- `--config.KEY=None` unsets a key that may have no value. What is *by hardware* then follows from `hardware`, what is
+  *derived* from the lengths in `budget`, so that a longer context is one key.
+- `--config.credit='gigpo(gamma=.95)'` sets `credit.name` and `credit.args` at once.
+- With another `credit.name`, arguments of the config's scheme that the new one lacks are left out; another `task.name`
+  brings its own section with its defaults. The log says what was left out.
+
+A config file starts from `base.get_config("task")` and is locked: a key that does not exist is an error that names the
+nearest one, or the counterpart of another trainer's key. A value of another type or out of range is refused at the
+start, and so are values that do not fit each other.
 """
+
+METRICS_INTRODUCTION = """\
+# Metrics
+
+Generated from `agentr1_jax/train/metrics.py` by `python -m experiments.config_reference`.
+
+A run writes a record to `metrics.jsonl` for every RL update, every tenth update before RL, and every evaluation:
+
+    tail -n 1 runs/quickstart/metrics.jsonl | python -m json.tool
+
+Numbers that are not finite are the strings `nan`, `inf` and `-inf`. `*` stands for a name that the run gives.
+A mean is over all processes where the table does not say otherwise. TensorBoard and W&B get the same names (`sinks`).
+"""
+HARDWARE_INTRODUCTION = """\
+## Hardware
+
+`hardware` fills these keys where they are unset; `auto` looks at the devices, and takes as many chips as there are. The
+table is `HARDWARE` in `agentr1_jax/train/defaults.py`. For Qwen2.5-0.5B in contexts of 2048 tokens a nightly test
+compiles update and decoding for v5e-8 and v6e-8, and for Qwen2.5-3B for v5e-16. Nobody has run it on a TPU yet.
+`policy.attention` is `splash_tree` with `learner.packing=prefix_tree`. Sizes below are for contexts of 4096 tokens.
+"""
+BUDGET_OF_TABLE = {
+    "budget": {"max_steps": 5, "response_tokens": 256, "observation_tokens": 512, "context_tokens": 4096}
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +133,7 @@ def render_page() -> str:
         keys = section_keys(section, values[section] if section else top, read_fields(CLASSES[section]), comments)
         table = render_table(sorted(keys, key=lambda key: order[key.name]))
         parts.append("\n\n".join(filter(None, [f"## {heading}", link_pages(about), table])))
+    parts.append(render_hardware())
     parts.append(
         "## Tasks\n\nKeys of a task are in the section of its name; a config has those of its own tasks alone.\n"
     )
@@ -101,6 +143,22 @@ def render_page() -> str:
             of_task = section_keys(f"task.{name}", to_section(cls), read_fields([cls]), {})
             parts.append(f"### `task.{name}`\n\n{render_table(of_task)}")
     return "\n".join(parts)
+
+
+def follows(key: str) -> str:
+    """Return what decides a key that is unset; empty for one that nothing but its default decides."""
+    return "by hardware" if key in defaults.BY_HARDWARE else "derived" if key in defaults.BY_LENGTHS else ""
+
+
+def render_hardware() -> str:
+    """Return the section on what the hardware decides."""
+    rows, names = [], list(defaults.HARDWARE)
+    for name in names:
+        values = dict(configs.flatten(defaults.complete({**BUDGET_OF_TABLE, "hardware": name})))
+        rows.append({key: f"`{values[key]}`" for key in defaults.BY_HARDWARE})
+    lines = [f"| key | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    lines += [f"| `{key}` | {' | '.join(row[key] for row in rows)} |" for key in defaults.BY_HARDWARE]
+    return f"{HARDWARE_INTRODUCTION}\n" + "\n".join(lines) + "\n"
 
 
 def section_keys(section: str, values: Mapping[str, Any], fields: Fields, comments: Mapping[str, str]) -> Iterator[Key]:
@@ -122,7 +180,7 @@ def section_keys(section: str, values: Mapping[str, Any], fields: Fields, commen
         else:
             meaning = re.sub(r"^\([^()]*\|[^()]*\)\s*", "", comments.get(key, "")) or meaning  # Without the choices.
             default = "none" if value is None else f"`{value!r}`"
-            yield Key(key, describe_kind(hint), default, link_pages(as_sentence(meaning)))
+            yield Key(key, describe_kind(hint), follows(key) or default, link_pages(as_sentence(meaning)))
 
 
 def read_fields(classes: Iterable[Any]) -> Fields:
@@ -225,9 +283,73 @@ def render_table(keys: Iterable[Key]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def render_metrics() -> str:
+    """Return the text of docs/metrics.md."""
+    parts = [METRICS_INTRODUCTION]
+    for heading, listed in metrics.sections():
+        rows = [
+            (f"`{m.name}`", m.unit, m.meaning, f"`{m.condition}`" if "." in m.condition else m.condition)
+            for m in listed
+        ]
+        lines = ["| metric | unit | meaning | only with |", "|---|---|---|---|"]
+        lines += ["| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in rows]
+        parts.append(f"## {heading}\n\n" + "\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def show_keys(given: configs.Given, section: str, console: Console | None = None) -> None:
+    """Print every key of a config, or of a section, with its value, its default, where it was set, and its meaning.
+
+    Args:
+      given: config of a command.
+      section: dotted name of a section, or of a key; empty for all.
+      console: where to print; None for the standard output.
+
+    Raises:
+      UserError: no key begins so.
+    """
+    task = {**given.config.task}
+    names = base.task_names(task)
+    before = dict(configs.flatten(base.get_config(*names).to_dict()))
+    config = dict(configs.flatten(given.config.to_dict()))
+    devices = jax.devices() if given.config.hardware == defaults.AUTO else None
+    values = dict(configs.flatten(configs.resolve(complete(given.config, devices))))
+    comments = read_comments(inspect.getsource(base))
+    for name in names:
+        cls = base.find_task(name).config
+        if cls is not None:
+            of_task = section_keys(f"task.{name}", to_section(cls), read_fields([cls]), {})
+            comments |= {key.name: key.meaning for key in of_task}
+    chosen = [key for key in config if not section or key == section or key.startswith(f"{section}.")]
+    if not chosen:
+        sections = dict.fromkeys(key.partition(".")[0] for key in config if "." in key)
+        raise UserError(f"--keys={section}: no such section; choose one of {', '.join(sections)}")
+    console = console or Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH, file=console.file)
+    table = Table("key", "value", "default", "set by", "meaning", title=f"Keys of {given.path}", title_justify="left")
+    order = {key: i for i, key in enumerate(comments)}
+    for key in sorted(chosen, key=lambda key: order.get(key, len(order))):
+        if config[key] is None and values.get(key) is not None:
+            set_by = "hardware" if key in defaults.BY_HARDWARE else "lengths"
+        elif key in given.overrides:
+            set_by = "command line"
+        else:
+            set_by = "default" if config[key] == before.get(key) else "config file"
+        value, default = (_show(x) for x in (values.get(key), before.get(key)))
+        row = (key, value, follows(key) or default, set_by, comments.get(key, ""))
+        table.add_row(*map(escape, row), style="" if set_by == "default" else "bold")
+    console.print(table)
+
+
+def _show(value: Any) -> str:
+    return "none" if value is None else repr(value) if isinstance(value, str) else str(value)
+
+
 def main() -> None:
-    """Write the page."""
+    """Write the pages."""
     PAGE.write_text(render_page(), encoding="utf-8")
+    METRICS_PAGE.write_text(render_metrics(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.train.settings import Settings
 from experiments.checks import check_placement, check_task
 from experiments.plan import describe_cost, parse_speeds
-from experiments.setup import Config, make_task, read_settings
+from experiments.setup import Config, complete, make_task, read_settings
 
 NO_DATA = "(no --data)"
 """Data folder of a run that was given none: it must not fall back to a folder of this machine."""
@@ -35,6 +35,7 @@ class Device:
     process_index: int
     slice_index: int
     platform: str = "tpu"
+    device_kind: str = "TPU"
 
 
 def parse_devices(shape: str) -> list[Device]:
@@ -69,6 +70,7 @@ def check(runs: Sequence[Config], shape: str, speeds: Sequence[float] = ()) -> I
       UserError: what the workers would refuse.
     """
     devices: Any = parse_devices(shape)
+    runs = [complete(config, devices) for config in runs]
     settings = [read_settings(config) for config in runs]
     for each, config in zip(settings, runs, strict=True):
         check_placement(each, devices)

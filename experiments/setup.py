@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -35,7 +35,7 @@ from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.text.tokenizer import has_tokenizer
 from agentr1_jax.tools.base import Tool
 from agentr1_jax.tools.wrappers import ToolMetrics, wrap_tool
-from agentr1_jax.train import build
+from agentr1_jax.train import build, defaults
 from agentr1_jax.train.build import Setup
 from agentr1_jax.train.restore import newest_checkpoint
 from agentr1_jax.train.settings import SECTIONS, RunConfig, Settings, TaskConfig, load_file, settings_from_dict
@@ -54,6 +54,23 @@ COMPUTED_OTHERWISE = ("policy.attention", "policy.remat")
 """Keys that say how a policy is computed, not what it is."""
 IN_BUCKETS = ("run_dir", "warm_start.init_from", "tokenizer.path", "compilation_cache")
 """Keys whose paths may be `gs://`."""
+
+
+def complete(
+    config: ml_collections.ConfigDict, devices: Sequence[jax.Device] | None = None
+) -> ml_collections.ConfigDict:
+    """Return a copy of a config whose unset keys have the values that follow from other keys and the hardware.
+
+    Args:
+      config: the config; it is not changed.
+      devices: of all processes, for `hardware=auto`.
+
+    Raises:
+      UserError: see `defaults.complete`.
+    """
+    values, before = defaults.complete(config.to_dict(), devices), dict(configs.flatten(config.to_dict()))
+    unset = {key: x for key, x in configs.flatten(values) if key in before and before[key] is None and x is not None}
+    return change_config(config, unset)
 
 
 def read_settings(config: ml_collections.ConfigDict) -> Settings:
@@ -138,17 +155,24 @@ def _adapt_credit(config: ml_collections.ConfigDict, changes: Mapping[str, Any])
     return notes
 
 
-run_main = functools.partial(configs.run_main, adapt=adapt)
-"""`configs.run_main` of a script that reads a config."""
+def run_main(main: Callable[[Sequence[str]], Any], arguments: Sequence[str] = ()) -> None:
+    """Run the `main` of a script that reads a config; see `configs.run_main`."""
+    configs.run_main(main, arguments, adapt, _show_keys)
+
+
+def _show_keys(given: configs.Given, section: str) -> None:
+    from experiments import config_reference
+
+    config_reference.show_keys(given, section)
 
 
 def read_section(config: ml_collections.ConfigDict, cls: type[T]) -> T:
-    """Read the section of a dataclass, e.g. `LearnerConfig`, from a config that is still to be changed.
+    """Read the section of a dataclass, e.g. `LearnerConfig`, from a config that is still to be changed or completed.
 
     Raises:
       UserError: a value is of another type or out of range.
     """
-    values = config.to_dict()
+    values = defaults.complete(config.to_dict())
     if cls is RunConfig:
         return from_section(cls, "", {key: x for key, x in values.items() if not isinstance(x, dict)})
     (name,) = (name for name, section in {**SECTIONS, "credit": CreditConfig}.items() if section is cls)
@@ -252,7 +276,7 @@ def with_weights(config: ml_collections.ConfigDict, source: str) -> ml_collectio
     """Return a copy of a config with published weights, whose shape stays as it is, and the tokenizer they bring."""
     config = config.copy_and_resolve_references()
     for key, value in base.get_config().policy.items():
-        if value is None:
+        if value is None and f"policy.{key}" not in defaults.BY_HARDWARE:
             config.policy[key] = None
     config.policy.preset, config.policy.weights = "", source
     if has_tokenizer(os.path.expanduser(source)):

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 from absl import flags, logging
 
 from agentr1_jax.errors import UserError
@@ -39,7 +40,7 @@ from agentr1_jax.train.restore import make_reference
 from agentr1_jax.train.settings import Settings
 from agentr1_jax.train.summary import trajectory_means, write_report, write_summary
 from experiments.checks import first_prompt
-from experiments.setup import check_init_from, make_setup, read_settings, run_main, use_compile_cache
+from experiments.setup import check_init_from, complete, make_setup, read_settings, run_main, use_compile_cache
 
 CONFIG = configs.define_config_flag()
 DRY_RUN = flags.DEFINE_bool("dry_run", False, "print sizes and programs of the run, and leave")
@@ -61,15 +62,21 @@ def main(argv: Sequence[str]) -> None:
     started, config = time.perf_counter(), CONFIG.value
     settings = read_settings(config)
     if DRY_RUN.value or TOPOLOGY.value:
-        from experiments import dry_run
+        from experiments import dry_run, topology
 
-        return dry_run.show(settings, TOPOLOGY.value, SPEEDS.value)
+        devices = topology.devices(TOPOLOGY.value) if TOPOLOGY.value else jax.devices()
+        return dry_run.show(read_settings(complete(config, devices)), TOPOLOGY.value, SPEEDS.value)
     if CHECK.value:
         from experiments import preflight
 
         return preflight.show([config], CHECK.value, SPEEDS.value)
     run_dir = settings.run.run_dir
     processes.initialize(settings.processes.start_seconds, settings.processes.heartbeat_seconds)
+    config = complete(config, jax.devices())
+    if settings.run.hardware == "cpu" and jax.default_backend() != "cpu":
+        kind = jax.devices()[0].device_kind
+        logging.warning("hardware is cpu on %s: --config.hardware=auto sets dtype, attention and sizes for it", kind)
+    settings = read_settings(config)
     use_compile_cache(settings)
     first = processes.process_index() == 0
     with lock_folder(run_dir) if first else contextlib.nullcontext():

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs experiments.train on GPU nodes of a Slurm cluster, one process per node with all its GPUs:
 #   bash launch/slurm.sh --nodes=2 --gpus_per_node=8 --time=24:00:00 [flags] \
-#     --config=configs/agentr1_grpo.py:gpu8 --config.run_dir=/shared/runs/mine [flags of experiments.train]
+#     --config=configs/agentr1_grpo.py:h100x8 --config.run_dir=/shared/runs/mine [flags of experiments.train]
 # Requirements: an account and a partition of the cluster; port 8476 open between the nodes; on a file system that all nodes
 # share: this folder, the run's folder and VENV_PYTHON, the interpreter of an environment with requirements.txt and
 # 'jax[cuda13]'. Tested with stand-ins for Slurm's programs only.

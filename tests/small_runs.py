@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fnmatch
 import subprocess
 import sys
 from pathlib import Path
 
+from agentr1_jax.runtime.metrics import read_metrics
+from agentr1_jax.train.metrics import METRICS
 from configs import quickstart
 
 ROOT = Path(__file__).parents[1]
@@ -46,3 +49,17 @@ def small_config(run_dir: Path, **overrides: object):
         keys = {**SMALL, "learner.rows": 8, "run_dir": str(run_dir)}
         config.update_from_flattened_dict(keys | {k.replace("__", "."): v for k, v in overrides.items()})
     return config.lock()
+
+
+def check_metric_names(*folders: Path, everything: bool = False) -> None:
+    """Hold the table of metrics against what runs wrote: all that they wrote is listed.
+
+    With `everything` they also wrote all that is listed without a condition.
+    """
+    names = {name for folder in folders for record in read_metrics(folder / "metrics.jsonl") for name in record}
+    unlisted = [name for name in names if not any(fnmatch.fnmatchcase(name, listed) for listed in METRICS)]
+    assert not unlisted, f"list them in agentr1_jax/train/metrics.py: {sorted(unlisted)}"
+    if everything:
+        always = [name for name, metric in METRICS.items() if not metric.condition]
+        unwritten = [name for name in always if not fnmatch.filter(names, name)]
+        assert not unwritten, f"no run wrote them: {unwritten}"

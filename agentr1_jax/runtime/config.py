@@ -34,6 +34,7 @@ from agentr1_jax.runtime.synonyms import NO_COUNTERPART, SYNONYMS
 HELP = """\
 --config=FILE        the config to start from, e.g. --config=configs/quickstart.py
 --config.a.b=value   another value of a key, e.g. --config.updates=20; docs/config.md lists every key
+--keys[=section]     with --config: print every key with its value, its default and where it was set, and leave
 
 """
 """First lines of `--help`."""
@@ -49,14 +50,14 @@ class Given:
     """The config of a command.
 
     Attributes:
+      path: of the config file, with its argument.
       config: with the overrides of the command line.
-      file_config: as the config file has it.
       overrides: dotted keys that the command line sets.
       notes: what the overrides of other keys have changed, a line each.
     """
 
+    path: str
     config: ml_collections.ConfigDict
-    file_config: ml_collections.ConfigDict
     overrides: Sequence[str]
     notes: Sequence[str]
 
@@ -193,7 +194,7 @@ def parse_config(argv: Sequence[str], adapt: Adapt | None = None) -> tuple[list[
     rest, overrides = _split_overrides(argv, file_config)
     overrides = _expand_calls(file_config, overrides, path)
     config, notes = (file_config, []) if adapt is None else adapt(file_config, overrides)
-    return rest, Given(override(config, overrides, path), file_config, list(overrides), notes)
+    return rest, Given(path, override(config, overrides, path), list(overrides), notes)
 
 
 def _check_arguments(given: Sequence[str], expected: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
 
-from agentr1_jax.agents.context import RULES, ContextConfig, ContextRule
+from agentr1_jax.agents.context import ContextConfig, ContextRule
 from agentr1_jax.agents.loop import AgentConfig
 from agentr1_jax.credit.scheme import CreditConfig, Scheme
 from agentr1_jax.credit.shaping import ShapingConfig
@@ -40,6 +40,7 @@ from agentr1_jax.runtime.metrics import SinksConfig
 from agentr1_jax.runtime.monitoring import parse_profile_updates
 from agentr1_jax.runtime.processes import ProcessesConfig
 from agentr1_jax.tools.wrappers import ToolsConfig
+from agentr1_jax.train import defaults
 from agentr1_jax.trajectory import Budget
 from agentr1_jax.validation import STRICT, Count, Fraction, NonNegative, Positive, Seed, Whole, from_section
 
@@ -52,6 +53,7 @@ class RunConfig:
     run_dir: str = "runs/base"
     updates: Whole = 100
     critic: Literal["none", "shared_trunk", "separate"] = "none"
+    hardware: Literal["cpu", "v5e-8", "v5e-16", "v6e-8", "v5p-8", "h100x8", "auto"] = "cpu"
     profile_updates: str = ""
     compilation_cache: str = "{runs}/.programs"
 
@@ -199,14 +201,13 @@ class Settings:
 
     @property
     def most_steps(self) -> int:
-        """Most steps of a trajectory. A rule with summaries adds one between two steps."""
-        return self.context_rule.most_steps(self.budget.max_steps + self.budget.final_answer_step)
+        """Most steps of a trajectory."""
+        return defaults.most_steps(self.budget, self.context_rule)
 
     @property
     def most_response_tokens(self) -> int:
         """Most tokens that one step samples."""
-        summary = self.context.summary_tokens if self.context_rule.makes_summaries else 0
-        return max(self.budget.response_tokens, summary)
+        return defaults.most_response_tokens(self.budget, self.context, self.context_rule)
 
     @property
     def batch_capacity(self) -> dict[str, int]:
@@ -264,16 +265,14 @@ def settings_from_dict(values: Mapping[str, Any], task: TaskConfig) -> Settings:
     Imports the user's files that register credit schemes and context rules.
 
     Args:
-      values: section -> key -> value, and the keys at the top; a missing key has its dataclass's default.
+      values: section -> key -> value, and the keys at the top; `defaults.complete` gives values to those that are
+        unset, and a missing key of another name has its dataclass's default.
       task: the section `task`, which is read where the tasks are known.
 
     Raises:
       UserError: a value is of another type, out of range or does not fit another; the message names the keys.
     """
-    values = derive(values)
-    file = values.get("context", {}).get("file")
-    if file and isinstance(file, str):  # Before the rule is looked up.
-        load_file(RULES, file)
+    values = defaults.complete(derive(values))
     credit = dict(values.get("credit", {}))
     credit["args"] = {key: x for key, x in credit.get("args", {}).items() if x is not None}
     credit_config = from_section(CreditConfig, "credit", credit)
@@ -398,7 +397,8 @@ def _check_lengths(s: Settings) -> None:
     for key, tokens in (("learner.row_tokens", s.learner.row_tokens), ("rollout.slot_tokens", s.engine.slot_tokens)):
         if tokens < s.budget.context_tokens:
             raise UserError(
-                f"{key} ({tokens}) is less than budget.context_tokens ({s.budget.context_tokens}): a step would not fit"
+                f"{key} ({tokens}) is less than budget.context_tokens ({s.budget.context_tokens}): a step would not "
+                f"fit; {key}=None makes it follow"
             )
     if s.learner.row_loss_tokens <= s.most_response_tokens:
         key = "budget.response_tokens"
@@ -406,11 +406,11 @@ def _check_lengths(s: Settings) -> None:
             key = "context.summary_tokens"
         raise UserError(
             f"learner.row_loss_tokens is {s.learner.row_loss_tokens}; a step can have {s.most_response_tokens} "
-            f"({key}), and one more for the critic"
+            f"({key}), and one more for the critic; learner.row_loss_tokens=None makes it follow"
         )
     if s.learner.observations and s.learner.row_loss_tokens < s.budget.context_tokens:
         raise UserError(
             f"learner.loss_mask or learner.advantage_mask is False: a step then has up to budget.context_tokens "
             f"({s.budget.context_tokens}) loss tokens, and learner.row_loss_tokens is {s.learner.row_loss_tokens}; "
-            "raise it"
+            "learner.row_loss_tokens=None makes it follow"
         )

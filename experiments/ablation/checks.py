@@ -15,10 +15,11 @@ from agentr1_jax.errors import UserError
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.tools.wrappers import ToolMetrics
+from agentr1_jax.train.defaults import AUTO, BY_HARDWARE
 from agentr1_jax.train.settings import RunConfig
 from experiments.ablation.grid import Cell, summary
 from experiments.checks import check_placement, check_task
-from experiments.setup import Config, make_task, read_section, read_settings
+from experiments.setup import Config, complete, make_task, read_section, read_settings
 
 
 def check_apart(runs: Sequence[Config]) -> str:
@@ -38,7 +39,7 @@ def check_all(runs: Sequence[Config]) -> str:
     """See `check_apart`."""
     for config in runs:
         try:
-            settings = read_settings(config)
+            settings = read_settings(complete(config, jax.devices()))
             check_placement(settings, jax.devices())
             check_task(settings, make_task(settings, ToolMetrics()))
         except UserError as error:
@@ -51,8 +52,10 @@ def check_folders(cells: Sequence[Cell]) -> None:
     for cell in cells:
         if os.path.exists(os.path.join(cell.folder, "config.json")):
             may_differ = ("run_dir", "warm_start.init_from") if cell.is_finished else ("run_dir",)
+            by_devices = BY_HARDWARE if read_section(cell.config, RunConfig).hardware == AUTO else ()
             try:
-                RunFolder(cell.folder).check_same_config(configs.resolve(cell.config), may_differ)
+                resolved = configs.resolve(complete(cell.config))
+                RunFolder(cell.folder).check_same_config(resolved, (*may_differ, *by_devices))
             except UserError as error:
                 raise UserError(str(error).replace("--config.run_dir", "--out")) from error
 

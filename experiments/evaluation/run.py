@@ -40,7 +40,16 @@ from experiments.evaluation import policies, results
 from experiments.evaluation.chunks import SECTIONS, Chunk, chunks_of, claim, identities, with_facts
 from experiments.evaluation.modes import START, check_mode, make_agent, role_of
 from experiments.evaluation.policies import Source
-from experiments.setup import Config, change_config, is_run, make_task, read_run, read_settings, use_compile_cache
+from experiments.setup import (
+    Config,
+    change_config,
+    complete,
+    is_run,
+    make_task,
+    read_run,
+    read_settings,
+    use_compile_cache,
+)
 
 HELD_OUT = "held_out"
 
@@ -217,7 +226,7 @@ def set_up(config: Config, request: Request, modes: Sequence[str]) -> Evaluation
       UserError: they do not fit each other; of modes that nobody named only for `agent`.
     """
     config = change_config(config, {"seed": request.seed})  # Equal seeds of requests ask equal questions.
-    settings = build.fit_devices(read_settings(config))
+    settings = build.fit_devices(read_settings(complete(config, jax.devices())))
     use_compile_cache(settings)
     dispatcher = Dispatcher()
     task = make_task(settings, ToolMetrics(), dispatcher)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import re
 
 import pytest
 from changes import changed
 from configured import configured_task
+from rich.console import Console
 
 from agentr1_jax.envs.registry import TASKS
 from agentr1_jax.errors import UserError
@@ -15,6 +17,7 @@ from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.config import flatten
 from agentr1_jax.runtime.synonyms import NO_COUNTERPART, SYNONYMS
 from configs import base, countdown, keydoor, multihop_tiny, quickstart
+from experiments import config_reference
 from experiments.setup import adapt, read_settings
 
 BATCH_MEAN = """
@@ -152,6 +155,32 @@ def test_another_task_brings_its_own_keys(tmp_path, monkeypatch):
     own = (f"task.file={tmp_path}/mine.py", "task.name=guess")
     assert command_line(*own).task.sections["guess"].most == 9
     assert command_line(*own, "task.args.most=3").task.sections["guess"].most == 3
+
+
+def test_keys_are_printed_with_where_they_were_set():
+    path = f"--config={base.__file__.replace('base.py', 'scale_qwen2_5_3b.py')}"
+    overrides = ("--config.rollout.slots=16", "--config.credit.name=gigpo", "--config.budget.context_tokens=2048")
+    _, given = configs.parse_config(["train", path, *overrides], adapt)
+
+    def show(section):
+        out = io.StringIO()
+        config_reference.show_keys(given, section, Console(file=out))
+        rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.getvalue().splitlines() if "│" in line]
+        return {row[0]: row[1:] for row in rows if row[0]}
+
+    every = show("")
+    assert every.keys() == dict(flatten(given.config.to_dict())).keys()
+    assert all(row[0] and row[1] and row[2] and row[3] for row in every.values())
+    assert every["rollout.slots"][:3] == ["16", "by hardware", "command line"]
+    assert every["rollout.tensor"][:3] == ["2", "1", "config file"]
+    assert every["policy.dtype"][:3] == ["'bfloat16'", "by hardware", "hardware"]
+    assert every["learner.row_tokens"][:3] == ["2048", "derived", "lengths"]
+    assert every["kl.coef"] == ["0.001", "0.001", "default", "Weight of the KL."]
+    assert every["credit.name"][:3] == ["'gigpo'", "'grpo'", "command line"]
+    assert every["task.multihop.top_k"] == ["3", "5", "config file", "Passages that a search returns."]
+    assert show("mesh").keys() == {key for key in every if key.startswith("mesh.")}
+    with pytest.raises(UserError, match="--keys=nonsense: no such section; choose one of .*rollout"):
+        show("nonsense")
 
 
 def test_keys_of_other_trainers_are_understood():

@@ -30,6 +30,7 @@ from agentr1_jax.trajectory_io import write_jsonl
 from configs import quickstart, resolved
 from experiments.ablation import checks, comparison, grid, jobs
 from experiments.checks import check_placement
+from experiments.setup import complete
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -179,7 +180,7 @@ def test_a_cell_that_cannot_work_is_refused_with_its_folder(config):
 
 def test_a_run_of_another_config_is_refused_though_it_is_finished(config, tmp_path):
     _, (cell,) = cells_of(config, "grpo", out=str(tmp_path))
-    RunFolder(str(cell.folder)).write_config(configs.resolve(cell.config))
+    RunFolder(str(cell.folder)).write_config(configs.resolve(complete(cell.config)))
     Path(cell.folder, "summary.json").write_text("{}")
     checks.check_folders([cell])
     config.optimizer.lr = 0.5

@@ -23,11 +23,11 @@ from configs import agentr1, base, presets
 from experiments import config_reference, topology
 from experiments.checks import check_placement
 from experiments.plan import device_bytes, make_plan, preset_of_weights, programs, total_bytes
-from experiments.setup import make_task, read_settings
+from experiments.setup import complete, make_task, read_settings
 
 FOLDER = pathlib.Path(agentr1.__file__).parent
 NAMES = ("ppo_token", "ppo_step", "grpo", "reinforce_pp", "rloo")
-SLICES = {"v5e-16": (16, 4, "v5e:4x4", 16), "v5p-8": (4, 1, "v5p:2x2x1", 95), "gpu8": (8, 1, "", 80)}
+SLICES = {"v5e-16": (16, 4, "v5e:4x4", 16), "v5p-8": (4, 1, "v5p:2x2x1", 95), "h100x8": (8, 1, "", 80)}
 """Devices, processes, topology and GiB of each device."""
 PROTOCOL = {
     "task.multihop.datasets": ("hotpotqa", "2wikimultihopqa"),
@@ -80,13 +80,13 @@ def flat(config):
 
 def devices(hardware):
     count, processes, _, _ = SLICES[hardware]
-    return [types.SimpleNamespace(process_index=i * processes // count) for i in range(count)]
+    return [types.SimpleNamespace(process_index=i * processes // count, platform="tpu") for i in range(count)]
 
 
 @pytest.mark.parametrize("hardware", SLICES)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_config_can_start_on_all_hardware_and_has_the_protocols_numbers(name, hardware):
-    c = load(name, hardware)
+    c = complete(load(name, hardware))
     settings = read_settings(c)
     check_placement(settings, devices(hardware))
     values = flat(c)
@@ -111,19 +111,19 @@ def test_a_config_changes_the_algorithm_alone(name):
 
 
 def test_hardware_changes_nothing_of_the_algorithm():
-    keys = {hardware: set(changes) for hardware, changes in agentr1.HARDWARE.items()}
-    assert set(keys) == set(SLICES) and len({frozenset(x) for x in keys.values()}) == 1
     for name in NAMES:
-        first, *others = (flat(load(name, hardware)) for hardware in SLICES)
+        first, *others = (flat(complete(load(name, hardware))) for hardware in SLICES)
         for other in others:
             differing = {key for key in first if first[key] != other[key]}
-            assert {key.split(".")[0] for key in differing} <= {"mesh", "rollout", "learner", "policy"}
+            assert {key.split(".")[0] for key in differing} <= {"hardware", "mesh", "rollout", "learner", "policy"}
             assert not differing & PROTOCOL.keys()
 
 
 def test_unknown_hardware_is_refused_with_what_there_is():
-    with pytest.raises(UserError, match=r"unknown hardware 'v9z'; choose one of v5e-16, v5p-8, gpu8"):
-        load("grpo", "v9z")
+    with pytest.raises(UserError, match=r"hardware is 'v9z'; choose one of cpu, v5e-8, v5e-16, .*, auto"):
+        read_settings(load("grpo", "v9z"))
+    with pytest.raises(UserError, match=r"hardware is v5e-16, which has 16 chips, and there are 8 devices \(cpu\)"):
+        check_placement(read_settings(load("grpo")), jax.devices())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -143,7 +143,7 @@ def test_a_dry_run_asks_neither_the_hub_nor_the_data(name, trained, monkeypatch,
         raise FileNotFoundError(path)
 
     monkeypatch.setattr(weights, "read_config", unreachable)
-    config = changed(load(name, "gpu8"), policy__attention="xla", tokenizer__path=str(tmp_path / "none"))
+    config = changed(load(name, "h100x8"), policy__attention="xla", tokenizer__path=str(tmp_path / "none"))
     plan = make_plan(read_settings(changed(config, task__data_dir=str(tmp_path / "none"))))
     parameters = 3_085_938_688  # As published.
     assert total_bytes(plan.state.params["decoder"]) == 4 * parameters
@@ -288,6 +288,8 @@ def test_an_unknown_task_is_refused_with_those_there_are():
 def test_page_is_current() -> None:
     page = config_reference.PAGE.read_text(encoding="utf-8")
     assert page == config_reference.render_page(), "run python -m experiments.config_reference"
+    page = config_reference.METRICS_PAGE.read_text(encoding="utf-8")
+    assert page == config_reference.render_metrics(), "run python -m experiments.config_reference"
 
 
 def test_every_key_has_type_and_meaning() -> None:

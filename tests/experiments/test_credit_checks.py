@@ -48,7 +48,7 @@ def task(*, state_key="s", potential=1.0, evidence="", parts=("goal",)):
         ({"credit__file": "nowhere.py"}, "credit.file: .*nowhere.py: no such file"),
         ({"shaping__process_norm": "group"}, "shaping: process_norm needs process_parts"),
         (
-            {"learner__loss_mask": False},
+            {"learner__loss_mask": False, "learner__row_loss_tokens": 48},
             r"budget.context_tokens \(224\) loss tokens, and learner.row_loss_tokens is 48",
         ),
         (
@@ -138,7 +138,7 @@ def test_greedy_rollouts_are_of_the_rows_of_the_batch(monkeypatch):
 
 
 def test_an_arm_without_a_mask_gets_rows_for_what_it_reads():
-    config = keydoor.get_config()
+    config = changed(keydoor, learner__row_loss_tokens=48)
     arms = grid.cross(grid.parse_arms("token_gae"), "learner.loss_mask", ["true", "false"], True)
     _, (masked, unmasked) = grid.make_grid(config, arms, [0], "out")
     assert masked.config.learner.row_loss_tokens == 48 and unmasked.config.learner.row_loss_tokens == 224

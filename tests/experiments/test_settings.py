@@ -9,12 +9,15 @@ import typing
 from typing import Annotated, Any
 
 import pytest
+from changes import changed
 
 from agentr1_jax.errors import UserError
 from agentr1_jax.runtime.config import flatten
-from agentr1_jax.train.settings import Settings
+from agentr1_jax.train import defaults
+from agentr1_jax.train.settings import RunConfig, Settings
 from configs import base, quickstart
-from experiments.setup import read_settings
+from experiments.checks import check_placement
+from experiments.setup import complete, read_settings
 
 TASKS = sorted(base.TASK_MODULES)
 MUTATIONS: tuple[Any, ...] = (
@@ -117,6 +120,80 @@ def test_every_number_has_a_range():
         if numbers_without_range(hint)
     ]
     assert not open_ended
+
+
+def filled(devices=None, **changes):
+    """A config with only these keys, completed."""
+    config = changed(base.get_config("hopworld"), policy__preset="tiny", **changes)
+    return complete(config, devices), config
+
+
+def test_the_length_of_a_context_is_one_key():
+    for tokens, block in ((512, 64), (8192, 64), (320, 64), (1000, 64)):
+        config, _ = filled(budget__context_tokens=tokens)
+        settings = read_settings(config)
+        up = -(-tokens // block) * block
+        assert (settings.engine.slot_tokens, settings.engine.attention_block) == (up, block)
+        assert settings.learner.row_tokens == tokens and settings.budget.trajectory_tokens == max(8 * tokens, 4096)
+        assert settings == read_settings(complete(config))  # What is set stays.
+    config, _ = filled(budget__context_tokens=8192, budget__response_tokens=1024, budget__final_answer_step=True)
+    assert config.learner.row_loss_tokens == 6 * 1024 + 8  # Every step in full, and one more, in eights.
+    config, _ = filled(learner__loss_mask=False)
+    assert config.learner.row_loss_tokens == config.budget.context_tokens
+    config, _ = filled(rollout__slot_tokens=1000, learner__row_tokens=777, learner__row_loss_tokens=99)
+    assert (config.rollout.slot_tokens, config.rollout.attention_block) == (1000, 8)
+    assert (config.learner.row_tokens, config.learner.row_loss_tokens) == (777, 99)
+    with pytest.raises(UserError, match=r"learner.row_tokens \(64\) is less than .*; learner.row_tokens=None makes it"):
+        read_settings(filled(learner__row_tokens=64)[0])
+
+
+def devices_of(kind, count, platform="tpu", processes=1):
+    return [
+        types.SimpleNamespace(device_kind=kind, platform=platform, process_index=i * processes // count)
+        for i in range(count)
+    ]
+
+
+def test_hardware_fills_what_is_unset():
+    cpu, before = filled()
+    assert all(value is None for key, value in flatten(before.to_dict()) if key in defaults.BY_HARDWARE)
+    assert all(value is not None for key, value in flatten(cpu.to_dict()) if key in defaults.BY_HARDWARE)
+    assert (cpu.policy.dtype, cpu.mesh.fsdp, cpu.learner.rows) == ("float32", 1, 8)
+    tpu, _ = filled(hardware="v5e-16", policy__remat="dots", rollout__slots=96)
+    assert (tpu.policy.dtype, tpu.policy.attention, tpu.mesh.fsdp, tpu.learner.rows) == ("bfloat16", "splash", 16, 16)
+    assert (tpu.policy.remat, tpu.rollout.slots) == ("dots", 96)  # As they were set.
+    assert tpu.loss.chunk == 16 * 512
+    assert typing.get_args(typing.get_type_hints(RunConfig)["hardware"]) == (*defaults.HARDWARE, defaults.AUTO)
+    for mesh, fsdp in (({"mesh__tensor": 4}, 4), ({"mesh__data": 2}, 8), ({"mesh__data": 2, "mesh__tensor": 2}, 4)):
+        assert filled(hardware="v5e-16", **mesh)[0].mesh.fsdp == fsdp
+    assert filled(hardware="v5e-8", learner__packing="prefix_tree")[0].policy.attention == "splash_tree"
+    assert filled(hardware="v5e-8", learner__row_tokens=520)[0].policy.attention == "xla"
+    assert filled(hardware="v5e-8", budget__context_tokens=520)[0].learner.row_tokens == 640
+    assert filled(hardware="v5e-8", rollout__slot_tokens=320)[0].rollout.attention_block == 64
+
+
+@pytest.mark.parametrize(
+    ("devices", "dtype", "attention", "fsdp"),
+    [
+        (devices_of("cpu", 8, "cpu"), "float32", "xla", 1),
+        (devices_of("TPU v5 lite", 8), "bfloat16", "splash", 8),
+        (devices_of("TPU v6 lite", 4), "bfloat16", "splash", 4),
+        (devices_of("TPU v5p", 4), "bfloat16", "splash", 4),
+        (devices_of("TPU v9", 2), "bfloat16", "splash", 2),
+        (devices_of("NVIDIA H200", 1, "gpu"), "bfloat16", "xla", 1),
+    ],
+)
+def test_auto_is_what_the_devices_are(devices, dtype, attention, fsdp):
+    config, _ = filled(devices, hardware="auto")
+    assert (config.policy.dtype, config.policy.attention, config.mesh.fsdp) == (dtype, attention, fsdp)
+    check_placement(read_settings(config), devices)
+
+
+def test_auto_leaves_devices_to_rollouts():
+    devices = devices_of("TPU v5 lite", 16, processes=4)
+    config, _ = filled(devices, hardware="auto", mesh__rollout_devices=2, rollout__slots=64)
+    assert (config.mesh.fsdp, config.learner.rows) == (8, 8)
+    check_placement(read_settings(config), devices)
 
 
 def test_nonsense_that_once_trained_is_refused():

@@ -127,7 +127,7 @@ def test_a_section_is_set_by_one_call():
 
 def test_help_begins_with_how_to_set_and_list_keys(folder):
     said = start(folder, "--help").stdout.splitlines()
-    assert [line.split()[0] for line in said[:2]] == ["--config=FILE", "--config.a.b=value"]
+    assert [line.split()[0] for line in said[:3]] == ["--config=FILE", "--config.a.b=value", "--keys[=section]"]
 
 
 @pytest.mark.parametrize(

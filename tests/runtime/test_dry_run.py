@@ -19,14 +19,18 @@ from agentr1_jax.errors import UserError
 from agentr1_jax.learner.batch import CRITIC_FIELDS, batch_shapes, to_microbatches
 from agentr1_jax.learner.packing import scatter_fields
 from agentr1_jax.tools.wrappers import ToolMetrics
-from agentr1_jax.train import build
+from agentr1_jax.train import build, defaults
 from configs import multihop_tiny, quickstart, scale_qwen2_5_3b
 from experiments import topology
 from experiments.checks import check_attention
 from experiments.plan import device_bytes, make_plan, programs, total_bytes
-from experiments.setup import make_task, read_settings
+from experiments.setup import complete, make_task, read_settings
 
 ROOT = Path(__file__).parents[2]
+DEVICE_KEYS = dict.fromkeys(
+    (key.replace(".", "__") for key in (*defaults.BY_HARDWARE, *defaults.BY_LENGTHS)),
+)
+"""Keys that follow from hardware and lengths, unset."""
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="no libtpu")
 
 
@@ -104,7 +108,7 @@ def test_the_command_prints_tables_and_writes_nothing(tmp_path):
 
 
 def test_a_preset_with_a_vocabulary_needs_neither_tokenizer_nor_data(tmp_path):
-    config = changed(scale_qwen2_5_3b.get_config(), policy__attention="xla", mesh__fsdp=8, rollout__tensor=4)
+    config = changed(scale_qwen2_5_3b.get_config(), hardware="v5e-8", policy__attention="xla", rollout__tensor=4)
     config = changed(config, tokenizer__path=str(tmp_path / "none"), task__data_dir=str(tmp_path / "none"))
     plan = make_plan(read_settings(config))
     assert sum(x.size for x in jax.tree.leaves(plan.state.params)) == 3_085_938_688  # As published.
@@ -174,13 +178,33 @@ def test_the_tpu_compiler_takes_the_engine_of_qwen2_5_3b_and_it_fits():
 
 @needs_libtpu
 @pytest.mark.nightly
+@pytest.mark.parametrize(("slice_", "hardware"), [("v5e:2x4", "v5e-8"), ("v6e:2x4", "v6e-8")])
+def test_the_tpu_compiler_takes_what_the_table_of_hardware_says_and_it_fits(slice_, hardware):
+    """Update and decoding of Qwen2.5-0.5B in contexts of 2048 tokens, all keys but these by the hardware."""
+    memory = {"v5e-8": 16, "v6e-8": 32}[hardware] * 2**30
+    config = changed(quickstart, policy__preset="qwen2.5-0.5b", hardware="auto", **DEVICE_KEYS)
+    config = complete(
+        changed(config, budget__context_tokens=2048, budget__response_tokens=256), topology.devices(slice_)
+    )
+    named = complete(changed(config, hardware=hardware))
+    assert {**named.to_dict(), "hardware": "auto"} == config.to_dict()
+    assert (config.policy.dtype, config.policy.attention, config.mesh.fsdp) == ("bfloat16", "splash", 8)
+    plan = make_plan(read_settings(config), slice_)
+    for program, beside in (("update (RL)", 0), ("decode", device_bytes(plan.state))):
+        m = compile_memory(plan, program)
+        total = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
+        assert total + beside < 0.9 * memory, program
+
+
+@needs_libtpu
+@pytest.mark.nightly
 @pytest.mark.parametrize(("program", "tensor"), [("prefill", 4), ("decode", 1)])
 def test_more_cache_needs_no_more_temporaries_on_a_tpu(program, tensor):
     """Weights in another layout and scores of a prefill do not depend on the number of slots; a copied cache would."""
     temporary, cache = [], []
     for slots in (32, 64):
-        config = changed(scale_qwen2_5_3b.get_config(), rollout__tensor=tensor, rollout__slots=slots, mesh__fsdp=4)
-        plan = make_plan(read_settings(config), "v5e:2x2")
+        config = changed(scale_qwen2_5_3b, hardware="auto", rollout__tensor=tensor, rollout__slots=slots)
+        plan = make_plan(read_settings(complete(config, topology.devices("v5e:2x2"))), "v5e:2x2")
         memory = compile_memory(plan, program)
         cache.append(device_bytes(plan.cache))
         temporary.append(memory.temp_size_in_bytes)

@@ -13,7 +13,7 @@ import jax
 import pages
 import pytest
 from programs import program
-from small_runs import small_config
+from small_runs import check_metric_names, small_config
 
 from agentr1_jax.runtime.metrics import read_metrics
 from agentr1_jax.runtime.run_folder import RunFolder
@@ -148,6 +148,7 @@ def test_a_run_that_stops_and_resumes_is_the_run_that_never_stopped(
     shown = [{t["uid"].split("/")[0] for t in pages.island(page)["trajectories"]} for page in reports[:3]]
     assert shown[0] == set() and "rl" in shown[2] and {"eval_000001"} < shown[1], "a stop leaves a report"
 
+    check_metric_names(straight, everything=True)
     train.write_summary(setup, whole)
     summary = json.loads((straight / "summary.json").read_text())
     assert {"f1_after_greedy", "seconds", "updates"} <= set(summary)

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import pages
 import pytest
-from small_runs import ROOT, command, small_config, train
+from small_runs import ROOT, check_metric_names, command, small_config, train
 
 from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.errors import UserError
@@ -256,6 +256,7 @@ def test_real_data(tmp_path: Path, data_dir: Path, config: str, tools: set[str],
     assert first.metrics["em"] == 1.0 and tools <= {call["name"] for call in first.steps[0].tool_calls}
     (record,) = (r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["phase"] == "rl")
     assert record["batch/tokens"] > 0
+    check_metric_names(tmp_path / "run")
     for text, least in ((first.row["question"], 20), (first.steps[0].tool_calls[0]["result"], 0)):
         assert len(text) > least and json.dumps(text) in json.dumps(page[first.uid])
 
@@ -274,6 +275,7 @@ def test_summaries_are_steps_of_a_run(tmp_path: Path) -> None:
     assert any(a for t, place in summaries for a in t.steps[place].advantages)
     (record,) = (r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["phase"] == "rl")
     assert record["learner/grad_norm"] > 0 and "rollout/summary_score" in record
+    check_metric_names(tmp_path / "run")
 
 
 @pytest.mark.slow
@@ -295,6 +297,7 @@ def test_a_mixture_under_a_curriculum(tmp_path: Path) -> None:
         assert {t.row["max_steps"] for t in batch} == {most} and max(len(t.steps) for t in batch) <= most
     evaluated = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["phase"] == "eval"]
     assert all({"eval/em_countdown", "eval/em_keydoor"} <= r.keys() for r in evaluated)
+    check_metric_names(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
