@@ -97,7 +97,7 @@ def tolerate(read: Iterable[T], notes: list[str]) -> Iterator[T]:
 
 
 def choose(folder: RunFolder, selection: Selection, notes: list[str]) -> list[Source]:
-    """Choose the trajectories of a report, the newest first.
+    """Choose the trajectories of a report: the newest RL batch, then the others from the newest to the oldest.
 
     Args:
       folder: of a run, which may be running.
@@ -121,7 +121,8 @@ def _sample(folder: RunFolder, most: int, notes: list[str]) -> list[Source]:
     counts |= {"demonstrations": most // 8}
     counts |= {**dict.fromkeys(batches[-1:], most // 4), **dict.fromkeys(batches[:1], most)}
     sources = []
-    for name, paths in by_name:
+    # The newest batch comes first: its advantages have accounts.
+    for name, paths in sorted(by_name, key=lambda item: item[0] not in batches[:1]):
         left = counts.get(name, 0)
         for path in paths:
             if left > 0:

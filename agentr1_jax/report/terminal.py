@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -102,15 +103,16 @@ def sign_text(x: float | str | None) -> Text:
     )
 
 
-def _step_text(step: Step, decode: Decode) -> Text:
-    lines = [Text(inert(action_text(step, decode)), style="bold")]
-    lines += [Text(inert(f"  {line}"), style="cyan") for line in account_lines(step.account)]
+def _step_text(step: Step, decode: Decode) -> Group:
+    lines: list[RenderableType] = [Text(inert(action_text(step, decode)), style="bold")]
+    lines += [Padding(Text(inert(line), style="cyan"), (0, 0, 0, 2)) for line in account_lines(step.account)]
     if step.values is not None and step.value_targets is not None and len(step.values):
         value, target = (number_text(float(f"{float(x[0]):.3g}")) for x in (step.values, step.value_targets))
-        lines.append(Text(f"value {value}, its target {target}", style="dim"))
+        lines.append(Padding(Text(f"value {value}, its target {target}", style="dim"), (0, 0, 0, 2)))
     if step.observation:
-        lines.append(Text("→ " + inert(shorten(step.observation, OBSERVATION_CHARACTERS)), style="dim"))
-    return Text("\n").join(lines)
+        text = inert(shorten(step.observation, OBSERVATION_CHARACTERS))
+        lines.append(Padding(Text(f"→ {text}", style="dim"), (0, 0, 0, 2)))
+    return Group(*lines)
 
 
 def _question(facts: Facts) -> str:

@@ -285,20 +285,21 @@ function openAccount(t, scroll = false) {
   state.step = t;
   $("detail").querySelectorAll("article").forEach((article, k) => {
     const place = article.querySelector(".opened");
-    const opens = k === t && Boolean(place);
+    const opens = k === t && Boolean(place) && (exists(state.full.steps[t].advantage) || groups.get(state.full.group).length > 1);
     place?.replaceChildren(opens ? accountNode(state.full, t) : "");
     article.querySelector(".why")?.setAttribute("aria-expanded", String(opens));
-    if (opens && scroll) article.scrollIntoView();
+    if (k === t && scroll) article.scrollIntoView();
   });
   $("detail").querySelectorAll(".cell").forEach((cell, k) => cell.toggleAttribute("aria-current", k === t));
   writeAddress();
 }
 
 function accountNode(trajectory, t) {
-  const nodes = [el("div", "reckoning", ledgerNode(trajectory.steps[t]), valuesNode(trajectory, t))];
+  const values = valuesNode(trajectory, t);
   const members = groups.get(trajectory.group);
-  if (members.length > 1) nodes.push(groupNode(trajectory, members));
-  return el("section", "account", nodes);
+  const group = members.length > 1 ? groupNode(trajectory, members) : "";
+  // Without values there is room for the group beside the ledger.
+  return el("section", values ? "account" : "account beside", el("div", "reckoning", ledgerNode(trajectory.steps[t]), values), group);
 }
 
 function ledgerNode(step) {
@@ -331,7 +332,8 @@ function valuesNode(trajectory, t) {
   const errors = trajectory.steps.map(difference);
   const first = trajectory.steps.map((step) => of(step.values, 0));
   if (!first.some(exists)) return "";
-  const cell = (x) => el("td", "", typeof x === "number" ? `${x > 0 ? "+" : ""}${x.toFixed(3).replace("-", "−")}` : "–");
+  const fixed = (x) => (Math.abs(x) < 0.0005 ? "0" : `${x > 0 ? "+" : "−"}${Math.abs(x).toFixed(3)}`);
+  const cell = (x) => el("td", "", typeof x === "number" ? fixed(x) : "–");
   const rows = trajectory.steps.map((step, k) => {
     const last = k + 1 === first.length;
     const next = last ? (trajectory.policy.bootstrap ? null : 0) : first[k + 1];
