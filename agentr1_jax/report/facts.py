@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import numbers
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ Decode = Callable[[Sequence[int]], str]
 Facts = dict[str, Any]
 MOST_CHARACTERS = 120
 """Of an action or answer in a list."""
+_STOP = re.compile(r"(<\|\w+\|>)+$")
 
 
 def plain(value: Any) -> Any:
@@ -84,7 +86,7 @@ def trajectory_facts(trajectory: Trajectory, decode: Decode) -> Facts:
             {
                 "reward": plain(step.reward),
                 "advantage": plain(mean_advantage(step)),
-                "tools": [str(call.get("name", "?")) for call in step.tool_calls],
+                "tools": [str(call.get("name") or "ill-formed call") for call in step.tool_calls],
                 "action": action_text(step, decode),
             }
             for step in trajectory.steps
@@ -104,9 +106,9 @@ def parting(one: Facts, other: Facts) -> tuple[int, str] | None:
 
 def action_text(step: Step, decode: Decode) -> str:
     """Return what a step did, in one short line: its calls, its answer, or its text."""
-    if step.tool_calls:
-        return shorten("; ".join(f"{call.get('name', '?')}({_arguments(call)})" for call in step.tool_calls))
-    text = decode(step.response_ids.tolist())
+    if step.tool_calls and all(call.get("name") for call in step.tool_calls):
+        return shorten("; ".join(f"{call['name']}({_arguments(call)})" for call in step.tool_calls))
+    text = _STOP.sub("", decode(step.response_ids.tolist()))
     answer = extract_answer(text)
     return shorten(text if answer is None else f"answer: {answer}")
 

@@ -79,7 +79,7 @@ def sample_trajectory(
                 calls = [{**json.loads(found[1]), "ok": True, "error": None, "result": observation}]
             except ValueError:
                 fault = {"kind": "bad_json", "fault": "model"}
-                calls = [{"name": "search", "arguments": found[1], "ok": False, "error": fault, "result": observation}]
+                calls = [{"name": None, "arguments": found[1], "ok": False, "error": fault, "result": observation}]
         last = t == len(turns) - 1
         steps.append(
             Step(
@@ -342,6 +342,7 @@ def test_members_of_a_group_part_where_state_or_action_first_differ():
     good, bridge, broken, looping = members
     assert {facts["group"] for facts in members} == {"train/000012/00034"}
     assert good["answer"] == "Tolmezzo" and good["steps"][0]["action"] == 'search("The Silent Harbour director")'
+    assert broken["steps"][0]["action"] == '<tool_call>{"name": "search", "argu</tool_call>'
     assert parting(good, good) is None
     assert parting(good, bridge) == parting(good, looping) == (1, "action")
     assert parting(good, broken) == (0, "action")
