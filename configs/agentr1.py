@@ -1,8 +1,10 @@
-"""Agent-R1's protocol for multi-hop questions: what its configs share, without an algorithm. See docs/agentr1.md.
+r"""Agent-R1's protocol for multi-hop questions: what its configs share, without an algorithm. See docs/agentr1.md.
 
     python -m experiments.prepare_data data hotpotqa 2wiki musique tokenizers; export AGENTR1_DATA=$PWD/data
     python -m experiments.train --config=configs/agentr1_grpo.py              an algorithm of it, on a TPU v5e-16
     python -m experiments.train --config=configs/agentr1_grpo.py:v5p-8        on other hardware
+    bash launch/tpu_vm.sh --name=mine --zone=us-west4-a --type=v5litepod-16 --spot --detach --data=gs://BUCKET/data \
+      --config=configs/agentr1_grpo.py --config.run_dir=gs://BUCKET/runs/grpo  from elsewhere: docs/pods.md
 
 Numbers of arXiv 2511.14460; where the paper is silent, those of the scripts and defaults of its first version, whose
 published scores docs/agentr1.md names. Ours are `updates`, `eval` and what the hardware decides

@@ -1,35 +1,32 @@
 #!/usr/bin/env bash
 # Runs experiments.train in several processes on this machine's CPU, connected over loopback:
-#   bash launch/local.sh [--dry_run] PROCESSES [--cpu_devices=2] [--restarts=0] --config=FILE [flags of experiments.train]
-# Needs Python 3.11 or newer. --dry_run prints the commands and runs none.
+#   bash launch/local.sh --processes=2 [--cpu_devices=2] [flags] --config=FILE [flags of experiments.train]
+# Needs Python 3.11 or newer. Flags of all launchers (docs/pods.md) that it has: --restarts=0 --data --env --secret --dry_run.
 # The lines of process k begin with [k]. On SIGTERM or Ctrl-C all processes save and exit, as a single process does.
 # If a process fails, the others are ended, and all are started again up to --restarts times; they resume from the run's
 # folder. After status 2, a mistake of the user, nothing is started again. The exit status is that of the process that
 # failed first.
 # shellcheck source=launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
-usage="usage: bash launch/local.sh [--dry_run] PROCESSES [--cpu_devices=2] [--restarts=0] --config=FILE [flags]"
-count=
+hint="The flags are at the head of launch/local.sh"
+processes=
 cpu_devices=2
 restarts=0
 while (($#)); do
   case $1 in
     --config*) break ;;
-    --dry_run) dry_run=1 ;;
+    --processes=*) processes=${1#*=} ;;
     --cpu_devices=*) cpu_devices=${1#*=} ;;
-    --restarts=*) restarts=${1#*=} ;;
-    -*) fail_unknown_flag "$1" "$usage" ;;
-    *)
-      [[ -z $count ]] || fail "two numbers of processes, '$count' and '$1'. $usage"
-      count=$1
-      ;;
+    --restarts=* | --data=* | --env=* | --secret=* | --dry_run) take_common_flag "$1" ;;
+    *) fail_unknown_flag "$1" "$hint" ;;
   esac
   shift
 done
-[[ -n $count && $# -gt 0 ]] || fail "$usage"
-require_whole_number PROCESSES "$count" 1
+require --processes "$processes"
+require_whole_number --processes "$processes" 1
 require_whole_number --cpu_devices "$cpu_devices" 1
-require_whole_number --restarts "$restarts"
+check_common_flags "$@"
+[[ $data != gs://* ]] || fail "--data=$data: copy it to this machine, and give that folder"
 # shellcheck source=launch/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 # Time for the others to exit after a process failed; one that waits in a collective does not react to SIGTERM.
@@ -37,12 +34,13 @@ grace_seconds=10
 
 # set_command K PORT FLAGS...: sets `command` to the command of process K.
 set_command() {
-  command=(env AGENTR1_COORDINATOR="127.0.0.1:$2" AGENTR1_NUM_PROCESSES="$count" AGENTR1_PROCESS_ID="$1"
-    AGENTR1_CPU_DEVICES="$cpu_devices" PYTHONUNBUFFERED=1 "$VENV_PYTHON" -m experiments.train "${@:3}")
+  command=(env AGENTR1_COORDINATOR="127.0.0.1:$2" AGENTR1_NUM_PROCESSES="$processes" AGENTR1_PROCESS_ID="$1"
+    AGENTR1_CPU_DEVICES="$cpu_devices" PYTHONUNBUFFERED=1 ${data:+"AGENTR1_DATA=$data"} ${variables[@]+"${variables[@]}"}
+    "$VENV_PYTHON" -m experiments.train "${@:3}")
 }
 
 if ((dry_run)); then
-  for ((k = 0; k < count; k++)); do
+  for ((k = 0; k < processes; k++)); do
     set_command "$k" PORT "$@"
     run "${command[@]}"
   done
@@ -74,7 +72,7 @@ attempt() {
   work=$(mktemp -d)
   status=0
   deadline=0
-  for ((k = 0; k < count; k++)); do
+  for ((k = 0; k < processes; k++)); do
     set_command "$k" "$port" "$@"
     start "$k" "${command[@]}"
     running+=("$started")

@@ -1,8 +1,8 @@
-# Sourced by launch/tpu_vm.sh: creates a slice, deletes it and reads its state, with gcloud.
+# Sourced by launch/tpu_vm.sh: creates slices, deletes them and reads their state, with gcloud.
 # shellcheck shell=bash
 # shellcheck disable=SC2154
 tpu() {
-  run gcloud compute tpus "$@" --zone="$zone" ${project:+"--project=$project"} --quiet
+  run gcloud ${release:+"$release"} compute tpus "$@" --zone="$zone" ${project:+"--project=$project"} --quiet
 }
 
 # Ends the launcher where gcloud reports a mistake of the user; other errors may be temporary.
@@ -40,7 +40,7 @@ run_to_end() {
   return "$code"
 }
 
-# Sets `state` to the state of the slice, ABSENT if there is none. Fails if gcloud cannot tell.
+# Sets `state` to the state of the slices, ABSENT if there are none. Fails if gcloud cannot tell.
 read_state() {
   local describe=(tpu-vm describe "$name" '--format=value(state)')
   if ((queued)); then describe=(queued-resources describe "$name" '--format=value(state.state)'); fi
@@ -56,12 +56,16 @@ read_state() {
 }
 
 create() {
-  local flags=(--accelerator-type="$type")
+  local flags=(--accelerator-type="$type") release='' resource=(--node-id="$name")
+  if ((slices > 1)); then resource=(--node-count="$slices" --node-prefix="$name"); fi
   if ((spot)); then flags+=(--spot); fi
+  if ((reserved)); then flags+=(--reserved); fi
+  # Only the alpha release of gcloud can name a reservation.
+  if [[ -n $reservation ]]; then release=alpha flags+=(--reservation="$reservation"); fi
   flags+=(${create_flags[@]+"${create_flags[@]}"})
   created=1
   if ((queued)); then
-    run_to_end tpu queued-resources create "$name" --node-id="$name" --runtime-version="$runtime" "${flags[@]}"
+    run_to_end tpu queued-resources create "$name" "${resource[@]}" --runtime-version="$runtime" "${flags[@]}"
   else
     run_to_end tpu tpu-vm create "$name" --version="$runtime" "${flags[@]}"
   fi
@@ -81,7 +85,7 @@ pause() {
   wait "$!" || true
 }
 
-# Returns when the slice is ready, which it creates if need be. Fails if that must be tried again from the start.
+# Returns when the slices are ready, which it creates if need be. Fails if that must be tried again from the start.
 make_ready() {
   local unknown=0 last_state=
   created=0

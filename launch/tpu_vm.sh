@@ -1,105 +1,141 @@
 #!/usr/bin/env bash
-# Runs experiments.train on all workers of a Cloud TPU slice, which it creates or reuses:
-#   bash launch/tpu_vm.sh --name=mine --zone=us-west4-a --type=v5litepod-16 [flags] \
-#     --config=configs/agentr1_grpo.py --config.run_dir=/shared/runs/mine [flags of experiments.train]
-# Requirements: the gcloud CLI (`gcloud auth login`); a project with the TPU API enabled and quota for the type in the zone
-# (spot quota for --spot); the roles TPU Admin and Service Account User; an SSH key without a passphrase or in ssh-agent;
-# internet access of the workers; storage for the run that outlives the slice and that all workers see: gs://, if their
-# service account may use the bucket, or a file system that --setup mounts. Workers connect to worker 0 on port 8476, which
-# the default network allows.
+# Runs experiments.train on all workers of a Cloud TPU slice, or of several, which it creates or reuses:
+#   bash launch/tpu_vm.sh --name=mine --zone=us-west4-a --type=v5litepod-16 --data=gs://BUCKET/data [flags] \
+#     --config=configs/agentr1_grpo.py --config.run_dir=gs://BUCKET/runs/mine [flags of experiments.train]
+#   bash launch/tpu_vm.sh status|logs|stop --name=mine --zone=us-west4-a [--project=PROJECT] [--queued] [--slices=N]
+# Requirements: the gcloud CLI (`gcloud auth login`); Python 3.11 here, for the check of the run; a project with the TPU API
+# enabled and quota for the type in the zone (spot quota for --spot); the roles TPU Admin and Service Account User; an SSH key
+# without a passphrase or in ssh-agent; internet access of the workers; storage for the run that outlives the slice and that
+# all workers see: gs://, if their service account may use the bucket, or a file system that --setup mounts. Workers connect
+# to worker 0 on ports 8476 and, of several slices, 8081, which the default network allows.
 # Tested with a stand-in for gcloud only.
-# Flags:
-#   --name=NAME --zone=ZONE      name and zone of the TPU VM, or of the queued resource and its TPU VM; required
+# Flags of all launchers (docs/pods.md): --name --restarts=3 --save_seconds=600 --data --env --secret --program --no_check
+#   --dry_run. Those of this one:
+#   --zone=ZONE                  zone of the TPU VM, or of the queued resource and its TPU VMs; required
 #   --type=TYPE                  v5litepod-N, v5p-N, v6e-N or v4-N; required
+#   --slices=1                   slices of that type that one run spans; more than one are a queued resource
 #   --project=PROJECT            default: that of gcloud
 #   --runtime=VERSION            default: the version that Google recommends for the type
 #   --queued                     request a queued resource instead of a TPU VM
 #   --spot                       use preemptible chips
-#   --restarts=3                 most restarts, after a failure or, on a new slice, after a preemption
-#   --delete                     delete the slice at the end, also after a failure
-#   --env=NAME=VALUE             environment variable of the workers, visible in their process lists; may be repeated
+#   --reserved                   use a reservation of the project
+#   --reservation=NAME           use this reservation; a queued resource, by the alpha release of gcloud
+#   --detach                     leave when all workers have started; each restarts its process by itself
+#   --delete                     delete the slices at the end of a run that had begun; never after a mistake of the user
 #   --setup=COMMAND              command to run on each worker before every start, e.g. to mount /shared
+#   --package=NAME               further package of the workers, e.g. wandb; may be repeated
 #   --create_flag=FLAG           further flag of gcloud's create, e.g. --create_flag=--network=lab; may be repeated
 #   --internal_ip                connect to the workers by their internal addresses
-#   --poll_seconds=30            seconds between reads of the slice's state
-#   --save_seconds=600           time for the workers to save when they are told to stop
-#   --dry_run                    print the commands and run none
-# The lines of worker k begin with [k]. The same command reuses the slice and resumes the run. On Ctrl-C or SIGTERM all
+#   --poll_seconds=30            seconds between reads of the state
+#   --pause_seconds=60           with --detach: seconds before a restart
+# Of logs: --worker=0, --lines=100, --follow. Of stop: --delete.
+# The lines of process k begin with [k]. The same command reuses the slice and resumes the run. On Ctrl-C or SIGTERM all
 # workers save and exit; a second one ends them at once.
-# Exit status 0: finished, or stopped and saved; 2: mistake of the user, nothing is started again; others: failed.
+# Exit status 0: finished, stopped and saved, or detached; 2: mistake of the user, nothing is started again; others: failed.
 # shellcheck source=launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+# shellcheck disable=SC2034
 hint="The flags are at the head of launch/tpu_vm.sh"
-name=
+megascale_port=8081
 zone=
 type=
+slices=1
 project=
 runtime=
 queued=0
 spot=0
-restarts=3
+reserved=0
+reservation=
+detach=0
 delete=0
-variables=()
 setup=
+packages=()
 create_flags=()
 ssh_flags=()
 poll_seconds=30
-save_seconds=600
+pause_seconds=60
+of_worker=0
+lines=100
+follow=()
+action=run
+case ${1:-} in
+  status | logs | stop)
+    action=$1
+    shift
+    ;;
+esac
 while (($#)); do
   case $1 in
     --config*) break ;;
-    --name=*) name=${1#*=} ;;
     --zone=*) zone=${1#*=} ;;
     --type=*) type=${1#*=} ;;
+    --slices=*) slices=${1#*=} ;;
     --project=*) project=${1#*=} ;;
     --runtime=*) runtime=${1#*=} ;;
     --queued) queued=1 ;;
     --spot) spot=1 ;;
-    --restarts=*) restarts=${1#*=} ;;
+    --reserved) reserved=1 ;;
+    --reservation=*) reservation=${1#*=} ;;
+    --detach) detach=1 ;;
     --delete) delete=1 ;;
-    --env=[A-Za-z_]*=*) variables+=("${1#*=}") ;;
-    --env=*) fail "$1: it must be --env=NAME=VALUE" ;;
     --setup=*) setup=${1#*=} ;;
+    --package=*) packages+=("${1#*=}") ;;
     --create_flag=*) create_flags+=("${1#*=}") ;;
     --internal_ip) ssh_flags+=(--internal-ip) ;;
     --poll_seconds=*) poll_seconds=${1#*=} ;;
-    --save_seconds=*) save_seconds=${1#*=} ;;
-    --dry_run) dry_run=1 ;;
-    *) fail_unknown_flag "$1" "$hint" ;;
+    --pause_seconds=*) pause_seconds=${1#*=} ;;
+    --worker=*) of_worker=${1#*=} ;;
+    --lines=*) lines=${1#*=} ;;
+    --follow) follow=(-F) ;;
+    *) take_common_flag "$1" || fail_unknown_flag "$1" "$hint" ;;
   esac
   shift
 done
 require --name "$name"
 require --zone "$zone"
-require --type "$type"
-(($#)) || fail "--config=FILE is missing. $hint"
-require_whole_number --restarts "$restarts"
+require_whole_number --slices "$slices" 1
 require_whole_number --poll_seconds "$poll_seconds" 1
-require_whole_number --save_seconds "$save_seconds"
+require_whole_number --pause_seconds "$pause_seconds"
+require_whole_number --worker "$of_worker"
+require_whole_number --lines "$lines"
+if ((slices > 1)) || [[ -n $reservation ]]; then queued=1; fi
 
-# Runtime versions: cloud.google.com/tpu/docs/runtimes. The number in a type counts chips (v5litepod, v6e) or cores, two
-# per chip (v4, v5p). A host has 4 chips; a v5litepod or v6e slice of at most 8 chips is one host.
-number=${type##*-}
-require_whole_number "the number in --type=$type" "$number" 1
-case $type in
-  v5litepod-*) default=v2-alpha-tpuv5-lite chips=$number most=8 ;;
-  v6e-*) default=v2-alpha-tpuv6e chips=$number most=8 ;;
-  v5p-*) default=v2-alpha-tpuv5 chips=$((number / 2)) most=4 ;;
-  v4-*) default=tpu-ubuntu2204-base chips=$((number / 2)) most=4 ;;
-  *) fail "--type=$type is unknown; known are v5litepod-N, v5p-N, v6e-N and v4-N" ;;
-esac
-runtime=${runtime:-$default}
-workers=$((chips <= most ? 1 : chips / 4))
-
-durable=0
-for argument; do
-  case $argument in --config.run_dir=gs://?* | --config.run_dir=/?*) durable=1 ;; esac
-done
-if ((!durable && (restarts || delete))); then
-  fail "the disks of a TPU VM are deleted with it, and a run resumes from its folder: give --config.run_dir=gs://BUCKET/FOLDER" \
-    "or a folder that --setup mounts, /..., or --restarts=0 without --delete"
+if [[ $action == run ]]; then
+  require --type "$type"
+  check_common_flags "$@"
+  # Runtime versions: cloud.google.com/tpu/docs/runtimes. The number in a type counts chips (v5litepod, v6e) or cores, two
+  # per chip (v4, v5p). A host has 4 chips; a v5litepod or v6e slice of at most 8 chips is one host.
+  number=${type##*-}
+  require_whole_number "the number in --type=$type" "$number" 1
+  case $type in
+    v5litepod-*) default=v2-alpha-tpuv5-lite chips=$number most=8 ;;
+    v6e-*) default=v2-alpha-tpuv6e chips=$number most=8 ;;
+    v5p-*) default=v2-alpha-tpuv5 chips=$((number / 2)) most=4 ;;
+    v4-*) default=tpu-ubuntu2204-base chips=$((number / 2)) most=4 ;;
+    *) fail "--type=$type is unknown; known are v5litepod-N, v5p-N, v6e-N and v4-N" ;;
+  esac
+  runtime=${runtime:-$default}
+  hosts=$((chips <= most ? 1 : chips / 4))
+  shape=${hosts}x$((chips / hosts))
+  if ((slices > 1)); then shape="$slices*$shape"; fi
+  if [[ $program == ablate ]]; then
+    ((hosts == 1)) || fail "a run of a grid is one process, and --type=$type has $hosts hosts; take one with a single host"
+    shape=1x$chips
+  fi
+  if ((detach && delete)); then
+    fail "a detached run cannot delete its slice: leave --delete out, and give it to tpu_vm.sh stop when the run has ended"
+  fi
+  if ((restarts || delete)) && ! has_durable_folder / "$@"; then
+    fail "the disks of a TPU VM are deleted with it, and a run resumes from its folder: give --config.run_dir=gs://BUCKET/FOLDER" \
+      "or a folder that --setup mounts, /... (a grid: --out=/...), or --restarts=0 without --delete"
+  fi
 fi
 require_program gcloud "install the Google Cloud CLI: https://cloud.google.com/sdk/docs/install"
+if [[ $action == run ]] && ((check)); then
+  # shellcheck source=launch/environment.sh
+  source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+  check_run "$shape" "$@"
+fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 if ((dry_run)); then
@@ -109,164 +145,18 @@ else
 fi
 stopping=0
 helpers=()
+# shellcheck disable=SC2034
 created=0
+begun=0
+processes=$((${hosts:-1} * slices))
 # Ctrl-C at a terminal reaches this script only, which passes it on to the workers.
 # shellcheck disable=SC2034
 own_groups=1
 
 # shellcheck source=launch/tpu_slice.sh
 source launch/tpu_slice.sh
-
-# ssh_to WORKER COMMAND: never prompts, and fails when the connection is lost.
-ssh_to() {
-  tpu tpu-vm ssh "$name" --worker="$1" ${ssh_flags[@]+"${ssh_flags[@]}"} --ssh-flag=-oBatchMode=yes \
-    --ssh-flag=-oServerAliveInterval=30 --ssh-flag=-oServerAliveCountMax=4 --command="$2"
-}
-
-copy_to() {
-  tpu tpu-vm scp "$work/agentr1_jax.tgz" "$name:agentr1_jax.tgz" --worker="$1" \
-    ${ssh_flags[@]+"${ssh_flags[@]}"} --scp-flag=-oBatchMode=yes
-}
-
-# On a worker: ends what is left of an earlier attempt, replaces the code and keeps the environment.
-unpack='set -e; mkdir -p agentr1_jax'
-unpack+='; if [ -e agentr1_jax/launch/worker.sh ]; then bash agentr1_jax/launch/worker.sh --stop; fi'
-unpack+='; find agentr1_jax -mindepth 1 -maxdepth 1 ! -name .venv ! -name runs -exec rm -rf {} +'
-unpack+='; tar -xzf agentr1_jax.tgz -C agentr1_jax; bash agentr1_jax/launch/tpu_install.sh'
-if [[ -n $setup ]]; then unpack+="; bash -c $(quote "$setup")"; fi
-
-set_up_worker() {
-  copy_to "$1" && ssh_to "$1" "$unpack"
-}
-
-# on_set_up NUMBER STATUS
-on_set_up() {
-  if (($2)); then set_up_failed=1; fi
-}
-
-# Ends the set-up if the launcher is told to stop.
-end_if_stopping() {
-  local pid
-  if ((stopping)); then
-    for pid in ${running[@]+"${running[@]}"}; do end_group TERM "$pid"; done
-  fi
-}
-
-# Copies the code to the workers and installs the requirements; on worker 0 first, where gcloud makes SSH keys if there are
-# none.
-set_up() {
-  local k
-  run tar -czf "$work/agentr1_jax.tgz" --exclude='./.*' --exclude=./runs --exclude=__pycache__ . || return 1
-  if ((dry_run)); then
-    for ((k = 0; k < workers; k++)); do set_up_worker "$k"; done
-    return
-  fi
-  say "copying the code to $workers workers and installing its requirements"
-  set_up_failed=0
-  start 0 set_up_worker 0
-  running=("$started")
-  wait_all on_set_up end_if_stopping
-  for ((k = 1; k < workers && !set_up_failed; k++)); do
-    start "$k" set_up_worker "$k"
-    running+=("$started")
-  done
-  wait_all on_set_up end_if_stopping
-  return "$set_up_failed"
-}
-
-# worker_command K ADDRESS FLAGS...: prints the command of worker K; ADDRESS is that of worker 0.
-worker_command() {
-  local words=(env AGENTR1_COORDINATOR="$2:$coordinator_port" AGENTR1_NUM_PROCESSES="$workers" AGENTR1_PROCESS_ID="$1"
-    VENV_PYTHON=.venv/bin/python ${variables[@]+"${variables[@]}"} bash launch/worker.sh --attempt="$restart" "${@:3}")
-  echo "cd agentr1_jax && exec $(quote "${words[@]}")"
-}
-
-# stop_workers SECONDS: tells all workers to stop, also those that have yet to start; kills them after that time.
-stop_workers() {
-  local k
-  for ((k = 0; k < workers; k++)); do
-    set -m
-    ssh_to "$k" "bash agentr1_jax/launch/worker.sh --stop --attempt=$restart --seconds=$1" \
-      >/dev/null 2>&1 </dev/null &
-    set +m
-    helpers+=("$!")
-  done
-  deadline=$((SECONDS + $1 + 30))
-}
-
-# Sets `addresses` to the internal addresses of the workers.
-find_workers() {
-  local listed
-  if ((dry_run)); then
-    tpu tpu-vm describe "$name" '--format=value(networkEndpoints[].ipAddress)'
-    addresses=(INTERNAL_ADDRESS_OF_WORKER_0)
-    return
-  fi
-  listed=$(tpu tpu-vm describe "$name" '--format=value(networkEndpoints[].ipAddress)') || return 1
-  IFS=';' read -r -a addresses <<<"$listed"
-  workers=${#addresses[@]}
-  ((workers))
-}
-
-# on_worker_exit NUMBER STATUS
-on_worker_exit() {
-  # Told to stop by this launcher, the worker has saved.
-  if (($2 == 143 && stopping)); then return; fi
-  if (($2 && !status)); then
-    status=$2
-    reason="worker $1 $(describe_status "$2")"
-    ((stopping)) || stop_workers 10
-  fi
-}
-
-# Passes signals on to the workers, kills them after the deadline, and watches the state of the slice.
-watch_workers() {
-  local pid
-  if ((stopping > stops)); then
-    stops=$stopping
-    if ((stops == 1)); then
-      say "telling the workers to save and exit"
-      stop_workers "$save_seconds"
-    else
-      deadline=$SECONDS
-    fi
-  fi
-  if ((deadline && SECONDS >= deadline)); then
-    for pid in ${running[@]+"${running[@]}"}; do end_group KILL "$pid"; done
-  elif ((!deadline && SECONDS >= next_look && ${#running[@]})); then
-    next_look=$((SECONDS + poll_seconds))
-    if read_state && [[ $state != READY && $state != ACTIVE && $state != REPAIRING ]]; then
-      status=1
-      reason="$name is $state"
-      deadline=$SECONDS
-    fi
-  fi
-}
-
-# train FLAGS...: starts all workers and waits for them. Sets `status` and `reason` to those of the first failure.
-train() {
-  local k pid
-  stops=0
-  deadline=0
-  status=0
-  reason=
-  if ((dry_run)); then
-    for ((k = 0; k < workers; k++)); do ssh_to "$k" "$(worker_command "$k" "${addresses[0]}" "$@")"; done
-    return
-  fi
-  for ((k = 0; k < workers; k++)); do
-    start "$k" ssh_to "$k" "$(worker_command "$k" "${addresses[0]}" "$@")"
-    running+=("$started")
-  done
-  next_look=$((SECONDS + poll_seconds))
-  wait_all on_worker_exit watch_workers
-  # A worker whose connection was lost is told to stop all the same.
-  for pid in ${helpers[@]+"${helpers[@]}"}; do
-    while kill -0 "$pid" 2>/dev/null && ((SECONDS < deadline)); do sleep 0.2 || true; done
-    end_group TERM "$pid"
-  done
-  helpers=()
-}
+# shellcheck source=launch/tpu_workers.sh
+source launch/tpu_workers.sh
 
 clean_up() {
   local pid
@@ -274,15 +164,49 @@ clean_up() {
   rm -rf "$work"
 }
 
+# control: what this command does for a run that is there, with the flags that find it.
+control() {
+  local words=(bash launch/tpu_vm.sh "$1" --name="$name" --zone="$zone" ${project:+"--project=$project"})
+  if ((slices > 1)); then words+=(--slices="$slices"); elif ((queued)); then words+=(--queued); fi
+  quote "${words[@]}" "${@:2}"
+}
+
+# finish STATUS: deletes the slices if that was asked for, and the run had begun, and it was no mistake of the user; says
+# what is left otherwise.
 finish() {
-  if ((delete)); then
+  if ((delete && begun && $1 != 2)); then
     stopping=0
     remove || say "could not delete $name, see above; it is still billed"
-  elif ((!dry_run)); then
-    say "$name is left as it is; delete it with: $(dry_run=1 remove)"
+  elif ! read_state || [[ $state != ABSENT ]]; then
+    say "$name is left as it is, and billed; delete it with: $(dry_run=1 remove)"
   fi
   exit "$1"
 }
+
+if [[ $action != run ]]; then
+  trap clean_up EXIT
+  if ((!dry_run)); then
+    read_state || { cat "$work/error" >&2 && fail "gcloud cannot tell the state of $name, see above"; }
+    say "$name is $state"
+    case $state in
+      READY | ACTIVE) ;;
+      ABSENT) fail "there is no $name; was it a queued resource (--queued, --slices=N)?" ;;
+      *) if [[ $action == stop ]] && ((delete)); then remove; fi && exit ;;
+    esac
+  fi
+  hosts=1
+  find_workers || fail "gcloud cannot tell the workers of $name"
+  case $action in
+    status) tell_all 'bash agentr1_jax/launch/worker.sh --status' ;;
+    logs) ssh_to "$of_worker" "tail -n $lines ${follow[*]} agentr1_jax/detached.log" ;;
+    stop)
+      tell_all "bash agentr1_jax/launch/worker.sh --stop --seconds=$save_seconds" ||
+        fail "a worker cannot be told to stop, see above; $name is left as it is"
+      if ((delete)); then remove; else say "$name is still billed; delete it with: $(dry_run=1 remove)"; fi
+      ;;
+  esac
+  exit
+fi
 
 if ((dry_run)); then
   restart=0
@@ -290,7 +214,7 @@ if ((dry_run)); then
   create
   find_workers
   set_up
-  train "$@"
+  start_all "$@"
   if ((delete)); then remove; fi
   exit
 fi
@@ -302,11 +226,23 @@ for ((restart = 0; ; restart++)); do
   reason="could not make $name ready"
   if make_ready; then
     reason="could not set up the workers of $name"
-    if find_workers && set_up; then train "$@"; fi
+    if find_workers; then
+      code=0
+      set_up || code=$?
+      if ((code)); then status=$code; else start_all "$@"; fi
+    fi
   fi
   if ((stopping)); then
     if ((status)); then say "stopped; what was not saved is lost: $reason"; fi
     finish "$status"
+  fi
+  if ((status == 0 && detach)); then
+    say "the run goes on without this launcher; $name is billed until you delete it"
+    for verb in status 'logs --follow' 'stop --delete'; do
+      read -r -a words <<<"$verb"
+      say "$(control "${words[@]}")"
+    done
+    exit
   fi
   if ((status == 0)); then finish 0; fi
   say "$reason"

@@ -19,9 +19,14 @@ PYTHON = os.path.join(sys.base_exec_prefix, "bin", f"python{sys.version_info.maj
 
 TRAIN = """
 import json, os, pathlib, signal, sys, time
+if sys.argv[1].startswith("--check="):  # The launcher's check, before anything is asked for.
+    play = pathlib.Path(os.environ["PLAY"])
+    (play / "checked").write_text(json.dumps([os.environ.get("AGENTR1_DATA"), *sys.argv[1:]]))
+    sys.exit(int((play / "mistake").read_text()) if (play / "mistake").exists() else 0)
 log = pathlib.Path(os.environ["PLAY"]) / "trained"
 index = os.environ["AGENTR1_PROCESS_ID"]
 def leave(*_):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # A second one would come while the interpreter ends.
     sys.stdout.write(f"saved {index}\\n")  # At once: the other one writes to the same pipe.
     sys.stdout.flush()
     sys.exit(0)
@@ -29,6 +34,8 @@ signal.signal(signal.SIGTERM, leave)
 script = pathlib.Path(os.environ["PLAY"]) / f"train.{index}"
 action = script.read_text().split() if script.exists() else []
 script.write_text(" ".join(action[1:])) if action else None
+names = [name for name in os.environ if name.startswith(("MEGASCALE_", "WANDB_", "AGENTR1_DATA", "NOTE"))]
+(log.parent / f"environment.{index}").write_text(json.dumps({name: os.environ[name] for name in names}))
 names = ("COORDINATOR", "NUM_PROCESSES", "PROCESS_ID")
 with log.open("a") as file:
     print(json.dumps([*(os.environ["AGENTR1_" + name] for name in names), *sys.argv[1:]]), file=file)
@@ -58,6 +65,7 @@ play() {
 """
 
 # A worker's home is a folder; its commands run there. `states` says what `describe` tells, one word after another.
+# Where `slices` exists, NAME-0 and NAME-1 are slices of one worker.
 GCLOUD = (
     RECORD
     + """
@@ -68,21 +76,26 @@ for word; do
     --worker=*) worker=${word#*=} ;;
     --command=*) command=${word#*=} ;;
     *:agentr1_jax.tgz) target=1 ;;
-    */agentr1_jax.tgz) source=$word ;;
+    */agentr1_jax.tgz | */agentr1_jax.secrets) source=$word ;;
   esac
 done
+if [[ -e $PLAY/slices ]]; then worker=${5##*-}; worker=${worker%%:*}; fi
+if [[ -e $PLAY/slices && $4 == scp ]]; then worker=${6##*-}; worker=${worker%%:*}; fi
 if [[ -e $PLAY/refuse ]]; then
   cat "$PLAY/refuse" >&2
   exit 1
 fi
 case "$3 $4" in
   "queued-resources describe" | "tpu-vm describe")
-    if [[ $* == *networkEndpoints* ]]; then echo "10.0.0.2;10.0.0.3"; exit; fi
+    if [[ $* == *networkEndpoints* ]]; then
+      if [[ -e $PLAY/slices ]]; then echo "10.0.0.$((2 + worker))"; else echo "10.0.0.2;10.0.0.3"; fi
+      exit
+    fi
     state=$(play states)
     if [[ $state == ABSENT ]]; then echo "ERROR: (gcloud) NOT_FOUND: no such resource" >&2; exit 1; fi
     echo "$state"
     ;;
-  "tpu-vm scp") cp "$source" "$PLAY/worker$worker/" ;;
+  "tpu-vm scp") cp --preserve=mode "$source" "$PLAY/worker$worker/" ;;
   "tpu-vm ssh")
     # A connection that does not come back, as to a slice that was taken away.
     if [[ -e $PLAY/cut && $worker == 0 && $command == *--attempt=0* ]]; then exec sleep 60; fi
@@ -96,7 +109,12 @@ KUBECTL = (
     RECORD
     + """
 record kubectl "$@"
-cat >"$PLAY/manifest"
+for word; do
+  case $word in
+    --filename=-) cat >"$PLAY/manifest" ;;
+    --from-env-file=*) cp --preserve=mode "${word#*=}" "$PLAY/secrets" ;;
+  esac
+done
 if [[ -e $PLAY/refuse ]]; then cat "$PLAY/refuse" >&2; exit 1; fi
 """
 )
@@ -112,7 +130,15 @@ case "$1 $2" in
 esac
 """
 )
-SCANCEL = RECORD + 'record scancel "$@"\nwhile read -r pid; do kill -TERM "$pid"; done <"$PLAY/tasks"\n'
+SQUEUE = RECORD + 'record squeue "$@"\necho 12\n'
+SCANCEL = (
+    RECORD
+    + """
+record scancel "$@"
+[[ -e $PLAY/tasks ]] || exit 0
+while read -r pid; do kill -TERM "$pid"; done <"$PLAY/tasks"
+"""
+)
 # The greatest status is srun's; a task that fails ends the others, as --kill-on-bad-exit has it.
 SRUN = """#!/usr/bin/env python3
 import os, pathlib, subprocess, sys, time
@@ -137,17 +163,18 @@ def make_project(tmp_path: pathlib.Path) -> pathlib.Path:
     shutil.copytree(ROOT / "launch", root / "launch")
     (root / "experiments").mkdir()
     (root / "experiments" / "train.py").write_text(TRAIN)
-    (root / "requirements.txt").write_text("")
+    for name in ("requirements.txt", "requirements-dev.txt"):
+        (root / name).write_text("")
     for name in (".git", "runs"):
         (root / name).mkdir()
     for k in range(2):
         venv = play / f"worker{k}" / "agentr1_jax" / ".venv"
         (venv / "bin").mkdir(parents=True)
         (venv / "bin" / "python").symlink_to(sys.executable)
-        (venv / "requirements.installed").write_text("")
+        (venv / "requirements.installed").write_text("jax[tpu]\n")
     programs.mkdir()
     texts = {"gcloud": GCLOUD, "kubectl": KUBECTL, "sbatch": SBATCH, "scontrol": SCONTROL, "scancel": SCANCEL}
-    for name, text in (texts | {"srun": SRUN}).items():
+    for name, text in (texts | {"srun": SRUN, "squeue": SQUEUE}).items():
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     return root
@@ -161,6 +188,7 @@ def start(project: pathlib.Path, *command: str, **environment: str) -> subproces
     """Starts a command with the stand-ins before, and nothing of the real clusters' behind them, on PATH."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("AGENTR1_", "SLURM_"))}
     kept |= {"PATH": f"{project.parent / 'bin'}:{os.environ['PATH']}", "PLAY": str(project.parent / "play")}
+    kept |= {"VENV_PYTHON": PYTHON}
     return subprocess.Popen(
         command,
         cwd=project.parent,
@@ -195,6 +223,16 @@ def read_calls(project: pathlib.Path) -> list[list[str]]:
     return [shlex.split(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def read_check(project: pathlib.Path) -> list[str]:
+    """Data folder and flags of the launcher's check."""
+    return json.loads(play_path(project, "checked").read_text())
+
+
+def read_environment(project: pathlib.Path, index: int) -> dict[str, str]:
+    """Variables of a process that the launcher may set."""
+    return json.loads(play_path(project, f"environment.{index}").read_text())
+
+
 def read_starts(project: pathlib.Path) -> list[list[str]]:
     """Of every process of the training that was started: coordinator, count, index, arguments."""
     path = play_path(project, "trained")
@@ -202,8 +240,11 @@ def read_starts(project: pathlib.Path) -> list[list[str]]:
 
 
 def wait_for(path: pathlib.Path, lines: int) -> None:
+    """Waits for lines of a file, but not for ever: what should write them may have failed."""
+    deadline = time.monotonic() + 120
     while not path.exists() or path.read_text().count("\n") < lines:
-        time.sleep(0.01)
+        assert time.monotonic() < deadline, f"{path} has less than {lines} lines"
+        time.sleep(0.02)
 
 
 CONFIG = ("--config=configs/x.py", "--config.run_dir=gs://bucket/it's mine")

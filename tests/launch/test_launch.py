@@ -49,7 +49,8 @@ def project(tmp_path: pathlib.Path) -> pathlib.Path:
     shutil.copytree(ROOT / "launch", root / "launch")
     (root / "experiments").mkdir()
     (root / "experiments" / "train.py").write_text(TRAIN)
-    (root / "requirements.txt").write_text("")
+    for name in ("requirements.txt", "requirements-dev.txt"):
+        (root / name).write_text("")
     venv = root / ".venv" / MINOR
     (venv / "bin").mkdir(parents=True)
     (venv / "bin" / "python").symlink_to(PYTHON)
@@ -109,6 +110,21 @@ def test_an_interrupted_install_is_taken_up_again(project: pathlib.Path) -> None
     assert f"making .venv/{MINOR}" in output
 
 
+def test_tests_add_their_requirements_to_the_same_environment(project: pathlib.Path) -> None:
+    """And a run leaves them there."""
+    venv = project / ".venv" / MINOR
+    (venv / "bin" / "python").unlink()
+    cases = 'case "$*" in *install*) echo "$@"; exit;; *pytest*) echo tests; exit;; esac'
+    executable(venv / "bin" / "python", f'#!/bin/sh\n{cases}\nexec "{PYTHON}" "$@"\n')
+    status, output = run(project, "test.sh")
+    assert status == 0 and "-r requirements-dev.txt" in output and output.endswith("tests\n")
+    assert (venv / "requirements-dev.installed").exists()
+    for script in ("test.sh", "quickstart.sh"):
+        assert "making" not in run(project, script)[1]
+    (project / "requirements-dev.txt").write_text("pytest\n")
+    assert "making" not in run(project, "quickstart.sh")[1] and "making" in run(project, "test.sh")[1]
+
+
 def test_changed_requirements_are_installed(project: pathlib.Path) -> None:
     (project / "requirements.txt").write_text("./nowhere\n")
     status, output = run(project, "quickstart.sh")
@@ -142,14 +158,14 @@ def test_a_missing_python_is_named(project: pathlib.Path, variable: str) -> None
 
 def test_an_environment_of_ones_own_is_used_as_it_is(project: pathlib.Path) -> None:
     shutil.rmtree(project / ".venv")
-    status, output = run(project, "local.sh", "2", "--config=x.py", variable="VENV_PYTHON")
+    status, output = run(project, "local.sh", "--processes=2", "--config=x.py", variable="VENV_PYTHON")
     assert status == 0
     assert "[1] process 1 of 2 2" in output and "making" not in output
     assert not (project / ".venv").exists()
 
 
 def test_local_starts_all_processes_and_prefixes_their_lines(project: pathlib.Path) -> None:
-    status, output = run(project, "local.sh", "3", "--config=x.py")
+    status, output = run(project, "local.sh", "--processes=3", "--config=x.py")
     assert status == 0
     for k in range(3):
         own = [line for line in output.splitlines() if line.startswith(f"[{k}] ")]
@@ -158,7 +174,7 @@ def test_local_starts_all_processes_and_prefixes_their_lines(project: pathlib.Pa
 
 
 def test_local_ends_the_others_when_one_fails(project: pathlib.Path) -> None:
-    status, output = run(project, "local.sh", "2", "--config=x.py", "--fail=1,7,1", "--wait")
+    status, output = run(project, "local.sh", "--processes=2", "--config=x.py", "--fail=1,7,1", "--wait")
     assert status == 7
     assert "[0] saved" in output
     assert "restart" not in output
@@ -167,7 +183,7 @@ def test_local_ends_the_others_when_one_fails(project: pathlib.Path) -> None:
 def test_local_kills_who_does_not_leave(project: pathlib.Path) -> None:
     script = project / "launch" / "local.sh"
     script.write_text(script.read_text().replace("grace_seconds=10", "grace_seconds=1"))
-    status, output = run(project, "local.sh", "2", "--config=x.py", "--fail=0,7,1", "--wait", "--deaf")
+    status, output = run(project, "local.sh", "--processes=2", "--config=x.py", "--fail=0,7,1", "--wait", "--deaf")
     assert status == 7
     assert "saved" not in output and "last line" not in output
 
@@ -175,7 +191,7 @@ def test_local_kills_who_does_not_leave(project: pathlib.Path) -> None:
 def test_local_starts_all_again_after_a_failure(project: pathlib.Path) -> None:
     """With another port each time; a process that is ended by a signal is named with it."""
     flags = ("--config=x.py", "--fail=1,7,1", "--fail=0,-9,2")
-    status, output = run(project, "local.sh", "2", "--restarts=2", *flags)
+    status, output = run(project, "local.sh", "--processes=2", "--restarts=2", *flags)
     said = [line for line in output.splitlines() if line.startswith("launch:")]
     assert said[1:] == ["launch: process 0 was ended by SIGKILL; restart 2 of 2"]
     assert said[0] in (
@@ -189,13 +205,17 @@ def test_local_starts_all_again_after_a_failure(project: pathlib.Path) -> None:
 
 
 def test_local_gives_up_when_restarts_are_used_up(project: pathlib.Path) -> None:
-    status, output = run(project, "local.sh", "--restarts=1", "2", "--config=x.py", "--fail=1,7,9", "--wait")
+    status, output = run(
+        project, "local.sh", "--restarts=1", "--processes=2", "--config=x.py", "--fail=1,7,9", "--wait"
+    )
     assert status == 7
     assert output.count("launch: process 1 failed with status 7; restart 1 of 1") == output.count("launch:") == 1
 
 
 def test_local_does_not_repeat_a_mistake(project: pathlib.Path) -> None:
-    status, output = run(project, "local.sh", "2", "--restarts=3", "--config=x.py", "--fail=1,2,9", "--wait")
+    status, output = run(
+        project, "local.sh", "--processes=2", "--restarts=3", "--config=x.py", "--fail=1,2,9", "--wait"
+    )
     assert status == 2
     assert "launch:" not in output and output.count("arguments") == 2
 
@@ -203,7 +223,7 @@ def test_local_does_not_repeat_a_mistake(project: pathlib.Path) -> None:
 def test_local_dry_run_prints_the_commands_and_makes_nothing(project: pathlib.Path) -> None:
     shutil.rmtree(project / ".venv")
     flags = ("--cpu_devices=3", "--config=x.py", "--config.note=it's")
-    status, output = run(project, "local.sh", "--dry_run", "2", *flags)
+    status, output = run(project, "local.sh", "--dry_run", "--processes=2", *flags)
     assert status == 0 and not (project / ".venv").exists()
     python = str(project / ".venv" / MINOR / "bin" / "python")
     lines = output.splitlines()
@@ -220,7 +240,7 @@ def test_local_dry_run_prints_the_commands_and_makes_nothing(project: pathlib.Pa
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_local_passes_a_signal_on(project: pathlib.Path, number: signal.Signals, whole_group: bool) -> None:
     """To the script alone, as `kill` sends it, and to all of its processes, as a terminal does on Ctrl-C."""
-    with start(project, "local.sh", "2", "--restarts=3", "--config=x.py", "--wait") as process:
+    with start(project, "local.sh", "--processes=2", "--restarts=3", "--config=x.py", "--wait") as process:
         assert process.stdout is not None
         for _ in range(4):
             process.stdout.readline()
@@ -237,14 +257,20 @@ def test_local_passes_a_signal_on(project: pathlib.Path, number: signal.Signals,
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--config=x.py"], "usage: bash launch/local.sh"),
-        (["2"], "usage: bash launch/local.sh"),
-        (["0", "--config=x.py"], "PROCESSES is '0'; it must be a whole number from 1"),
-        (["two", "--config=x.py"], "PROCESSES is 'two'"),
-        (["2", "3", "--config=x.py"], "two numbers of processes, '2' and '3'"),
-        (["2", "--cpu_devices=", "--config=x.py"], "--cpu_devices is ''"),
-        (["2", "--restarts=-1", "--config=x.py"], "--restarts is '-1'; it must be a whole number from 0"),
-        (["2", "--seed=1", "--config=x.py"], "unknown flag '--seed=1'; flags of experiments.train come after --config"),
+        (["--config=x.py"], "--processes is missing"),
+        (["--processes=2"], "--config=FILE is missing"),
+        (["--processes=0", "--config=x.py"], "--processes is '0'; it must be a whole number from 1"),
+        (["--processes=two", "--config=x.py"], "--processes is 'two'"),
+        (["2", "--config=x.py"], "unknown flag '2'"),
+        (["--processes=2", "--cpu_devices=", "--config=x.py"], "--cpu_devices is ''"),
+        (["--processes=2", "--restarts=-1", "--config=x.py"], "--restarts is '-1'; it must be a whole number from 0"),
+        (["--processes=2", "--seed=1", "--config=x.py"], "unknown flag '--seed=1'; flags of the program come after"),
+        (["--processes=2", "--data=gs://b/d", "--config=x.py"], "--data=gs://b/d: copy it to this machine"),
+        (
+            ["--processes=2", "--data=here", "--config=x.py"],
+            "--data=here: it must be gs://BUCKET/FOLDER, or a folder /",
+        ),
+        (["--processes=2", "--secret=NOT_SET", "--config=x.py"], "--secret=NOT_SET: the environment here has no such"),
     ],
 )
 def test_local_names_bad_flags(project: pathlib.Path, arguments: list[str], message: str) -> None:

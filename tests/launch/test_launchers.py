@@ -10,11 +10,30 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
-from clusters import CONFIG, ROOT, bare_path, make_project, play_path, read_calls, read_starts, run, start, wait_for
+from clusters import (
+    CONFIG,
+    ROOT,
+    bare_path,
+    make_project,
+    play_path,
+    read_calls,
+    read_check,
+    read_environment,
+    read_starts,
+    run,
+    start,
+    wait_for,
+)
 
+ABLATE = """
+import os, sys
+if sys.argv[1] != "--check=1x4":
+    sys.stdout.write(f"{sys.argv[1:]} {[name for name in os.environ if name.startswith('AGENTR1_')]}\\n")
+"""
 DISKS = "the disks of a TPU VM are deleted with it"
 
 
@@ -52,7 +71,8 @@ def test_tpu_vm_starts_every_worker_as_its_dry_run_says(project: pathlib.Path, q
     assert all((play_path(project, f"worker{k}") / "it is mounted").exists() for k in range(2))
     assert {"[0] hello from 0", "[1] hello from 1"} <= set(output.splitlines())
 
-    expected = [shlex.split(line) for line in shown.splitlines() if not line.startswith("tar ")]
+    assert shown.startswith("env AGENTR1_DATA= ") and read_check(project) == ["", "--check=2x4", *CONFIG]
+    expected = [shlex.split(line) for line in shown.splitlines() if line.startswith("gcloud ")]
     found: list[list[str]] = []
     for words in read_calls(project):
         words = [re.sub(r"^/.*/agentr1_jax.tgz", "FOLDER/agentr1_jax.tgz", word) for word in words]
@@ -73,7 +93,7 @@ def test_tpu_vm_copies_neither_git_nor_runs(project: pathlib.Path) -> None:
     assert status == 0, output
     assert "create" not in {words[4] for words in read_calls(project)}
     copied = {path.name for path in (play_path(project, "worker0") / "agentr1_jax").iterdir()}
-    assert copied == {".venv", "experiments", "launch", "requirements.txt", "worker.0.pids"}
+    assert copied == {".venv", "experiments", "launch", "requirements.txt", "requirements-dev.txt", "worker.0.pids"}
     assert "delete it with: gcloud compute tpus tpu-vm delete mine --zone=us-west4-a" in output
 
 
@@ -127,6 +147,156 @@ def test_tpu_vm_ends_with_what_failed(project: pathlib.Path, code: str, starts: 
     assert status == int(code)
     assert output.count(f"launch: worker 1 failed with status {code}") == starts
     assert len([row for row in read_starts(project) if row[2] == "1"]) == starts
+
+
+def test_tpu_vm_asks_for_nothing_when_the_run_would_be_refused(project: pathlib.Path) -> None:
+    """Its settings and data are checked here, with what the workers will have."""
+    play_path(project, "mistake").write_text("2")
+    status, output = run(project, *tpu(project, "--delete", "--data=gs://bucket/data", *CONFIG))
+    assert status == 2 and output.endswith("nothing was asked for, nothing has started\n")
+    assert read_check(project) == ["gs://bucket/data", "--check=2x4", *CONFIG] and not read_calls(project)
+
+
+def test_tpu_vm_does_not_delete_after_a_mistake(project: pathlib.Path) -> None:
+    """It says what is left, and how to delete it."""
+    states(project, "READY")
+    play_path(project, "train.0").write_text("2")
+    play_path(project, "train.1").write_text("2")
+    status, output = run(project, *tpu(project, "--delete", *CONFIG))
+    assert status == 2 and "delete" not in {words[4] for words in read_calls(project)}
+    left = "launch: mine is left as it is, and billed; delete it with: gcloud compute tpus tpu-vm delete mine"
+    assert output.splitlines()[-1].startswith(left)
+
+
+@pytest.mark.parametrize(("code", "restarts"), [("7", 1), ("2", 0)])
+def test_tpu_vm_does_not_delete_before_a_run_has_begun(project: pathlib.Path, code: str, restarts: int) -> None:
+    states(project, "READY")
+    status, output = run(project, *tpu(project, "--delete", "--restarts=1", f"--setup=exit {code}", *CONFIG))
+    assert status == (2 if code == "2" else 1), output
+    assert output.count("launch: restart") == restarts and not read_starts(project)
+    assert "mine is left as it is, and billed" in output
+    assert "delete" not in {words[4] for words in read_calls(project)}
+
+
+def test_tpu_vm_hands_secrets_on_unseen(project: pathlib.Path) -> None:
+    """In no command and no output; in the environment of the processes, and in no file afterwards."""
+    states(project, "READY")
+    flags = ["--secret=WANDB_API_KEY", "--env=NOTE=open", "--data=/shared/data", *CONFIG]
+    status, output = run(project, *tpu(project, *flags), WANDB_API_KEY="hush 'x'=1")
+    assert status == 0, output
+    assert "hush" not in output + play_path(project, "record").read_text()
+    for k in range(2):
+        found = {"WANDB_API_KEY": "hush 'x'=1", "NOTE": "open", "AGENTR1_DATA": "/shared/data"}
+        assert read_environment(project, k) == found
+        assert not list(play_path(project, f"worker{k}").rglob("*secrets"))
+
+
+def test_tpu_vm_runs_over_several_slices(project: pathlib.Path) -> None:
+    """Slices of one host each: one queued resource, processes numbered slice by slice, libtpu told of the slices."""
+    play_path(project, "slices").touch()
+    states(project, "ABSENT", "ACTIVE")
+    flags = ["--type=v5p-8", "--slices=2", "--spot", "--delete", *CONFIG]
+    status, output = run(project, *tpu(project, *flags))
+    assert status == 0, output
+    check_started_on_two(project)
+    assert read_check(project)[1] == "--check=2*1x4"
+    made = next(words for words in read_calls(project) if words[4] == "create")
+    assert {"--node-count=2", "--node-prefix=mine", "--spot"} <= set(made) and made[3] == "queued-resources"
+    assert read_calls(project)[-1][3:6] == ["queued-resources", "delete", "mine"]
+    for k in range(2):
+        address = {"MEGASCALE_COORDINATOR_ADDRESS": "10.0.0.2:8081", "MEGASCALE_PORT": "8081"}
+        slices = {"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": str(k)}
+        assert read_environment(project, k) == address | slices
+
+
+def test_tpu_vm_uses_reservations(project: pathlib.Path) -> None:
+    status, output = run(project, *tpu(project, "--dry_run", "--reserved", *CONFIG))
+    assert status == 0 and "tpus tpu-vm create mine" in output and "--reserved" in output
+    status, output = run(project, *tpu(project, "--dry_run", "--reservation=ours", *CONFIG))
+    assert status == 0 and "gcloud alpha compute tpus queued-resources create mine --node-id=mine" in output
+    assert "--reservation=ours" in output and "gcloud alpha compute tpus tpu-vm" not in output
+
+
+def test_tpu_vm_spreads_a_grid_over_slices(project: pathlib.Path) -> None:
+    """Each runs its share on its own, so that no process is told of the others."""
+    (project / "experiments" / "ablate.py").write_text(ABLATE)
+    play_path(project, "slices").touch()
+    states(project, "ACTIVE")
+    flags = ["--type=v5p-8", "--slices=2", "--program=ablate", "--config=x.py", "--schemes=grpo", "--out=/shared/grid"]
+    status, output = run(project, *tpu(project, *flags))
+    assert status == 0, output
+    for k in range(2):
+        said = f"[{k}] ['--share={k}/2', '--config=x.py', '--schemes=grpo', '--out=/shared/grid'] []"
+        assert said in output.splitlines()
+
+
+def control(project: pathlib.Path, action: str, *flags: str) -> tuple[int, str]:
+    script = str(project / "launch" / "tpu_vm.sh")
+    return run(project, "bash", script, action, "--name=mine", "--zone=us-west4-a", *flags)
+
+
+def wait_for_state(project: pathlib.Path, word: str) -> list[str]:
+    """Waits until both supervisors say so."""
+    paths = [play_path(project, f"worker{k}") / "agentr1_jax" / "detached.state" for k in range(2)]
+    deadline = time.monotonic() + 120
+    while not all(path.exists() and path.read_text().startswith(word) for path in paths):
+        assert time.monotonic() < deadline, [path.read_text() for path in paths if path.exists()]
+        time.sleep(0.02)
+    return [path.read_text() for path in paths]
+
+
+def test_tpu_vm_detaches_and_the_run_restarts_by_itself(project: pathlib.Path) -> None:
+    """The launcher leaves at once; after a failure each worker starts its process again, with its secrets."""
+    states(project, "READY")
+    play_path(project, "train.0").write_text("7")
+    play_path(project, "train.1").write_text("7")
+    flags = ["--detach", "--pause_seconds=0", "--restarts=2", "--secret=WANDB_API_KEY", *CONFIG]
+    status, output = run(project, *tpu(project, *flags), WANDB_API_KEY="hush")
+    assert status == 0, output
+    assert "the run goes on without this launcher; mine is billed until you delete it" in output
+    assert "launch: bash launch/tpu_vm.sh stop --name=mine --zone=us-west4-a --delete" in output
+    wait_for_state(project, "finished")
+    assert len(read_starts(project)) == 4
+    assert all(read_environment(project, k) == {"WANDB_API_KEY": "hush"} for k in range(2))
+    assert "hush" not in play_path(project, "record").read_text()
+    status, output = control(project, "logs", "--worker=1")
+    assert status == 0 and "hello from 1" in output
+    assert "launch: worker 1 failed with status 7; starts again in 0 s" in output
+    status, output = control(project, "status")
+    assert status == 0 and output.startswith("launch: mine is READY\n")
+    assert all(f"[{k}] detached: finished (" in output for k in range(2))
+
+
+def test_tpu_vm_stops_a_detached_run(project: pathlib.Path) -> None:
+    """It saves and is not started again; another run cannot end it by accident."""
+    states(project, "READY")
+    for k in range(2):
+        play_path(project, f"train.{k}").write_text("wait")
+    assert run(project, *tpu(project, "--detach", *CONFIG))[0] == 0
+    wait_for(play_path(project, "trained"), 2)
+    status, output = run(project, *tpu(project, *CONFIG))
+    assert status == 2 and "error: a detached run is at work on " in output
+    assert "running, restart 0 of 3" in control(project, "status")[1]
+    status, output = control(project, "stop", "--delete")
+    assert status == 0, output
+    assert all("saved" in state or state.startswith("stopped") for state in wait_for_state(project, "stopped"))
+    assert len(read_starts(project)) == 2 and read_calls(project)[-1][3:6] == ["tpu-vm", "delete", "mine"]
+    assert "saved 0" in (play_path(project, "worker0") / "agentr1_jax" / "detached.log").read_text()
+
+
+def test_a_detached_run_is_not_repeated_after_a_mistake(project: pathlib.Path) -> None:
+    states(project, "READY")
+    for k in range(2):
+        play_path(project, f"train.{k}").write_text("2")
+    assert run(project, *tpu(project, "--detach", "--pause_seconds=0", *CONFIG))[0] == 0
+    wait_for(play_path(project, "trained"), 2)
+    deadline = time.monotonic() + 120
+    while "mistake" not in (status := control(project, "status"))[1]:
+        assert time.monotonic() < deadline, status
+    assert len(read_starts(project)) == 2
+    states(project, "ABSENT")
+    status, output = control(project, "status")
+    assert status == 2 and "error: there is no mine; was it a queued resource" in output
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -196,6 +366,17 @@ def test_tpu_vm_knows_the_hosts_of_a_type(project: pathlib.Path, type_: str, wor
         (["--type=v5p", *CONFIG], "the number in --type=v5p is 'v5p'"),
         (["--zones=x", *CONFIG], "unknown flag '--zones=x'"),
         (["--env=x", *CONFIG], "--env=x: it must be --env=NAME=VALUE"),
+        (["--secret=A-B", *CONFIG], "--secret=A-B: it must be the name of an environment variable"),
+        (["--secret=NOT_SET", *CONFIG], "--secret=NOT_SET: the environment here has no such variable; export NOT_SET="),
+        (["--data=data", *CONFIG], "--data=data: it must be gs://BUCKET/FOLDER, or a folder /"),
+        (["--detach", "--delete", *CONFIG], "a detached run cannot delete its slice"),
+        (["--slices=0", *CONFIG], "--slices is '0'"),
+        (["--program=evaluate", *CONFIG], "--program=evaluate: it must be train or ablate"),
+        (
+            ["--program=ablate", *CONFIG, "--out=/shared/grid"],
+            "a run of a grid is one process, and --type=v5p-16 has 2",
+        ),
+        (["--program=ablate", "--type=v5p-8", *CONFIG], DISKS),
         (["--restarts=many", *CONFIG], "--restarts is 'many'"),
         ([], "--config=FILE is missing"),
         (["--config=x.py"], DISKS),
@@ -267,10 +448,18 @@ def is_requeued(project: pathlib.Path) -> bool:
 
 
 def test_slurm_submits_and_starts_what_its_dry_run_says(project: pathlib.Path) -> None:
-    flags = ["--partition=gpu", "--restarts=5", "--sbatch_flag=--qos=low", *CONFIG]
+    flags = [
+        "--name=mine",
+        "--partition=gpu",
+        "--restarts=5",
+        "--sbatch_flag=--qos=low",
+        "--data=/shared/data",
+        *CONFIG,
+    ]
     status, shown = run(project, *slurm(project, "--dry_run", *flags), VENV_PYTHON=sys.executable)
     assert status == 0 and not read_calls(project)
-    making, submission, note, step = shown.splitlines()
+    check, making, submission, note, step = shown.splitlines()
+    assert "--check=2x8" in check
     assert making == "mkdir -p runs/slurm" and note.startswith("#")
     assert run(project, *slurm(project, *flags), VENV_PYTHON=sys.executable)[0] == 0
     assert read_calls(project) == [shlex.split(submission)]
@@ -280,6 +469,7 @@ def test_slurm_submits_and_starts_what_its_dry_run_says(project: pathlib.Path) -
     status, output = finish(job(project, *arguments[arguments.index("launch/slurm.sbatch") + 1 :]))
     assert status == 0, output
     assert sorted(read_starts(project)) == [["gpu07:8476", "2", str(k), *CONFIG] for k in range(2)]
+    assert read_environment(project, 1) == {"AGENTR1_DATA": "/shared/data"} and "--job-name=mine" in arguments
     words = shlex.split(step)
     assert words[:3] == ["env", "AGENTR1_COORDINATOR=FIRST_HOST:8476", "AGENTR1_NUM_PROCESSES=2"]
     assert read_calls(project)[-1] == [word.replace("/JOB/", "/12/") for word in words[3:]]
@@ -348,6 +538,18 @@ def test_slurm_names_bad_flags(project: pathlib.Path, flags: list[str], message:
     status, output = run(project, *slurm(project, *flags), VENV_PYTHON=sys.executable)
     assert status == 2
     assert output.startswith(f"error: {message}") and output.count("\n") == 1
+
+
+def test_slurm_submits_no_run_that_would_be_refused(project: pathlib.Path) -> None:
+    play_path(project, "mistake").write_text("2")
+    status, output = run(project, *slurm(project, *CONFIG), VENV_PYTHON=sys.executable)
+    assert status == 2 and "nothing was asked for" in output and not read_calls(project)
+
+
+@pytest.mark.parametrize(("action", "program"), [("status", "squeue"), ("stop", "scancel")])
+def test_slurm_looks_after_a_run(project: pathlib.Path, action: str, program: str) -> None:
+    status, _ = run(project, "bash", str(project / "launch" / "slurm.sh"), action, "--name=mine")
+    assert status == 0 and read_calls(project) == [[program, "--me", "--name=mine"]]
 
 
 def test_slurm_names_a_missing_environment_and_a_refusal(project: pathlib.Path) -> None:

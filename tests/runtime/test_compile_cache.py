@@ -184,7 +184,12 @@ def test_a_second_run_of_two_processes_finds_what_was_kept(tmp_path):
     """Process 0 compiles nothing; process 1 small programs alone, which no `cached_jit` made."""
     starts, files = [], []
     for name in ("one", "two"):
-        arguments = ["bash", "launch/local.sh", "2", *command("quickstart", tmp_path / name, warm_start__updates=0)]
+        arguments = [
+            "bash",
+            "launch/local.sh",
+            "--processes=2",
+            *command("quickstart", tmp_path / name, warm_start__updates=0),
+        ]
         done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=500, env=own_cache())
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
         starts.append(programs(done.stdout))

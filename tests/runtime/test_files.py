@@ -9,6 +9,7 @@ import pytest
 
 from agentr1_jax import files
 from agentr1_jax.errors import UserError
+from experiments import fetch_data
 
 
 @pytest.fixture(params=["local", "bucket"])
@@ -112,3 +113,21 @@ def test_a_bucket_that_does_not_answer_is_said(bucket, monkeypatch):
     monkeypatch.setattr("etils.epath.gpath._GPath.exists", refused)
     with pytest.raises(UserError, match=r"run_dir: gs://.* cannot be reached \(OSError: Forbidden\).*credentials"):
         files.check_reachable(bucket, "run_dir")
+
+
+@pytest.mark.nightly
+def test_a_data_folder_is_copied_to_a_worker_once(bucket, tmp_path):
+    """What launch/worker.sh does with --data=gs://...; an empty folder is a mistake of the user."""
+    here = tmp_path / "data"
+    with pytest.raises(UserError, match=r"--data=gs://.*/data: no such folder in the bucket, or an empty one"):
+        fetch_data.main(["", f"{bucket}/data", str(here)])
+    for name in ("multihop/a.jsonl", "tokenizers/b/tokenizer.json"):
+        with files.atomic_write(f"{bucket}/data/{name}") as out:
+            out.write(name)
+    fetch_data.main(["", f"{bucket}/data", str(here)])
+    assert (here / "tokenizers/b/tokenizer.json").read_text() == "tokenizers/b/tokenizer.json"
+    (here / "multihop/a.jsonl").write_text("MULTIHOP/a.jsonl")  # As long: it is taken for the same file.
+    (here / "tokenizers/b/tokenizer.json").write_text("half")
+    fetch_data.main(["", f"{bucket}/data", str(here)])
+    assert (here / "multihop/a.jsonl").read_text() == "MULTIHOP/a.jsonl"
+    assert (here / "tokenizers/b/tokenizer.json").read_text() == "tokenizers/b/tokenizer.json"

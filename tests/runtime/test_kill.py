@@ -47,7 +47,7 @@ def test_a_killed_process_is_started_again_with_the_others_and_then_one_goes_on_
     run, updates = tmp_path / "run", 14
     flags = flags_of(rollout__staleness=1, rollout__deterministic=False, updates=updates, run_dir=run)
     environment = {**os.environ, "VENV_PYTHON": sys.executable}
-    command = ["bash", "launch/local.sh", "2", "--restarts=1", *flags]
+    command = ["bash", "launch/local.sh", "--processes=2", "--restarts=1", *flags]
     launcher = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     )
