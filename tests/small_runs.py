@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ from agentr1_jax.train.metrics import METRICS
 from configs import quickstart
 
 ROOT = Path(__file__).parents[1]
+UNOPTIMISED = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+"""For the environment of processes that compile for most of their time, in tests of anything but what is compiled."""
 SMALL = {
     "policy.width": 32,
     "policy.layers": 1,
@@ -37,10 +40,11 @@ def command(config: str, run_dir: Path, **overrides: object) -> list[str]:
     return [f"--config=configs/{config}.py", *(f"--config.{k}={v}" for k, v in keys.items())]
 
 
-def train(config: str, run_dir: Path, **overrides: object) -> subprocess.CompletedProcess[str]:
-    """Train to the end."""
+def train(config: str, run_dir: Path, optimised: bool = True, **overrides: object) -> subprocess.CompletedProcess[str]:
+    """Train to the end; `optimised` programs take longer to compile, and run faster."""
     arguments = [sys.executable, "-m", "experiments.train", *command(config, run_dir, **overrides)]
-    return subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    environment = os.environ | ({} if optimised else UNOPTIMISED)
+    return subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=500, env=environment)
 
 
 def small_config(run_dir: Path, **overrides: object):

@@ -18,7 +18,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from small_runs import ROOT, command
+from small_runs import ROOT, UNOPTIMISED, command
 
 from agentr1_jax.runtime import compile_cache
 from agentr1_jax.runtime.compile_cache import CompileCounter, cached_jit
@@ -155,7 +155,8 @@ def start(folder) -> tuple[list[int], str]:
 
 
 def own_cache() -> dict[str, str]:
-    return {**os.environ, "JAX_PLATFORMS": "cpu"} | {"JAX_COMPILATION_CACHE_DIR": "", "VENV_PYTHON": sys.executable}
+    own = {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": "", "VENV_PYTHON": sys.executable}
+    return os.environ | UNOPTIMISED | own
 
 
 def test_a_damaged_file_of_jax_is_replaced(tmp_path):

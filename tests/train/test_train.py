@@ -173,7 +173,7 @@ def test_only_a_whole_run_can_be_started_from(tmp_path: Path, source: Path) -> N
 def test_a_run_of_failures_alone_goes_on(tmp_path: Path) -> None:
     """No trajectory begins in time: all are dropped, and no batch holds anything."""
     run = tmp_path / "run"
-    done = train("quickstart", run, warm_start__updates=0, budget__trajectory_seconds=1e-9)
+    done = train("quickstart", run, optimised=False, warm_start__updates=0, budget__trajectory_seconds=1e-9)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "warm_start_seconds" not in json.loads((run / "summary.json").read_text())
     records = [r for r in read_metrics(run / "metrics.jsonl") if r["phase"] == "rl"]
@@ -266,7 +266,7 @@ def test_summaries_are_steps_of_a_run(tmp_path: Path) -> None:
     small = {"policy__width": 16, "policy__head_dim": 8, "updates": 1, "rollout__groups": 2, "rollout__samples": 4}
     small |= {"tokenizer__texts": 500, "warm_start__batch": 4, "warm_start__demonstrations": 8}
     small |= {"pretrain__updates": 1, "pretrain__texts": 64}
-    done = train("whereabouts", tmp_path / "run", context__train_summary=False, **small)
+    done = train("whereabouts", tmp_path / "run", optimised=False, context__train_summary=False, **small)
     assert done.returncode == 0, done.stderr[-3000:]
     batch = list(read_jsonl(tmp_path / "run" / "trajectories" / "rl_000000.jsonl.gz"))
     summaries = [(t, place) for t in batch for place, s in enumerate(t.steps) if s.info.get("summary")]
@@ -287,9 +287,8 @@ def test_a_mixture_under_a_curriculum(tmp_path: Path) -> None:
     }
     small = {"policy__width": 16, "policy__head_dim": 8, "updates": 2, "rollout__groups": 4, "rollout__samples": 2}
     small |= {"tokenizer__texts": 500, "warm_start__batch": 4, "warm_start__demonstrations": 8}
-    done = train(
-        "countdown", tmp_path / "run", task__curriculum="('max_steps(2)', 'max_steps(7, update=1)')", **mixed, **small
-    )
+    curriculum = "('max_steps(2)', 'max_steps(7, update=1)')"
+    done = train("countdown", tmp_path / "run", optimised=False, task__curriculum=curriculum, **mixed, **small)
     assert done.returncode == 0, done.stderr[-3000:]
     for update, most in ((0, 2), (1, 7)):
         batch = list(read_jsonl(tmp_path / "run" / "trajectories" / f"rl_{update:06d}.jsonl.gz"))
