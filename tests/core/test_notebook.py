@@ -15,6 +15,7 @@ import nbclient
 import nbformat
 import numpy as np
 import pytest
+from small_runs import SMALL
 
 import agentr1_jax as ar
 from agentr1_jax.errors import UserError
@@ -150,6 +151,11 @@ def test_the_notebook_of_the_quickstart(tmp_path: pathlib.Path, monkeypatch: pyt
     assert not any(cell.get("outputs") for cell in notebook.cells)  # The file in the repository holds none.
     (parameters,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
     parameters.source = f"WARM_START_UPDATES, UPDATES, QUESTIONS = 8, 1, 8\nRUN = {os.fspath(tmp_path / 'run')!r}"
+    (training,) = [cell for cell in notebook.cells if "experiments.train" in cell.source and cell.cell_type == "code"]
+    last, kinds = '"--config.updates=0"', ("policy", "tokenizer", "eval", "warm_start.demonstrations")
+    small = [f'"--config.{key}={value}"' for key, value in SMALL.items() if key.startswith(kinds)]
+    assert last in training.source
+    training.source = training.source.replace(last, ", ".join([last, *small]))
     client = nbclient.NotebookClient(notebook, timeout=900, resources={"metadata": {"path": ROOT / "notebooks"}})
     client.execute()
     text = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", ()))
