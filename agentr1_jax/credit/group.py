@@ -79,10 +79,10 @@ def reinforce_pp_baseline(batch: TokenBatch, *, unit: Unit = "trajectory", white
 
     Source: REINFORCE++, arXiv 2501.03262.
     """
-    outcome, term = _to_steps(batch, *normalise_outcome(batch, "mean_norm", unit))
-    advantages, mean, std = whiten_tokens(batch, broadcast_to_tokens(batch, outcome), whiten)
-    whitening = mean_of_tokens(batch, Term({}, mean))
-    return Credit(advantages, terms={OUTCOME: whiten_term(term, whitening.minus, std)})
+    per_step = _to_steps(batch, *normalise_outcome(batch, "mean_norm", unit))
+    outcome, term = jax.tree.map(lambda x: broadcast_to_tokens(batch, x) if jnp.ndim(x) else x, per_step)
+    advantages, mean, std = whiten_tokens(batch, outcome, whiten)
+    return Credit(advantages, terms={OUTCOME: mean_of_tokens(batch, whiten_term(term, mean, std))})
 
 
 @register("remax", needs_greedy=True)

@@ -198,8 +198,11 @@ def sum_to_steps(batch: TokenBatch, per_token: Float[Array, "tokens"]) -> Float[
 
 def mean_of_tokens(batch: TokenBatch, term: Term) -> Term:
     """Average a term whose quantities are [tokens] over the sampled tokens of each step; weight and std are scalars."""
-    tokens = jnp.maximum(batch.step_tokens, 1)
-    plus, minus = ({k: sum_to_steps(batch, x) / tokens for k, x in part.items()} for part in (term.plus, term.minus))
+    # One sum of rows takes half the time of a sum for each quantity.
+    columns = jnp.stack([*term.plus.values(), *term.minus.values()], axis=-1)
+    sums = jax.ops.segment_sum(jnp.where(batch.real_token[:, None], columns, 0), batch.token_step, batch.steps + 1)
+    means = iter((sums[:-1] / jnp.maximum(batch.step_tokens, 1)[:, None]).T)
+    plus, minus = ({name: next(means) for name in part} for part in (term.plus, term.minus))
     return term._replace(plus=plus, minus=minus)
 
 
