@@ -27,7 +27,8 @@ from learners import (
     sampled,
     slow_logprobs,
 )
-from pair import run_two
+from pair import run as run_processes
+from small_runs import UNOPTIMISED
 
 from agentr1_jax.learner.config import PACKING_MODES
 from agentr1_jax.runtime.compile_cache import CompileCounter
@@ -350,9 +351,9 @@ from agentr1_jax.runtime import processes
 processes.initialize()
 import test_learning as t
 
-index = processes.process_index()
-mine = [x for x in t.batch(1) if x.group % 2 == index]
-out = [t.updates_on(t.make(changes, wide=True, shards=4), mine) for changes in (t.EVERYTHING, t.CAPO)]
+index, count = processes.process_index(), int(sys.argv[2])
+mine = [x for x in t.batch(1) if x.group % count == index]
+out = [t.updates_on(t.make(changes, wide=True, shards=int(sys.argv[3])), mine) for changes in (t.EVERYTHING, t.CAPO)]
 if index == 0:
     with open(sys.argv[1], "wb") as written:
         pickle.dump(out, written)
@@ -360,13 +361,15 @@ if index == 0:
 
 
 @pytest.mark.slow
-def test_processes_change_nothing(tmp_path):
+def test_processes_change_nothing(tmp_path, monkeypatch):
     """Two processes with two devices each, between which the groups are dealt as in a run."""
-    run_two(CHILD, str(tmp_path / "moved"))
-    with open(tmp_path / "moved", "rb") as written:
-        shared = pickle.load(written)
-    for changes, tolerance, (got, got_metrics) in zip((EVERYTHING, CAPO), (1e-5, 1e-9), shared, strict=True):
-        expected, metrics = updates_on(make(changes, wide=True), batch(1))
+    monkeypatch.setenv("XLA_FLAGS", UNOPTIMISED["XLA_FLAGS"])
+    found = []
+    for processes, devices in ((1, 1), (2, 2)):
+        run_processes(processes, devices, CHILD, str(tmp_path / "moved"), str(processes), str(processes * devices))
+        with open(tmp_path / "moved", "rb") as written:
+            found.append(pickle.load(written))
+    for tolerance, (expected, metrics), (got, got_metrics) in zip((1e-5, 1e-9), *found, strict=True):
         check_close(got, expected, tolerance)
         for name, x in metrics.items():
             if name.startswith("learner") and "gap" not in name:
