@@ -10,37 +10,41 @@ hub id: the config names task, tools and budget; the tokenizer is that of the we
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import itertools
+import re
+from collections.abc import Iterator, Sequence
 
 import jax
-import numpy as np
 from absl import flags
 from rich.console import Console
-from rich.text import Text
 
-from agentr1_jax.agents.loop import EnvLoop
-from agentr1_jax.agents.session import Completion, Identity, Session
+from agentr1_jax.agents.session import Identity
 from agentr1_jax.envs.base import Row, Task
 from agentr1_jax.errors import UserError
-from agentr1_jax.policy.config import LoraConfig
 from agentr1_jax.rollout.config import SamplingConfig
-from agentr1_jax.rollout.runner import TaskGroup, run_groups
+from agentr1_jax.rollout.runner import TaskGroup
 from agentr1_jax.runtime import config as configs
-from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime.processes import Dispatcher
-from agentr1_jax.text.tokenizer import Tokenizer
-from agentr1_jax.text.tool_calls import extract_answer
 from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.train import build
-from agentr1_jax.train.restore import load_run_decoder
 from agentr1_jax.train.settings import Settings
-from agentr1_jax.trajectory import Outcome, Trajectory
+from experiments.episode import (
+    AgentDisplay,
+    conclusion,
+    play_by_model,
+    reduce_to_one_slot,
+    show,
+    split_and_number,
+    task_row,
+)
 from experiments.setup import complete, make_task, read_run, read_settings, run_main, use_compile_cache, with_weights
 
 CONFIG = configs.define_config_flag()
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "of sampling; 0 is greedy", lower_bound=0.0)
+SHOWN_QUESTIONS = 3
+"""Questions that are shown of a world where the asked one names what is not in it."""
+_QUESTION_WORDS = "Who|Whom|Whose|Which|What|When|Where|Why|How|In|On|Of|Did|Does|Do|Is|Was|Are|Were|Name|The|A|And|For"
+_NAME = re.compile(rf"\b(?!(?:{_QUESTION_WORDS})\b)[A-Z][\w'-]*(?: [A-Z][\w'-]*)*")
 SEED = flags.DEFINE_integer("seed", 0, "of sampling")
 WORLD = flags.DEFINE_string("world", None, "hopworld: the world that the question is about, eval/0 unless given")
 QUESTION_ROW = flags.DEFINE_string("question_row", None, "a row of the task to ask instead of a question, e.g. eval/5")
@@ -60,32 +64,20 @@ def main(argv: Sequence[str]) -> None:
     use_compile_cache(settings)
     dispatcher = Dispatcher()
     task = make_task(settings, ToolMetrics(), dispatcher)
-    row = task_row(task, QUESTION_ROW.value) if QUESTION_ROW.value else free_row(task, question, WORLD.value)
+    place = QUESTION_ROW.value
+    row = task_row(task, place, "question_row") if place else free_row(task, question, WORLD.value)
     task.env()  # Builds what the tools need: a wrong index is reported here, not as a failure of the episode.
     tokenizer = build.make_tokenizer(settings, task, resumes=True)
     agent = build.make_agent(settings, task, tokenizer)
-    policy = build.make_policy(settings, tokenizer)
-
-    mesh = meshes.learner_mesh(1, jax.device_count(), 1)
-    rollout_mesh = meshes.rollout_mesh(mesh, settings.rollout.tensor)
-    if is_run:
-        decoder = load_run_decoder(source, policy, mesh, build.make_frozen(settings, policy, mesh))
-    else:
-        decoder = build.make_decoder(settings, policy, mesh)
-    policy = dataclasses.replace(policy, lora=LoraConfig())
-    params = build.make_rollout_params(policy, mesh, rollout_mesh)({"decoder": decoder}, {})
-    engine = build.make_engine(settings, policy, rollout_mesh, dispatcher)
 
     console = Console(soft_wrap=True)
     show(console, "Question", row["question"])
-    ((trajectory,),) = run_groups(
-        engine,
-        params,
-        AgentDisplay(agent, console),
-        [TaskGroup(row, [Identity("ask", 0, 0, task.name, SEED.value)])],
-        sampling=SamplingConfig(TEMPERATURE.value),
-        policy_version=0,
-    )
+    if task.name == "hopworld" and question:
+        for label, text in describe_world(task, row):
+            show(console, label, text)
+    group = TaskGroup(row, [Identity("ask", 0, 0, task.name, SEED.value)])
+    run, sampling = source if is_run else "", SamplingConfig(TEMPERATURE.value)
+    trajectory = play_by_model(settings, run, AgentDisplay(agent, console), group, sampling, dispatcher)
     for label, text in conclusion(trajectory, row, tokenizer):
         show(console, label, text)
 
@@ -96,24 +88,6 @@ def read_run_settings(source: str) -> Settings:
         return read_settings(read_run(source))
     except UserError as error:
         raise UserError(f"{error}; to ask published weights, name their task with --config=FILE") from error
-
-
-def reduce_to_one_slot(settings: Settings) -> Settings:
-    """Return settings with one decode slot and the smallest prefill."""
-    engine = settings.engine
-    return dataclasses.replace(
-        settings,
-        engine=dataclasses.replace(engine, slots=1, swap_slots=0, prefill_rows=engine.prefill_rows[:1]),
-    )
-
-
-def task_row(task: Task, place: str) -> Row:
-    """Return the row at `split/index`. Raises UserError if there is none."""
-    split, index = split_and_number(place, "question_row")
-    try:
-        return task.row(split, index)
-    except ValueError as error:
-        raise UserError(f"--question_row={place}: {error}") from error
 
 
 def free_row(task: Task, question: str, world: str | None) -> Row:
@@ -131,90 +105,24 @@ def free_row(task: Task, question: str, world: str | None) -> Row:
     return {**row, "world": f"{split}/{number}"}
 
 
-def split_and_number(place: str, flag: str) -> tuple[str, int]:
-    """Return split and number of `eval/5`. Raises UserError for any other form."""
-    split, _, number = place.rpartition("/")
-    if not split or not number.isdecimal():
-        raise UserError(f"--{flag}={place}: write SPLIT/NUMBER, e.g. eval/5")
-    return split, int(number)
+def describe_world(task: Task, row: Row) -> Iterator[tuple[str, str]]:
+    """Yield, as label and text, the HopWorld world that a free question is about, and what it names that is not there.
 
-
-@dataclasses.dataclass(frozen=True)
-class AgentDisplay:
-    """An agent that prints its steps."""
-
-    agent: EnvLoop
-    console: Console
-
-    async def run(self, session: Session, row: Row) -> None:
-        """Run one episode on a task row."""
-        display: Any = SessionDisplay(session, self.agent.tokenizer, self.console)
-        await self.agent.run(display, row)
-
-
-class SessionDisplay:
-    """A session that prints each response and its results."""
-
-    def __init__(self, session: Session, tokenizer: Tokenizer, console: Console) -> None:
-        self._session = session
-        self._tokenizer = tokenizer
-        self._console = console
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._session, name)
-
-    async def generate(self, prompt_ids: np.ndarray, max_tokens: int, stop: Sequence[Sequence[int]] = ()) -> Completion:
-        """See `Session.generate`."""
-        completion = await self._session.generate(prompt_ids, max_tokens, stop)
-        self._console.rule(style="dim")
-        truncated = "" if completion.finish_reason == "stop" else " (truncated)"
-        show(self._console, f"Agent{truncated}", decode_response(completion.ids, self._tokenizer))
-        return completion
-
-    def record(self, reward: float | None, **facts: Any) -> None:
-        """See `Session.record`."""
-        self._session.record(reward, **facts)
-        for label, text in describe_results(facts.get("observation", ""), facts.get("tool_calls", ())):
-            show(self._console, label, text)
-
-
-def decode_response(ids: np.ndarray, tokenizer: Tokenizer) -> str:
-    """Return the text of a response without its stop token."""
-    ended = len(ids) > 0 and int(ids[-1]) in tokenizer.stop_ids
-    return tokenizer.decode(ids[: len(ids) - ended])
-
-
-def describe_results(observation: str, tool_calls: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Yield the results of a step as label and text: each call and its result, else the observation."""
-    for call in tool_calls:
-        arguments = ", ".join(f"{key}={value!r}" for key, value in (call["arguments"] or {}).items())
-        yield "Call", f"{call['name']}({arguments})" if call["name"] else "(not readable)"
-        yield "Result", call["result"]
-    if observation and not tool_calls:
-        yield "Environment", observation
-
-
-def conclusion(trajectory: Trajectory, row: Row, tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:
-    """Yield the result of the episode as label and text.
-
-    Raises:
-      UserError: something other than the agent ended the episode.
+    Names are runs of capitalised words. Where one is missing, some questions of the world are shown.
     """
-    steps, outcome = trajectory.steps, trajectory.outcome
-    if "error" in trajectory.info:
-        raise UserError(f"the episode failed ({outcome}): {trajectory.info['error']}")
-    if outcome is Outcome.CONTEXT_OVERFLOW and not steps:
-        raise UserError("the question leaves no room for a response in budget.context_tokens; ask a shorter one")
-    answer = extract_answer(decode_response(steps[-1].response_ids, tokenizer)) if outcome is Outcome.ANSWERED else None
-    yield "Answer", f"none ({outcome})" if answer is None else answer
-    if row["answers"]:
-        verdict = "right" if trajectory.metrics.get("em") == 1 else "wrong"
-        yield "Gold answer", f"{' | '.join(row['answers'])} ({verdict})"
+    from agentr1_jax.tasks.hopworld.world import world
 
-
-def show(console: Console, label: str, text: str) -> None:
-    """Print one paragraph behind its label; text of agents and tools is never markup."""
-    console.print(Text.assemble((f"{label}: ", "bold"), text.strip()))
+    key = row["world"]
+    passages = [passage.line.lower() for passage in world(key).passages]
+    yield "World", f"{key} of hopworld, {len(passages)} passages; --world=SPLIT/NUMBER asks another one"
+    names = dict.fromkeys(_NAME.findall(row["question"]))
+    missing = [name for name in names if not any(name.lower() in passage for passage in passages)]
+    if missing:
+        split, _, number = key.rpartition("/")
+        per_world = next(i for i in itertools.count() if task.row(split, i)["world"] != f"{split}/0")
+        first = int(number) * per_world
+        asked = " ".join(task.row(split, first + i)["question"] for i in range(min(SHOWN_QUESTIONS, per_world)))
+        yield "Not in this world", f"{', '.join(missing)}; it can be asked: {asked}"
 
 
 if __name__ == "__main__":

@@ -403,8 +403,19 @@ def _check_unread_task_keys(config: TaskConfig, sections: Mapping[str, Any], rea
         raise UserError(f"task.args has {', '.join(config.args)}, which only a task of task.file with keys reads")
 
 
-def make_task(settings: Settings, tool_metrics: ToolMetrics, dispatch: Dispatch = call_directly) -> Task:
-    """Make the task, or the mixture of tasks, of a run; `dispatch` runs what a dense retriever does on the devices.
+def make_task(
+    settings: Settings,
+    tool_metrics: ToolMetrics,
+    dispatch: Dispatch = call_directly,
+    wrap: Callable[[Tool], Tool] | None = None,
+) -> Task:
+    """Make the task, or the mixture of tasks, of a run.
+
+    Args:
+      settings: of the run.
+      tool_metrics: counts what its tools do.
+      dispatch: runs what a dense retriever does on the devices.
+      wrap: puts limits around a tool; None for those of the settings.
 
     Raises:
       UserError: data are missing or damaged, or a task cannot be solved within the budget.
@@ -414,7 +425,7 @@ def make_task(settings: Settings, tool_metrics: ToolMetrics, dispatch: Dispatch 
         seed=settings.run.seed,
         data_dir=c.data_dir,
         max_steps=settings.budget.max_steps,
-        wrap=functools.partial(wrap_tool, config=settings.tools, metrics=tool_metrics),
+        wrap=wrap or functools.partial(wrap_tool, config=settings.tools, metrics=tool_metrics),
         dispatch=dispatch,
         make_retriever=make_retriever,
         make_tool=_make_tool,

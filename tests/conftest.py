@@ -8,6 +8,7 @@ import importlib.util
 import os
 import pathlib
 import signal
+import sys
 import typing
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -184,3 +185,25 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Any]:
     for attribute in ("_entries", "_files"):
         monkeypatch.setattr(SCHEMES, attribute, dict(getattr(SCHEMES, attribute)))
     return SCHEMES
+
+
+@pytest.fixture
+def user_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What users' files that the test loads leave in the process is forgotten after it."""
+    from agentr1_jax import registry  # Not before the hook that checks annotations is in place.
+    from agentr1_jax.agents.context import RULES
+    from agentr1_jax.credit import SCHEMES
+    from agentr1_jax.envs.registry import TASKS
+
+    entries: tuple[Any, ...] = (RULES, TASKS, SCHEMES)
+    for one in entries:
+        for attribute in ("_entries", "_files"):
+            monkeypatch.setattr(one, attribute, dict(getattr(one, attribute)))
+    monkeypatch.setattr(registry, "_user_folders", [])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    modules = set(sys.modules)
+    yield
+    for name in set(sys.modules) - modules:
+        if "site-packages" not in (getattr(sys.modules[name], "__file__", None) or "site-packages"):
+            if not name.startswith(("agentr1_jax.", "configs", "experiments")):
+                del sys.modules[name]

@@ -29,11 +29,11 @@ from experiments import setup
 ROOT = Path(__file__).parent.parent
 
 
-def block(heading: str, page: str = "docs/extending.md") -> str:
-    """The Python below a heading of a page."""
+def block(heading: str, page: str = "docs/extending.md", most: int = 40) -> str:
+    """The Python below a heading of a page, at most so many lines."""
     text = (ROOT / page).read_text(encoding="utf-8")
     found = re.search(rf"## {heading}\n.*?```python\n(.*?)```", text, re.DOTALL)
-    assert found and found[1].count("\n") < 40
+    assert found and found[1].count("\n") < most
     return found[1]
 
 

@@ -7,12 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from agentr1_jax import registry
 from agentr1_jax.agents.context import RULES
-from agentr1_jax.credit import SCHEMES
 from agentr1_jax.envs.registry import TASKS
 from agentr1_jax.errors import UserError
-from agentr1_jax.registry import Registry
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.run_folder import RunFolder
 from experiments.setup import read_run, read_settings
@@ -44,19 +41,7 @@ def make(config, run):
 """
 
 
-@pytest.fixture(autouse=True)
-def as_before(monkeypatch):
-    """What user files leave in the process is forgotten after the test."""
-    for entries in (RULES, TASKS, SCHEMES):
-        for attribute in ("_entries", "_files"):
-            monkeypatch.setattr(entries, attribute, dict(getattr(entries, attribute)))
-    monkeypatch.setattr(Registry, "_registries", list(Registry._registries))
-    monkeypatch.setattr(registry, "_user_folders", [])
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    modules = set(sys.modules)
-    yield
-    for name in set(sys.modules) - modules:
-        del sys.modules[name]
+pytestmark = pytest.mark.usefixtures("user_files")
 
 
 def write(folder, file, *, name="rule_of_mine", imports="", inside="pass", value="None"):

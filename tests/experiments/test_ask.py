@@ -102,18 +102,30 @@ def test_how_an_episode_ended_without_an_answer(agent):
 
 
 def test_which_row_is_asked():
-    assert ask.task_row(TASK, "eval/5") == TASK.row("eval", 5)
+    assert ask.task_row(TASK, "eval/5", "question_row") == TASK.row("eval", 5)
     assert ask.free_row(TASK, "Who?", None) == {"id": "asked", "question": "Who?", "answers": [], "world": "eval/0"}
     assert ask.free_row(TASK, "Who?", "dev/3")["world"] == "dev/3"
     for wrong in ("eval", "eval/", "/3", "eval/-1", "eval/x"):
         with pytest.raises(UserError, match=f"--question_row={wrong}: write SPLIT/NUMBER"):
-            ask.task_row(TASK, wrong)
+            ask.task_row(TASK, wrong, "question_row")
         with pytest.raises(UserError, match=f"--world={wrong}: write SPLIT/NUMBER"):
             ask.free_row(TASK, "Who?", wrong)
     with pytest.raises(UserError, match="--question_row=test/1: hopworld has no row 'test' 1; splits are"):
-        ask.task_row(TASK, "test/1")
+        ask.task_row(TASK, "test/1", "question_row")
     with pytest.raises(UserError, match="--world=test/1: hopworld has no row"):
         ask.free_row(TASK, "Who?", "test/1")
+
+
+def test_what_the_world_does_not_have_is_told_with_what_it_can_be_asked():
+    known = TASK.row("eval", 16)  # Of the world eval/1.
+    said = dict(ask.describe_world(TASK, known))
+    assert list(said) == ["World"] and said["World"].startswith("eval/1 of hopworld, ")
+    row = ask.free_row(TASK, "Who directed Jaws, and is Emil Nobody its composer?", "eval/1")
+    said = dict(ask.describe_world(TASK, row))
+    assert said["Not in this world"].startswith("Jaws, Emil Nobody; it can be asked: ")
+    assert all(TASK.row("eval", 16 + i)["question"] in said["Not in this world"] for i in range(3))
+    for index in range(16, 32):
+        assert list(dict(ask.describe_world(TASK, TASK.row("eval", index)))) == ["World"]
 
 
 def test_weights_are_asked_in_their_own_shape():
