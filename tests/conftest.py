@@ -201,9 +201,7 @@ def user_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             monkeypatch.setattr(one, attribute, dict(getattr(one, attribute)))
     monkeypatch.setattr(registry, "_user_folders", [])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    modules = set(sys.modules)
     yield
-    for name in set(sys.modules) - modules:
-        if "site-packages" not in (getattr(sys.modules[name], "__file__", None) or "site-packages"):
-            if not name.startswith(("agentr1_jax.", "configs", "experiments")):
-                del sys.modules[name]
+    for name, module in list(sys.modules.items()):
+        if os.path.dirname(getattr(module, "__file__", None) or "") in registry._user_folders:
+            del sys.modules[name]

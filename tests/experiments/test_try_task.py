@@ -80,16 +80,16 @@ def test_the_whole_task_of_the_guide_passes_by_its_expert_and_at_the_keyboard(ru
     assert status == 0 and "-- episode: left by the player" in " ".join(shown.split())
 
 
-def test_published_weights_play_the_whole_task_of_the_guide(run, tmp_path):
+def test_mistakes_in_the_command_and_weights_that_play(run, tmp_path):
+    with pytest.raises(UserError, match="--row=test/1: "):
+        run(row="test/1")
+    with pytest.raises(UserError, match="nothing.py: no such file"):
+        run(name="nothing.py:guess")
     weights = checkpoints.write_model(tmp_path / "model")
     config = try_task.blank.get_config("countdown")
     assert config.task.name == "countdown"
     settings = try_task.read_player(config, weights)
     assert settings.tokenizer.path == weights == settings.policy.weights and settings.engine.slots % 8 == 0
-    with pytest.raises(UserError, match="--row=test/1: "):
-        run(row="test/1")
-    with pytest.raises(UserError, match="nothing.py: no such file"):
-        run(name="nothing.py:guess")
 
 
 @pytest.mark.parametrize(
