@@ -52,7 +52,7 @@ LOSS_MASK = flags.DEFINE_list("loss_mask", [], "values of learner.loss_mask to r
 ADVANTAGE_MASK = flags.DEFINE_list("advantage_mask", [], "values of learner.advantage_mask to run each arm with")
 METRIC = flags.DEFINE_string("metric", "em", "metric of the evaluations that is compared")
 DRY_RUN = flags.DEFINE_bool("dry_run", False, "print the grid and the hours left, and leave")
-CHECK = flags.DEFINE_string("check", "", "check all runs for PROCESSESxDEVICES elsewhere, e.g. 1x8, and leave")
+CHECK = flags.DEFINE_string("check", "", "check all runs for PROCESSESxDEVICES elsewhere, e.g. v5e:1x8, and leave")
 SHARE = flags.DEFINE_string("share", "0/1", "K/N: make every Nth run from the Kth, where N machines share the folder")
 WIDTH = 150
 """Columns of the tables where the output is no terminal."""

@@ -1,4 +1,4 @@
-"""Check of a run for other machines, before they are asked for: `--check=4x4` is four processes of four devices each.
+"""Check of a run for other machines, before they are asked for: `--check=v5e:4x4` is four processes of four v5e chips.
 
 The launchers call it with the data folder of the workers in `AGENTR1_DATA`. Nothing is written, and no device is asked.
 """
@@ -34,21 +34,27 @@ class Device:
 
     process_index: int
     slice_index: int
-    platform: str = "tpu"
-    device_kind: str = "TPU"
+    platform: str
+    device_kind: str
 
 
 def parse_devices(shape: str) -> list[Device]:
-    """Return the devices of `PROCESSESxDEVICES`, or of several TPU slices, `SLICES*PROCESSESxDEVICES`.
+    """Return the devices of `KIND:PROCESSESxDEVICES`, or of several TPU slices, `KIND:SLICES*PROCESSESxDEVICES`.
+
+    KIND is a generation of TPUs or `gpu`.
 
     Raises:
       UserError: the text has another form.
     """
-    match = re.fullmatch(r"(?:([1-9]\d*)\*)?([1-9]\d*)x([1-9]\d*)", shape)
+    match = re.fullmatch(r"(v4|v5e|v5p|v6e|gpu):(?:([1-9]\d*)\*)?([1-9]\d*)x([1-9]\d*)", shape)
     if not match:
-        raise UserError(f"--check={shape}: write PROCESSESxDEVICES, e.g. 4x4, or 2*4x4 for two slices of them")
-    slices, processes, devices = (int(number or 1) for number in match.groups())
-    return [Device(s * processes + p, s) for s in range(slices) for p in range(processes) for _ in range(devices)]
+        raise UserError(
+            f"--check={shape}: write KIND:PROCESSESxDEVICES, e.g. v5e:4x4 or gpu:2x8; v5e:2*4x4 is two slices"
+        )
+    kind = (match[1], match[1]) if match[1] == "gpu" else ("tpu", f"TPU {match[1]}")
+    slices, processes, devices = (int(number or 1) for number in match.groups()[1:])
+    places = [(s * processes + p, s) for s in range(slices) for p in range(processes)]
+    return [Device(*place, *kind) for place in places for _ in range(devices)]
 
 
 def show(runs: Sequence[Config], shape: str, speeds: Sequence[str] = ()) -> None:

@@ -65,7 +65,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 data=${data:-${AGENTR1_DATA:-}}
 shape=${nodes}x$gpus
 if [[ $program == ablate ]]; then shape=1x$gpus; fi
-check_run "$shape" "$@"
+check_run "gpu:$shape" "$@"
 run mkdir -p runs/slurm
 # The job has this environment, and so the variables and secrets.
 for variable in ${variables[@]+"${variables[@]}"}; do export "${variable?}"; done

@@ -108,10 +108,10 @@ if [[ $action == run ]]; then
   number=${type##*-}
   require_whole_number "the number in --type=$type" "$number" 1
   case $type in
-    v5litepod-*) default=v2-alpha-tpuv5-lite chips=$number most=8 ;;
-    v6e-*) default=v2-alpha-tpuv6e chips=$number most=8 ;;
-    v5p-*) default=v2-alpha-tpuv5 chips=$((number / 2)) most=4 ;;
-    v4-*) default=tpu-ubuntu2204-base chips=$((number / 2)) most=4 ;;
+    v5litepod-*) default=v2-alpha-tpuv5-lite kind=v5e chips=$number most=8 ;;
+    v6e-*) default=v2-alpha-tpuv6e kind=v6e chips=$number most=8 ;;
+    v5p-*) default=v2-alpha-tpuv5 kind=v5p chips=$((number / 2)) most=4 ;;
+    v4-*) default=tpu-ubuntu2204-base kind=v4 chips=$((number / 2)) most=4 ;;
     *) fail "--type=$type is unknown; known are v5litepod-N, v5p-N, v6e-N and v4-N" ;;
   esac
   runtime=${runtime:-$default}
@@ -134,7 +134,7 @@ require_program gcloud "install the Google Cloud CLI: https://cloud.google.com/s
 if [[ $action == run ]] && ((check)); then
   # shellcheck source=launch/environment.sh
   source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-  check_run "$shape" "$@"
+  check_run "$kind:$shape" "$@"
 fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -76,12 +76,18 @@ case $action in
     exit
     ;;
 esac
+case $(value accelerator) in
+  *v5p*) kind=v5p ;;
+  *v6e*) kind=v6e ;;
+  *v4*) kind=v4 ;;
+  *) kind=v5e ;;
+esac
 shape=$(value hosts)x$(value chips_per_host)
 if [[ $program == ablate ]]; then shape=1x$(value chips_per_host); elif ((slices > 1)); then shape="$slices*$shape"; fi
 if ((check)); then
   # shellcheck source=launch/environment.sh
   source "$(dirname "${BASH_SOURCE[0]}")/../environment.sh"
-  check_run "$shape" "$@"
+  check_run "$kind:$shape" "$@"
 fi
 
 if ((dry_run)); then

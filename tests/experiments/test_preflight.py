@@ -24,7 +24,7 @@ def no_data(monkeypatch):
     monkeypatch.delenv("AGENTR1_DATA", raising=False)
 
 
-def check(config, shape="4x4", speeds=()):
+def check(config, shape="v5e:4x4", speeds=()):
     return list(preflight.check([config], shape, speeds))
 
 
@@ -37,26 +37,36 @@ def test_a_run_that_fits_is_described_and_leaves_nothing(config, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "shape", "message"),
     [
-        ({"mesh__fsdp": 3}, "4x4", r"mesh \{'data': 5, 'fsdp': 3, 'tensor': 1\} needs 15 devices, there are 16"),
+        ({"mesh__fsdp": 3}, "v5e:4x4", r"mesh \{'data': 5, 'fsdp': 3, 'tensor': 1\} needs 15 devices, there are 16"),
         (
             {"mesh__fsdp": 16},
-            "2*2x4",
+            "v5e:2*2x4",
             r"mesh\.fsdp x mesh\.tensor is 16 x 1; it must divide the 8 devices",
         ),
         (
-            {"mesh__tensor": 8, "learner__rows": 2, "pretrain__rows": 2},
-            "4x4",
+            {"mesh__tensor": 8, "mesh__fsdp": 1, "learner__rows": 2, "pretrain__rows": 2},
+            "v5e:4x4",
             r"mesh\.tensor is 8; it must divide",
         ),
-        ({"rollout__groups": 30}, "4x4", r"rollout\.groups \(30\) must be a multiple of processes"),
-        ({"optimizer__lr": -1.0}, "4x4", r"optimizer\.lr"),
-        ({}, "4", r"--check=4: write PROCESSESxDEVICES"),
-        ({}, "0x4", r"--check=0x4: write PROCESSESxDEVICES"),
+        ({"rollout__groups": 30}, "v5e:4x4", r"rollout\.groups \(30\) must be a multiple of processes"),
+        ({"optimizer__lr": -1.0}, "v5e:4x4", r"optimizer\.lr"),
+        ({}, "4x4", r"--check=4x4: write KIND:PROCESSESxDEVICES"),
+        ({}, "v5e:0x4", r"--check=v5e:0x4: write KIND:PROCESSESxDEVICES"),
+        ({"hardware": "v5e-16"}, "v5e:2x4", r"hardware is v5e-16, which has 16 chips, and there are 8 devices"),
     ],
 )
 def test_what_the_workers_would_refuse_is_refused_here(config, changes, shape, message):
     with pytest.raises(UserError, match=message):
         check(changed(config, **changes), shape)
+
+
+def test_the_hardware_to_come_decides_what_is_unset(config, monkeypatch):
+    """Not the devices here: `auto` is asked of those of the check."""
+    found = []
+    monkeypatch.setattr(preflight, "check_placement", lambda settings, devices: found.append(settings.policy.attention))
+    for kind in ("v5e", "gpu"):
+        check(changed(config, hardware="auto", policy__attention=None, learner__row_tokens=None), f"{kind}:4x4")
+    assert found == ["splash", "xla"]
 
 
 def test_a_task_of_real_data_needs_a_folder_that_has_them(tmp_path, monkeypatch):

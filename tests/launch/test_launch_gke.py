@@ -70,7 +70,7 @@ def test_gke_creates_what_its_dry_run_shows(project: pathlib.Path, manifest: Any
     assert status == 0 and len(read_calls(project)) == 1
     check, _, rest = output.partition("\n")
     shown, _, command = rest.rpartition("kubectl create")
-    assert "--check=4x4" in check and yaml.safe_load(shown) == manifest
+    assert "--check=v5e:4x4" in check and yaml.safe_load(shown) == manifest
     assert ["kubectl create" + command.rstrip()] == [shlex.join(words) for words in read_calls(project)]
 
     pod = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
@@ -195,7 +195,7 @@ def test_gke_runs_on_spot_slices_that_wait_in_a_queue(project: pathlib.Path) -> 
     pod = replicated["template"]["spec"]["template"]["spec"]
     assert pod["nodeSelector"]["cloud.google.com/gke-spot"] == "true"
     assert [taint["key"] for taint in pod["tolerations"]] == ["cloud.google.com/gke-spot"]
-    assert read_check(project)[:2] == ["/shared/data", "--check=2*4x4"]
+    assert read_check(project)[:2] == ["/shared/data", "--check=v5e:2*4x4"]
     status, output = run_pod(project, pod["containers"][0], slice_="1", index="2")
     assert status == 0, output
     assert read_starts(project) == [["agentr1-train-0-0.agentr1:8476", "8", "6", *CONFIG]]

@@ -31,7 +31,7 @@ from clusters import (
 
 ABLATE = """
 import os, sys
-if sys.argv[1] != "--check=1x4":
+if sys.argv[1] != "--check=v5p:1x4":
     sys.stdout.write(f"{sys.argv[1:]} {[name for name in os.environ if name.startswith('AGENTR1_')]}\\n")
 """
 DISKS = "the disks of a TPU VM are deleted with it"
@@ -71,7 +71,7 @@ def test_tpu_vm_starts_every_worker_as_its_dry_run_says(project: pathlib.Path, q
     assert all((play_path(project, f"worker{k}") / "it is mounted").exists() for k in range(2))
     assert {"[0] hello from 0", "[1] hello from 1"} <= set(output.splitlines())
 
-    assert shown.startswith("env AGENTR1_DATA= ") and read_check(project) == ["", "--check=2x4", *CONFIG]
+    assert shown.startswith("env AGENTR1_DATA= ") and read_check(project) == ["", "--check=v5p:2x4", *CONFIG]
     expected = [shlex.split(line) for line in shown.splitlines() if line.startswith("gcloud ")]
     found: list[list[str]] = []
     for words in read_calls(project):
@@ -154,7 +154,7 @@ def test_tpu_vm_asks_for_nothing_when_the_run_would_be_refused(project: pathlib.
     play_path(project, "mistake").write_text("2")
     status, output = run(project, *tpu(project, "--delete", "--data=gs://bucket/data", *CONFIG))
     assert status == 2 and output.endswith("nothing was asked for, nothing has started\n")
-    assert read_check(project) == ["gs://bucket/data", "--check=2x4", *CONFIG] and not read_calls(project)
+    assert read_check(project) == ["gs://bucket/data", "--check=v5p:2x4", *CONFIG] and not read_calls(project)
 
 
 def test_tpu_vm_does_not_delete_after_a_mistake(project: pathlib.Path) -> None:
@@ -199,7 +199,7 @@ def test_tpu_vm_runs_over_several_slices(project: pathlib.Path) -> None:
     status, output = run(project, *tpu(project, *flags))
     assert status == 0, output
     check_started_on_two(project)
-    assert read_check(project)[1] == "--check=2*1x4"
+    assert read_check(project)[1] == "--check=v5p:2*1x4"
     made = next(words for words in read_calls(project) if words[4] == "create")
     assert {"--node-count=2", "--node-prefix=mine", "--spot"} <= set(made) and made[3] == "queued-resources"
     assert read_calls(project)[-1][3:6] == ["queued-resources", "delete", "mine"]
@@ -459,7 +459,7 @@ def test_slurm_submits_and_starts_what_its_dry_run_says(project: pathlib.Path) -
     status, shown = run(project, *slurm(project, "--dry_run", *flags), VENV_PYTHON=sys.executable)
     assert status == 0 and not read_calls(project)
     check, making, submission, note, step = shown.splitlines()
-    assert "--check=2x8" in check
+    assert "--check=gpu:2x8" in check
     assert making == "mkdir -p runs/slurm" and note.startswith("#")
     assert run(project, *slurm(project, *flags), VENV_PYTHON=sys.executable)[0] == 0
     assert read_calls(project) == [shlex.split(submission)]
