@@ -100,6 +100,10 @@ BATCH = (
     Metric("time/learn", "s", "Time of a train step, without sampling."),
     Metric("time/learner_tokens", "tokens", "Tokens that a train step computes."),
 )
+CREDIT = (
+    Metric("credit/whitening_mean", "", "Mean that whitening took from the advantages.", "schemes that whiten"),
+    Metric("credit/whitening_std", "", "Standard deviation that it divided them by.", "schemes that whiten"),
+)
 LEARNER = (
     Metric("learner/lr", "", "Learning rate of the policy."),
     Metric("learner/loss", "", "Loss that is minimised: policy, value, KL and entropy terms."),
@@ -153,6 +157,7 @@ def sections() -> Iterator[tuple[str, tuple[Metric, ...]]]:
     yield "Rollout engine", ENGINE
     yield "Tools", TOOLS
     yield "Batch and train step", BATCH
+    yield "Credit", CREDIT
     yield "Learner", LEARNER
     yield "Gap between sampler and learner", GAP
 

@@ -19,18 +19,14 @@ from agentr1_jax.errors import UserError
 from agentr1_jax.learner.batch import CRITIC_FIELDS, batch_shapes, to_microbatches
 from agentr1_jax.learner.packing import scatter_fields
 from agentr1_jax.tools.wrappers import ToolMetrics
-from agentr1_jax.train import build, defaults
-from configs import multihop_tiny, quickstart, scale_qwen2_5_3b
+from agentr1_jax.train import build
+from configs import base, multihop_tiny, quickstart, scale_qwen2_5_3b
 from experiments import topology
 from experiments.checks import check_attention
 from experiments.plan import device_bytes, make_plan, programs, total_bytes
 from experiments.setup import complete, make_task, read_settings
 
 ROOT = Path(__file__).parents[2]
-DEVICE_KEYS = dict.fromkeys(
-    (key.replace(".", "__") for key in (*defaults.BY_HARDWARE, *defaults.BY_LENGTHS)),
-)
-"""Keys that follow from hardware and lengths, unset."""
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="no libtpu")
 
 
@@ -180,13 +176,12 @@ def test_the_tpu_compiler_takes_the_engine_of_qwen2_5_3b_and_it_fits():
 @pytest.mark.nightly
 @pytest.mark.parametrize(("slice_", "hardware"), [("v5e:2x4", "v5e-8"), ("v6e:2x4", "v6e-8")])
 def test_the_tpu_compiler_takes_what_the_table_of_hardware_says_and_it_fits(slice_, hardware):
-    """Update and decoding of Qwen2.5-0.5B in contexts of 2048 tokens, all keys but these by the hardware."""
+    """Update and decoding of Qwen2.5-0.5B in contexts of 2048 tokens; the hardware decides all else."""
     memory = {"v5e-8": 16, "v6e-8": 32}[hardware] * 2**30
-    config = changed(quickstart, policy__preset="qwen2.5-0.5b", hardware="auto", **DEVICE_KEYS)
-    config = complete(
-        changed(config, budget__context_tokens=2048, budget__response_tokens=256), topology.devices(slice_)
-    )
+    config = changed(base.get_config("hopworld"), policy__preset="qwen2.5-0.5b", hardware="auto")
+    config = changed(config, budget__context_tokens=2048, budget__response_tokens=256)
     named = complete(changed(config, hardware=hardware))
+    config = complete(config, topology.devices(slice_))
     assert {**named.to_dict(), "hardware": "auto"} == config.to_dict()
     assert (config.policy.dtype, config.policy.attention, config.mesh.fsdp) == ("bfloat16", "splash", 8)
     plan = make_plan(read_settings(config), slice_)
