@@ -215,6 +215,8 @@ class Trajectory:
       outcome: how it ended.
       final_prompt_ids: int32 [P], prompt of the step after a truncated episode, for its bootstrap value.
       greedy_return: return of the greedy rollout of the same row; None where there is none.
+      final_value: the critic's value of `final_prompt_ids`, by which training bootstrapped a truncated trajectory; 0
+        where truncation counted as an end; None without a critic, and where it was not truncated.
       metrics: scalars such as `em` and `f1`.
       row: facts of the task row (`ROW_FACTS`, as far as it has them), by which metrics are grouped; JSON.
       info: JSON for people; nothing is computed from it.
@@ -229,6 +231,7 @@ class Trajectory:
     outcome: Outcome
     final_prompt_ids: np.ndarray | None = None
     greedy_return: float | None = None
+    final_value: float | None = None
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     row: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     info: Mapping[str, Any] = dataclasses.field(default_factory=dict)

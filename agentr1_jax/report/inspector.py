@@ -96,6 +96,7 @@ def trajectory_data(trajectory: Trajectory, tokens: PageTokens) -> dict[str, Any
         "info": plain({**trajectory.row, **trajectory.info}),
         "steps": steps,
         "final": None if trajectory.final_prompt_ids is None else prompt(trajectory.final_prompt_ids),
+        "final_value": plain(trajectory.final_value),
         "texts": list(texts),
     }
 

@@ -162,12 +162,7 @@ def _explicit(folder: RunFolder, selection: Selection, notes: list[str]) -> list
     """Choose what `updates`, `worst` and `group` name."""
     recorded = folder.batch_files()
     newest = max(recorded)
-    updates = sorted({newest if update == -1 else update for update in selection.updates}, reverse=True)
-    for update in updates:
-        if update not in recorded:
-            raise UserError(
-                f"{folder.path}: has no RL batch {update}; those from {min(recorded)} to {newest} are recorded"
-            )
+    updates = list(folder.recorded_batches(selection.updates))
     if selection.group is None:
         sources = [Source(batch_name(u), path) for u in updates or [newest] for path in recorded[u]]
     else:

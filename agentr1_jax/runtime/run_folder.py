@@ -186,6 +186,19 @@ class RunFolder:
             raise UserError(f"{self.path}: has recorded no RL batch yet (trajectories/rl_*.jsonl.gz)")
         return by_update
 
+    def recorded_batches(self, updates: Sequence[int]) -> dict[int, list[str]]:
+        """Return the paths of some RL batches by update, the newest first; -1 stands for the newest batch.
+
+        Raises UserError if one of them is not recorded.
+        """
+        recorded = self.batch_files()
+        first, newest = min(recorded), max(recorded)
+        wanted = sorted({newest if update == -1 else update for update in updates}, reverse=True)
+        for update in wanted:
+            if update not in recorded:
+                raise UserError(f"{self.path}: has no RL batch {update}; those from {first} to {newest} are recorded")
+        return {update: recorded[update] for update in wanted}
+
     def write_pending(self, number: int, trajectories: Sequence[Trajectory]) -> None:
         """Write this process's pending rollouts, before the checkpoint of that number; replaces an earlier file."""
         path = self.file("pending", f"{number}.p{processes.process_index()}.jsonl.gz")

@@ -91,8 +91,6 @@ BATCH = (
     Metric("batch/sharing", "", "Tokens of all steps, each with its whole prompt, per token computed."),
     Metric("batch/row_occupancy", "share", "Cells of the packed rows that are not padding."),
     Metric("batch/advantage_std", "", "Standard deviation of the advantages of trained tokens."),
-    Metric("credit/whitening_mean", "", "Mean that whitening subtracts from advantages.", "schemes that whiten"),
-    Metric("credit/whitening_std", "", "Standard deviation that whitening divides them by.", "schemes that whiten"),
     Metric("batch/zero_variance_groups", "", "Groups whose returns are all equal."),
     Metric("batch/lone_members", "", "Groups of one trajectory."),
     Metric("batch/steps_without_key", "", "Steps without a state key."),
@@ -101,6 +99,8 @@ BATCH = (
     Metric("time/learner_tokens", "tokens", "Tokens that a train step computes."),
 )
 CREDIT = (
+    Metric("credit/baseline", "", "Mean return to go of earlier batches, the fallback of `state_baseline`."),
+    Metric("credit/reward_std", "", "Standard deviation of returns that rewards are divided by; 1 for none."),
     Metric("credit/whitening_mean", "", "Mean that whitening took from the advantages.", "schemes that whiten"),
     Metric("credit/whitening_std", "", "Standard deviation that it divided them by.", "schemes that whiten"),
 )

@@ -81,6 +81,8 @@ class BatchCredit:
       advantages, value_targets: float32 [K] over all processes.
       value_mask: bool [K], where a value target exists.
       return_statistics: of step returns, this batch included.
+      baseline: fallback baseline of a state, known before this batch.
+      reward_std: standard deviation of returns that rewards were divided by; 1 without `shaping.scale_returns`.
       terms: terms of the advantages, with quantities [S] over all processes; empty without a credit scheme.
     """
 
@@ -92,6 +94,8 @@ class BatchCredit:
     value_targets: np.ndarray
     value_mask: np.ndarray
     return_statistics: RunningMeanStd
+    baseline: float = 0.0
+    reward_std: float = 1.0
     terms: Mapping[str, Term] = dataclasses.field(default_factory=dict)
 
 
@@ -236,12 +240,12 @@ def assign_credit(
     if phase.scheme is None or not tokens:
         return BatchCredit(flat, own, part, steps, np.ones(tokens, np.float32), zeros, nowhere, return_statistics)
 
-    baseline = return_statistics.mean
+    mean = return_statistics.mean
     flat, return_statistics = shape_rewards(
         flat, settings.shaping, gamma=phase.scheme.gamma, statistics=return_statistics, bootstraps=phase.critic
     )
-    if settings.shaping.scale_returns:
-        baseline /= return_statistics.std
+    reward_std = return_statistics.std if settings.shaping.scale_returns else 1.0
+    baseline = mean / reward_std
     token_batch = to_token_batch(
         flat,
         **settings.batch_capacity,
@@ -258,7 +262,9 @@ def assign_credit(
     targets = zeros if credit.value_targets is None else credit.value_targets[:tokens]
     has_target = nowhere if credit.value_mask is None else credit.value_mask[:tokens]
     terms = jax.tree.map(lambda x: np.broadcast_to(x, token_batch.steps)[: len(flat.rewards)], credit.terms)
-    return BatchCredit(flat, own, part, steps, advantages, targets, has_target, return_statistics, terms)
+    return BatchCredit(
+        flat, own, part, steps, advantages, targets, has_target, return_statistics, baseline, reward_std, terms
+    )
 
 
 def update(
@@ -296,7 +302,7 @@ def with_credit(batch: PackedBatch, outputs: TokenOutputs, credit: BatchCredit) 
     """Return all trajectories of a batch; the steps of those that were packed record the credit that they got.
 
     The record has the advantages of the response, their account, the critic's values and targets, and the reward as the
-    credit scheme saw it.
+    credit scheme saw it; that of a truncated trajectory has the value of its future, too.
     """
     flat, own, mask = credit.flat, credit.own, credit.value_mask[credit.part]
     ends = np.cumsum([len(step.response_ids) for t in batch.trajectories for step in t.steps])
@@ -325,7 +331,17 @@ def with_credit(batch: PackedBatch, outputs: TokenOutputs, credit: BatchCredit) 
             value_targets=next(targets_of),
         )
 
-    recorded = [dataclasses.replace(t, steps=tuple(map(record, t.steps))) for t in batch.trajectories]
+    first = int(flat.step_trajectory[credit.steps.start]) if batch.trajectories else 0
+
+    def final_value(place: int) -> float | None:
+        if outputs.final_values is None or not own.truncated[place]:
+            return None
+        return float(outputs.final_values[place]) if flat.truncated[first + place] else 0.0
+
+    recorded = [
+        dataclasses.replace(t, steps=tuple(map(record, t.steps)), final_value=final_value(place))
+        for place, t in enumerate(batch.trajectories)
+    ]
     return [*recorded, *batch.dropped]
 
 
@@ -424,6 +440,8 @@ def _batch_metrics(
             "batch/zero_variance_groups": float(sum(x.min() == x.max() for x in returns)),
             "batch/lone_members": float(sum(len(x) == 1 for x in returns)),
             "batch/steps_without_key": float((flat.state_key < 0).sum()),
+            "credit/baseline": credit.baseline,
+            "credit/reward_std": credit.reward_std,
         }
     return metrics
 

@@ -97,6 +97,7 @@ def trajectories(draw):
         steps=tuple(steps),
         outcome=draw(st.sampled_from(Outcome)),
         final_prompt_ids=draw(st.none() | next_prompt(previous)),
+        final_value=draw(st.none() | st.floats(allow_nan=False)),
         metrics=draw(scalars),
         info=draw(info),
     )

@@ -20,7 +20,7 @@ from agentr1_jax.credit.batch import account_of_step
 from agentr1_jax.errors import UserError
 from agentr1_jax.train import train_step
 from agentr1_jax.train.progress import Progress
-from agentr1_jax.trajectory import Outcome, Trajectory
+from agentr1_jax.trajectory import POLICIES, Outcome, Trajectory
 from agentr1_jax.trajectory_io import read_jsonl, write_jsonl
 
 ALIKE = [Rollout(g, [0.1], [[Token(1 / 3, 0.1)]], 0.0, [0], [0.1], greedy=0.2) for g in (0, 0, 0, 1, 1, 2)]
@@ -227,6 +227,9 @@ def test_a_record_explains_the_advantages_that_were_trained(name, tmp_path):
         assert float(step.values[0]) == pytest.approx(first, rel=1e-3)
     np.testing.assert_allclose(np.concatenate([s.values for s in steps]), outputs.values, rtol=1e-3, atol=1e-6)
     np.testing.assert_array_equal(np.concatenate([s.advantages for s in steps]), credit.advantages)
+    cut = [POLICIES[t.outcome].bootstrap for t in kept]
+    assert any(cut) and [t.final_value is not None for t in kept] == cut and dropped.final_value is None
+    assert [t.final_value for t in kept if t.final_value is not None] == outputs.final_values[cut].tolist()
     for t in kept:  # `terminal_only` moved all reward to the end.
         *early, last = [s.reward if s.shaped_reward is None else s.shaped_reward for s in t.steps]
         assert early == [0.0] * len(early) and last == pytest.approx(t.total_reward)
@@ -250,6 +253,8 @@ def test_each_process_records_its_own_part_of_a_global_batch(monkeypatch):
         patch.setattr(train_step, "with_process_indices", lambda loss_tokens, index, count: loss_tokens)
         second, _, _ = credit_of(made[4:])
     assert [t.uid for t in second] == [t.uid for t in made[4:]]
+    values = [[np.nan if t.final_value is None else t.final_value for t in half] for half in (second, whole[4:])]
+    np.testing.assert_allclose(*values, rtol=1e-4)
     for step, expected in zip(
         (s for t in second for s in t.steps), (s for t in whole[4:] for s in t.steps), strict=True
     ):
@@ -263,6 +268,11 @@ def test_each_process_records_its_own_part_of_a_global_batch(monkeypatch):
 def test_a_reward_is_recorded_twice_only_where_shaping_changed_it():
     recorded, _, _ = credit_of(learners.batch())
     assert all(s.shaped_reward is None for t in recorded for s in t.steps)
+
+
+def test_a_truncation_that_counts_as_an_end_is_worth_nothing():
+    recorded, _, _ = credit_of(learners.batch(), **{"shaping.truncation_is_terminal": True})
+    assert {t.final_value for t in recorded} == {None, 0.0}
 
 
 def test_values_beyond_float16_keep_their_size():

@@ -108,6 +108,7 @@ def sample_trajectory(
         steps=tuple(steps),
         outcome=outcome,
         final_prompt_ids=prompt if outcome == Outcome.MAX_STEPS else None,
+        final_value=0.25 if outcome == Outcome.MAX_STEPS else None,
         metrics={} if em is None else {"em": em, "f1": em},
         row={"question": question, "answers": answers, "kind": "bridge", "hops": 2},
     )
@@ -322,6 +323,8 @@ def test_what_counts_as_trained_and_rewarded(page):
     assert shown["train/000012/00034/0"]["reward"] == pytest.approx(1.4)
     assert not shown["eval/000020/00001/0"]["trained"]
     failed = shown["train/000012/00035/0"]
+    cut = [x for x in shown.values() if x["final"]]
+    assert cut and all(x["final_value"] == 0.25 for x in cut) and failed["final_value"] is None
     assert failed["outcome"] == "tool_failure"
     assert not failed["trained"]
     assert failed["reward"] is None

@@ -336,12 +336,12 @@ function valuesNode(trajectory, t) {
   const cell = (x) => el("td", "", typeof x === "number" ? fixed(x) : "–");
   const rows = trajectory.steps.map((step, k) => {
     const last = k + 1 === first.length;
-    const next = last ? (trajectory.policy.bootstrap ? null : 0) : first[k + 1];
+    const next = last ? (trajectory.policy.bootstrap ? trajectory.final_value : 0) : first[k + 1];
     const row = el("tr", k === t ? "own" : "", el("td", "", `${k + 1}`), cell(step.shaped ?? step.reward), cell(first[k]), cell(next), errors.some(exists) ? cell(errors[k]) : "", cell(of(step.targets, 0)), cell(step.advantage));
     row.addEventListener("click", () => openAccount(k, true));
     return row;
   });
-  const names = [["step", ""], ["r", "reward as the credit scheme saw it"], ["V", "value of the state, at the first token of the response"], ["V′", "value of the next state; 0 after the end"], ...(errors.some(exists) ? [["δ", "r + γV′ − V"]] : []), ["target", "what the critic was trained towards"], ["A", "mean advantage"]];
+  const names = [["step", ""], ["r", "reward as the credit scheme saw it"], ["V", "value of the state, at the first token of the response"], ["V′", "value of the next state; 0 after the end, that of the next prompt where the trajectory was cut"], ...(errors.some(exists) ? [["δ", "r + γV′ − V"]] : []), ["target", "what the critic was trained towards"], ["A", "mean advantage"]];
   const head = el("tr", "", names.map(([name, why]) => Object.assign(el("th", "", name), { title: why })));
   return el("div", "values", el("h4", "", "The critic’s values"), el("div", "wide", el("table", "", el("thead", "", head), el("tbody", "", rows))));
 }
