@@ -1,4 +1,4 @@
-"""The code in docs/extending.md and the README runs as it is printed there."""
+"""The code in the guide and the README runs as it is printed there."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ from experiments import setup
 ROOT = Path(__file__).parent.parent
 
 
-def block(heading: str, page: str = "docs/extending.md", most: int = 40) -> str:
-    """The Python below a heading of a page, at most so many lines."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    found = re.search(rf"## {heading}\n.*?```python\n(.*?)```", text, re.DOTALL)
-    assert found and found[1].count("\n") < most
+def block(heading: str, page: str = "docs/*.md", most: int = 40) -> str:
+    """The Python below a heading that one of the pages has, at most so many lines."""
+    pattern = rf"^#+ {heading}\n.*?```python\n(.*?)```"
+    texts = [path.read_text(encoding="utf-8") for path in ROOT.glob(page)]
+    (found,) = filter(None, (re.search(pattern, text, re.DOTALL | re.MULTILINE) for text in texts))
+    assert found[1].count("\n") < most
     return found[1]
 
 
