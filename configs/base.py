@@ -92,7 +92,7 @@ def _run(c: ConfigDict) -> None:
     c.checkpoint.every = 10  # RL batches between checkpoints; 100 times as many updates before RL.
     c.checkpoint.keep = 2  # Newest checkpoints that are not removed.
 
-    c.sinks = ConfigDict()  # Where metrics go beside metrics.jsonl; see docs/durability.md.
+    c.sinks = ConfigDict()  # Where metrics go beside metrics.jsonl; see docs/monitoring.md.
     c.sinks.tensorboard = False  # Write event files to run_dir/tensorboard. Needs the extra tensorboard.
     c.sinks.wandb_project = ""  # Project of Weights & Biases; "" for none. Needs the extra wandb.
     c.sinks.wandb_mode = "online"  # (online | offline) Offline files are sent later by `wandb sync`.
@@ -323,7 +323,7 @@ def _evaluation(c: ConfigDict) -> None:
 
 
 def _devices(c: ConfigDict) -> None:
-    """Processes and devices; see docs/pods.md."""
+    """Processes and devices; see docs/pods.md and docs/sharding.md."""
     c.processes = ConfigDict()
     c.processes.start_seconds = 300  # Time in which all processes must have started.
     c.processes.heartbeat_seconds = 30  # A process that is silent for so long counts as lost, and the others end.

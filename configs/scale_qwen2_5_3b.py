@@ -2,7 +2,7 @@
 
     python -m experiments.train --config=configs/scale_qwen2_5_3b.py --dry_run --topology=v5e:4x4
 
-prints what each device would hold, without a TPU (docs/pods.md). A run starts on all workers of a v5e-16, from
+prints what each device would hold, without a TPU (docs/sharding.md). A run starts on all workers of a v5e-16, from
 weights instead of a preset:
 
     python -m experiments.train --config=configs/scale_qwen2_5_3b.py --config.policy.preset= \
