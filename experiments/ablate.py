@@ -16,8 +16,8 @@ without a mask gets rows with room for what it reads more; the table says so. Ev
 All arms of a seed start RL from one warm start, which is made first, by the config without the changes of any arm; arms
 with a context rule of their own from one under that rule.
 Several machines that share OUT make a grid together, each with its `--share=0/3`, `1/3`, `2/3` of the runs, by hand or
-by a launcher (docs/launchers.md). A run waits for a warm start that another machine makes; the table is whole when all have
-ended.
+by a launcher (docs/launchers.md). A run waits for a warm start that another machine makes; the table is whole when all
+have ended.
 
 Folders: OUT/<arm>/seed<k>, OUT/warm_start/seed<k>; log and config of a run lie beside its folder. OUT gets
 ablation.png, ablation.md and ablation.csv. Ctrl-C and SIGTERM have all runs save and leave.
