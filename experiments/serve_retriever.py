@@ -1,4 +1,4 @@
-"""Serve a corpus over HTTP to runs with `task.multihop.retriever.kind=http`, by the protocol of docs/tasks.md.
+"""Serve a corpus over HTTP to runs with `task.multihop.retriever.kind=http`, by the protocol of docs/search.md.
 
     python -m experiments.serve_retriever CORPUS... [--retriever=bm25] [--port=8000]
     python -m experiments.serve_retriever CORPUS... --retriever="dense(encoder=FOLDER, query_prefix='query: ')"

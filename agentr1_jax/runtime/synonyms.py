@@ -156,7 +156,7 @@ NO_COUNTERPART: Mapping[str, str] = types.MappingProxyType(
         "use_vllm": "the engine is part of this package and shares the devices of the learner; see rollout.*",
         "scale_rewards": "the normalisation of advantages is the credit scheme's; see credit.name",
         "norm_adv_by_std_in_grpo": "credit.name=dr_grpo is GRPO without the standard deviation",
-        "reward_funcs": "rewards are the task's; see docs/tasks.md",
+        "reward_funcs": "rewards are the task's; see docs/rewards.md",
     }
 )
 """Last part of a key of another trainer that has no single counterpart -> what to do instead."""

@@ -6,7 +6,7 @@
 
 Contains: as a substring, after SQuAD's normalisation. That is no exact match, and metrics do not use it. Source:
 `compute_score_format_answer` in `agent_r1/src/reward_score/qa_em_and_format.py` of Agent-R1 v1 (read in the fork
-samee99/Agent-R1 at 7083a0a). docs/tasks.md says in what this differs: above all, a call must be readable here.
+samee99/Agent-R1 at 7083a0a). docs/rewards.md says in what this differs: above all, a call must be readable here.
 
 The published score is put on the last token. Here each step is paid by how much the score of the episode so far has
 changed, so that the rewards of an episode sum to its score however it ended, cut ones included.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from agentr1_jax.runtime.run_folder import RESUMABLE
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -37,6 +39,28 @@ def test_paths_exist() -> None:
             ]
             missing += [f"{page.relative_to(ROOT)}: {path}" for path in paths if not (ROOT / path).exists()]
     assert not missing
+
+
+def test_keys_exist() -> None:
+    """Keys that pages name in code, bare or as `--config.key=value`, are those of the generated reference."""
+    keys = re.findall(r"^\| `([\w.]+)` \|", (ROOT / "docs" / "config.md").read_text("utf-8"), re.MULTILINE)
+    known = {key.rsplit(".", n)[0] for key in keys for n in range(key.count(".") + 1)}
+    sections = {key.partition(".")[0] for key in keys if "." in key}
+    unknown = []
+    for page in PAGES:
+        if "results" not in page.parts and page.name not in ("CHANGELOG.md", "config.md", "metrics.md"):
+            named = re.findall(r"(?:`|--config\.)(\w+\.[\w.]*\w)(?=[=`])", page.read_text("utf-8"))
+            unknown += [
+                f"{page.name}: {key}" for key in named if key.partition(".")[0] in sections and key not in known
+            ]
+    files_and_own_arguments = re.compile(r"\.json$|\.args\.")
+    assert [key for key in unknown if not files_and_own_arguments.search(key)] == []
+
+
+def test_keys_that_may_change_are_listed() -> None:
+    page = (ROOT / "docs" / "durability.md").read_text("utf-8")
+    (listed,) = re.findall(r"\*\*Keys that may change\*\*(.*?)\n\n", page, re.DOTALL)
+    assert set(re.findall(r"`([\w.]+)`", listed)) == set(RESUMABLE)
 
 
 def test_index_names_every_page() -> None:

@@ -23,7 +23,7 @@ _PREFIXES = {"h": "hotpotqa", "w": "2wikimultihopqa", "m": "musique"}  # of ids 
 
 @dataclass(frozen=True, config=STRICT)
 class Files:
-    """Files to read in place of the data folder's; an empty tuple keeps those. See docs/tasks.md."""
+    """Files to read in place of the data folder's; an empty tuple keeps those. See docs/questions.md."""
 
     train: tuple[str | Path, ...] = ()
     """questions to train on; ~ and {data}, the data folder, are replaced in paths"""

@@ -56,7 +56,7 @@ class Question:
 
 
 class Source(NamedTuple):
-    """Questions of a file, and how often one was left out or something was missing (docs/tasks.md has the names)."""
+    """Questions of a file, and how often one was left out or something was missing; docs/questions.md has the names."""
 
     questions: Sequence[Question]
     counts: Mapping[str, int]

@@ -49,7 +49,7 @@ RETRIEVER_KEYS = {
 
 @dataclass(frozen=True, config=STRICT)
 class RetrieverConfig:
-    """What finds passages; see docs/tasks.md."""
+    """What finds passages; see docs/search.md."""
 
     kind: Literal["bm25", "dense", "http"] = "bm25"
     """bm25: words in common; dense: nearest vectors; http: a server"""
@@ -100,7 +100,7 @@ class MultihopConfig:
     corpus: Literal["full", "mini"] = "full"
     """full: all passages of the data sets; mini: 1,890 passages and 160 questions"""
     files: Files = Files()
-    """files read in place of the data folder's; see docs/tasks.md"""
+    """files read in place of the data folder's; see docs/questions.md"""
     mixture: tuple[str, ...] = ()
     """weights of the data sets in training, e.g. ("hotpotqa(weight=1)", ...); () for weights by size"""
     held_out: Whole = 0
@@ -114,13 +114,13 @@ class MultihopConfig:
     passage_characters: Whole = 0
     """longest text of a passage in a search result; 0 for no limit"""
     reward: qa.Scheme = "weighted"
-    """weighted: the parts by `rewards`; agentr1_v1: fixed weights, see docs/tasks.md"""
+    """weighted: the parts by `rewards`; agentr1_v1: fixed weights, see docs/rewards.md"""
     rewards: qa.QaRewards = qa.QaRewards()
     """weights of the reward parts"""
     reward_functions: tuple[str, ...] = ()
     """functions of the user that are paid too, e.g. ("my_rewards:brevity=0.2",)"""
     retriever: RetrieverConfig = RetrieverConfig()
-    """what finds passages; see docs/tasks.md"""
+    """what finds passages; see docs/search.md"""
 
     def __post_init__(self) -> None:
         for split, key in (("train", "datasets"), ("eval", "eval_datasets")):
@@ -147,7 +147,7 @@ class MultihopTask:
 
     Attributes:
       corpus: passages that are searched; those of equal title and text have one id.
-      counts: for `train` and `eval`, what was left out or missing, and how often; see docs/tasks.md.
+      counts: for `train` and `eval`, what was left out or missing, and how often; see docs/questions.md.
 
     Raises:
       FileNotFoundError: the data are not there.
@@ -185,7 +185,7 @@ class MultihopTask:
         for split, counts in self.counts.items():
             for what, count in counts.items():
                 if count:
-                    logging.warning("multihop: %s: %s %d (see docs/tasks.md)", split, what, count)
+                    logging.warning("multihop: %s: %s %d (see docs/questions.md)", split, what, count)
 
     @property
     def reward_parts(self) -> Sequence[str]:
