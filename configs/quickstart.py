@@ -31,6 +31,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.learner.row_tokens = 320
     c.learner.row_loss_tokens = 256
     c.learner.rows = 4
+    c.learner.packing = "prefix_tree"  # The samples of a question search alike.
     c.loss.chunk = 512
     c.critic = "shared_trunk"
     c.credit.name = "step_gae"

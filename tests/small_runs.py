@@ -20,6 +20,7 @@ SMALL = {
     "policy.layers": 1,
     "policy.hidden": 64,
     "policy.head_dim": 8,
+    "learner.packing": "trajectory",
     "warm_start.updates": 4,
     "warm_start.demonstrations": 64,
     "warm_start.batch": 16,

@@ -33,6 +33,7 @@ needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, re
 def small(run_dir, **changes):
     """Settings of the quickstart on 8 devices."""
     sizes = {"mesh__fsdp": 2, "mesh__tensor": 2, "rollout__tensor": 2, "learner__rows": 8, "tokenizer__texts": 400}
+    sizes |= {"learner__packing": "trajectory"}
     return read_settings(changed(quickstart.get_config(), run_dir=str(run_dir), **sizes | changes))
 
 
