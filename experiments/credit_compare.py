@@ -2,45 +2,53 @@
 
     python -m experiments.credit_compare RUN [--schemes=grpo,step_gae(lam=0.9),gigpo] [--update=12]
 
-All schemes judge the same steps, and all gradients are taken at the parameters of the newest checkpoint. OUT (in RUN
-unless given) gets report.html, summary.md, schemes.csv, pairs.csv, advantages.csv and the pictures. The quickstart's
-batch of 128 trajectories takes a minute on two CPU cores.
+All schemes judge the same steps by the rewards and values that training recorded with them. Gradients are taken at the
+parameters of the checkpoint nearest before the batch, or of the newest one. OUT (in RUN unless given) gets report.html,
+summary.md, schemes.csv, pairs.csv, advantages.csv, the pictures, and the page of the batch (rl_000012.html), to which
+the comparison links. The quickstart's batch of 128 trajectories takes a minute on two CPU cores.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from absl import flags
+from absl import flags, logging
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from agentr1_jax import files
+from agentr1_jax.credit.shaping import RunningMeanStd
 from agentr1_jax.errors import UserError
 from agentr1_jax.learner.config import AGGREGATES
 from agentr1_jax.report import credit as stats
 from agentr1_jax.report.page import write_page
+from agentr1_jax.report.run_report import Tokens, write_run_report
+from agentr1_jax.report.selection import Selection
 from agentr1_jax.report.tables import format_value, markdown_table, write_csv
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import mesh as meshes
+from agentr1_jax.runtime.run_folder import RunFolder, batch_name
 from agentr1_jax.text.tokenizer import Tokenizer
 from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.train import build, phases, train_step
 from agentr1_jax.train.build import Setup
 from agentr1_jax.train.phases import Phase
 from agentr1_jax.train.progress import read_progress
-from agentr1_jax.train.restore import restore_params
+from agentr1_jax.train.restore import checkpoint_before, restore_params
+from agentr1_jax.train.settings import Settings
 from agentr1_jax.trajectory import POLICIES, Step, Trajectory
 from experiments.credit import recording
-from experiments.credit.choice import choose
-from experiments.credit.effects import Effects, effects
+from experiments.credit.choice import choose, label
+from experiments.credit.effects import Effects, effects, replay_error
+from experiments.credit.recording import Part, Scale
 from experiments.setup import read_run, read_settings, use_compile_cache
 
 UPDATE = flags.DEFINE_string("update", "last", "the recorded RL batch: a number as in trajectories/rl_000012, or last")
@@ -48,11 +56,13 @@ SCHEMES = flags.DEFINE_string("schemes", "all", "names with commas between them,
 OUT = flags.DEFINE_string("out", None, "folder of the results; RUN/credit_compare unless given")
 RESAMPLES = flags.DEFINE_integer("resamples", 200, "resampled batches, for the noise", lower_bound=2)
 AGGREGATE = flags.DEFINE_enum("aggregate", "token", AGGREGATES, "of the tokens' losses")
-MOST_STEPS, MOST_PAIRS = 24, 6
-"""Steps and pairs of schemes in the report."""
+MOST_STEPS, MOST_PAIRS, MOST_PRINTED = 24, 6, 6
+"""Steps in the report; pairs of schemes and steps in the terminal."""
 PROMPT_TOKENS = 120
 """Last tokens of a prompt in the report."""
 AFFINE_TO = 1e-3
+SAME_TO = 1e-3
+"""Advantages are the recorded ones where they differ by no more than this share of the largest of them."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -80,31 +90,52 @@ def main(argv: Sequence[str]) -> None:
     phase = phases.reinforcement(setup, builder.optimizer, builder.layout, None)
     trajectories = usable(setup, phase, batch)
     chosen = choose(SCHEMES.value, settings, trajectories)
-    params, record = restore_params(run, builder.shapes.params)
+    params, record = restore_params(run, builder.shapes.params, checkpoint=checkpoint_before(run, update))
     progress = read_progress(record, run)
 
-    statistics, unsure = recording.statistics_before(setup, phase, progress, batch)
-    parts, baseline, gap = recording.score_groups(setup, params, trajectories, statistics)
-    result = effects(
-        setup, params, parts, chosen.schemes, aggregate=AGGREGATE.value, resamples=RESAMPLES.value, baseline=baseline
+    scale = recording.read_scale(run, update) or recording.estimate_scale(
+        setup, RunningMeanStd(*progress.return_statistics), trajectories
     )
-    version, sampled_by = recording.version(progress, settings), trajectories[0].steps[0].policy_version
+    parts, gap = recording.score_groups(setup, params, trajectories, scale)
+    distance = replay_error(settings.scheme, parts, baseline=scale.baseline)
+    result = effects(
+        setup,
+        params,
+        parts,
+        chosen.schemes,
+        aggregate=AGGREGATE.value,
+        resamples=RESAMPLES.value,
+        baseline=scale.baseline,
+    )
+    version = recording.version(progress, settings)
     facts = {
         "trajectories": len(trajectories),
         "groups": len(parts),
         "steps": result.steps.shape[1],
         "tokens": result.advantages.shape[1],
-        "sampled by version": sampled_by,
-        "parameters of version": version,
+        "sampled by version": trajectories[0].steps[0].policy_version,
+        "gradients at version": version,
         "their log-prob gap": gap,
         "aggregate": AGGREGATE.value,
         "resamples": RESAMPLES.value,
     }
-    notes = [*chosen.notes, *unsure, *remarks(params, result, late=version - sampled_by)]
-    title = f"Credit schemes on {run} rl_{update:06d}"
-    write(out, title, facts, notes, chosen.own, result, tokenizer)
-    show(Console(), title, notes, result)
-    Console(soft_wrap=True).print(Text(f"Look at {out}/report.html; figures are in {out}/*.csv and {out}/summary.md"))
+    notes = [
+        gradient_note(update, version),
+        *lacking(trajectories, scale, valued="value" in params, version=version),
+        own_note(settings, trajectories, distance),
+        *chosen.notes,
+        *remarks(parts, result),
+    ]
+    title = f"Credit schemes on {run} {batch_name(update)}"
+    page = f"{batch_name(update)}.html"
+    write(out, title, facts, notes, chosen.own, result, tokenizer, page)
+    tokens = Tokens(tokenizer.decode, frozenset(tokenizer.added.values()))
+    for fault in write_run_report(RunFolder(run), Selection((update,)), tokens, out=os.path.join(out, page)):
+        logging.warning("%s", fault)
+    show(Console(), title, notes, result, page)
+    Console(soft_wrap=True).print(
+        Text(f"Look at {out}/report.html; accounts are in {out}/{page}, figures in {out}/*.csv and {out}/summary.md")
+    )
 
 
 def usable(setup: Setup, phase: Phase, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
@@ -113,6 +144,9 @@ def usable(setup: Setup, phase: Phase, trajectories: Sequence[Trajectory]) -> li
     Raises:
       UserError: there are none, or one lacks its final prompt.
     """
+    credited = any(s.advantages is not None for t in trajectories for s in t.steps)
+    if credited:  # Training has not seen the others.
+        trajectories = [t for t in trajectories if t.steps and t.steps[0].advantages is not None]
     any_scheme = dataclasses.replace(phase, scheme=None, observations=False, critic=setup.settings.run.critic != "none")
     try:
         sifted, _, _ = train_step.sift(setup, any_scheme, trajectories)
@@ -125,16 +159,60 @@ def usable(setup: Setup, phase: Phase, trajectories: Sequence[Trajectory]) -> li
     return trained
 
 
-def remarks(params: Mapping[str, Any], result: Effects, late: int) -> list[str]:
-    """Return remarks on the figures; the parameters are `late` batches newer than the samples."""
-    out = []
-    if late > 1 or late < 0:
-        out.append(
-            f"The parameters are {abs(late)} batches {'newer' if late > 0 else 'older'} than those that sampled: "
-            "gradients, values and the running mean of returns are not as they were then."
+def gradient_note(update: int, version: int) -> str:
+    """Say at which parameters the gradients of RL batch `update` are taken; `version` is their number of updates."""
+    learnt = f"the parameters after {version} RL updates"
+    if version == update:
+        where = f"{learnt}, which then learnt from this batch"
+    elif version < update:
+        where = f"{learnt}, the checkpoint nearest before this batch, which came {update - version} updates later"
+    else:
+        where = f"{learnt}, {version - update} more than before this batch: no earlier checkpoint is kept"
+    return f"Gradients are those at {where}. Advantages do not depend on the parameters but where a note says so."
+
+
+def lacking(trajectories: Sequence[Trajectory], scale: Scale, *, valued: bool, version: int) -> list[str]:
+    """Return a remark on each thing that is not recorded; `valued` where the parameters have a critic."""
+    notes = []
+    if valued and not recording.has_values(trajectories):
+        notes.append(
+            "No values of a critic are recorded with this batch: schemes with a critic judge by those of the "
+            f"parameters after {version} RL updates."
         )
-    if "value" in params and not np.any(params["value"]["kernel"]):
-        out.append("The critic's head is zero: nothing has trained it, and its values are all the same.")
+    if not scale.recorded:
+        notes.append(
+            "The run has not recorded how it shaped the rewards of this batch: they are shaped anew, with the running "
+            f"statistics of returns after {version} RL updates."
+        )
+    return notes
+
+
+def own_note(settings: Settings, trajectories: Sequence[Trajectory], distance: float | None) -> str:
+    """Say whether the run's own scheme gives the recorded advantages; see `replay_error`."""
+    own = f"The run's own scheme, {label(settings.scheme.name, settings.scheme.arguments)},"
+    if distance is None:
+        return f"{own} cannot be checked: no advantages are recorded with this batch."
+    if distance <= SAME_TO:
+        return f"{own} gives the recorded advantages to {SAME_TO:g} of the largest of them."
+    if not settings.learner.advantage_mask:
+        why = "the mask ablation (learner.advantage_mask=False) is not replayed"
+    elif settings.objective.kl_in_reward != "none":
+        why = "the KL in the reward is recorded by step, not by token"
+    elif settings.learns_values and not recording.has_values(trajectories):
+        why = "the values by which they were assigned are not recorded"
+    elif settings.learns_values:
+        why = "values are recorded with three digits (float16)"
+    else:
+        why = "the record of the batch is not what training saw"
+    return f"{own} does not give the recorded advantages (largest difference {distance:.2g} of the largest): {why}."
+
+
+def remarks(parts: Sequence[Part], result: Effects) -> list[str]:
+    """Return remarks on the figures."""
+    out = []
+    values = [part.valued.values for part in parts if part.valued is not None]
+    if values and not np.ptp(np.concatenate(values)):
+        out.append("The critic's values are all the same: nothing has trained it.")
     for name, rest in zip(result.schemes, result.misfit, strict=True):
         if rest > AFFINE_TO:
             out.append(
@@ -196,29 +274,66 @@ def step_positions(trajectories: Sequence[Trajectory]) -> list[tuple[Trajectory,
     return [(t, number, step) for t in trajectories for number, step in enumerate(t.steps)]
 
 
-def advantage_rows(result: Effects) -> list[dict[str, Any]]:
+def account_link(page: str, uid: str, number: int) -> str:
+    """Return the address of the account of a step, counted from 0, on the page of its batch."""
+    return f"{page}#{urllib.parse.quote(uid, safe='/', errors='replace')}/{number + 1}"
+
+
+def advantage_rows(result: Effects, page: str) -> list[dict[str, Any]]:
     """Return a row for each step."""
     return [
-        {"uid": t.uid, "step": number, "reward": step.reward, "state_key": step.state_key}
+        {
+            "uid": t.uid,
+            "step": number,
+            "reward": step.reward,
+            "state_key": step.state_key,
+            "account": account_link(page, t.uid, number),
+        }
         | {name: float(f"{x:.6g}") for name, x in zip(result.schemes, result.steps[:, place], strict=True)}
         for place, (t, number, step) in enumerate(step_positions(result.trajectories))
     ]
 
 
-def disputed_steps(result: Effects, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Return the steps on which scaled advantages differ most, at most one of each trajectory, for the page.
+def disputed_places(result: Effects) -> list[int]:
+    """Return the places of the steps on which scaled advantages differ most, at most one of each trajectory."""
+    split = stats.scale_by_rms(result.steps).std(axis=0)
+    steps, of_uid = step_positions(result.trajectories), dict[str, int]()
+    for place in np.argsort(-split, kind="stable").tolist():
+        of_uid.setdefault(steps[place][0].uid, place)
+    return list(of_uid.values())[:MOST_STEPS]
+
+
+def disputed_rows(result: Effects, page: str) -> list[dict[str, Any]]:
+    """Return a row for each disputed step: the schemes that encourage it most and least, and its account."""
+    scaled, steps = stats.scale_by_rms(result.steps), step_positions(result.trajectories)
+    rows = []
+    for place in disputed_places(result):
+        t, number, _ = steps[place]
+        column = scaled[:, place]
+        most, least = int(column.argmax()), int(column.argmin())
+        rows.append(
+            {
+                "account": account_link(page, t.uid, number),
+                "disagreement": float(column.std()),
+                "scheme": result.schemes[most],
+                "highest": float(column[most]),
+                "other": result.schemes[least],
+                "lowest": float(column[least]),
+            }
+        )
+    return rows
+
+
+def disputed_steps(result: Effects, tokenizer: Tokenizer, page: str) -> list[dict[str, Any]]:
+    """Return the disputed steps for the page.
 
     `advantages` are pairs (advantage, advantage over the scheme's root mean square) by scheme.
     """
     scaled = stats.scale_by_rms(result.steps)
-    split = scaled.std(axis=0)
-    steps, seen = step_positions(result.trajectories), set()
+    split, steps = scaled.std(axis=0), step_positions(result.trajectories)
     out: list[dict[str, Any]] = []
-    for place in np.argsort(-split, kind="stable"):
+    for place in disputed_places(result):
         t, number, step = steps[place]
-        if t.uid in seen or len(out) == MOST_STEPS:
-            continue
-        seen.add(t.uid)
         end = step.prompt_ids[-PROMPT_TOKENS:]
         facts = (
             f"disagreement {split[place]:.2f}",
@@ -230,6 +345,7 @@ def disputed_steps(result: Effects, tokenizer: Tokenizer) -> list[dict[str, Any]
             {
                 "title": f"Step {number + 1} of {len(t.steps)}",
                 "uid": t.uid,
+                "account": account_link(page, t.uid, number),
                 "facts": facts,
                 "question": str(t.row.get("question", t.task)),
                 "prompt": ("… " if len(end) < len(step.prompt_ids) else "") + tokenizer.decode(end),
@@ -252,8 +368,9 @@ def write(
     own: str | None,
     result: Effects,
     tokenizer: Tokenizer,
+    page: str,
 ) -> None:
-    """Write all files of the comparison."""
+    """Write all files of the comparison; `page` is the file name of the page of the batch beside them."""
     schemes, pairs = scheme_rows(result), pair_rows(result)
     cosine, rank = stats.cosines(result.gram), stats.spearman(result.steps)
     order = stats.similarity_order(cosine)
@@ -286,14 +403,16 @@ def write(
         schemes=short(schemes),
         pairs=short(pairs),
         pictures=pictures,
-        steps=disputed_steps(result, tokenizer),
+        steps=disputed_steps(result, tokenizer, page),
         own=own,
     )
-    for name, rows in (("schemes", schemes), ("pairs", pairs), ("advantages", advantage_rows(result))):
+    for name, rows in (("schemes", schemes), ("pairs", pairs), ("advantages", advantage_rows(result, page))):
         write_csv(os.path.join(out, f"{name}.csv"), rows)
     lines = "".join(f"- {note}\n" for note in [*(f"{k}: {format_value(x)}" for k, x in facts.items()), *notes])
     with files.atomic_write(os.path.join(out, "summary.md")) as file:
         file.write(f"# {title}\n\n{lines}\n{markdown_table(short(schemes))}\n{markdown_table(short(pairs))}")
+        disputed = [{**row, "account": f"[{row['account']}]({row['account']})"} for row in disputed_rows(result, page)]
+        file.write(f"\nSteps on which the schemes disagree most:\n\n{markdown_table(short(disputed))}")
 
 
 def above_mean(result: Effects) -> np.ndarray:
@@ -304,12 +423,17 @@ def above_mean(result: Effects) -> np.ndarray:
     return np.repeat(above, [len(t.steps) for t in result.trajectories])
 
 
-def show(console: Console, title: str, notes: Sequence[str], result: Effects) -> None:
-    """Print the table of schemes, and the pairs that are least alike."""
-    for heading, rows in ((title, scheme_rows(result)), ("Least alike gradients", pair_rows(result)[:MOST_PAIRS])):
+def show(console: Console, title: str, notes: Sequence[str], result: Effects, page: str) -> None:
+    """Print the table of schemes, the pairs that are least alike, and the steps on which schemes disagree most."""
+    texts = ("scheme", "other", "account")
+    for heading, rows in (
+        (title, scheme_rows(result)),
+        ("Least alike gradients", pair_rows(result)[:MOST_PAIRS]),
+        ("Steps they disagree on most", disputed_rows(result, page)[:MOST_PRINTED]),
+    ):
         table = Table(title=Text(heading), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for name in rows[0] if rows else ():
-            text = name in ("scheme", "other")
+            text = name in texts
             width = None if text else max(6, *map(len, name.split()))
             table.add_column(name, justify="left" if text else "right", overflow="fold", min_width=width)
         for row in short(rows):

@@ -67,21 +67,6 @@ class RunningMeanStd(NamedTuple):
         squares = self.squares + float(((x - x.mean()) ** 2).sum()) + difference**2 * self.n * len(x) / n
         return RunningMeanStd(n, self.mean + difference * len(x) / n, squares)
 
-    def remove(self, part: RunningMeanStd) -> RunningMeanStd:
-        """Return the statistics without the values of `part`.
-
-        Raises:
-          ValueError: `part` has more values.
-        """
-        left = self.n - part.n
-        if left < 0:
-            raise ValueError(f"{part.n:g} values cannot be removed from {self.n:g}")
-        if not left:
-            return RunningMeanStd()
-        mean = self.mean + (self.mean - part.mean) * part.n / left
-        squares = self.squares - part.squares - (part.mean - mean) ** 2 * left * part.n / self.n
-        return RunningMeanStd(left, mean, max(squares, 0.0))
-
     @property
     def std(self) -> float:
         """Standard deviation with n − 1; 1 for fewer than two values and for equal values."""

@@ -143,11 +143,8 @@ def find_newest_intact(folder: str) -> tuple[int | None, list[int]]:
     Raises:
       UserError: all checkpoints are damaged.
     """
-    steps = sorted((int(name) for name in files.list_names(folder) if name.isdecimal()), reverse=True)
-    if files.is_remote(folder):
-        steps = [step for step in steps if files.exists(os.path.join(folder, str(step), COMMITTED))]
     damaged: list[int] = []
-    for step in steps:
+    for step in _numbers(folder):
         fault = _fault(os.path.join(folder, str(step)))
         if fault is None:
             return step, damaged
@@ -156,6 +153,19 @@ def find_newest_intact(folder: str) -> tuple[int | None, list[int]]:
     if damaged:
         raise UserError(f"{folder}: all checkpoints are damaged ({damaged}); restore one, or remove them all")
     return None, []
+
+
+def find_all_intact(folder: str) -> list[int]:
+    """Return the numbers of the intact checkpoints in a folder, the newest first."""
+    return [step for step in _numbers(folder) if _fault(os.path.join(folder, str(step))) is None]
+
+
+def _numbers(folder: str) -> list[int]:
+    """Return the numbers of the complete checkpoints in a folder, the newest first."""
+    steps = sorted((int(name) for name in files.list_names(folder) if name.isdecimal()), reverse=True)
+    if files.is_remote(folder):
+        steps = [step for step in steps if files.exists(os.path.join(folder, str(step), COMMITTED))]
+    return steps
 
 
 def _sizes(checkpoint: str) -> dict[str, int]:

@@ -18,7 +18,7 @@ from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.policy.params import cast_for_compute, init_params, join, merge_adapters, split
 from agentr1_jax.policy.sharding import shardings
-from agentr1_jax.runtime.checkpoint import Checkpoints, find_newest_intact, sharded_shapes
+from agentr1_jax.runtime.checkpoint import Checkpoints, find_all_intact, find_newest_intact, sharded_shapes
 from agentr1_jax.runtime.compile_cache import cached_jit
 from agentr1_jax.train.settings import Settings
 
@@ -43,18 +43,46 @@ def newest_checkpoint(run: str, prefix: str = "") -> str:
     return files.absolute_path(os.path.join(folder, str(number)))
 
 
+def checkpoint_before(run: str, update: int) -> str:
+    """Return the folder of the intact checkpoint that is nearest before an RL update; of the newest if none is before.
+
+    Args:
+      run: run folder.
+      update: of RL, counted from 0; a checkpoint after as many updates has the parameters that it starts from.
+
+    Raises:
+      UserError: there is no checkpoint.
+    """
+    newest = newest_checkpoint(run)
+    folder = os.path.dirname(newest)
+    for number in find_all_intact(folder):
+        checkpoint = os.path.join(folder, str(number))
+        record = _read_record(checkpoint)
+        if record.get("phase") == "rl" and record.get("update", 0) <= update:
+            return checkpoint
+    return newest
+
+
+def _read_record(checkpoint: str) -> dict[str, Any]:
+    with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
+        return reader.restore(os.path.join(checkpoint, "record"))
+
+
 def restore_decoder(run: str, like: Params, prefix: str = "") -> Params:
     """Restore what is trained of the decoder in the newest checkpoint of a run; see `restore_params`."""
     return restore_params(run, {"decoder": like}, prefix)[0]["decoder"]
 
 
-def restore_params(run: str, like: Params, prefix: str = "") -> tuple[Params, dict[str, Any]]:
-    """Restore parameters from the newest checkpoint of a run, without its optimizer state.
+def restore_params(
+    run: str, like: Params, prefix: str = "", checkpoint: str | None = None
+) -> tuple[Params, dict[str, Any]]:
+    """Restore parameters from a checkpoint of a run, without its optimizer state.
 
     Args:
       run: run folder.
       like: shape structs with shardings, to restore into; parameters that they leave out are not read.
       prefix: of the message of an error: the key that names the run.
+      checkpoint: folder of the checkpoint; the newest one unless given.
 
     Returns:
       the parameters, and the record of the run's progress.
@@ -62,7 +90,7 @@ def restore_params(run: str, like: Params, prefix: str = "") -> tuple[Params, di
     Raises:
       UserError: there is no checkpoint, or it does not hold them.
     """
-    checkpoint = newest_checkpoint(run, prefix)
+    checkpoint = checkpoint or newest_checkpoint(run, prefix)
     path = os.path.join(checkpoint, "state")
     tree = {"params": like}
     arguments = ocp.args.PyTreeRestore(
@@ -71,8 +99,7 @@ def restore_params(run: str, like: Params, prefix: str = "") -> tuple[Params, di
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
             params = reader.restore(path, args=arguments)["params"]
-        with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
-            record = reader.restore(os.path.join(checkpoint, "record"))
+        record = _read_record(checkpoint)
     except (ValueError, TypeError) as error:
         raise UserError(f"{prefix}{path}: {str(error).partition('. ')[0]}") from error
     # A leaf that the checkpoint lacks comes back as it was asked for.

@@ -123,7 +123,7 @@ def effects(
 def token_weights(setup: Setup, streams: FlatTrajectories, aggregate: Aggregate) -> np.ndarray:
     """Loss weight of each token."""
     group = np.unique(streams.group, return_inverse=True)[1][streams.token_trajectory]
-    trained = streams.trainable[streams.token_trajectory]
+    trained = streams.trainable[streams.token_step]
     units = TokenUnits(streams.token_step, streams.token_trajectory, group)
     return loss_weights(aggregate, units, trained, fixed_denominator=setup.settings.loss.fixed_denominator)
 
@@ -162,6 +162,21 @@ def make_assign(schemes: Schemes, parts: Sequence[Part], *, baseline: float) -> 
         return np.asarray(advantages)[:, : sum(len(p.streams.logprobs) for p in parts)]
 
     return assign
+
+
+def replay_error(scheme: Scheme, parts: Sequence[Part], *, baseline: float) -> float | None:
+    """Return the largest difference of a scheme's advantages from those that training recorded.
+
+    It is a share of the largest recorded advantage; None where advantages are not recorded.
+    """
+    recorded = [step.advantages for part in parts for t in part.trajectories for step in t.steps]
+    known = [x for x in recorded if x is not None]
+    if len(known) < len(recorded):
+        return None
+    expected = np.concatenate(known)
+    (assigned,) = make_assign({"own": scheme}, parts, baseline=baseline)(parts)
+    largest = np.abs(expected).max()
+    return float(np.abs(assigned - expected).max() / (largest or 1.0))
 
 
 def resample(

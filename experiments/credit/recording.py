@@ -1,17 +1,17 @@
-"""A recorded batch of a run as training would see it: its trajectories, shaped rewards, values, packed rows."""
+"""A recorded batch of a run as training saw it: its trajectories, shaped rewards, values, packed rows."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from agentr1_jax.credit.batch import FlatTrajectories, concatenate, flatten
-from agentr1_jax.credit.shaping import RunningMeanStd, shape_rewards
+from agentr1_jax.credit.shaping import RunningMeanStd, replace_rewards, scale_rewards, shape_rewards
 from agentr1_jax.errors import UserError
 from agentr1_jax.learner.batch import Batch, to_microbatches
 from agentr1_jax.learner.packing import Packing, gather, gather_final, pack, scatter_fields
@@ -19,15 +19,14 @@ from agentr1_jax.learner.update import make_token_outputs
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.rollout.runner import is_zero_variance
 from agentr1_jax.runtime import mesh as meshes
+from agentr1_jax.runtime.metrics import read_metrics
 from agentr1_jax.runtime.run_folder import RunFolder, read_trajectories
-from agentr1_jax.train import train_step
 from agentr1_jax.train.build import Setup
-from agentr1_jax.train.phases import Phase
 from agentr1_jax.train.progress import Progress
 from agentr1_jax.train.settings import Settings
-from agentr1_jax.trajectory import Trajectory
+from agentr1_jax.trajectory import POLICIES, Trajectory
 
-SHAPED = ("rewards", "returns", "token_rewards", "greedy_return")
+SHAPED = ("rewards", "returns", "token_rewards", "greedy_return", "truncated")
 """Fields that shaping changes."""
 
 
@@ -38,7 +37,7 @@ class Part:
     Attributes:
       trajectories: trajectories of the group.
       streams: their flat arrays for schemes without a critic.
-      valued: their flat arrays with the critic's values, and rewards shaped for a critic; None without a critic.
+      valued: their flat arrays with a critic's values, and rewards shaped for a critic; None without a critic.
       packing: layout of the group in packed rows.
     """
 
@@ -46,6 +45,20 @@ class Part:
     streams: FlatTrajectories
     valued: FlatTrajectories | None
     packing: Packing
+
+
+class Scale(NamedTuple):
+    """What a batch was judged with that earlier batches decide.
+
+    Attributes:
+      baseline: fallback baseline of a state: the mean return of earlier batches, over `reward_std`.
+      reward_std: standard deviation of returns that rewards are divided by; 1 for none.
+      recorded: True if the run recorded both, and with each step the reward as its credit scheme saw it.
+    """
+
+    baseline: float = 0.0
+    reward_std: float = 1.0
+    recorded: bool = False
 
 
 def read_batch(folder: str, settings: Settings, update: str) -> tuple[int, list[Trajectory]]:
@@ -59,15 +72,12 @@ def read_batch(folder: str, settings: Settings, update: str) -> tuple[int, list[
     Raises:
       UserError: no recorded batch of that number, a file that cannot be read.
     """
-    recorded = RunFolder(folder).batch_files()
+    run = RunFolder(folder)
     if update != "last" and not update.isdecimal():
-        raise UserError(f"--update={update}: write `last`, or the number of an update, e.g. --update={max(recorded)}")
-    number = max(recorded) if update == "last" else int(update)
-    if number not in recorded:
-        raise UserError(
-            f"{folder}: has no RL batch {number}; those from {min(recorded)} to {max(recorded)} are recorded"
-        )
-    batch = sorted(read_trajectories(recorded[number]), key=lambda t: (t.group, t.sample))
+        newest = max(run.batch_files())
+        raise UserError(f"--update={update}: write `last`, or the number of an update, e.g. --update={newest}")
+    ((number, paths),) = run.recorded_batches([-1 if update == "last" else int(update)]).items()
+    batch = sorted(read_trajectories(paths), key=lambda t: (t.group, t.sample))
     groups = [list(group) for _, group in itertools.groupby(batch, key=lambda t: t.group)]
     if settings.rollout.dynamic_sampling_groups:
         groups = [group for group in groups if not is_zero_variance(group)]
@@ -79,58 +89,64 @@ def version(progress: Progress, settings: Settings) -> int:
     return {"rl": progress.update, "done": settings.run.updates}.get(progress.phase, 0)
 
 
-def statistics_before(
-    setup: Setup, phase: Phase, progress: Progress, trajectories: Sequence[Trajectory]
-) -> tuple[RunningMeanStd, list[str]]:
-    """Return the statistics of the returns of all batches that a checkpoint had learnt from, but for the one compared.
+def read_scale(folder: str, update: int) -> Scale | None:
+    """Read from the metrics of a run what its RL batch `update` was judged with; None where they do not say."""
+    try:
+        records = read_metrics(RunFolder(folder).file("metrics.jsonl"))
+    except FileNotFoundError:
+        return None
+    for record in reversed(records):
+        if record.get("phase") == "rl" and record.get("update") == update + 1 and "credit/baseline" in record:
+            return Scale(record["credit/baseline"], record["credit/reward_std"], recorded=True)
+    return None
 
-    Training judges a batch by what it knew before: a baseline that has seen a return is not independent of it.
 
-    Args:
-      setup: settings and policy are used.
-      phase: reinforcement learning, as the run trains.
-      progress: record of the checkpoint, which may be older than the batch.
-      trajectories: all that training had of the batch.
+def estimate_scale(setup: Setup, statistics: RunningMeanStd, trajectories: Sequence[Trajectory]) -> Scale:
+    """Return what a batch is judged with where the running statistics of returns before it are these."""
+    settings = setup.settings
+    flat = flatten(trajectories, process_parts=settings.shaping.process_parts)
+    _, after = shape_rewards(
+        flat,
+        settings.shaping,
+        gamma=settings.scheme.gamma,
+        statistics=statistics,
+        bootstraps=settings.learns_values,
+    )
+    std = after.std if settings.shaping.scale_returns else 1.0
+    return Scale(statistics.mean / std, std)
 
-    Returns:
-      the statistics; where the batch cannot be separated, they include it, and a note says so.
-    """
-    settings, statistics = setup.settings, RunningMeanStd(*progress.return_statistics)
-    known = [t for t in trajectories if any(s.policy_version < version(progress, settings) for s in t.steps)]
-    usable, _, _ = train_step.sift(setup, phase, known)
-    if not usable:
-        return statistics, []
-    shaping, gamma = settings.shaping, settings.scheme.gamma
-    streams = flatten(usable, process_parts=shaping.process_parts)
-    _, own = shape_rewards(streams, shaping, gamma=gamma, statistics=RunningMeanStd(), bootstraps=phase.critic)
-    if own.n > statistics.n or settings.objective.kl_in_reward != "none":
-        unsure = "The running statistics of returns hold this batch's too, which cannot be told apart"
-        return statistics, [f"{unsure} (a KL in the reward is not recorded)."]
-    return statistics.remove(own), []
+
+def has_values(trajectories: Sequence[Trajectory]) -> bool:
+    """Return True if the critic's values of all tokens, and of the futures of truncated trajectories, are recorded."""
+    return all(
+        all(step.values is not None for step in t.steps)
+        and (t.final_value is not None or not POLICIES[t.outcome].bootstrap)
+        for t in trajectories
+    )
 
 
 def score_groups(
-    setup: Setup, params: Params, trajectories: Sequence[Trajectory], statistics: RunningMeanStd
-) -> tuple[list[Part], float, float]:
-    """Shape the rewards of each group as the run does, and compute the values of its critic.
+    setup: Setup, params: Params, trajectories: Sequence[Trajectory], scale: Scale
+) -> tuple[list[Part], float]:
+    """Return the groups with the rewards and values that training recorded.
 
-    Rewards are shaped with the discount of the run's own scheme for all of them.
+    What is not recorded is made anew: rewards are shaped as the run does, with the discount of its own scheme for all
+    schemes, and values are those of the critic at the parameters.
 
     Args:
       setup: settings, policy, frozen parameters and learner mesh are used.
       params: trained parameters.
       trajectories: the batch, in order of group.
-      statistics: running statistics of the returns of earlier batches.
+      scale: what the batch was judged with.
 
     Returns:
-      the groups, the fallback baseline of a state (the mean return of earlier batches), and the mean
-      |recorded log-prob − log-prob at the parameters|.
+      the groups, and the mean |recorded log-prob − log-prob at the parameters|.
     """
     critic, rows = "value" in params, setup.settings.learner.packing_config
     groups = [list(group) for _, group in itertools.groupby(trajectories, key=lambda t: t.group)]
     packings = [pack(group, rows, final_values=critic) for group in groups]
     token_outputs = make_token_outputs(setup.policy, setup.settings.objective, setup.learner_mesh)
-    capacity = microbatches(setup, packings)
+    capacity, recorded = microbatches(setup, packings), has_values(trajectories)
     streams, valued, gaps = [], [], []
     for group, packing in zip(groups, packings, strict=True):
         batch, count = to_device(setup, packing, capacity, {})
@@ -143,27 +159,54 @@ def score_groups(
         streams.append(flatten(group, process_parts=setup.settings.shaping.process_parts))
         gaps.append(np.abs(logprobs - streams[-1].logprobs))
         if critic:
-            values, final = (f(packing, by_row(outputs.value)) for f in (gather, gather_final))
+            values, final = (
+                _recorded_values(group)
+                if recorded
+                else (f(packing, by_row(outputs.value)) for f in (gather, gather_final))
+            )
             valued.append(dataclasses.replace(streams[-1], values=values.astype(np.float32), final_values=final))
-    plain, after = _shape_groups(setup, streams, statistics, critic=False)
-    with_values = _shape_groups(setup, valued, statistics, critic=True)[0] if critic else [None] * len(groups)
+    rewards = _recorded_rewards(trajectories) if scale.recorded else None
+    plain = _shape_groups(setup, streams, scale, rewards, critic=False)
+    with_values = _shape_groups(setup, valued, scale, rewards, critic=True) if critic else [None] * len(groups)
     parts = [Part(*part) for part in zip(groups, plain, with_values, packings, strict=True)]
-    baseline = statistics.mean / (after.std if setup.settings.shaping.scale_returns else 1.0)
-    return parts, baseline, float(np.concatenate(gaps).mean())
+    return parts, float(np.concatenate(gaps).mean())
+
+
+def _recorded_values(group: Sequence[Trajectory]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the values of tokens [K] and of futures [N] that training recorded."""
+    values = [step.values for t in group for step in t.steps if step.values is not None]
+    return np.concatenate(values), np.array([t.final_value or 0.0 for t in group], np.float32)
+
+
+def _recorded_rewards(trajectories: Sequence[Trajectory]) -> np.ndarray:
+    """Return the reward of each step as the run's credit scheme saw it, a KL in the reward included."""
+    steps = [step for t in trajectories for step in t.steps]
+    return np.array([s.reward if s.shaped_reward is None else s.shaped_reward for s in steps], np.float32)
 
 
 def _shape_groups(
-    setup: Setup, groups: Sequence[FlatTrajectories], statistics: RunningMeanStd, *, critic: bool
-) -> tuple[list[FlatTrajectories], RunningMeanStd]:
-    """Shape the rewards of all groups at once; return the groups, and the running statistics with them."""
-    shaping, gamma = setup.settings.shaping, setup.settings.scheme.gamma
-    whole, after = shape_rewards(concatenate(groups), shaping, gamma=gamma, statistics=statistics, bootstraps=critic)
+    setup: Setup, groups: Sequence[FlatTrajectories], scale: Scale, recorded: np.ndarray | None, *, critic: bool
+) -> list[FlatTrajectories]:
+    """Shape the rewards of all groups at once, for schemes with or without a critic."""
+    settings = setup.settings
+    shaping = dataclasses.replace(settings.shaping, scale_returns=False)
+
+    def shape(critic: bool) -> FlatTrajectories:
+        flat, _ = shape_rewards(
+            concatenate(groups), shaping, gamma=settings.scheme.gamma, statistics=RunningMeanStd(), bootstraps=critic
+        )
+        return scale_rewards(flat, scale.reward_std)
+
+    whole = shape(critic)
+    if recorded is not None:
+        # Beyond a truncation a potential counts for a critic alone, which the run may have had or not.
+        whole = replace_rewards(whole, recorded + whole.rewards - shape(settings.learns_values).rewards)
     out = list(groups)
     for name in SHAPED:
         edges = np.cumsum([len(getattr(s, name)) for s in groups])[:-1]
         pieces = np.split(getattr(whole, name), edges)
         out = [dataclasses.replace(s, **{name: piece}) for s, piece in zip(out, pieces, strict=True)]
-    return out, after
+    return out
 
 
 def microbatches(setup: Setup, packings: Sequence[Packing]) -> int:

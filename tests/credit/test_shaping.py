@@ -198,13 +198,6 @@ def test_running_moments_are_those_of_all_values(parts):
         assert moments.std == pytest.approx(everything.std(ddof=1), abs=1e-9)
     elif len(everything) < 2:
         assert moments.std == 1.0
-    before = RunningMeanStd().update(np.array(sum(parts[:-1], [])))
-    assert moments.remove(RunningMeanStd().update(np.array(parts[-1]))) == pytest.approx(before, abs=1e-9)
-
-
-def test_more_than_there_is_cannot_be_removed():
-    with pytest.raises(ValueError, match="2 values cannot be removed from 1"):
-        RunningMeanStd(1, 0.0, 0.0).remove(RunningMeanStd(2, 0.0, 0.0))
 
 
 def test_scaling_divides_rewards_by_the_std_of_all_returns_so_far():
