@@ -473,7 +473,8 @@ def test_a_run_is_compared_and_what_it_lacks_is_refused(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     said = " ".join(done.stdout.split())
     assert "own scheme, step_gae(lam=0.95), gives the recorded advantages" in said
-    assert "Gradients are those at the parameters after" in said and "rl_000001.html#rl/" in said
+    assert "Gradients are those at the parameters after" in said and "Steps they disagree on most" in said
+    assert "](rl_000001.html#rl/" in (out / "summary.md").read_text()
     with open(out / "advantages.csv", newline="") as lines:
         rows = list(csv.DictReader(lines))
     assert list(rows[0]) == ["uid", "step", "reward", "state_key", "account", "grpo", "step_gae(lam=0.9)"]
