@@ -1,7 +1,7 @@
 """A task of your own: GRPO on the task that your file registers, with published weights.
 
     python -m experiments.train --config=configs/blank.py:my_tasks.py:guess \
-        --config.policy.weights=Qwen/Qwen2.5-0.5B-Instruct --config.policy.dtype=bfloat16
+        --config.policy.weights=Qwen/Qwen2.5-0.5B-Instruct
 
 `python -m experiments.try_task my_tasks.py:guess` plays an episode first, and checks the task. On a CPU, without a
 download: `--config.policy.preset=tiny --config.optimizer.lr=3e-4`, random weights and a tokenizer of the task's texts.
@@ -33,6 +33,7 @@ def get_config(task: str = "") -> ml_collections.ConfigDict:
     if file:
         name = _set_own_task(c, file, name)
     c.run_dir = f"runs/{name}"
+    c.hardware = "auto"
     c.budget.max_steps = 8
     c.budget.response_tokens = 256
     c.budget.observation_tokens = 512
@@ -41,14 +42,6 @@ def get_config(task: str = "") -> ml_collections.ConfigDict:
     c.budget.on_truncated_response = "continue"  # the task answers what it cannot read
     c.rollout.groups = 8
     c.rollout.samples = 8
-    c.rollout.slots = 32
-    c.rollout.swap_slots = 8
-    c.rollout.slot_tokens = 2048
-    c.rollout.prefill_width = 64
-    c.rollout.prefill_rows = (4, 16)
-    c.learner.row_tokens = 2048
-    c.learner.row_loss_tokens = 1024
-    c.learner.rows = 4
     c.optimizer.lr = 1e-6  # of published weights; adapters take 1e-5, random weights 3e-4
     c.eval.questions = 64
     c.eval.quick_questions = 32

@@ -24,7 +24,6 @@ def get_config() -> ml_collections.ConfigDict:
     c.run_dir = "runs/scale_qwen2_5_3b"
     c.updates = 200
     c.hardware = "v5e-16"
-    c.task.multihop.top_k = 3
     c.tokenizer.path = "{data}/tokenizers/qwen2.5"
     c.policy.preset = "qwen2.5-3b"
     c.budget.max_steps = 5

@@ -51,6 +51,7 @@ if [[ $variable == VENV_PYTHON ]]; then
 else
   venv=.venv/$version
   ((dry_run)) || environment_is_ready "$venv" || make_environment "$venv" "$python"
+  ((dry_run)) || ln -sfn "$version/bin/activate" .venv/activate  # `source .venv/activate` whatever the version is
   VENV_PYTHON=$PWD/$venv/bin/python
 fi
 # Huge pages for large arrays (agentr1_jax/runtime/processes.py), unless the user has set this variable.

@@ -34,7 +34,8 @@ class Bytes:
 
     def render_chat(self, messages, tools=()):
         turns = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
-        return f"{turns}<|im_start|>assistant\n"
+        offered = " ".join(tool["function"]["name"] for tool in tools)
+        return f"{offered}{turns}<|im_start|>assistant\n"
 
 
 class Broken:

@@ -40,7 +40,8 @@ class Letters:
 
     def render_chat(self, messages, tools=()) -> str:
         turns = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
-        return f"{turns}<|im_start|>assistant\n"
+        offered = " ".join(tool["function"]["name"] for tool in tools)
+        return f"{offered}{turns}<|im_start|>assistant\n"
 
 
 TOKENIZER = Letters()

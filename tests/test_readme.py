@@ -112,7 +112,7 @@ def test_context_rule(own: Callable[[str], str]) -> None:
 
 @pytest.mark.usefixtures("registry")
 def test_credit_scheme() -> None:
-    assert block("Add your own", "README.md") == block("Add a credit scheme")
+    assert block("Credit", "README.md") == block("Add a credit scheme")
     scheme = code("Add a credit scheme")["batch_mean"]
     ids = np.arange(2, dtype=np.int32)
     rewards = (1.0, 0.0)

@@ -177,7 +177,7 @@ def test_keys_are_printed_with_where_they_were_set():
     assert every["learner.row_tokens"][:3] == ["2048", "derived", "lengths"]
     assert every["kl.coef"] == ["0.001", "0.001", "default", "Weight of the KL."]
     assert every["credit.name"][:3] == ["'gigpo'", "'grpo'", "command line"]
-    assert every["task.multihop.top_k"] == ["3", "5", "config file", "Passages that a search returns."]
+    assert every["task.multihop.top_k"] == ["3", "3", "default", "Passages that a search returns."]
     assert show("mesh").keys() == {key for key in every if key.startswith("mesh.")}
     with pytest.raises(UserError, match="--keys=nonsense: no such section; choose one of .*rollout"):
         show("nonsense")

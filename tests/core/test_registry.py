@@ -56,10 +56,11 @@ def test_a_neighbour_is_imported_at_once_and_within_a_function(tmp_path):
     (tmp_path / "beside_too.py").write_text("X = 7")
     (tmp_path / "beside_later.py").write_text("Y = 8")
     inside = "import beside_later; return beside_later.Y"
-    RULES.load(write(tmp_path, "mine.py", imports="import beside_now", inside=inside, value="beside_now.X"))
-    assert sys.modules["mine"].value == 7 and sys.modules["mine"].rule(None) == 8
+    RULES.load(write(tmp_path, "with_neighbours.py", imports="import beside_now", inside=inside, value="beside_now.X"))
+    module = sys.modules["with_neighbours"]
+    assert module.value == 7 and module.rule(None) == 8
     assert sys.path[-1] == str(tmp_path)
-    RULES.load(str(tmp_path / "mine.py"))
+    RULES.load(str(tmp_path / "with_neighbours.py"))
     assert sys.path.count(str(tmp_path)) == 1
 
 

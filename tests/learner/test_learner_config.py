@@ -17,6 +17,7 @@ from agentr1_jax.learner.config import (
 )
 from agentr1_jax.policy.config import LoraConfig, PolicyConfig
 from agentr1_jax.policy.presets import PRESETS, decoder_config
+from agentr1_jax.train.defaults import complete
 from agentr1_jax.validation import from_section
 from configs import base
 
@@ -33,11 +34,12 @@ SECTIONS = {
 def test_a_section_of_the_base_config_is_the_default(section):
     values = base.get_config()[section].to_dict()
     assert set(values) == {f.name for f in dataclasses.fields(SECTIONS[section])}
-    assert from_section(SECTIONS[section], section, values) == SECTIONS[section]()
+    set_here = {key: value for key, value in values.items() if value is not None}  # The others follow from elsewhere.
+    assert from_section(SECTIONS[section], section, set_here) == SECTIONS[section]()
 
 
 def test_the_policy_section_makes_the_shape_of_its_preset_with_changes():
-    values = base.get_config().policy.to_dict()
+    values = complete(base.get_config().to_dict())["policy"]
     assert set(values) == {f.name for f in dataclasses.fields(PolicyConfig)}
     changes = {"preset": "tiny", "layers": 2, "dtype": "bfloat16", "lora": {"rank": 4, "alpha": 8.0}}
     shape = decoder_config(from_section(PolicyConfig, "policy", values | changes), vocab_size=256)

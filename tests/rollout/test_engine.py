@@ -16,10 +16,11 @@ from agentr1_jax.rollout.device import ResponseRequest
 from agentr1_jax.rollout.engine import Engine
 from agentr1_jax.rollout.programs import encode_updates, idle_slot_state
 from agentr1_jax.runtime.compile_cache import CompileCounter
+from agentr1_jax.train.defaults import complete
 from agentr1_jax.validation import from_section
 from configs import quickstart
 
-SECTION = quickstart.get_config().rollout.to_dict()
+SECTION = complete(quickstart.get_config().to_dict())["rollout"]
 
 
 def request_of(prompt, max_tokens=10, stop=()):

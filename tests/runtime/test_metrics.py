@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import sys
+import time
 import types
 
 import jax.numpy as jnp
@@ -227,6 +228,9 @@ def test_wandb_itself_takes_an_offline_run(tmp_path, monkeypatch):
         writer.write(rl(1, float("nan")))
     name = json.loads((tmp_path / "wandb.json").read_text())["id"]
     (path,) = tmp_path.glob(f"wandb/offline-run-*-{name}/run-{name}.wandb")
+    until = time.monotonic() + 60  # W&B's own process writes the file; on a busy machine that takes a while.
+    while b"rl/learner/loss" not in path.read_bytes() and time.monotonic() < until:
+        time.sleep(0.1)
     assert not failures and b"rl/learner/loss" in path.read_bytes()
 
 

@@ -29,8 +29,10 @@ from agentr1_jax.trajectory import POLICIES, Outcome
 SAMPLES, CALLS = 8, 3
 SLOTS = 8
 LIMITS = ToolsConfig(max_attempts=2, backoff_seconds=0.005, max_characters=100)
-SECONDS = {"waits": 0.05, "blocks": 0.25}
-"""Time limits of two tools. One waits on the event loop, the other blocks a thread, which may come late."""
+SECONDS = {"w": 0.05, "b": 0.25}
+"""Time limits of two tools. One waits on the event loop, the other blocks a thread, which may come late.
+
+Their names are short, because the prompt tells them and a context has 128 tokens."""
 FAILS = {"exception": "exception", "crash": "exception", "hang": "timeout", "garbage": "bad_result"}
 SLACK = 60.0
 """Seconds that a busy machine may take for what takes two; far less than the hangs, were anybody to wait for them."""
@@ -178,8 +180,8 @@ def test_fault_9_all_trajectories_return_with_typed_outcomes(groups):
     """A fifth of all attempts at tool calls fails; retries save most; nothing is dropped, scored 0 or left behind."""
     usual = {"seed": 1, "latency_seconds": 0.004, "huge_characters": 100_000}
     plans = {
-        "waits": FaultPlan(0.2, hang_seconds=10 * SLACK, blocking=False, **usual),
-        "blocks": FaultPlan(0.2, hang_seconds=1.0, blocking=True, **usual),
+        "w": FaultPlan(0.2, hang_seconds=10 * SLACK, blocking=False, **usual),
+        "b": FaultPlan(0.2, hang_seconds=1.0, blocking=True, **usual),
     }
     injected, meter = collections.Counter(), ToolMetrics()
     tools = faulty_tools(plans, injected, meter)
