@@ -18,6 +18,7 @@ from agentr1_jax.agents.context import RULES
 from agentr1_jax.credit.batch import flatten, to_token_batch
 from agentr1_jax.envs.base import Action, Row
 from agentr1_jax.envs.registry import TASKS
+from agentr1_jax.runtime import config as configs
 from agentr1_jax.tasks import qa
 from agentr1_jax.text.tool_calls import render_answer, render_call
 from agentr1_jax.tools.base import Tool, call
@@ -52,9 +53,9 @@ def own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], str]
         for attribute in ("_entries", "_files"):
             monkeypatch.setattr(registry, attribute, dict(getattr(registry, attribute)))
 
-    def paste(heading: str) -> str:
+    def paste(heading: str, page: str = "docs/*.md") -> str:
         path = tmp_path / f"{heading.split()[-1]}.py"
-        path.write_text(block(heading), encoding="utf-8")
+        path.write_text(block(heading, page), encoding="utf-8")
         return str(path)
 
     return paste
@@ -89,6 +90,17 @@ def test_environment(own: Callable[[str], str]) -> None:
     assert right.outcome is Outcome.ANSWERED and right.reward == 1.0
     with pytest.raises(ValueError, match="guess has no expert to learn from; set warm_start.updates=0"):
         task.expert(task.row("train", 0), 0)
+
+
+def test_task_of_the_readme(own: Callable[..., str]) -> None:
+    file = own("A task of your own", "README.md")
+    config = configs.load_config(f"{ROOT}/configs/blank.py:{file}:shop")
+    task = setup.make_task(setup.read_settings(changed(config, policy__preset="tiny")), ToolMetrics())
+    row = task.row("eval", 0)
+    assert row["question"] == "What cost a pen and a cup?"
+    calls = [render_call("price", {"item": item}) for item in ("pen", "boat")]
+    priced, unknown, right = episode(task.env(), row, [*calls, render_answer("10")])
+    assert priced.observation.text == "3" and unknown.observation.text == "Error: no such item." and right.reward == 1
 
 
 def test_tool_in_an_environment() -> None:
