@@ -27,6 +27,7 @@ from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.processes import Dispatcher
 from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.train import build
+from agentr1_jax.train.restore import newest_checkpoint
 from agentr1_jax.train.settings import Settings
 from experiments.episode import (
     AgentDisplay,
@@ -70,6 +71,8 @@ def main(argv: Sequence[str]) -> None:
     tokenizer = build.make_tokenizer(settings, task, resumes=True)
     agent = build.make_agent(settings, task, tokenizer)
 
+    if is_run:
+        newest_checkpoint(source)  # A run without one is refused before anything is shown.
     console = Console(soft_wrap=True)
     show(console, "Question", row["question"])
     if task.name == "hopworld" and question:

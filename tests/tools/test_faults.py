@@ -170,7 +170,7 @@ def groups_of(groups, samples):
 
 
 def loop(make_env, **budget):
-    usual = {"max_steps": CALLS + 1, "response_tokens": 4, "observation_tokens": 10, "context_tokens": 128}
+    usual = {"max_steps": CALLS + 1, "response_tokens": 4, "observation_tokens": 8, "context_tokens": 128}
     usual |= {"on_truncated_response": "continue"}
     return letters.loop(make_env, **usual | budget)
 
