@@ -41,7 +41,7 @@ def write_run(folder: Path, updates: int, *, steps: int = 4, response: int = 12,
     settings = read_settings(config)
     tokenizer = build.make_tokenizer(settings, make_task(settings, ToolMetrics()), resumes=False)
     RunFolder(str(folder)).write_config(configs.resolve(config))
-    parts = [line_parts(made(k, tokenizer.vocab_size, steps, response)) for k in range(DISTINCT)]
+    parts = [line_parts(random_trajectory(k, tokenizer.vocab_size, steps, response)) for k in range(DISTINCT)]
     names = {batch_name(u): ("rl", u * GROUPS, SAMPLES, GROUPS * SAMPLES) for u in range(updates)}
     names |= {name: (name, 0, 1, evaluated) for name in ("eval_before", "eval_000001")}
     (folder / "trajectories").mkdir()
@@ -55,7 +55,7 @@ def write_run(folder: Path, updates: int, *, steps: int = 4, response: int = 12,
             out.write(json.dumps(record) + "\n")
 
 
-def made(seed: int, vocab: int, steps: int, response: int) -> Trajectory:
+def random_trajectory(seed: int, vocab: int, steps: int, response: int) -> Trajectory:
     """A trajectory of random tokens; every second one of a group goes its own way at its second step."""
     rng, shared = np.random.default_rng(seed), np.random.default_rng(0)
     prompt, out = shared.integers(0, vocab, 4 * response).astype(np.int32), []
