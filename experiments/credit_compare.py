@@ -93,11 +93,10 @@ def main(argv: Sequence[str]) -> None:
     params, record = restore_params(run, builder.shapes.params, checkpoint=checkpoint_before(run, update))
     progress = read_progress(record, run)
 
-    scale = recording.read_scale(run, update) or recording.estimate_scale(
-        setup, RunningMeanStd(*progress.return_statistics), trajectories
-    )
+    estimate = recording.estimate_scale(setup, RunningMeanStd(*progress.return_statistics), trajectories)
+    scale = recording.read_scale(run, update, estimate, critic=settings.learns_values)
     parts, gap = recording.score_groups(setup, params, trajectories, scale)
-    distance = replay_error(settings.scheme, parts, baseline=scale.baseline)
+    distance = replay_error(settings.scheme, parts, baselines=scale.baselines)
     result = effects(
         setup,
         params,
@@ -105,7 +104,7 @@ def main(argv: Sequence[str]) -> None:
         chosen.schemes,
         aggregate=AGGREGATE.value,
         resamples=RESAMPLES.value,
-        baseline=scale.baseline,
+        baselines=scale.baselines,
     )
     version = recording.version(progress, settings)
     facts = {

@@ -7,6 +7,7 @@ Text has two kinds of origin. *Template* text is ours or the tokenizer's and may
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -145,6 +146,11 @@ def _list_tokens(tokens: Iterable[tuple[str, int]]) -> str:
 
 def match_any(strings: Iterable[str]) -> str:
     """Return a regular expression for any of `strings`, the longest first; for none it matches nothing."""
+    return _join_longest_first(tuple(strings))
+
+
+@functools.lru_cache(maxsize=64)  # Every message of every chat asks for the same few.
+def _join_longest_first(strings: tuple[str, ...]) -> str:
     return "|".join(re.escape(s) for s in sorted(strings, key=len, reverse=True)) or r"(?!)"
 
 

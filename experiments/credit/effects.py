@@ -69,7 +69,7 @@ def effects(
     *,
     aggregate: str,
     resamples: int,
-    baseline: float = 0.0,
+    baselines: tuple[float, float] = (0.0, 0.0),
 ) -> Effects:
     """Assign credit to the batch by every scheme, and compare advantages and gradients.
 
@@ -80,10 +80,10 @@ def effects(
       schemes: label -> scheme.
       aggregate: aggregate of the loss over tokens.
       resamples: number of bootstrap samples of the groups.
-      baseline: fallback baseline of a state.
+      baselines: fallback baseline of a state for schemes [without, with] a critic.
     """
     streams = concatenate([part.streams for part in parts])
-    assign = make_assign(schemes, parts, baseline=baseline)
+    assign = make_assign(schemes, parts, baselines=baselines)
     advantages = assign(parts)
     weights = token_weights(setup, streams, cast(Aggregate, aggregate))
     edges = token_edges(parts)
@@ -133,7 +133,7 @@ def token_edges(parts: Sequence[Part]) -> np.ndarray:
     return np.cumsum([0, *(len(part.streams.logprobs) for part in parts)])
 
 
-def make_assign(schemes: Schemes, parts: Sequence[Part], *, baseline: float) -> Assign:
+def make_assign(schemes: Schemes, parts: Sequence[Part], *, baselines: tuple[float, float]) -> Assign:
     """Make one program of all schemes, for all batches of as many groups.
 
     As in training, schemes that use a critic see its values where the run has one; for the others the future of a
@@ -154,7 +154,7 @@ def make_assign(schemes: Schemes, parts: Sequence[Part], *, baseline: float) -> 
 
     def batch(groups: Sequence[FlatTrajectories], critic: bool) -> TokenBatch:
         apart = [dataclasses.replace(s, group=np.full_like(s.group, i)) for i, s in enumerate(groups)]
-        return to_token_batch(concatenate(apart), critic=critic, baseline=baseline, **room)
+        return to_token_batch(concatenate(apart), critic=critic, baseline=baselines[critic], **room)
 
     def assign(parts: Sequence[Part]) -> np.ndarray:
         plain, valued = batch([p.streams for p in parts], False), [p.valued for p in parts if p.valued is not None]
@@ -164,7 +164,7 @@ def make_assign(schemes: Schemes, parts: Sequence[Part], *, baseline: float) -> 
     return assign
 
 
-def replay_error(scheme: Scheme, parts: Sequence[Part], *, baseline: float) -> float | None:
+def replay_error(scheme: Scheme, parts: Sequence[Part], *, baselines: tuple[float, float]) -> float | None:
     """Return the largest difference of a scheme's advantages from those that training recorded.
 
     It is a share of the largest recorded advantage; None where advantages are not recorded.
@@ -174,7 +174,7 @@ def replay_error(scheme: Scheme, parts: Sequence[Part], *, baseline: float) -> f
     if len(known) < len(recorded):
         return None
     expected = np.concatenate(known)
-    (assigned,) = make_assign({"own": scheme}, parts, baseline=baseline)(parts)
+    (assigned,) = make_assign({"own": scheme}, parts, baselines=baselines)(parts)
     largest = np.abs(expected).max()
     return float(np.abs(assigned - expected).max() / (largest or 1.0))
 

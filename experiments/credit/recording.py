@@ -51,14 +51,21 @@ class Scale(NamedTuple):
     """What a batch was judged with that earlier batches decide.
 
     Attributes:
-      baseline: fallback baseline of a state: the mean return of earlier batches, over `reward_std`.
-      reward_std: standard deviation of returns that rewards are divided by; 1 for none.
-      recorded: True if the run recorded both, and with each step the reward as its credit scheme saw it.
+      mean: mean return of earlier batches.
+      reward_std: standard deviation of returns that rewards are divided by, for schemes [without, with] a critic; 1 for
+        none. Returns of a truncated trajectory differ between them: its future is worth something to a critic alone.
+      recorded: True if the run recorded them, and with each step the reward as its credit scheme saw it.
     """
 
-    baseline: float = 0.0
-    reward_std: float = 1.0
+    mean: float = 0.0
+    reward_std: tuple[float, float] = (1.0, 1.0)
     recorded: bool = False
+
+    @property
+    def baselines(self) -> tuple[float, float]:
+        """Fallback baseline of a state for schemes [without, with] a critic."""
+        plain, valued = (self.mean / std for std in self.reward_std)
+        return plain, valued
 
 
 def read_batch(folder: str, settings: Settings, update: str) -> tuple[int, list[Trajectory]]:
@@ -89,31 +96,40 @@ def version(progress: Progress, settings: Settings) -> int:
     return {"rl": progress.update, "done": settings.run.updates}.get(progress.phase, 0)
 
 
-def read_scale(folder: str, update: int) -> Scale | None:
-    """Read from the metrics of a run what its RL batch `update` was judged with; None where they do not say."""
+def read_scale(folder: str, update: int, estimate: Scale, *, critic: bool) -> Scale:
+    """Read from the metrics of a run what its RL batch `update` was judged with; the estimate where they do not say.
+
+    Args:
+      folder: folder of the run.
+      update: number of the batch.
+      estimate: how the standard deviations of schemes with and without a critic compare, of which the run has recorded
+        one.
+      critic: whether the run's own scheme has a critic.
+    """
     try:
         records = read_metrics(RunFolder(folder).file("metrics.jsonl"))
     except FileNotFoundError:
-        return None
+        return estimate
     for record in reversed(records):
         if record.get("phase") == "rl" and record.get("update") == update + 1 and "credit/baseline" in record:
-            return Scale(record["credit/baseline"], record["credit/reward_std"], recorded=True)
-    return None
+            own = record["credit/reward_std"]
+            plain, valued = (own * std / estimate.reward_std[critic] for std in estimate.reward_std)
+            return Scale(record["credit/baseline"] * own, (plain, valued), recorded=True)
+    return estimate
 
 
 def estimate_scale(setup: Setup, statistics: RunningMeanStd, trajectories: Sequence[Trajectory]) -> Scale:
     """Return what a batch is judged with where the running statistics of returns before it are these."""
     settings = setup.settings
     flat = flatten(trajectories, process_parts=settings.shaping.process_parts)
-    _, after = shape_rewards(
-        flat,
-        settings.shaping,
-        gamma=settings.scheme.gamma,
-        statistics=statistics,
-        bootstraps=settings.learns_values,
-    )
-    std = after.std if settings.shaping.scale_returns else 1.0
-    return Scale(statistics.mean / std, std)
+
+    def std(critic: bool) -> float:
+        _, after = shape_rewards(
+            flat, settings.shaping, gamma=settings.scheme.gamma, statistics=statistics, bootstraps=critic
+        )
+        return after.std if settings.shaping.scale_returns else 1.0
+
+    return Scale(statistics.mean, (std(False), std(True)))
 
 
 def has_values(trajectories: Sequence[Trajectory]) -> bool:
@@ -195,12 +211,13 @@ def _shape_groups(
         flat, _ = shape_rewards(
             concatenate(groups), shaping, gamma=settings.scheme.gamma, statistics=RunningMeanStd(), bootstraps=critic
         )
-        return scale_rewards(flat, scale.reward_std)
+        return scale_rewards(flat, scale.reward_std[critic])
 
-    whole = shape(critic)
+    whole, own = shape(critic), settings.learns_values
     if recorded is not None:
         # Beyond a truncation a potential counts for a critic alone, which the run may have had or not.
-        whole = replace_rewards(whole, recorded + whole.rewards - shape(settings.learns_values).rewards)
+        unshaped = (recorded - shape(own).rewards) * (scale.reward_std[own] / scale.reward_std[critic])
+        whole = replace_rewards(whole, whole.rewards + unshaped)
     out = list(groups)
     for name in SHAPED:
         edges = np.cumsum([len(getattr(s, name)) for s in groups])[:-1]
