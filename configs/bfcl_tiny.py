@@ -5,7 +5,8 @@
 Needs real data: `python -m experiments.prepare_data data bfcl tokenizers`, then `export AGENTR1_DATA=$PWD/data`
 (docs/data.md). A policy of random weights learns nothing in it; everything else is real: prompts with all schemas,
 calls that change a state, what the user says next, updates, the report. With published weights:
-`--config.policy.weights=Qwen/Qwen2.5-7B-Instruct --config.policy.preset= --config.tokenizer.path=`.
+`--config=configs/blank.py:bfcl --config.policy.weights=Qwen/Qwen2.5-7B-Instruct --config.budget.context_tokens=8192
+--config.budget.max_steps=20`.
 """
 
 from __future__ import annotations

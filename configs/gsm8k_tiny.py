@@ -5,7 +5,7 @@
 Needs real data: `python -m experiments.prepare_data data gsm8k tokenizers`, then `export AGENTR1_DATA=$PWD/data`
 (docs/data.md). A policy of random weights learns nothing in it; everything else is real: prompts, tool schemas,
 calculations, results, updates, the report. With published weights:
-`--config.policy.weights=Qwen/Qwen2.5-1.5B-Instruct --config.policy.preset= --config.tokenizer.path=`.
+`--config=configs/blank.py:gsm8k --config.policy.weights=Qwen/Qwen2.5-1.5B-Instruct`.
 `--config.task.gsm8k.tool=python` gives the policy a sandboxed Python in place of the calculator.
 """
 

@@ -69,8 +69,8 @@ def complete(
       UserError: see `defaults.complete`.
     """
     values, before = defaults.complete(config.to_dict(), devices), dict(configs.flatten(config.to_dict()))
-    unset = {key: x for key, x in configs.flatten(values) if key in before and before[key] is None and x is not None}
-    return change_config(config, unset)
+    filled = {key: x for key, x in configs.flatten(values) if key in before and x != before[key]}
+    return change_config(config, filled)
 
 
 def read_settings(config: ml_collections.ConfigDict) -> Settings:

@@ -263,21 +263,12 @@ def override(config: ml_collections.ConfigDict, changes: Mapping[str, Any], wher
 
 
 def resolve(config: ml_collections.ConfigDict) -> dict[str, Any]:
-    """Return the config as plain JSON: nested dicts, lists, strings, finite numbers, booleans and None; see `derive`.
+    """Return the config as plain JSON: nested dicts, lists, strings, finite numbers, booleans and None.
 
     Raises:
       UserError: a value is not JSON; the message names its key.
     """
-    return derive({key: _plain(value, key) for key, value in config.to_dict().items()})
-
-
-def derive(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values of a config with the keys that follow from others: published weights bring their tokenizer."""
-    values = dict(values)
-    weights, tokenizer = values.get("policy", {}).get("weights"), values.get("tokenizer", {})
-    if weights and isinstance(weights, str) and not tokenizer.get("path"):
-        values["tokenizer"] = {**tokenizer, "path": weights}
-    return values
+    return {key: _plain(value, key) for key, value in config.to_dict().items()}
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -152,6 +152,8 @@ def most_response_tokens(budget: Budget, context: ContextConfig, rule: ContextRu
 def complete(values: Mapping[str, Any], devices: Sequence[jax.Device] | None = None) -> dict[str, Any]:
     """Return nested values of a config in which every key that is unset or missing has the value that follows.
 
+    Published weights bring their tokenizer: an empty `tokenizer.path` becomes `policy.weights`.
+
     Args:
       values: section -> key -> value, and the keys at the top; not changed. A user's context rules are loaded.
       devices: of all processes, for `hardware=auto`; None where they are not known yet, which stands for a CPU.
@@ -160,6 +162,7 @@ def complete(values: Mapping[str, Any], devices: Sequence[jax.Device] | None = N
       UserError: `hardware`, or a key of `budget`, `context` or `mesh`, has a value that cannot be.
     """
     filled = {key: dict(x) if isinstance(x, Mapping) else x for key, x in values.items()}
+    _fill_tokenizer(filled)
     row = find_hardware(filled.get("hardware", "cpu"), devices) or HARDWARE["cpu"]
     _fill(filled, "budget.trajectory_tokens", LEAST_TRAJECTORY_TOKENS)  # Raised below, once the context is checked.
     budget = from_section(Budget, "budget", filled["budget"])
@@ -176,6 +179,12 @@ def complete(values: Mapping[str, Any], devices: Sequence[jax.Device] | None = N
     _fill_rows(filled, budget, context)
     _fill_mesh(filled, row, len({d.process_index for d in devices}) if devices else 1)
     return filled
+
+
+def _fill_tokenizer(filled: dict[str, Any]) -> None:
+    weights = _get(filled, "policy.weights")
+    if weights and isinstance(weights, str) and not _get(filled, "tokenizer.path"):
+        filled.setdefault("tokenizer", {})["path"] = weights
 
 
 def _fill_attention(filled: dict[str, Any], row: Hardware, budget: Budget) -> None:

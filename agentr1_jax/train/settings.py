@@ -34,7 +34,6 @@ from agentr1_jax.policy.config import PolicyConfig
 from agentr1_jax.registry import Registry
 from agentr1_jax.rollout.config import AttemptLimits, EngineConfig, RolloutConfig, SamplingConfig
 from agentr1_jax.runtime.checkpoint import CheckpointConfig
-from agentr1_jax.runtime.config import derive
 from agentr1_jax.runtime.mesh import MeshConfig
 from agentr1_jax.runtime.metrics import SinksConfig
 from agentr1_jax.runtime.monitoring import parse_profile_updates
@@ -272,7 +271,7 @@ def settings_from_dict(values: Mapping[str, Any], task: TaskConfig) -> Settings:
     Raises:
       UserError: a value is of another type, out of range or does not fit another; the message names the keys.
     """
-    values = defaults.complete(derive(values))
+    values = defaults.complete(values)
     credit = dict(values.get("credit", {}))
     credit["args"] = {key: x for key, x in credit.get("args", {}).items() if x is not None}
     credit_config = from_section(CreditConfig, "credit", credit)

@@ -178,8 +178,8 @@ def resolve_sources(config: Config | None, source: str, request: Request) -> tup
     """Resolve config and sources of an evaluation; the argument `config` is not changed.
 
     Returns:
-      the config of the evaluation, the source of the parameters of each role that its modes need (START is absent
-      where no mode can be answered that needs it), and the folder of the results.
+      the complete config of the evaluation, the source of the parameters of each role that its modes need (START is
+      absent where no mode can be answered that needs it), and the folder of the results.
 
     Raises:
       UserError: a mode needs parameters that nothing names; of modes that nobody named only for those of TRAINED.
@@ -187,9 +187,10 @@ def resolve_sources(config: Config | None, source: str, request: Request) -> tup
     if not source and config is not None:
         run_dir = read_settings(config).run.run_dir
         source = run_dir if is_run(run_dir) else ""
-    base, config = config, policies.find_config(config, source)
+    devices = jax.devices()
+    base, config = config, complete(policies.find_config(config, source), devices)
     of_run, run_dir = is_run(source), read_settings(config).run.run_dir
-    training = read_run(source) if of_run or base is None else base
+    training = read_run(source) if of_run or base is None else complete(base, devices)
     sources = {}
     for role in dict.fromkeys(role_of(mode, request.baselines) for mode in request.modes):
         if role == START:
@@ -218,7 +219,7 @@ def set_up(config: Config, request: Request, modes: Sequence[str]) -> Evaluation
     """Make the parts of an evaluation.
 
     Args:
-      config: config of the evaluation; it is not changed.
+      config: config of the evaluation, complete; it is not changed.
       request: what is asked.
       modes: modes of the request whose parameters there are.
 
@@ -226,7 +227,7 @@ def set_up(config: Config, request: Request, modes: Sequence[str]) -> Evaluation
       UserError: they do not fit each other; of modes that nobody named only for `agent`.
     """
     config = change_config(config, {"seed": request.seed})  # Equal seeds of requests ask equal questions.
-    settings = build.fit_devices(read_settings(complete(config, jax.devices())))
+    settings = build.fit_devices(read_settings(config))
     use_compile_cache(settings)
     dispatcher = Dispatcher()
     task = make_task(settings, ToolMetrics(), dispatcher)

@@ -34,7 +34,7 @@ from configs import keydoor, quickstart
 from experiments.evaluation import chunks, modes, policies
 from experiments.evaluation import run as evaluation_run
 from experiments.evaluation.run import Request
-from experiments.setup import make_task, read_run, read_settings
+from experiments.setup import change_config, make_task, read_run, read_settings
 
 export_hf = program("export_hf")
 ROOT = Path(__file__).parent.parent.parent
@@ -316,6 +316,9 @@ def test_exported_weights_answer_as_their_run_does(run, whole, tmp_path):
     tokenizer, mesh = build.make_tokenizer(read_settings(config), None, resumes=True), tiny.mesh()
     base = policies.first_policy(config, weights)
     assert policies.hash_params(base.load(tokenizer, mesh)) == requests[0]["policies"]["agent"]
+    unset = change_config(config, {"policy.dtype": None})  # It is filled before policies are compared.
+    _, sources, _ = evaluation_run.resolve_sources(unset, weights, Request(modes=["base"], base=run))
+    sources[modes.START].load(tokenizer, mesh)
     train_sentencepiece(["Other words than those of the other texts."] * 20, f"{weights}/tokenizer.model", 320)
     with pytest.raises(UserError, match=f"{weights} has another tokenizer than {run}/tokenizer.model"):
         base.load(tokenizer, mesh)

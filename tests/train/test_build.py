@@ -25,7 +25,7 @@ from agentr1_jax.tasks import make_task
 from agentr1_jax.train import build
 from configs import quickstart
 from experiments.checks import check_placement, first_prompt
-from experiments.setup import make_setup, read_run, read_settings
+from experiments.setup import complete, make_setup, read_run, read_settings
 
 EVERYTHING_FITS = {
     "pretrain.updates": 4,
@@ -102,7 +102,7 @@ def test_a_tokenizer_that_cannot_serve_an_agent_with_tools_is_refused():
 
 
 @pytest.fixture(scope="module")
-def published(tmp_path_factory):
+def published_weights(tmp_path_factory):
     """A folder of weights with its tokenizer."""
     return checkpoints.write_model(tmp_path_factory.mktemp("published") / "model")
 
@@ -127,14 +127,15 @@ def tokenizer_of(config):
     return build.make_tokenizer(settings, make_task("hopworld"), resumes=False)
 
 
-def test_published_weights_bring_their_tokenizer_and_nothing_is_trained(published, tmp_path):
-    config = config_of(published, tmp_path / "run")
+def test_published_weights_bring_their_tokenizer_and_nothing_is_trained(published_weights, tmp_path):
+    config = config_of(published_weights, tmp_path / "run")
     setup, _ = make_setup(read_settings(config), resumes=False)
-    assert setup.tokenizer.name == published and not (tmp_path / "run").exists()
-    assert resolve(config)["tokenizer"]["path"] == published
+    assert setup.tokenizer.name == published_weights and not (tmp_path / "run").exists()
+    assert complete(config).tokenizer.path == published_weights
     line = build.describe_policy(setup.settings, setup.policy, setup.agent)
     assert re.fullmatch(
-        rf"policy: qwen2, [\d,]+ parameters in float32, computes in float32, from {published}; tokenizer: {published} "
+        rf"policy: qwen2, [\d,]+ parameters in float32, computes in float32, from {published_weights}; "
+        rf"tokenizer: {published_weights} "
         r"\(that of the weights\), 266 ids; "
         r"template: that of the tokenizer, calls as hermes, tools told by the template",
         line,
@@ -173,11 +174,11 @@ OTHER_TOKENS = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
         ({"merges": (*checkpoints.MERGES[:-1], ("a", "b"))}, r"its vocabulary is another one \(261 and 261 pieces\)"),
     ],
 )
-def test_a_given_tokenizer_has_to_be_that_of_the_weights(published, tmp_path, make, message):
+def test_a_given_tokenizer_has_to_be_that_of_the_weights(published_weights, tmp_path, make, message):
     path = checkpoints.write_tokenizer(tmp_path / "other", **make)
-    config = config_of(published, tmp_path / "run", tokenizer__path=path)
+    config = config_of(published_weights, tmp_path / "run", tokenizer__path=path)
     if not message:
-        assert tokenizer_of(config).name == path and resolve(config)["tokenizer"]["path"] == path
+        assert tokenizer_of(config).name == path and complete(config).tokenizer.path == path
         return
     with pytest.raises(
         UserError, match=rf"tokenizer\.path: {path} is not the tokenizer of policy\.weights .*: {message}"
@@ -185,11 +186,11 @@ def test_a_given_tokenizer_has_to_be_that_of_the_weights(published, tmp_path, ma
         tokenizer_of(config)
 
 
-def test_a_trained_tokenizer_is_refused_with_published_weights(published, tmp_path, trained):
+def test_a_trained_tokenizer_is_refused_with_published_weights(published_weights, tmp_path, trained):
     with pytest.raises(UserError, match=r"tokenizer\.model is not the tokenizer of policy\.weights"):
-        tokenizer_of(config_of(published, tmp_path / "run", tokenizer__path=trained.name))
+        tokenizer_of(config_of(published_weights, tmp_path / "run", tokenizer__path=trained.name))
     # What a run of an earlier version left, whose weights had got a new tokenizer.
-    values = resolve(config_of(published, tmp_path / "run"))
+    values = resolve(config_of(published_weights, tmp_path / "run"))
     values["tokenizer"]["path"] = ""
     RunFolder(str(tmp_path / "run")).write_config(values)
     with pytest.raises(UserError, match="run: its policy has published weights and a tokenizer trained for the run"):
