@@ -84,6 +84,12 @@ check=1
 variables=()
 secrets=()
 
+# take_action WORD: takes what is asked of a run that is there; fails where the word is none of these, and the action is to run.
+action=run
+take_action() {
+  case $1 in status | logs | stop) action=$1 ;; *) return 1 ;; esac
+}
+
 # take_common_flag FLAG: fails where the launcher has to know the flag itself.
 take_common_flag() {
   case $1 in

@@ -21,13 +21,7 @@ nodes=
 gpus=
 time=
 further=()
-action=run
-case ${1:-} in
-  status | logs | stop)
-    action=$1
-    shift
-    ;;
-esac
+if take_action "${1:-}"; then shift; fi
 while (($#)); do
   case $1 in
     --config*) break ;;

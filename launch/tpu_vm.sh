@@ -57,13 +57,7 @@ pause_seconds=60
 of_worker=0
 lines=100
 follow=()
-action=run
-case ${1:-} in
-  status | logs | stop)
-    action=$1
-    shift
-    ;;
-esac
+if take_action "${1:-}"; then shift; fi
 while (($#)); do
   case $1 in
     --config*) break ;;

@@ -24,13 +24,7 @@ values=
 context=()
 slices=1
 spot=0
-action=run
-case ${1:-} in
-  status | logs | stop)
-    action=$1
-    shift
-    ;;
-esac
+if take_action "${1:-}"; then shift; fi
 while (($#)); do
   case $1 in
     --config*) break ;;
