@@ -14,13 +14,15 @@ from configs import base
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """HopWorld, a decoder of 0.75M parameters, step-level credit."""
+    """HopWorld, a decoder of 0.62M parameters, step-level credit."""
     c = base.get_config("hopworld")
     c.run_dir = "runs/quickstart"
-    c.updates = 40
-    c.warm_start.updates = 900
+    c.updates = 28
+    c.warm_start.updates = 460
     c.task.hopworld.top_k = 2
     c.policy.preset = "tiny"
+    c.policy.kv_heads = 4  # Copying of names takes heads rather than a wide MLP.
+    c.policy.hidden = 192
     c.tokenizer.vocab_size = 1536  # every word of HopWorld is one piece
     c.budget.max_steps = 6
     c.budget.response_tokens = 40
@@ -28,10 +30,11 @@ def get_config() -> ml_collections.ConfigDict:
     c.budget.context_tokens = 320
     c.rollout.swap_slots = 0  # a search takes less than a millisecond
     c.rollout.slot_tokens = 320
-    c.learner.row_tokens = 320
-    c.learner.row_loss_tokens = 256
-    c.learner.rows = 4
+    c.learner.row_tokens = 640
+    c.learner.row_loss_tokens = 512
+    c.learner.rows = 2
     c.learner.packing = "prefix_tree"  # The samples of a question search alike.
+    c.learner.minibatches = 2
     c.loss.chunk = 512
     c.critic = "shared_trunk"
     c.credit.name = "step_gae"
@@ -39,6 +42,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.optimizer.name = "muon"
     c.optimizer.lr = 3e-4
     c.warm_start.batch = 40
+    c.warm_start.lr = 5e-3
     c.warm_start.demonstrations = 10_000
     c.warm_start.practice = 0.5
     return c

@@ -121,12 +121,14 @@ def make_demonstrations(setup: Setup) -> list[Trajectory]:
     """Make this process's share of the expert trajectories, some of them on the task's practice split."""
     c, seed = setup.settings.warm_start, setup.settings.run.seed
     practice = generator(seed, "practice").random(c.demonstrations) < c.practice
+    # Rows of a split follow each other: what rows share, such as a world, is made once.
+    rows = np.where(practice, np.cumsum(practice), np.cumsum(~practice)) - 1
 
     async def play() -> list[Trajectory]:
         trajectories = []
         for index in process_shard(c.demonstrations):
             (identity,) = identities(setup, "demonstration", index, index, 1)
-            row = setup.task.row(PRACTICE if practice[index] else "train", index)
+            row = setup.task.row(PRACTICE if practice[index] else "train", int(rows[index]))
             expert = setup.task.expert(row, identity.seed)
             session = ScriptedSession(identity, expert, setup.tokenizer, setup.agent.call_format)
             session.begin(row)

@@ -157,7 +157,8 @@ def test_answers_follow_from_the_facts(rows):
             years = {h["subject"]: int(h["value"]) for h in row["plan"] if h["relation"] == "birth_year"}
             assert answer == min(years, key=years.get)
             assert max(years.values()) - min(years.values()) >= 4
-            assert row["thought"] == f" {', '.join(f'{person} {year}' for person, year in years.items())}."
+            told = ", ".join(f"{person} {year}" for person, year in years.items())
+            assert row["thought"] == f" {told}: {'first' if answer == next(iter(years)) else 'second'}."
 
 
 def test_guesses_are_worth_a_half(rows):

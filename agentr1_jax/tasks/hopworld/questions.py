@@ -129,7 +129,16 @@ def _birth_year(world: World, person: str) -> int:
 
 
 def _years(world: World, one: str, other: str) -> str:
-    return f" {one} {_birth_year(world, one)}, {other} {_birth_year(world, other)}."
+    return _order(one, _birth_year(world, one), other, _birth_year(world, other))
+
+
+def _order(one: str, year: int, other: str, other_year: int) -> str:
+    """What the expert says before it names the elder of two: their years, then which of them is earlier.
+
+    That is decided by one word, to which both words of the name are tied. Without it a decoder often gives the first
+    name of the one and the surname of the other.
+    """
+    return f" {one} {year}, {other} {other_year}: {'first' if year < other_year else 'second'}."
 
 
 def _comparison(world: World, rng: random.Random) -> Draft:
@@ -211,9 +220,8 @@ def _older_of(world: World, rng: random.Random) -> Draft:
     years = rng.sample(BIRTH_YEARS, 2)
     if one == other or abs(years[0] - years[1]) < MIN_YEARS_APART:
         return {}
-    thought = f" {one} {years[0]}, {other} {years[1]}."
-    question = f"Who is older,{thought.removesuffix('.').replace(',', ' or')}?"
-    return _draft(question, one if years[0] < years[1] else other, [], thought)
+    question = f"Who is older, {one} {years[0]} or {other} {years[1]}?"
+    return _draft(question, one if years[0] < years[1] else other, [], _order(one, years[0], other, years[1]))
 
 
 def _before(world: World, rng: random.Random) -> Draft:
