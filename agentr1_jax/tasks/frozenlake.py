@@ -54,7 +54,7 @@ def make_frozenlake(config: FrozenLakeConfig, run: TaskContext) -> ProceduralTas
     """Make FrozenLake: the goal pays 1, and an episode ends there, in a hole, or by the budget."""
     return make_tabular_task(
         name="frozenlake",
-        draw=functools.partial(_draw, size=config.size, holes=config.holes),
+        draw=functools.partial(draw, size=config.size, holes=config.holes),
         game=functools.partial(game, slip=config.slip),
         mistakes=config.mistakes,
         weights=config.rewards,
@@ -118,7 +118,8 @@ def _inside(lake: Sequence[str], cell: Cell) -> bool:
     return 0 <= cell[0] < len(lake) and 0 <= cell[1] < len(lake[0])
 
 
-def _draw(rng: random.Random, *, size: int, holes: float) -> Row | None:
+def draw(rng: random.Random, *, size: int, holes: float) -> Row | None:
+    """Draw a row: a map of size x size cells; None where no way leads past the holes."""
     cells = [*("H" if rng.random() < holes else "F" for _ in range(size**2))]
     cells[0], cells[-1] = "S", "G"
     lake = ["".join(cells[i : i + size]) for i in range(0, size**2, size)]

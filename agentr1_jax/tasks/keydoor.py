@@ -1,5 +1,7 @@
 """KeyDoor: a key that is taken first pays last, and everything between pays at once, a little and at random.
 
+With `rooms_before` the random payments come before the choice of a key, so that no return of that choice has them.
+
 After Key-to-Door (Hung et al. 2019, https://arxiv.org/abs/1810.06721; with noise in between, Mesnard et al. 2021,
 https://arxiv.org/abs/2011.09464). One step a room:
 
@@ -38,9 +40,11 @@ class KeyDoorConfig:
     mistakes: Fraction = 0.7
     """probability that the expert errs, at each step"""
     rooms: Whole = 5
-    """rooms between the key and the door; an episode has two steps more"""
+    """rooms between the keys and the door; an episode has two steps more than there are such rooms"""
+    rooms_before: Whole = 0
+    """rooms before the keys"""
     key_count: Annotated[int, Ge(2), Le(len(COLOURS))] = 3
-    """keys in the first room, one of which fits"""
+    """keys, one of which fits"""
     noise: NonNegative = 0.3
     """a thing pays its mean plus or minus this"""
     rewards: GameRewards = GameRewards()
@@ -50,12 +54,12 @@ class KeyDoorConfig:
 @register("keydoor", KeyDoorConfig)
 def make_keydoor(config: KeyDoorConfig, run: TaskContext) -> ProceduralTask:
     """Make KeyDoor. Raises ValueError where the budget ends an episode before the door."""
-    steps = config.rooms + 2
-    why = f"its door is {steps} steps away (task.keydoor.rooms + 2)"
+    steps = config.rooms_before + config.rooms + 2
+    why = f"its door is {steps} steps away (task.keydoor.rooms_before + rooms + 2)"
     run.check_steps(steps, "keydoor", why, "lower task.keydoor.rooms")
     return make_tabular_task(
         name="keydoor",
-        draw=functools.partial(_draw, rooms=config.rooms, key_count=config.key_count),
+        draw=functools.partial(draw, before=config.rooms_before, rooms=config.rooms, key_count=config.key_count),
         game=functools.partial(game, noise=config.noise),
         mistakes=config.mistakes,
         weights=config.rewards,
@@ -108,15 +112,17 @@ def _is_last(row: Row, room: int) -> bool:
     return room == len(row["rooms"]) - 1
 
 
-def _draw(rng: random.Random, *, rooms: int, key_count: int) -> Row:
+def draw(rng: random.Random, *, before: int, rooms: int, key_count: int) -> Row:
+    """Draw a row: `before` rooms, the room of the keys, `rooms` rooms and the last room."""
     things = list(WORTH)
     colours = rng.sample(COLOURS, key_count)
     door = rng.choice(colours)
-    first = [*(f"{colour} key" for colour in colours), rng.choice(things)]
-    rng.shuffle(first)
+    keys = [*(f"{colour} key" for colour in colours), rng.choice(things)]
+    rng.shuffle(keys)
+    earlier, later = ([rng.sample(things, 2) for _ in range(count)] for count in (before, rooms))
     return {
         "question": f"The last door is {door}. Say take, {GO_ON} or {OPEN}.",
         "layout": f"{door} of {', '.join(sorted(colours))}",
         "door": door,
-        "rooms": [first, *(rng.sample(things, 2) for _ in range(rooms)), [rng.choice(things)]],
+        "rooms": [*earlier, keys, *later, [rng.choice(things)]],
     }

@@ -1,0 +1,174 @@
+"""The page of the credit lab: pictures and tables of many trainings by many schemes on many processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
+
+from agentr1_jax.report.drawing import BLUE, GREEN, INK, ORANGE, SOFT, new_figure, save, tidy
+from agentr1_jax.report.page import write_page
+from agentr1_jax.report.statistics import interquartile_mean, stratified_bootstrap, t_interval
+
+SHADES = LinearSegmentedColormap.from_list("shades", ["#ffffff", "#bcd3f7", BLUE])
+SIDES = LinearSegmentedColormap.from_list("sides", [ORANGE, "#ffffff", BLUE])
+COLUMNS, PANEL = 3, (4.3, 2.9)
+CELL = 0.62
+"""Inches of a cell of a table that is drawn."""
+
+
+class Scores(NamedTuple):
+    """Areas under the curves of all trainings; NaN where a scheme was not tried on a process.
+
+    Attributes:
+      schemes, processes: their names.
+      areas: of each training.
+    """
+
+    schemes: Sequence[str]
+    processes: Sequence[str]
+    areas: Float[np.ndarray, "schemes processes seeds"]
+
+    def order(self) -> list[tuple[str, float, float, float]]:
+        """Return schemes with the interquartile mean over seeds and processes and its 95 % interval, best first.
+
+        The interval is that of a bootstrap by process. Only processes that all schemes were tried on count.
+        """
+        common = np.isfinite(self.areas).all((0, 2))
+        areas = self.areas[:, common] if common.any() else np.zeros((len(self.schemes), 1, 1))
+        found = []
+        for name, own in zip(self.schemes, areas, strict=True):
+            low, high = stratified_bootstrap(own, _pooled_iqm, draws=1000, seed=0)
+            found.append((name, float(_pooled_iqm(own)), float(low), float(high)))
+        return sorted(found, key=lambda row: -row[1])
+
+
+def _pooled_iqm(scores: Float[np.ndarray, "*draws processes seeds"]) -> Any:
+    return interquartile_mean(scores.reshape(*scores.shape[:-2], -1))
+
+
+def plot_areas(path: str | os.PathLike[str], scores: Scores) -> None:
+    """Draw a table of mean areas, schemes by processes, best scheme first, with the interquartile means before it."""
+    order = scores.order()
+    mean = scores.areas.mean(-1)[[list(scores.schemes).index(name) for name, *_ in order]]
+    figure = new_figure(5.2 + 0.95 * len(scores.processes), 1.6 + 0.31 * len(order))
+    left, right = figure.subplots(1, 2, width_ratios=[2.2, 0.95 * len(scores.processes)])
+    for i, (_, middle, low, high) in enumerate(order):
+        left.plot([low, high], [i, i], color=SOFT, lw=1.2)
+        left.plot([middle], [i], color=BLUE, marker="o", ms=5, ls="")
+    left.set_yticks(range(len(order)), [name for name, *_ in order])
+    left.set_ylim(len(order) - 0.5, -0.5)
+    tidy(left, title="IQM", x_label="area under the curve", grid="x")
+    _draw_cells(right, mean, [""] * len(order), scores.processes, SHADES, (0, 1))
+    save(figure, path)
+
+
+def _draw_cells(
+    axes: Axes,
+    values: Float[np.ndarray, "rows columns"],
+    rows: Sequence[str],
+    columns: Sequence[str],
+    colors: LinearSegmentedColormap,
+    limits: tuple[float, float],
+) -> None:
+    """Draw numbers in shaded cells."""
+    axes.imshow(np.ma.masked_invalid(values), cmap=colors, vmin=limits[0], vmax=limits[1], aspect="auto")
+    for (i, j), x in np.ndenumerate(values):
+        if np.isfinite(x):
+            dark = abs(x - np.mean(limits)) > 0.35 * (limits[1] - limits[0]) and x > np.mean(limits)
+            text = f"{x:.2f}".replace("0.", ".") if limits[1] <= 1 else f"{x:.0f}"
+            axes.text(j, i, text, ha="center", va="center", fontsize=7.5, color="white" if dark else INK)
+    axes.set_xticks(range(len(columns)), columns, rotation=40, ha="left", fontsize=8)
+    axes.set_yticks(range(len(rows)), rows, fontsize=8)
+    axes.xaxis.tick_top()
+    axes.tick_params(length=0, colors=SOFT)
+    axes.spines[:].set_visible(False)
+
+
+def plot_curves(
+    path: str | os.PathLike[str],
+    curves: Mapping[str, Mapping[str, Float[np.ndarray, "seeds updates"]]],
+    trajectories: int,
+) -> None:
+    """Draw a panel for each process, with a learning curve for each scheme.
+
+    Args:
+      path: where the picture goes.
+      curves: process -> scheme -> share of what can be gained.
+      trajectories: of a batch.
+    """
+    lines = -(-len(curves) // COLUMNS)
+    figure = new_figure(PANEL[0] * COLUMNS, PANEL[1] * lines)
+    panels = figure.subplots(lines, COLUMNS, squeeze=False)
+    for axes in panels.ravel()[len(curves) :]:
+        axes.set_axis_off()
+    for axes, (process, of_process) in zip(panels.ravel(), curves.items(), strict=False):
+        ranked = sorted(of_process, key=lambda name: -of_process[name].mean())
+        named = {ranked[0]: BLUE, ranked[-1]: ORANGE, **({"grpo": GREEN} if "grpo" in ranked[1:-1] else {})}
+        for name in sorted(of_process, key=lambda name: name in named):
+            mean, low, high = t_interval(of_process[name], axis=0)
+            x = trajectories * np.arange(len(mean))
+            axes.plot(x, mean, color=named.get(name, "#c4c9d1"), lw=1.8 if name in named else 0.8)
+            if name in named:
+                axes.fill_between(x, low, high, color=named[name], alpha=0.18, lw=0)
+        legend = "   ".join(f"{name}" for name in named)
+        tidy(axes, title=process, x_label="trajectories")
+        axes.set_ylim(min(-0.05, axes.get_ylim()[0]), 1.05)
+        for i, (name, color) in enumerate(named.items()):
+            axes.text(0.98, 0.06 + 0.1 * i, name, color=color, ha="right", fontsize=9, transform=axes.transAxes)
+        del legend
+    save(figure, path)
+
+
+def plot_pairs(
+    path: str | os.PathLike[str],
+    names: Sequence[str],
+    improvement: Float[np.ndarray, "schemes schemes"],
+    different: Float[np.ndarray, "schemes schemes"],
+) -> None:
+    """Draw the probabilities of improvement, and on how many processes two schemes differ; NaN is left blank."""
+    size = 2.0 + 0.36 * len(names)
+    figure = new_figure(2 * size, size)
+    left, right = figure.subplots(1, 2)
+    _draw_cells(left, improvement, names, names, SIDES, (0, 1))
+    most = max(float(np.nanmax(different, initial=1)), 1.01)
+    _draw_cells(right, different, names, names, SHADES, (0, most))
+    save(figure, path)
+
+
+def plot_alignment(path: str | os.PathLike[str], rows: Sequence[tuple[str, str, float, float]]) -> None:
+    """Draw the area under the curve against the alignment with A^π: a panel for each process, a point for each scheme.
+
+    Args:
+      path: where the picture goes.
+      rows: process, scheme, alignment, area.
+    """
+    processes = list(dict.fromkeys(process for process, *_ in rows))
+    lines = -(-len(processes) // COLUMNS)
+    figure = new_figure(PANEL[0] * COLUMNS, PANEL[1] * lines)
+    panels = figure.subplots(lines, COLUMNS, squeeze=False)
+    for axes in panels.ravel()[len(processes) :]:
+        axes.set_axis_off()
+    for axes, process in zip(panels.ravel(), processes, strict=False):
+        for own, scheme, alignment, area in rows:
+            if own == process and np.isfinite(alignment):
+                axes.plot([alignment], [area], color=BLUE, marker="o", ms=4, ls="")
+                axes.annotate(scheme, (alignment, area), fontsize=6, color=SOFT, xytext=(3, 2), textcoords="offset points")
+        tidy(axes, title=process, x_label="rank correlation with A of the policy", grid="both")
+    save(figure, path)
+
+
+def write_lab_page(path: str | os.PathLike[str], pictures: Mapping[str, str], **values: Any) -> None:
+    """Write the page, with its pictures inlined.
+
+    Args:
+      path: where it goes.
+      pictures: `areas`, `curves`, `pairs`, `alignment` -> PNG.
+      **values: `title`, `finding`, `facts`, `notes`, `checklist`, `by_process`, `rows`, as the template names them.
+    """
+    write_page(path, "lab.html", pictures=pictures, **values)

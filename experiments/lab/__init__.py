@@ -1,0 +1,1 @@
+"""The credit lab: training on small decision processes, compiled whole; `experiments/credit_lab.py` runs it."""
