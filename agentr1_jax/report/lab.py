@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -43,13 +44,9 @@ class Scores(NamedTuple):
         areas = self.areas[:, common] if common.any() else np.zeros((len(self.schemes), 1, 1))
         found = []
         for name, own in zip(self.schemes, areas, strict=True):
-            low, high = stratified_bootstrap(own, _pooled_iqm, draws=1000, seed=0)
-            found.append((name, float(_pooled_iqm(own)), float(low), float(high)))
+            low, high = stratified_bootstrap(own, functools.partial(interquartile_mean, axis=(-2, -1)), draws=1000)
+            found.append((name, float(interquartile_mean(own, (-2, -1))), float(low), float(high)))
         return sorted(found, key=lambda row: -row[1])
-
-
-def _pooled_iqm(scores: Float[np.ndarray, "*draws processes seeds"]) -> Any:
-    return interquartile_mean(scores.reshape(*scores.shape[:-2], -1))
 
 
 def plot_areas(path: str | os.PathLike[str], scores: Scores) -> None:
@@ -116,12 +113,10 @@ def plot_curves(
             axes.plot(x, mean, color=named.get(name, "#c4c9d1"), lw=1.8 if name in named else 0.8)
             if name in named:
                 axes.fill_between(x, low, high, color=named[name], alpha=0.18, lw=0)
-        legend = "   ".join(f"{name}" for name in named)
         tidy(axes, title=process, x_label="trajectories")
         axes.set_ylim(min(-0.05, axes.get_ylim()[0]), 1.05)
         for i, (name, color) in enumerate(named.items()):
             axes.text(0.98, 0.06 + 0.1 * i, name, color=color, ha="right", fontsize=9, transform=axes.transAxes)
-        del legend
     save(figure, path)
 
 

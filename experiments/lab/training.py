@@ -158,18 +158,24 @@ def roll_out(
 ) -> Sample:
     """Sample a trajectory for each row, of at most `steps` steps."""
 
+    # One gather a step: tables by state and action, what is read together beside each other.
+    cumulative = jnp.cumsum(tables.probability, -1)
+    rows = jnp.concatenate([cumulative, tables.reward, tables.following.astype(jnp.float32)], -1)
+    chances = tables.probability.shape[-1]
+
     def step(carry: tuple[Any, Array, Array], xs: tuple[Array, Array]) -> tuple[Any, tuple[Array, ...]]:
         memory, state, alive = carry
-        t, chance = xs
+        t, drawn = xs
         here = jnp.minimum(state, STATES - 1)
         observation = tables.observation[here]
         memory, logits = policy.step(params, memory, observation)
         log_pi = log_policy(tables, logits, here)
-        action = jnp.argmax(log_pi, -1) if greedy else _pick(jnp.exp(log_pi), chance[0])
-        outcome = _pick(tables.probability[here, action], chance[1])
+        action = jnp.argmax(log_pi, -1) if greedy else _pick(jnp.cumsum(jnp.exp(log_pi), -1), drawn[0])
+        upto, reward, following = jnp.split(rows[here, action], (chances, 2 * chances), -1)
+        outcome = jax.nn.one_hot(_pick(upto, drawn[1]), chances)
         real = alive & (t < tables.horizon)
-        after = tables.following[here, action, outcome]
-        seen = (here, observation, action, jnp.where(real, tables.reward[here, action, outcome], 0), real)
+        after = jnp.sum(following * outcome, -1).astype(jnp.int32)
+        seen = (here, observation, action, jnp.where(real, jnp.sum(reward * outcome, -1), 0), real)
         return (memory, after, real & (after < STATES)), seen
 
     carry = policy.start(len(row)), tables.start[row], jnp.ones(len(row), bool)
@@ -177,11 +183,11 @@ def roll_out(
     return Sample(*(x.T for x in seen))
 
 
-def _pick(probability: Float[Array, "n choices"], uniform: Float[Array, "n"]) -> Int[Array, "n"]:
-    """Draw an index for each row of probabilities, by the inverse of the cumulative distribution."""
-    cumulative = jnp.cumsum(probability, -1)
-    drawn = jnp.sum(cumulative <= uniform[:, None] * cumulative[:, -1:], -1)
-    return jnp.minimum(drawn, jnp.sum(probability > 0, -1) - 1)
+def _pick(cumulative: Float[Array, "n choices"], uniform: Float[Array, "n"]) -> Int[Array, "n"]:
+    """Draw an index for each row of a cumulative distribution; none of probability 0, and the last where all is spent."""
+    total = cumulative[:, -1:]
+    drawn = jnp.sum(cumulative <= uniform[:, None] * total, -1)
+    return jnp.minimum(drawn, jnp.sum(cumulative < total, -1))
 
 
 def action_values(
