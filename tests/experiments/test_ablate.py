@@ -698,6 +698,6 @@ def test_a_grid_is_stopped_resumed_and_compared(tmp_path: Path) -> None:
     assert len({(folder / "trajectories/eval_before_sampled.jsonl.gz").read_bytes() for folder in folders}) == 1
     assert json.loads((folders[2] / "summary.json").read_text())["updates"] == 0
     stamps = {path: path.stat().st_mtime_ns for path in out.glob("*/seed*/*")}
-    refused = subprocess.run(command(out, "--config.learner.rows=2"), cwd=ROOT, capture_output=True)
-    assert refused.returncode == 2 and b"learner.rows: 4 there, 2 here" in refused.stderr
+    refused = subprocess.run(command(out, "--config.optimizer.lr=0.5"), cwd=ROOT, capture_output=True)
+    assert refused.returncode == 2 and b"optimizer.lr: 0.0003 there, 0.5 here" in refused.stderr
     assert {path: path.stat().st_mtime_ns for path in out.glob("*/seed*/*")} == stamps
