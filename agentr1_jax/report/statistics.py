@@ -42,11 +42,6 @@ class Interval(NamedTuple):
     high: float
 
 
-def mean_interval(values: Float[np.ndarray, "n"], *, seed: int = 0, draws: int = DRAWS) -> Interval:
-    """Return the percentile bootstrap interval of a mean over n >= 1 independent values; of one it has no width."""
-    return two_stage_interval([np.asarray([value]) for value in values], seed=seed, draws=draws)
-
-
 def two_stage_interval(
     values: Sequence[Float[np.ndarray, "_"]], *, same_questions: bool = False, seed: int = 0, draws: int = DRAWS
 ) -> Interval:
@@ -171,7 +166,7 @@ def interquartile_mean(x: Real[np.ndarray, "..."], axis: int | tuple[int, ...] =
 
 def stratified_bootstrap(
     x: Real[np.ndarray, "tasks seeds"],
-    statistic: Callable[[Float[np.ndarray, "draws tasks seeds"]], Float[np.ndarray, "draws *_"]],
+    statistic: Callable[[Float[np.ndarray, "draws tasks seeds"]], Floats],
     *,
     draws: int = DRAWS,
     seed: int = 0,
@@ -184,7 +179,7 @@ def stratified_bootstrap(
 
     Args:
       x: score of each seed on each task.
-      statistic: of all draws at once, e.g. `lambda x: interquartile_mean(x, (-2, -1))`.
+      statistic: of all draws at once, [draws, ...], e.g. `lambda x: interquartile_mean(x, (-2, -1))`.
       draws: number of draws.
       seed: seed of the draws.
       level: probability that the interval is to hold the truth with.

@@ -20,7 +20,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeVar
 
 import ml_collections
 import numpy as np
@@ -38,6 +39,7 @@ HELP = """\
 
 """
 """First lines of `--help`."""
+T = TypeVar("T")
 _CONFIG = re.compile(r"--?config(?:=(.*))?", re.DOTALL)
 _OVERRIDE = re.compile(r"--?(no)?config\.([^=]+)(?:=(.*))?", re.DOTALL)
 _KEYS = re.compile(r"--?keys(?:=(.*))?")
@@ -192,7 +194,7 @@ def parse_config(argv: Sequence[str], adapt: Adapt | None = None) -> tuple[list[
         return list(argv), None
     file_config = load_config(path)
     rest, overrides = _split_overrides(argv, file_config)
-    overrides = _expand_calls(file_config, overrides, path)
+    overrides = expand_calls(file_config, overrides, path)
     config, notes = (file_config, []) if adapt is None else adapt(file_config, overrides)
     return rest, Given(path, override(config, overrides, path), list(overrides), notes)
 
@@ -212,6 +214,18 @@ def load_config(path: str) -> ml_collections.ConfigDict:
       UserError: no such file, a key that the base config lacks, a value of another type, any error inside the file.
     """
     file, *argument = path.split(":", 1)
+    config = execute_file(file, lambda module: module.get_config(*argument))
+    if not isinstance(config, ml_collections.ConfigDict):
+        raise UserError(f"{file}: get_config() returned a {type(config).__name__}; return an ml_collections.ConfigDict")
+    return config.lock()
+
+
+def execute_file(file: str, read: Callable[[ModuleType], T]) -> T:
+    """Execute a user's Python file and return what `read` makes of its module.
+
+    Raises:
+      UserError: no such file, or any error inside the file, with its line.
+    """
     if not os.path.isfile(file):
         raise UserError(f"{file}: no such config file{_list_config_files(file)}")
     spec = importlib.util.spec_from_file_location("config_file", file)
@@ -220,14 +234,11 @@ def load_config(path: str) -> ml_collections.ConfigDict:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-        config = module.get_config(*argument)
+        return read(module)
     except UserError:
         raise
     except Exception as error:
         raise UserError(_describe_config_error(file, error)) from error
-    if not isinstance(config, ml_collections.ConfigDict):
-        raise UserError(f"{file}: get_config() returned a {type(config).__name__}; return an ml_collections.ConfigDict")
-    return config.lock()
 
 
 def override(config: ml_collections.ConfigDict, changes: Mapping[str, Any], where: str) -> ml_collections.ConfigDict:
@@ -244,7 +255,7 @@ def override(config: ml_collections.ConfigDict, changes: Mapping[str, Any], wher
     Raises:
       UserError: an unknown key (the nearest is named) or a value of another type.
     """
-    config, changes, argv = copy.deepcopy(config), _expand_calls(config, changes, where), [""]
+    config, changes, argv = copy.deepcopy(config), expand_calls(config, changes, where), [""]
     for key, value in changes.items():
         _check_key(where, key, config)
         if str(value).lower() == "none" and _unsets(config, key, str(value), where):
@@ -331,8 +342,11 @@ def _split_overrides(argv: Sequence[str], config: ml_collections.ConfigDict) -> 
     return rest, overrides
 
 
-def _expand_calls(config: ml_collections.ConfigDict, changes: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Turn `section = name(argument=value, ...)` into changes of `section.name` and `section.args.argument`."""
+def expand_calls(config: ml_collections.ConfigDict, changes: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Turn `section = name(argument=value, ...)` into changes of `section.name` and `section.args.argument`.
+
+    Other changes stay as they are. Raises UserError, which begins with `where`, for a text that cannot be read so.
+    """
     expanded: dict[str, Any] = {}
     for key, value in changes.items():
         section = config.get(key)

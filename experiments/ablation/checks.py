@@ -22,28 +22,28 @@ from experiments.checks import check_placement, check_task
 from experiments.setup import Config, complete, make_task, read_section, read_settings
 
 
-def check_apart(runs: Sequence[Config]) -> str:
+def check_apart(cells: Sequence[Cell]) -> str:
     """Check the config of every run as it would itself; return the kind of devices.
 
     The checks run in another process: this one must not hold the accelerator that the runs need.
 
     Raises:
-      UserError: the first config that cannot work, with its folder.
+      UserError: the first config that cannot work, with its arm and seed.
     """
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as apart:
-        return apart.submit(check_all, runs).result()
+        return apart.submit(check_all, [(cell.title, cell.config) for cell in cells]).result()
 
 
-def check_all(runs: Sequence[Config]) -> str:
-    """See `check_apart`."""
-    for config in runs:
+def check_all(runs: Sequence[tuple[str, Config]]) -> str:
+    """See `check_apart`; a run is its title and its config."""
+    for title, config in runs:
         try:
             settings = read_settings(complete(config, jax.devices()))
             check_placement(settings, jax.devices())
             check_task(settings, make_task(settings, ToolMetrics()))
         except UserError as error:
-            raise UserError(f"{read_section(config, RunConfig).run_dir}: {error}") from error
+            raise UserError(f"arm {title}: {error}") from error
     return jax.default_backend()
 
 

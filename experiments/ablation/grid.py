@@ -1,51 +1,37 @@
-"""The grid of an ablation: arms parsed from text, and the config of each run."""
+"""The grid of an ablation: the config of each run, and what it starts from."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import json
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from agentr1_jax import files
 from agentr1_jax.credit import get_scheme
 from agentr1_jax.credit.scheme import SCHEMES, CreditConfig
-from agentr1_jax.errors import UserError
+from agentr1_jax.errors import UserError, user_error
 from agentr1_jax.learner.config import LearnerConfig
-from agentr1_jax.registry import Value, parse_call, split_list
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.train.settings import RunConfig, Settings, WarmStartConfig, load_file
 from agentr1_jax.trajectory import Budget
-from experiments.setup import Config, adapt, change_config, differing_policy_keys, read_section, read_settings
+from experiments.ablation.arms import Arm, folder_name
+from experiments.setup import COMPUTED_OTHERWISE, Config, adapt, change_config, read_section, read_settings
 
 WARM_START = "warm_start"
-SAME_FOR_ALL = ("seed", "run_dir", "compilation_cache", "warm_start.control_seconds", "eval", "task")
-"""Keys that an arm cannot change, except for reward weights: its runs would not compare with those of other arms."""
-WARM_START_SECTIONS = ("pretrain", "warm_start")
-PROMPT_KEYS = ("context.rule", "context.file", "context.summary_tokens", "agent.call_format", "agent.tell_tools")
-"""Keys of how prompts look. A policy must imitate demonstrations like the prompts that it meets in RL, so an arm that
-changes one of these has a warm start of its own."""
-SYNTAX = "write SCHEME, SCHEME(setting=value, ...), or either with changes: SCHEME+config.key=value+config.key=value"
-
-
-@dataclasses.dataclass(frozen=True)
-class Arm:
-    """A credit scheme and changes to the config, as text.
-
-    Attributes:
-      name: its text.
-      scheme: name of the credit scheme.
-      settings: arguments of the scheme.
-      changes: other key of the config -> value, as text.
-    """
-
-    name: str
-    scheme: str
-    settings: Mapping[str, Value] = dataclasses.field(default_factory=dict)
-    changes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+SAME_FOR_ALL = ("seed", "run_dir", "compilation_cache", "warm_start.control_seconds", "eval")
+"""Keys and sections that an arm cannot change: where its runs lie, and how they are measured."""
+START_KEYS = (
+    *("policy", "tokenizer", "pretrain", "warm_start", "task"),
+    *("context.rule", "context.file", "context.summary_tokens", "agent"),
+)
+"""Keys and sections that make another warm start: the policy, what it learns from, and how prompts look. A policy must
+imitate demonstrations like the prompts that it meets in RL, so an arm that changes one of these has a warm start of its
+own."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,6 +54,11 @@ class Cell:
     after: str = ""
     note: str = ""
 
+    @property
+    def title(self) -> str:
+        """Arm and seed as text."""
+        return f"{self.arm} seed {self.seed}"
+
     @functools.cached_property
     def settings(self) -> Settings:
         """Settings of the run. Raises UserError where they do not fit each other."""
@@ -84,38 +75,6 @@ def is_finished(folder: str) -> bool:
     return os.path.exists(os.path.join(folder, "summary.json"))
 
 
-def parse_arms(text: str) -> list[Arm]:
-    """Parse a list of arms such as `grpo,gigpo(norm=mean_std_norm),grpo+loss.clip=dual`.
-
-    Raises:
-      UserError: the list is empty, an item is not an arm, or an arm comes twice.
-    """
-    arms = [_parse_arm(item) for item in split_list(text) if item.strip()]
-    if not arms:
-        raise UserError(f"--schemes is empty; {SYNTAX}")
-    for one, other in itertools.combinations(arms, 2):
-        if folder_name(one.name) == folder_name(other.name):
-            raise UserError(f"--schemes: {one.name!r} and {other.name!r} are one arm; leave one of them out")
-    return arms
-
-
-def cross(arms: Sequence[Arm], key: str, values: Sequence[str], present: Any) -> list[Arm]:
-    """Combine each arm with each value of a key; the name of an arm has the value where it differs from the config.
-
-    Raises:
-      UserError: a value is neither true nor false, comes twice, or an arm sets the key by itself.
-    """
-    if not set(values) <= {"true", "false"} or len(set(values)) < len(values):
-        raise UserError(f"--{key.rpartition('.')[2]}={','.join(values)}: write true, false, or both")
-    out = []
-    for arm, value in itertools.product(arms, values):
-        if key in arm.changes:
-            raise UserError(f"--schemes: {arm.name!r} sets {key}, and so does --{key.rpartition('.')[2]}")
-        name = arm.name if value == str(present).lower() else f"{arm.name}+{key}={value}"
-        out.append(dataclasses.replace(arm, name=name, changes={**arm.changes, key: value}))
-    return out
-
-
 def parse_seeds(texts: Sequence[str]) -> list[int]:
     """Parse seeds. Raise UserError if one is not a number."""
     if not all(text.isdecimal() for text in texts):
@@ -124,7 +83,7 @@ def parse_seeds(texts: Sequence[str]) -> list[int]:
 
 
 def parse_share(text: str) -> slice:
-    """Parse `K/N`, the share of machine K of N, as a slice of a list of runs. Raises UserError if it is not one."""
+    """Parse `K/N`, part K of N, as a slice of a list of runs. Raises UserError if it is not one."""
     number, _, count = text.partition("/")
     if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
         raise UserError(f"--share={text}: write K/N with K from 0 to N - 1, e.g. 0/4 on the first of four machines")
@@ -141,28 +100,28 @@ def make_grid(config: Config, arms: Sequence[Arm], seeds: Sequence[int], out: st
       out: folder of the grid.
 
     Returns:
-      the warm starts, one for each seed and context rule, and the runs of the arms. There are no warm starts where the
-      config has none, or names the run to start from.
+      the warm starts, one for each seed and `START_KEYS` of the arms; the runs of the arms. There is none for an arm
+      without a warm start, or with a run to start from.
 
     Raises:
-      UserError: an unknown scheme or key, a value of another type, a key that no arm may change.
+      UserError: an unknown scheme or key, a value of another type or that is refused, a key that no arm may change.
     """
-    warm_start = read_section(config, WarmStartConfig)
-    if warm_start.control_seconds:
-        raise UserError("warm_start.control_seconds is set: control runs have no credit assignment to compare")
+    if read_section(config, WarmStartConfig).control_seconds:
+        raise UserError("warm_start.control_seconds is set: control runs have no reinforcement learning to compare")
     if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
         raise UserError(f"--seeds={','.join(map(str, seeds))}: name different seeds, e.g. --seeds=0,1,2")
-    shared = bool(warm_start.updates) and not warm_start.init_from
     if file := read_section(config, CreditConfig).file:
         load_file(SCHEMES, file)
+    for arm in arms:
+        with _name_arm(arm):
+            read_settings(configure(config, arm)[0])
     warm_starts, cells = dict[str, Cell](), list[Cell]()
     for seed, arm in itertools.product(seeds, arms):
         folder = os.path.join(out, folder_name(arm.name), f"seed{seed}")
         own, note = configure(change_config(config, {"seed": seed, "run_dir": folder}), arm)
-        after = ""
-        if shared:
-            start = _warm_start(config, arm, seed, out)
-            _check_same_start(arm, own, start.config)
+        after, begins = "", read_section(own, WarmStartConfig)
+        if begins.updates and not begins.init_from:
+            start = _warm_start(config, own, arm, seed, out)
             warm_starts.setdefault(start.folder, start)
             own, after = change_config(own, {"warm_start.init_from": start.folder}), start.folder
         cells.append(Cell(arm.name, seed, folder, own, after, note))
@@ -172,46 +131,35 @@ def make_grid(config: Config, arms: Sequence[Arm], seeds: Sequence[int], out: st
 def configure(config: Config, arm: Arm) -> tuple[Config, str]:
     """Return the config of an arm, and a remark on it for the table.
 
-    Arguments of the config's own scheme stay where the arm's scheme has them, too (`adapt`). A scheme that needs a
-    critic gets one, and an arm without a mask gets room for the tokens of observations.
+    Arguments of the config's own credit scheme stay where the arm's scheme has them, too (`adapt`). A scheme that needs
+    a critic gets one, and an arm without a mask gets room for the tokens of observations.
     """
-    where = f"--schemes: {arm.name!r}"
-    try:
-        scheme = get_scheme(arm.scheme)
-    except ValueError as error:
-        raise UserError(f"{where}: {error}") from error
-    changes = {
-        "credit.name": arm.scheme,
-        **{f"credit.args.{key}": value for key, value in arm.settings.items()},
-        **arm.changes,
-    }
-    for key in changes:
-        fixed = key in SAME_FOR_ALL or key.startswith(tuple(f"{same}." for same in SAME_FOR_ALL))
-        if fixed and ".rewards." not in key:
-            raise UserError(f"{where} changes {key}, which is the same for all arms; change it by --config.{key}")
-    config, notes = configs.override(adapt(config, changes)[0], changes, where), list[str]()
-    if scheme.needs_critic and read_section(config, RunConfig).critic == "none":
-        config = change_config(config, {"critic": "shared_trunk"})
-        notes.append("with critic=shared_trunk, since the config has none")
-    learner, context_tokens = read_section(config, LearnerConfig), read_section(config, Budget).context_tokens
-    if learner.observations and learner.row_loss_tokens < context_tokens:
-        config = change_config(config, {"learner.row_loss_tokens": context_tokens})
-        notes.append("with learner.row_loss_tokens=budget.context_tokens, since observation tokens are loss tokens too")
+    where, notes = f"arm {arm.name!r}", list[str]()
+    if fixed := [key for key in arm.changes if _is_in(key, SAME_FOR_ALL)]:
+        raise UserError(f"{where} changes {fixed[0]}, which is the same for all arms; change it by --config.{fixed[0]}")
+    with _name_arm(arm):
+        adapted, _ = adapt(config, arm.changes)
+        scheme = get_scheme(str(arm.changes.get("credit.name", config.credit.name)))
+    config = configs.override(adapted, arm.changes, where)
+    with _name_arm(arm):
+        if scheme.needs_critic and read_section(config, RunConfig).critic == "none":
+            config = change_config(config, {"critic": "shared_trunk"})
+            notes.append("with critic=shared_trunk, since the config has none")
+        learner, context_tokens = read_section(config, LearnerConfig), read_section(config, Budget).context_tokens
+        if learner.observations and learner.row_loss_tokens < context_tokens:
+            config = change_config(config, {"learner.row_loss_tokens": context_tokens})
+            room = "with learner.row_loss_tokens=budget.context_tokens"
+            notes.append(f"{room}, since observation tokens are loss tokens too")
+    if any(_is_in(key, ("task",)) and ".rewards." not in key for key in arm.changes):
+        notes.append("with other keys of the task: its questions may differ")
     return config, "; ".join(notes)
-
-
-def folder_name(arm: str) -> str:
-    """Return the name of an arm as that of a folder."""
-    return re.sub(r"[^\w.=+-]+", "_", arm).strip("_")
 
 
 def write_config(cell: Cell) -> str:
     """Write a run's config beside its folder, for `configs/resolved.py`; returns the path."""
     path = f"{cell.folder}.json"
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    with open(f"{path}.partial", "w", encoding="utf-8") as out:
+    with files.atomic_write(path) as out:
         json.dump(configs.resolve(cell.config), out, indent=2)
-    os.replace(f"{path}.partial", path)
     return path
 
 
@@ -221,42 +169,37 @@ def summary(cell: Cell) -> Mapping[str, float]:
         return json.load(lines)
 
 
-def _warm_start(config: Config, arm: Arm, seed: int, out: str) -> Cell:
-    """Return the warm start of an arm's run: that of the config, with the prompts of the arm."""
-    present = dict(configs.flatten(configs.resolve(config)))
-    changes = {
-        key: arm.changes[key] for key in PROMPT_KEYS if arm.changes.get(key, str(present[key])) != str(present[key])
+def _warm_start(config: Config, own: Config, arm: Arm, seed: int, out: str) -> Cell:
+    """Return the warm start of an arm's run: that of the config, with what of the arm's config it depends on."""
+    before, after = (dict(configs.flatten(c.to_dict())) for c in (config, own))
+    changes: dict[str, Any] = {
+        key: after[key]
+        for key in arm.changes.keys() & after.keys()
+        if _is_in(key, START_KEYS)
+        and ".rewards." not in key
+        and key not in COMPUTED_OTHERWISE
+        and after[key] != before.get(key)
     }
     name = "+".join([WARM_START, *(f"{key}={value}" for key, value in changes.items())])
     folder = os.path.join(out, folder_name(name), f"seed{seed}")
     # What warm starts have no use for is what the config of an ablation may leave out.
     unused = {"updates": 0, "critic": "none", "credit.name": "reinforce", "optimizer.critic_warmup": 0}
-    start = configs.override(adapt(config, unused)[0], changes, f"--schemes: {arm.name!r}")
+    start = configs.override(adapt(config, {**unused, **changes})[0], changes, f"arm {arm.name!r}")
     return Cell(name, seed, folder, change_config(start, {**unused, "seed": seed, "run_dir": folder}))
 
 
-def _check_same_start(arm: Arm, own: Config, start: Config) -> None:
-    """Refuse an arm whose runs cannot start from the warm start that all share."""
-    different = differing_policy_keys(own, configs.resolve(start))
-    useless = [key for key in arm.changes if key.partition(".")[0] in WARM_START_SECTIONS]
-    if different or useless:
-        listed = "\n".join([*different, *(f"  {key}" for key in useless)])
-        raise UserError(
-            f"--schemes: {arm.name!r} would need a warm start of its own:\n{listed}\n"
-            "all arms share one; change it for all by --config.*, or make runs of that arm by themselves"
-        )
+def _is_in(key: str, sections: Sequence[str]) -> bool:
+    """Return True for one of these keys, or a key of one of these sections."""
+    return any(key == section or key.startswith(f"{section}.") for section in sections)
 
 
-def _parse_arm(item: str) -> Arm:
-    scheme, *changes = re.split(r"\+(?=[A-Za-z_][\w.]*=)", item.strip())
+@contextlib.contextmanager
+def _name_arm(arm: Arm) -> Iterator[None]:
+    """Put the name of an arm before the message of an error."""
+    prefix = f"arm {arm.name!r}: "
     try:
-        call = parse_call(scheme, "--schemes")
-    except ValueError as error:
-        raise UserError(f"--schemes: {item.strip()!r} is not an arm; {SYNTAX}") from error
-    pairs = [change.partition("=") for change in changes]
-    named = {key: value.strip() for key, _, value in pairs}
-    if call.values or not all(named.values()):
-        raise UserError(f"--schemes: {item.strip()!r} has a setting without a value; {SYNTAX}")
-    if len(named) < len(pairs):
-        raise UserError(f"--schemes: {item.strip()!r} sets something twice")
-    return Arm(re.sub(r"\s+", "", item), call.name, call.named, named)
+        with user_error():
+            yield
+    except UserError as error:
+        message = str(error)
+        raise UserError(message if message.startswith(prefix[:-2]) else f"{prefix}{message}") from error

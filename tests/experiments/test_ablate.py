@@ -1,4 +1,4 @@
-"""Ablations: arms and their configs, processes of a grid, statistics, tables; a slow test runs a real grid."""
+"""Ablations: arms and their configs, processes of a grid, results and tables; a slow test runs a real grid."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy.stats
 from rich.console import Console
 from small_runs import SMALL
 
 from agentr1_jax.errors import UserError
-from agentr1_jax.report import ablation
-from agentr1_jax.report.ablation import ArmResult, RunResult
-from agentr1_jax.report.statistics import area_under, mean_interval, paired_difference, two_stage_interval
+from agentr1_jax.report import ablation as report
+from agentr1_jax.report.ablation import Ablation, ArmResult, Curve, RunResult
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.processes import StopRequest
 from agentr1_jax.runtime.run_folder import RunFolder
@@ -29,6 +29,7 @@ from agentr1_jax.trajectory import Outcome, Step, Trajectory
 from agentr1_jax.trajectory_io import write_jsonl
 from configs import quickstart, resolved
 from experiments.ablation import checks, comparison, grid, jobs
+from experiments.ablation.arms import parse_arms
 from experiments.checks import check_placement
 from experiments.setup import complete
 
@@ -44,37 +45,140 @@ def config(tmp_path):
 
 
 def cells_of(config, text, seeds=(0,), out="out"):
-    return grid.make_grid(config, grid.parse_arms(text), seeds, out)
+    return grid.make_grid(config, schemes(config, text), seeds, out)
 
 
-def test_arms_are_schemes_with_settings_and_changes():
-    arms = grid.parse_arms(" grpo, gigpo( norm = mean_std_norm , gamma=.9)+optimizer.lr=1e+3+loss.clip=dual,rloo,")
-    assert [arm.scheme for arm in arms] == ["grpo", "gigpo", "rloo"]
-    assert arms[1].settings == {"norm": "mean_std_norm", "gamma": 0.9}
-    assert arms[1].changes == {"optimizer.lr": "1e+3", "loss.clip": "dual"}
+def schemes(config, text, *more):
+    return parse_arms([f"credit={text}", *more], config)
+
+
+def test_arms_are_schemes_with_settings_and_changes(config):
+    arms = schemes(config, " grpo, gigpo( norm = mean_std_norm , gamma=.9)+optimizer.lr=1e+3+loss.clip=dual,rloo,")
+    assert [arm.changes.pop("credit.name") for arm in arms] == ["grpo", "gigpo", "rloo"]
+    gigpo = {"credit.args.norm": "mean_std_norm", "credit.args.gamma": 0.9}
+    assert arms[1].changes == {**gigpo, "optimizer.lr": "1e+3", "loss.clip": "dual"}
     assert arms[1].name == "gigpo(norm=mean_std_norm,gamma=.9)+optimizer.lr=1e+3+loss.clip=dual"
-    (arm,) = grid.parse_arms("grpo+rollout.prefill_rows=(4,8)")
-    assert arm.changes == {"rollout.prefill_rows": "(4,8)"} and not arm.settings
+    (arm,) = schemes(config, "grpo+rollout.prefill_rows=(4,8)")
+    assert arm.changes == {"credit.name": "grpo", "rollout.prefill_rows": "(4,8)"}
+
+
+def test_any_keys_are_arms_and_lists_multiply(config):
+    arms = parse_arms(["credit.name=grpo,step_gae", "learner.loss_mask=true,false"], config)
+    assert [arm.name for arm in arms] == [
+        "grpo+learner.loss_mask=true",
+        "grpo+learner.loss_mask=false",
+        "step_gae+learner.loss_mask=true",
+        "step_gae+learner.loss_mask=false",
+    ]
+    config.learner.row_loss_tokens = 200
+    _, cells = grid.make_grid(config, arms, [0], "out")
+    assert [(c.config.credit.name, c.config.learner.loss_mask) for c in cells] == [
+        ("grpo", True),
+        ("grpo", False),
+        ("step_gae", True),
+        ("step_gae", False),
+    ]
+    assert "row_loss_tokens" in cells[1].note and not cells[0].note
+    arms = parse_arms(["optimizer.lr=1e-3,1e-4+loss.clip=dual", "context.rule=append,window(4)"], config)
+    assert [arm.name for arm in arms][2:] == [
+        "optimizer.lr=1e-4+loss.clip=dual+context.rule=append",
+        "optimizer.lr=1e-4+loss.clip=dual+context.rule=window(4)",
+    ]
+    _, cells = grid.make_grid(config, arms, [0], "out")
+    assert [(c.config.optimizer.lr, c.config.loss.clip) for c in cells[1:3]] == [(1e-3, "ppo"), (1e-4, "dual")]
+
+
+ARMS_FILE = """
+import copy
+
+def get_arms(config):
+    for lr in (1e-3, config.optimizer.lr):
+        yield f"lr {lr:g}", {"optimizer.lr": lr, "rollout": {"prefill_rows": [4, 8]}}
+    yield "gigpo", {"credit": "gigpo(gamma=.9)"}
+    changed = copy.deepcopy(config)
+    changed.loss.clip, changed.critic, changed.seed, changed.run_dir = "dual", "shared_trunk", 9, "elsewhere"
+    yield changed
+    yield "both", changed
+"""
+
+
+def test_a_file_yields_arms(config, tmp_path):
+    path = tmp_path / "my_arms.py"
+    path.write_text(ARMS_FILE)
+    arms = parse_arms([str(path), "budget.max_steps=4"], config)
+    assert [arm.name for arm in arms] == [
+        "lr 0.001+budget.max_steps=4",
+        "lr 0.0003+budget.max_steps=4",
+        "gigpo+budget.max_steps=4",
+        "critic=shared_trunk+loss.clip=dual+budget.max_steps=4",
+        "both+budget.max_steps=4",
+    ]
+    _, cells = grid.make_grid(config, arms, [3], "out")
+    assert [cell.config.optimizer.lr for cell in cells[:2]] == [1e-3, 3e-4]
+    assert cells[0].config.rollout.prefill_rows == (4, 8) and cells[0].folder == "out/lr_0.001+budget.max_steps=4/seed3"
+    assert cells[2].config.credit.args.gamma == 0.9 and cells[2].config.budget.max_steps == 4
+    for cell in cells[3:]:
+        assert (cell.config.critic, cell.config.loss.clip, cell.config.seed) == ("shared_trunk", "dual", 3)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (" , ", "--schemes is empty"),
-        ("grpo()x", r"'grpo\(\)x' is not an arm; write SCHEME"),
-        ("+loss.clip=dual", "is not an arm"),
-        ("gigpo(norm)", "has a setting without a value"),
+        ("x = 1", r"bad.py has no function get_arms\(config\); get_arms\(config\) must yield pairs"),
+        ("def get_arms(config): return 3", "get_arms returned a int"),
+        ("def get_arms(config): return []", "yields no arm"),
+        ("def get_arms(config): yield {'optimizer.lr': 1}", r"yields \{'optimizer.lr': 1\}; get_arms"),
+        ("def get_arms(config): yield 'a', {'optimizer.ls': 1}", "^arm 'a': unknown key 'optimizer.ls'; did you mean"),
+        (
+            "def get_arms(config):\n  yield 'a', {}\n  config.optimizer.ls = 1",
+            "line 3: unknown key 'optimizer.ls'; did",
+        ),
+    ],
+)
+def test_a_file_that_yields_none_is_refused(config, tmp_path, text, message):
+    path = tmp_path / "bad.py"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        grid.make_grid(config, parse_arms([str(path)], config), [0], "out")
+
+
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [
+        (["loss.clip"], "--arms=loss.clip: write KEY=VALUE,VALUE"),
+        (["loss.clip="], "--arms=loss.clip= has no values"),
+        (["missing.py"], "missing.py: no such config file"),
+        (["loss.clip=dual", "loss.clip=ppo"], "both set loss.clip"),
+        (["credit=grpo", "credit.name=rloo"], "both set credit.name"),
+        (["loss.clip=dual,dual"], "are one arm"),
+        (["loss.clp=dual"], "^arm 'loss.clp=dual': unknown key 'loss.clp'; did you mean 'loss.clip'"),
+        (["optimizer.lr=fast"], "^arm 'optimizer.lr=fast': key 'optimizer.lr' takes a float, not 'fast'"),
+        (["optimizer.lr=-1"], "^arm 'optimizer.lr=-1': optimizer.lr"),
+        (["loss.clip=sideways"], "^arm 'loss.clip=sideways': loss.clip"),
+        (
+            ["credit=grpo", "credit.args.lam=.5"],
+            r"^arm 'grpo\+credit.args.lam=.5': credit scheme 'grpo' has no argument",
+        ),
+        (["eval.questions=5"], "changes eval.questions, which is the same for all arms"),
+    ],
+)
+def test_an_arm_that_is_refused_is_named(config, lists, message):
+    with pytest.raises(UserError, match=message):
+        grid.make_grid(config, parse_arms(lists, config), [0], "out")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (" , ", "--arms=credit= ,  has no values"),
+        ("grpo()x", r"arm 'grpo\(\)x': credit: cannot read 'grpo\(\)x'; write name"),
+        ("+loss.clip=dual", "has a key without a value"),
+        ("gigpo(norm)", r"credit=gigpo\(norm\): name each argument"),
         ("grpo+loss.clip=dual+loss.clip=ppo", "sets something twice"),
         ("gigpo(gamma=1),gigpo( gamma=1 )", "are one arm"),
         ("grpo,warm_start", "unknown credit scheme 'warm_start'; choose one of"),
         ("grpo(lam=0.5)+loss.clp=dual", "unknown key 'loss.clp'; did you mean 'loss.clip'"),
         ("grpo+seed=3", "changes seed, which is the same for all arms; change it by --config.seed"),
-        ("grpo+task.name=frozenlake", "changes task.name"),
-        (
-            "grpo+policy.width=16",
-            r"(?s)needs? a warm start of its own:\n  policy\.width: None there, 16 here\nall arms",
-        ),
-        ("grpo+warm_start.lr=1.0", r"(?s)warm start of its own:\n  warm_start\.lr\n"),
     ],
 )
 def test_nonsense_is_refused(config, text, message):
@@ -102,7 +206,7 @@ def test_every_run_starts_from_the_warm_start_of_its_seed(config):
     for start in starts:
         c = start.config
         assert (c.updates, c.seed, c.critic, c.credit.name) == (0, start.seed, "none", "reinforce")
-        assert c.warm_start.updates == 900 and not c.warm_start.init_from
+        assert c.warm_start.updates == config.warm_start.updates and not c.warm_start.init_from
         check_placement(start.settings, [FakeDevice()])
     for cell in cells:
         check_placement(cell.settings, [FakeDevice()])
@@ -139,6 +243,26 @@ def test_a_context_rule_has_a_warm_start_of_its_own(config):
     assert starts[1].config.loss.clip == "ppo" and windowed.config.context.rule == "window(2)"
 
 
+def test_what_changes_the_policy_or_its_lessons_has_a_warm_start_of_its_own(config):
+    lists = ["policy.width=16,None", "loss.clip=dual,ppo", "task.hopworld.rewards.answer=.5"]
+    starts, cells = grid.make_grid(config, parse_arms(lists, config), [0], "out")
+    assert [start.arm for start in starts] == ["warm_start+policy.width=16", "warm_start"]
+    assert [cell.after for cell in cells] == [starts[0].folder] * 2 + [starts[1].folder] * 2
+    assert starts[0].config.policy.width == 16 and starts[0].config.task == config.task
+    starts, cells = cells_of(config, "grpo,grpo+warm_start.lr=.01,grpo+task.name=frozenlake,grpo+policy.remat=none")
+    assert [start.arm for start in starts] == [
+        "warm_start",
+        "warm_start+warm_start.lr=0.01",
+        "warm_start+task.name=frozenlake",
+    ]
+    assert starts[2].config.task.name == cells[2].config.task.name == "frozenlake" and "questions" in cells[2].note
+    assert cells[3].after == starts[0].folder
+    starts, cells = cells_of(config, "grpo,grpo+warm_start.init_from=runs/a,grpo+warm_start.updates=0")
+    assert [(start.arm, len(starts)) for start in starts] == [("warm_start", 1)]
+    assert [cell.config.warm_start.init_from for cell in cells] == [starts[0].folder, "runs/a", ""]
+    assert [cell.after for cell in cells] == [starts[0].folder, "", ""]
+
+
 class FakeDevice:
     """One device of one process."""
 
@@ -154,28 +278,12 @@ def test_a_config_without_warm_start_has_none_to_share(config):
     assert not starts and cells[0].after == "" and cells[0].config.warm_start.init_from == "elsewhere"
 
 
-def test_masks_multiply_the_grid():
-    arms = grid.cross(grid.parse_arms("grpo,rloo"), "learner.loss_mask", ["true", "false"], True)
-    assert [arm.name for arm in arms] == [
-        "grpo",
-        "grpo+learner.loss_mask=false",
-        "rloo",
-        "rloo+learner.loss_mask=false",
-    ]
-    assert [arm.changes["learner.loss_mask"] for arm in arms] == ["true", "false"] * 2
-    for values in (["yes"], ["true", "true"]):
-        with pytest.raises(UserError, match="write true, false, or both"):
-            grid.cross(arms, "learner.advantage_mask", values, True)
-    with pytest.raises(UserError, match="sets learner.loss_mask, and so does --loss_mask"):
-        grid.cross(arms, "learner.loss_mask", ["true"], True)
-
-
-def test_a_cell_that_cannot_work_is_refused_with_its_folder(config):
+def test_a_cell_that_cannot_work_is_refused_with_its_arm(config):
     config.learner.rows = 8  # One a device of the tests.
-    _, cells = cells_of(config, "grpo,grpo+learner.row_tokens=64")
-    assert checks.check_all([cells[0].config]) == "cpu"
-    with pytest.raises(UserError, match=r"learner.row_tokens=64/seed0: learner.row_tokens \(64\) is less than"):
-        checks.check_all([cell.config for cell in cells])
+    _, cells = cells_of(config, "grpo,grpo+learner.rows=7")
+    assert checks.check_all([("grpo seed 0", cells[0].config)]) == "cpu"
+    with pytest.raises(UserError, match=r"^arm grpo\+learner.rows=7 seed 0: .*learner.rows"):
+        checks.check_all([(cell.title, cell.config) for cell in cells])
 
 
 def test_a_run_of_another_config_is_refused_though_it_is_finished(config, tmp_path):
@@ -217,6 +325,7 @@ folder = config["run_dir"]
 os.makedirs(folder, exist_ok=True)
 open(folder + "/config.json", "w").write("{}")
 affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+open(folder + "/processes", "a").write(f"{os.getpid()}\\n")
 open(folder + "/starts", "a").write(json.dumps([time.time(), affinity]) + "\\n")
 assert not config["warm_start"]["init_from"] or os.path.exists(config["warm_start"]["init_from"] + "/summary.json")
 print("hello from", folder, flush=True)
@@ -269,8 +378,7 @@ def test_a_grid_is_run_resumed_and_left_alone_when_finished(config, tmp_path, pr
     assert had <= set(jobs.core_shares(2))
     monkeypatch.delenv("FAKE_FAILURE")
     assert run_all([*starts, *cells], program)[0] == {} and cells[3].is_finished
-    begun = [len(Path(cell.folder, "starts").read_text().splitlines()) for cell in (*starts, *cells)]
-    assert begun == [1, 1, 1, 1, 1, 2]
+    assert starts_of([*starts, *cells]) == [1, 1, 1, 1, 1, 2]
     assert Path(jobs.log_path(cells[3])).read_text().count("hello from") == 2
     monkeypatch.setattr(jobs, "start", None)
     assert run_all([*starts, *cells], program) == ({}, "")
@@ -284,20 +392,73 @@ def test_what_needs_a_failed_warm_start_is_not_started(config, tmp_path, program
     assert cells[1].is_finished and not os.path.exists(cells[0].folder)
 
 
+def starts_of(cells):
+    return [len(Path(cell.folder, "starts").read_text().splitlines()) for cell in cells]
+
+
 @pytest.mark.parametrize("fails", [False, True])
-def test_machines_share_a_grid(config, tmp_path, program, monkeypatch, fails):
-    """Each makes its share; what starts from a warm start of the other waits for it, or hears that it has failed."""
+@pytest.mark.parametrize("shares", [("0/1", "0/1"), ("0/2", "1/2")])
+def test_commands_share_a_grid(config, tmp_path, program, monkeypatch, fails, shares):
+    """Each run is made once; what starts from a warm start of the other waits for it, or hears that it has failed."""
     starts, cells = cells_of(config, "grpo,rloo", (0,), str(tmp_path / "out"))
     monkeypatch.setenv("FAKE_SECONDS", "0.3")
     monkeypatch.setenv("FAKE_FAILURE", "warm_start" if fails else "nothing")
-    shares = [grid.parse_share(f"{k}/2") for k in range(2)]
     with concurrent.futures.ThreadPoolExecutor() as machines:
-        results = machines.map(lambda share: run_all([*starts[share], *cells[share]], program)[0], shares)
+        parts = [grid.parse_share(share) for share in shares]
+        results = list(machines.map(lambda part: run_all([*starts[part], *cells[part]], program, 1)[0], parts))
     failed = {key: fault for result in results for key, fault in result.items()}
     assert set(failed) == ({("warm_start", 0), ("grpo", 0), ("rloo", 0)} if fails else set())
+    if shares[0] == shares[1]:
+        assert set(results[0]) == set(results[1])
     assert [cell.is_finished for cell in (*starts, *cells)] == [not fails] * 3
-    begun = [len(Path(cell.folder, "starts").read_text().splitlines()) for cell in (*starts, *cells) if not fails]
-    assert begun == [] if fails else begun == [1, 1, 1]
+    assert starts_of(starts) == [1] if fails else starts_of([*starts, *cells]) == [1, 1, 1]
+    assert not list(tmp_path.glob("out/*/*.claim"))
+
+
+COMMAND = """
+import sys
+from rich.console import Console
+from agentr1_jax.runtime.processes import StopRequest
+from experiments.ablation import grid, jobs
+jobs.write_config = lambda cell: cell.config
+cells = [grid.Cell("a", 0, sys.argv[1] + "/a/seed0", sys.argv[1] + "/seed0.json")]
+jobs.run_all(cells, parallel=1, stop=StopRequest(), console=Console(), program=[sys.executable, sys.argv[2]])
+"""
+
+
+def test_the_run_of_a_killed_command_is_taken_over(tmp_path, program, monkeypatch):
+    """Another process begins the first of three runs; it is killed, later its run, too, which this one resumes."""
+    folders = [tmp_path / "out" / "a" / f"seed{k}" for k in range(3)]
+    cells = [
+        grid.Cell("a", k, str(folder), str(tmp_path / "out" / f"seed{k}.json")) for k, folder in enumerate(folders)
+    ]
+    monkeypatch.setattr(jobs, "write_config", lambda cell: cell.config)
+    monkeypatch.setattr(jobs, "status", lambda cell: "")
+    folders[0].parent.mkdir(parents=True)
+    for cell in cells:
+        Path(cell.config).write_text(json.dumps({"run_dir": cell.folder, "warm_start": {"init_from": ""}}))
+    monkeypatch.setenv("FAKE_SECONDS", "60")
+    other = subprocess.Popen([sys.executable, "-c", COMMAND, str(tmp_path / "out"), program[1]], cwd=ROOT)
+    wait_until(lambda: os.path.exists(jobs.log_path(cells[0])) and "hello" in Path(jobs.log_path(cells[0])).read_text())
+    assert jobs.owner_of(cells[0].folder).startswith(f"process {other.pid} on ")
+    monkeypatch.setenv("FAKE_SECONDS", "0")
+    with concurrent.futures.ThreadPoolExecutor() as apart:
+        found = apart.submit(run_all, cells, program, 1)
+        wait_until(lambda: cells[1].is_finished and cells[2].is_finished)
+        other.kill()
+        other.wait()
+        time.sleep(0.2)
+        assert not found.done() and len(starts_of(cells)) == 3  # The run goes on without its command, still claimed.
+        os.kill(int((folders[0] / "processes").read_text()), signal.SIGKILL)
+        failed, said = found.result(timeout=60)
+    assert failed == {} and "waits for them" in said and starts_of(cells) == [2, 1, 1]
+
+
+def wait_until(condition, seconds=60.0):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("text", ["", "1", "2/2", "-1/2", "a/b", "1/0"])
@@ -347,66 +508,13 @@ def test_the_status_of_a_run_is_read_from_the_end_of_its_metrics(config, tmp_pat
     records.insert(20, {"index": 99, "phase": "eval", "update": 20, "eval/em": 0.9})
     text = "".join(json.dumps(record) + "\n" for record in records)
     Path(cell.folder, "metrics.jsonl").write_text(text + '{"index": 41, "pha')
-    assert jobs.status(cell) == "rl 40/40  em 0.400"
+    assert jobs.status(cell) == f"rl 40/{config.updates}  em 0.400"
 
 
-def test_degenerate_intervals_are_exact():
-    assert mean_interval(np.array([0.3])) == (0.3, 0.3, 0.3)
-    assert mean_interval(np.full(5, 0.25)) == (0.25, 0.25, 0.25)
-    assert two_stage_interval([np.full(4, 1.0), np.full(4, 1.0)], same_questions=True) == (1, 1, 1)
-    two = mean_interval(np.array([0.2, 0.6]))
-    assert two == pytest.approx((0.4, 0.2, 0.6))
-
-
-def test_intervals_cover_as_often_as_is_said():
-    """The table in the docstring, and 95 % where there are many seeds or only questions."""
-    rng = np.random.default_rng(0)
-    for count, covers in ((2, 0.50), (3, 0.75), (5, 0.86), (20, 0.92)):
-        found = [mean_interval(rng.normal(size=count), seed=i, draws=200) for i in range(200)]
-        assert np.mean([low <= 0 <= high for _, low, high in found]) == pytest.approx(covers, abs=0.08)
-    one_seed = [two_stage_interval([rng.normal(size=50)], same_questions=True, seed=i, draws=200) for i in range(150)]
-    assert np.mean([low <= 0 <= high for _, low, high in one_seed]) == pytest.approx(0.94, abs=0.04)
-    width = np.mean([high - low for _, low, high in one_seed])
-    assert width == pytest.approx(2 * 1.96 / np.sqrt(50), rel=0.05)
-
-
-@pytest.mark.parametrize("same", [True, False])
-def test_both_stages_enter_an_interval(same):
-    """Seeds, and questions which all seeds share: neither averages out in the other."""
-    rng = np.random.default_rng(1)
-    seeds, questions = rng.normal(size=(30, 1)), rng.normal(size=(1, 40))
-
-    def half_width(values):
-        found = two_stage_interval(list(values), same_questions=same)
-        return (found.high - found.low) / 2 / 1.96
-
-    over_seeds = half_width(seeds + 0 * questions)
-    over_questions = half_width(0 * seeds + questions)
-    assert over_seeds == pytest.approx(seeds.std(ddof=1) / np.sqrt(30), rel=0.1)
-    expected = questions.std(ddof=1) / np.sqrt(40 if same else 40 * 29)  # 29 of 30 seeds are drawn.
-    assert over_questions == pytest.approx(expected, rel=0.1)
-    assert half_width(seeds + questions) == pytest.approx(np.hypot(over_seeds, over_questions), rel=0.1)
-
-
-def test_pairing_takes_away_what_both_arms_share():
-    rng = np.random.default_rng(2)
-    hard = rng.normal(size=60) + 5 * rng.normal(size=(8, 1))
-    ours, theirs = hard + 0.1 * rng.normal(size=(8, 60)), hard + 0.1 * rng.normal(size=(8, 60))
-    equal = paired_difference(list(ours), list(theirs), same_questions=True)
-    assert equal.low < 0 < equal.high and equal.high - equal.low < 0.05
-    better = paired_difference(list(ours + 0.2), list(theirs), same_questions=True)
-    assert better == pytest.approx(tuple(x + 0.2 for x in equal)) and better.low > 0.1
-    assert paired_difference(list(ours), list(ours)) == (0, 0, 0)
-
-
-def test_the_area_is_the_mean_height_of_the_curve():
-    assert area_under(np.array([0.0, 10.0, 40.0]), np.array([0.0, 1.0, 1.0])) == pytest.approx((5 + 30) / 40)
-    assert area_under(np.array([7.0]), np.array([0.5])) == 0.5
-
-
-def result(scores, seconds=10.0, updates=(0, 10, 20), questions="abcd"):
+def result(scores, seconds=10.0, samples=(0, 80, 160), questions="abcd"):
     by_question = dict(zip(questions, scores, strict=True))
-    curve = (np.array(updates), np.linspace(0, np.mean(scores), len(updates)))
+    x = np.asarray(samples, np.float64)
+    curve = Curve(np.arange(len(x)) * 10, x, x / 8, np.linspace(0, np.mean(scores), len(x)))
     return RunResult(
         greedy=by_question, sampled={q: x / 2 for q, x in by_question.items()}, curve=curve, seconds=seconds
     )
@@ -419,47 +527,124 @@ ARMS = [
 ]
 
 
+def ablation_of(*arms):
+    return Ablation("quickstart", "em", arms, ["Look *here*."])
+
+
+def random_arms(rng, seeds, effects=(0.0, 0.1, 0.0)):
+    """Arms whose runs of one seed share what is hard."""
+    hard = rng.uniform(0.3, 0.6, size=(seeds, 1))
+    scores = [hard + effect + 0.05 * rng.normal(size=(seeds, 4)) for effect in effects]
+    return [ArmResult(f"arm {i}", {k: result(x) for k, x in enumerate(of_arm)}) for i, of_arm in enumerate(scores)]
+
+
+def test_comparisons_are_those_of_scipy():
+    arms = random_arms(np.random.default_rng(4), 6)
+    results = ablation_of(*arms)
+    found = {(one.score, one.arm): one for one in results.comparisons}
+    finals = np.array([[np.mean(list(run.greedy.values())) for run in arm.runs.values()] for arm in arms])
+    p = [scipy.stats.ttest_rel(finals[i], finals[0]).pvalue for i in (1, 2)]
+    for i in (1, 2):
+        # `sampled` is half of `greedy` here and so is `area`: three times the same tests.
+        for score, factor in (("greedy", 1), ("sampled", 0.5), ("area", 0.5)):
+            one = found[score, f"arm {i}"]
+            test = scipy.stats.ttest_rel(factor * finals[i], factor * finals[0])
+            assert (one.n, one.pairs, one.p) == (6, 6, pytest.approx(test.pvalue))
+            low, high = test.confidence_interval()
+            assert (one.difference_low, one.difference_high) == pytest.approx((low, high))
+            assert one.mean == pytest.approx(factor * finals[i].mean()) and one.iqm_low < one.iqm < one.iqm_high
+            assert one.iqm == pytest.approx(scipy.stats.trim_mean(factor * finals[i], 0.25))
+            better = scipy.stats.mannwhitneyu(finals[i], finals[0]).statistic / 36
+            assert one.better == pytest.approx(better)
+    assert min(p) < 0.01 and found["area", "arm 1"].p_holm == pytest.approx(6 * min(p))
+    assert [one.p_holm for one in results.comparisons if one.arm == "arm 0"] == pytest.approx([np.nan] * 3, nan_ok=True)
+    assert not any("Fewer than five" in text for text in report.describe(results))
+
+
+def test_one_seed_has_no_interval_and_few_are_told_what_theirs_mean():
+    """An interval over one seed had no width: `0.750 [0.750, 0.750]` in the column `area`."""
+    one = ablation_of(ArmResult("grpo", {0: result([1, 1, 1, 0])}), ArmResult("rloo", {0: result([1, 1, 1, 1])}))
+    rows = report.table_rows(one)
+    assert [row["mean [95 %]"] for row in rows] == [f"{x:.3f} –" for x in (0.75, 1, 0.375, 0.5, 0.375, 0.5)]
+    assert rows[1]["− first [95 %]"] == "0.250 –" and rows[1]["p"] == rows[1]["p, Holm"] == rows[1]["P(better)"] == "–"
+    assert not any("[0" in value for row in rows for value in row.values())
+    (few,) = [text for text in report.describe(one) if "Fewer than five seeds" in text]
+    assert "12.7 (2 seeds), 4.3 (3 seeds), 3.2 (4 seeds)" in few and "One seed says nothing" in few
+    # Two seeds that agree show no spread: no interval of no width, and no p of 0.
+    two = [ArmResult(name, dict.fromkeys((0, 1), result(x))) for name, x in (("a", [1, 0, 0, 0]), ("b", [1, 1, 0, 0]))]
+    row = report.table_rows(ablation_of(*two))[1]
+    assert row["mean [95 %]"] == "0.500 (all alike)" and row["− first [95 %]"] == "0.250 (all alike)"
+    assert row["p"] == "–" and row["P(better)"] == "1.00"
+
+
 def test_the_table_pairs_by_seed_and_question_and_says_what_is_missing():
-    first, second, third = ablation.table_rows(ARMS)
-    assert first["n"] == 2 and first["greedy"].mean == 0.375 and first["sampled"].mean == 0.1875
-    assert first["area"].mean == pytest.approx(0.1875) and first["seconds"] == 20.0
-    assert first["greedy − first"] is None and first["note"] == ""
+    first, second, third = ablation_of(*ARMS).comparisons[:3]
+    assert (first.n, first.mean, first.pairs, second.n, third.n) == (2, 0.375, 0, 1, 0)
     # Seed 1 alone is common: .75 against .25, not against the .375 of both seeds.
-    assert second["greedy − first"].mean == 0.5 and second["sampled − first"].mean == 0.25
-    assert second["note"] == "with a critic; seeds 0 missing"
-    assert third["n"] == 0 and third["greedy"] is None and third["note"] == "seeds 0, 1 missing"
+    assert (second.pairs, second.difference) == (1, 0.5) and np.isnan(second.p) and np.isnan(third.mean)
+    notes = [row["note"] for row in report.arm_rows(ablation_of(*ARMS))]
+    assert notes == ["", "with a critic; seeds 0 missing", "seeds 0, 1 missing"]
     lost = ArmResult("rloo", {1: result([1, 1, 1], questions="bcd")})
-    assert ablation.difference(lost, ARMS[0], "greedy").mean == 1.0
-    elsewhere = ArmResult("rloo", {2: result([1, 1, 1, 1])})
-    assert ablation.difference(elsewhere, ARMS[0], "greedy") is None
+    assert ablation_of(ARMS[0], lost).comparisons[1].difference == 1.0
+    for elsewhere in ({2: result([1, 1, 1, 1])}, {1: result([1, 1], questions="xy")}):
+        assert np.isnan(ablation_of(ARMS[0], ArmResult("rloo", elsewhere)).comparisons[1].difference)
 
 
-def test_seeds_with_other_questions_are_drawn_by_themselves():
-    rng = np.random.default_rng(3)
-    scores = rng.normal(size=(20, 30))
-    names = [[f"q{i}" for i in range(30)], [f"r{i}" for i in range(30)]]
-    same = ArmResult("a", {i: result(scores[0], questions=names[0]) for i in range(20)})
-    other = ArmResult("a", {i: result(scores[0], questions=[f"{i}{q}" for q in names[1]]) for i in range(20)})
-    wide, narrow = (ablation.final_scores(arm, "greedy") for arm in (same, other))
-    assert wide.mean == pytest.approx(narrow.mean) and wide.high - wide.low > 3 * (narrow.high - narrow.low)
+def test_areas_end_where_the_shortest_curve_ends():
+    short = ArmResult("short", {0: result([1, 1, 1, 1], samples=(0, 50, 100))})
+    long = ArmResult("long", {0: result([1, 1, 1, 1], samples=(0, 150, 200))})
+    results = ablation_of(short, long)
+    area = {one.arm: one.mean for one in results.comparisons if one.score == "area"}
+    assert results.samples == 100 and area["short"] == pytest.approx(0.5)
+    assert area["long"] == pytest.approx((0 + 0.5 * 100 / 150) / 2)  # The first chord, until 100.
 
 
-def test_tables_and_curves_are_written(tmp_path):
-    ablation.write_markdown(tmp_path / "ablation.md", ARMS, title="quickstart", metric="em", remarks=["Look *here*."])
+def test_pages_csv_and_json_are_written(tmp_path):
+    results = ablation_of(*ARMS)
+    report.write_markdown(tmp_path / "ablation.md", results)
     text = (tmp_path / "ablation.md").read_text()
-    assert "| grpo | 2 | 0.375 [" in text and "seeds 0, 1 missing" in text and "Look *here*." in text
+    assert "| greedy | grpo | 2 | 0.375 [" in text and "seeds 0, 1 missing" in text and "Look *here*." in text
     assert "em over 4 questions" in text and "![learning curves](ablation.png)" in text
-    assert "| rloo | - | 0.750 / 0.375 |" in text and "the same draw for all" in text
-    ablation.write_csv(tmp_path / "ablation.csv", ARMS)
-    with open(tmp_path / "ablation.csv", newline="") as lines:
-        rows = list(csv.DictReader(lines))
-    assert [row["arm"] for row in rows] == ["grpo", "rloo", "opo"]
-    assert float(rows[1]["greedy_minus_first"]) == 0.5 and rows[2]["greedy"] == "nan"
-    assert float(rows[0]["greedy_low"]) <= 0.375 <= float(rows[0]["greedy_high"])
-    for arms in (ARMS, ARMS[2:]):
-        ablation.plot_ablation(tmp_path / "ablation.png", arms, title="quickstart", metric="em")
+    assert "| rloo | - | 0.750 / 0.375 |" in text and "first 160 sampled trajectories" in text
+    report.write_scores(tmp_path / "ablation.csv", results)
+    report.write_curves(tmp_path / "curves.csv", results)
+    scores, curves = (list(csv.DictReader(open_text(tmp_path / name))) for name in ("ablation.csv", "curves.csv"))
+    assert len(scores) == 3 * 5 and scores[0] == {"arm": "grpo", "seed": "0", "score": "greedy", "value": "0.5"}
+    assert {row["score"]: row["value"] for row in scores[5:10]} == {
+        **{"greedy": "0.25", "sampled": "0.125", "area": "0.125"},
+        **{"samples": "160.0", "seconds": "30.0"},
+    }
+    assert len(curves) == 9 and curves[-1] == {
+        **{"arm": "rloo", "seed": "1", "update": "20", "samples": "160.0", "seconds": "20.0", "value": "0.75"}
+    }
+    document = json.loads(json.dumps(report.make_document(results), allow_nan=False))
+    first, second, _ = document["arms"]
+    assert first["scores"]["greedy"]["mean"] == 0.375 and second["scores"]["greedy"]["low"] is None
+    assert second["runs"][0]["curve"]["samples"] == [0, 80, 160] and second["missing_seeds"] == [0]
+    many = random_arms(np.random.default_rng(0), 5)
+    for arms in (ARMS, many):
+        report.plot_ablation(tmp_path / "ablation.png", ablation_of(*arms))
         assert (tmp_path / "ablation.png").read_bytes()[:4] == b"\x89PNG"
     assert not list(tmp_path.glob("*.partial"))
+
+
+def open_text(path):
+    return io.StringIO(path.read_text())
+
+
+def test_curves_count_what_was_sampled_and_how_long_it_took(config):
+    config.rollout.groups, config.rollout.samples = 4, 8
+    _, (grpo, remax) = cells_of(config, "grpo,remax")
+    records = [
+        {"phase": "eval", "update": 0, "eval/em": 0.1},
+        {"phase": "rl", "update": 1, "time/rollout": 3.0, "time/learn": 1.0, "batch/dynamic_sampling_groups": 2.0},
+        {"phase": "rl", "update": 2, "time/rollout": 5.0, "time/learn": 1.0, "batch/dynamic_sampling_groups": 0.0},
+        {"phase": "eval", "update": 2, "eval/em": 0.3},
+        {"phase": "rl", "update": 3, "time/rollout": 9.0, "time/learn": 9.0, "batch/dynamic_sampling_groups": 9.0},
+    ]
+    curve = comparison.learning_curve(records, grpo.settings, "em")
+    assert [column.tolist() for column in curve] == [[0, 2], [0, 2 * 32 + 2 * 8], [0, 10], [0.1, 0.3]]
+    assert comparison.learning_curve(records, remax.settings, "em").samples.tolist() == [0, 2 * (32 + 4) + 2 * 8]
 
 
 def test_scores_come_from_the_final_evaluations_of_all_processes(tmp_path):
@@ -500,18 +685,19 @@ def test_a_grid_is_stopped_resumed_and_compared(tmp_path: Path) -> None:
     said, _ = started.communicate(timeout=200)
     assert started.returncode == 0 and "stopped; the same command goes on" in said, said
     assert len(list(out.glob("*/seed*/summary.json"))) < 3
-    done = subprocess.run(command(out), cwd=ROOT, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command(out, "--json"), cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert len(list(out.glob("*/seed*/summary.json"))) == 3
-    with open(out / "ablation.csv", newline="") as lines:
-        rows = list(csv.DictReader(lines))
-    assert [(row["arm"], row["n"]) for row in rows] == [("grpo", "1"), ("step_gae", "1")]
-    assert "critic=shared_trunk" in rows[1]["note"]
+    document = json.loads(done.stdout)
+    assert [(arm["arm"], arm["scores"]["greedy"]["n"]) for arm in document["arms"]] == [("grpo", 1), ("step_gae", 1)]
+    assert "critic=shared_trunk" in document["arms"][1]["note"]
+    assert document["arms"][0]["runs"][0]["curve"]["samples"] == [0, 8, 16] and "12.7 (2 seeds)" in done.stderr
+    assert len((out / "ablation.csv").read_text().splitlines()) == 1 + 2 * 5
     # What the arms sampled before RL is the same, token for token, though one has a critic.
     folders = [out / arm / "seed0" for arm in ("grpo", "step_gae", "warm_start")]
     assert len({(folder / "trajectories/eval_before_sampled.jsonl.gz").read_bytes() for folder in folders}) == 1
     assert json.loads((folders[2] / "summary.json").read_text())["updates"] == 0
     stamps = {path: path.stat().st_mtime_ns for path in out.glob("*/seed*/*")}
-    refused = subprocess.run(command(out, "--config.learner.rows=2"), cwd=ROOT, capture_output=True)
-    assert refused.returncode == 2 and b"learner.rows: 4 there, 2 here" in refused.stderr
+    refused = subprocess.run(command(out, "--config.optimizer.lr=0.5"), cwd=ROOT, capture_output=True)
+    assert refused.returncode == 2 and b"optimizer.lr: 0.0003 there, 0.5 here" in refused.stderr
     assert {path: path.stat().st_mtime_ns for path in out.glob("*/seed*/*")} == stamps

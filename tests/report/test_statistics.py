@@ -10,11 +10,13 @@ from agentr1_jax.report.statistics import (
     area_under,
     holm,
     interquartile_mean,
+    paired_difference,
     paired_t,
     probability_of_improvement,
     stratified_bootstrap,
     t_interval,
     t_quantile,
+    two_stage_interval,
 )
 
 
@@ -150,3 +152,55 @@ def test_the_area_is_the_mean_height_of_the_curve():
     assert area_under(x, curve) == pytest.approx((5 + 30) / 40)
     assert area_under(x + 7, np.stack([curve, 2 * curve])) == pytest.approx([0.875, 1.75])
     assert area_under(np.array([7.0]), np.array([0.5])) == 0.5
+
+
+def over_seeds(values, **options):
+    return two_stage_interval([np.asarray([value]) for value in values], **options)
+
+
+def test_degenerate_two_stage_intervals_are_exact():
+    assert over_seeds(np.full(5, 0.25)) == (0.25, 0.25, 0.25)
+    assert two_stage_interval([np.full(4, 1.0), np.full(4, 1.0)], same_questions=True) == (1, 1, 1)
+    two = over_seeds(np.array([0.2, 0.6]))
+    assert two == pytest.approx((0.4, 0.2, 0.6))
+
+
+def test_two_stage_intervals_cover_as_often_as_is_said():
+    """The table in the docstring, and 95 % where there are many seeds or only questions."""
+    rng = np.random.default_rng(0)
+    for count, covers in ((2, 0.50), (3, 0.75), (5, 0.86), (20, 0.92)):
+        found = [over_seeds(rng.normal(size=count), seed=i, draws=200) for i in range(200)]
+        assert np.mean([low <= 0 <= high for _, low, high in found]) == pytest.approx(covers, abs=0.08)
+    one_seed = [two_stage_interval([rng.normal(size=50)], same_questions=True, seed=i, draws=200) for i in range(150)]
+    assert np.mean([low <= 0 <= high for _, low, high in one_seed]) == pytest.approx(0.94, abs=0.04)
+    width = np.mean([high - low for _, low, high in one_seed])
+    assert width == pytest.approx(2 * 1.96 / np.sqrt(50), rel=0.05)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_both_stages_enter_an_interval(same):
+    """Seeds, and questions which all seeds share: neither averages out in the other."""
+    rng = np.random.default_rng(1)
+    seeds, questions = rng.normal(size=(30, 1)), rng.normal(size=(1, 40))
+
+    def half_width(values):
+        found = two_stage_interval(list(values), same_questions=same)
+        return (found.high - found.low) / 2 / 1.96
+
+    over_seeds = half_width(seeds + 0 * questions)
+    over_questions = half_width(0 * seeds + questions)
+    assert over_seeds == pytest.approx(seeds.std(ddof=1) / np.sqrt(30), rel=0.1)
+    expected = questions.std(ddof=1) / np.sqrt(40 if same else 40 * 29)  # 29 of 30 seeds are drawn.
+    assert over_questions == pytest.approx(expected, rel=0.1)
+    assert half_width(seeds + questions) == pytest.approx(np.hypot(over_seeds, over_questions), rel=0.1)
+
+
+def test_pairing_takes_away_what_both_arms_share():
+    rng = np.random.default_rng(2)
+    hard = rng.normal(size=60) + 5 * rng.normal(size=(8, 1))
+    ours, theirs = hard + 0.1 * rng.normal(size=(8, 60)), hard + 0.1 * rng.normal(size=(8, 60))
+    equal = paired_difference(list(ours), list(theirs), same_questions=True)
+    assert equal.low < 0 < equal.high and equal.high - equal.low < 0.05
+    better = paired_difference(list(ours + 0.2), list(theirs), same_questions=True)
+    assert better == pytest.approx(tuple(x + 0.2 for x in equal)) and better.low > 0.1
+    assert paired_difference(list(ours), list(ours)) == (0, 0, 0)
