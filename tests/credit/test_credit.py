@@ -39,6 +39,16 @@ DEFAULTS = {
     "hgpo": {"gamma": 0.95, "history": 2, "alpha": 1.0},
     "turn_grpo": {"outcome_weight": 1.0, "norm": "mean_norm", "signal": "reward", "gamma": 1.0},
     "state_baseline": {"gamma": 1.0, "whiten": "none"},
+    "rtmc": {"gamma": 0.99, "prior": 0.0},
+    "ecpo": {
+        **{"gamma": 0.95, "step_weight": 1.0, "kappa": 2.0, "tau": 4.0},
+        **{"norm": "mean_std_norm", "unit": "trajectory"},
+    },
+    "salt": {"history": 0, "norm": "mean_std_norm", "unit": "trajectory"},
+    "graph_gpo": {
+        **{"omega": 0.1, "relative": False, "threshold": 0.0, "step_weight": 1.0},
+        **{"norm": "mean_std_norm", "unit": "trajectory"},
+    },
 }
 quick = settings(max_examples=40, deadline=None)
 
@@ -47,9 +57,13 @@ def test_the_schemes_and_what_they_need():
     needs = {
         "needs_critic": {"token_gae", "step_gae", "bilevel_gae"},
         "uses_critic": {"token_gae", "step_gae", "bilevel_gae", "state_baseline"},
-        "needs_state_key": {"gigpo", "hgpo", "state_baseline"},
+        "needs_state_key": {"gigpo", "hgpo", "state_baseline", "rtmc", "ecpo", "salt", "graph_gpo"},
+        "needs_action_key": {"rtmc", "ecpo", "salt"},
         "needs_greedy": {"remax"},
-        "needs_samples": {"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "gigpo", "hgpo", "turn_grpo"},
+        "needs_samples": {
+            *("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "gigpo", "hgpo", "turn_grpo"),
+            *("rtmc", "ecpo", "salt", "graph_gpo"),
+        },
     }
     for flag, names in needs.items():
         assert {name for name in NAMES if getattr(SCHEMES[name], flag)} == names, flag
