@@ -201,7 +201,7 @@ def test_equal_trajectories_give_exactly_zero_wherever_they_stand(name):
             assert not credit.advantages.any(), (rewards, gamma, option)
 
 
-@pytest.mark.parametrize("name", ["gigpo", "grpo", "state_baseline", "step_gae"])
+@pytest.mark.parametrize("name", ["gigpo", "grpo", "state_baseline", "step_gae", "ecpo", "graph_gpo"])
 @quick
 @given(rollouts(EXTREME))
 def test_whatever_the_numbers_credit_is_finite(name, data):
@@ -218,7 +218,8 @@ def test_a_trajectory_that_is_not_trained_still_counts_in_its_group():
     masked = [[dataclasses.replace(t, is_action=False, reward=0.0) for t in step] for step in data[0].tokens]
     summed = [x + sum(t.reward for t in step) for x, step in zip(data[0].rewards, data[0].tokens, strict=True)]
     one = [dataclasses.replace(data[0], tokens=masked, rewards=summed), *data[1:]]
-    for name in ("grpo", "dr_grpo", "rloo", "turn_grpo", "gigpo", "hgpo", "state_baseline"):
+    known = ("grpo", "dr_grpo", "rloo", "turn_grpo", "gigpo", "hgpo", "state_baseline")
+    for name in (*known, "rtmc", "ecpo", "salt", "graph_gpo"):
         for (option, trained), (_, credit) in zip(every_option(name, data), every_option(name, one), strict=True):
             if option.get("unit", "trajectory") != "token" and option.get("whiten", "none") == "none":
                 np.testing.assert_allclose(credit.advantages[4:], trained.advantages[4:], atol=1e-9, err_msg=name)
