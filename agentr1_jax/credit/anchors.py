@@ -39,15 +39,15 @@ class ActionMeans(NamedTuple):
     Attributes:
       difference: mean of the action less that of the state; exactly 0 where one action alone was taken in the state.
       state: mean of the state.
-      action_visits: weight of the visits that took the action.
-      state_visits: weight of all visits to the state.
+      action_count: weight of the visits that took the action.
+      state_count: weight of all visits to the state.
       between, within: variance between the means of the state's actions, and within its actions.
     """
 
     difference: Float[Array, "steps"]
     state: Float[Array, "steps"]
-    action_visits: Float[Array, "steps"]
-    state_visits: Float[Array, "steps"]
+    action_count: Float[Array, "steps"]
+    state_count: Float[Array, "steps"]
     between: Float[Array, "steps"]
     within: Float[Array, "steps"]
 
@@ -72,7 +72,7 @@ def rtmc(batch: TokenBatch, *, gamma: Fraction = 0.99, prior: NonNegative = 0.0)
     means = _action_means(returns, state, action, first.astype(returns.dtype))
     group_mean = broadcast_to_steps(batch, center_by_group(batch.returns, batch.group, batch.trajectories)[1])
     above = _mean(returns - group_mean, state, first.astype(returns.dtype))
-    share = prior / jnp.maximum(means.state_visits + prior, 1e-30)
+    share = prior / jnp.maximum(means.state_count + prior, 1e-30)
     advantage = means.difference + share * above
     return Credit(
         broadcast_to_tokens(batch, advantage),
@@ -113,10 +113,10 @@ def ecpo(
     returns = step_returns(batch, gamma)
     state, action = _anchors(batch)
     means = _action_means(returns, state, action, batch.real_step.astype(returns.dtype))
-    shrunk = means.difference * means.action_visits / jnp.maximum(means.action_visits + kappa, 1e-30)
+    shrunk = means.difference * means.action_count / jnp.maximum(means.action_count + kappa, 1e-30)
     names = ("shrunk difference of the action", "mean of the state")
     step, step_term = normalise_by_group(shrunk, state, batch.steps, norm, names=names)
-    trust = jnp.tanh(means.state_visits / tau) * means.between / (means.between + means.within + 1e-8)
+    trust = jnp.tanh(means.state_count / tau) * means.between / (means.between + means.within + 1e-8)
     episode, episode_term = outcome_to_steps(batch, *normalise_outcome(batch, norm, unit))
     return Credit(
         broadcast_to_tokens(batch, episode + step_weight * trust * step),
@@ -235,13 +235,13 @@ def _action_means(
 ) -> ActionMeans:
     """Average x over the visits to each state, and to each pair of state and action, `weight` times each."""
     centred, _, _, _ = center_by_group(x, state, x.size, weight)  # Exactly 0 in a state of equal returns.
-    action_visits, state_visits = _total(weight, action), _total(weight, state)
-    difference = jnp.where(action_visits < state_visits, _mean(centred, action, weight), 0)
+    action_count, state_count = _total(weight, action), _total(weight, state)
+    difference = jnp.where(action_count < state_count, _mean(centred, action, weight), 0)
     return ActionMeans(
         difference=difference,
         state=_mean(x, state, weight),
-        action_visits=action_visits,
-        state_visits=state_visits,
+        action_count=action_count,
+        state_count=state_count,
         between=_mean(difference**2, state, weight),
         within=_mean((centred - difference) ** 2, state, weight),
     )
