@@ -309,6 +309,8 @@ def _make_phase(policy: Policy, scheme: str, groups: Sequence[Group]) -> tuple[S
     trajectories = [t for group in groups for t in group]
     if bound.needs_state_key and all(s.state_key is None for t in trajectories for s in t.steps):
         raise UserError(f"credit scheme {bound.name!r} compares steps of equal state_key, and these steps have none")
+    if bound.needs_action_key and all(s.action_key is None for t in trajectories for s in t.steps):
+        raise UserError(f"credit scheme {bound.name!r} compares steps of equal action_key, and these steps have none")
     if bound.needs_greedy and all(t.greedy_return is None for t in trajectories):
         raise UserError(f"credit scheme {bound.name!r} needs a greedy rollout of each row, which these rows lack")
     settings = policy.setup.settings

@@ -150,7 +150,7 @@ class Step:
         for one (the answer is then the observation of the summary's step).
       tool_calls: one record per parsed call: `name, arguments, ok, error, result`.
       state_key: anchor of the state that the prompt ends with, given by the environment.
-      action_key: canonical form of the action, given by the environment; None where it has none.
+      action_key: canonical form of the action, by the environment or the agent loop; None where neither gave one.
       potential: Φ of the state that the prompt ends with; None where the environment has none.
       next_potential: Φ of the state after the step; likewise.
       trainable: False leaves the step's tokens out of the loss.

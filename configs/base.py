@@ -211,12 +211,18 @@ def _credit(c: ConfigDict) -> None:
     c.credit.args.gamma_high = placeholder(float)  # Discount per step of bilevel_gae.
     c.credit.args.whiten = placeholder(str)  # (none | token | step | trajectory) Unit of mean and std.
     c.credit.args.unit = placeholder(str)  # (token | step | trajectory) Unit of the statistics of a group.
-    c.credit.args.norm = placeholder(str)  # (mean_norm | mean_std_norm) Normalisation of gigpo and turn_grpo.
-    c.credit.args.step_weight = placeholder(float)  # Weight of the comparison of equal states in gigpo.
+    c.credit.args.norm = placeholder(str)  # (mean_norm | mean_std_norm) Normalisation in a group or a state.
+    c.credit.args.step_weight = placeholder(float)  # Weight of the comparison in equal states: gigpo, ecpo, graph_gpo.
     c.credit.args.outcome_weight = placeholder(float)  # Weight of the outcome in turn_grpo.
     c.credit.args.signal = placeholder(str)  # (reward | return) What turn_grpo compares per turn.
-    c.credit.args.history = placeholder(int)  # States before the present one that hgpo compares.
+    c.credit.args.history = placeholder(int)  # States (salt: and actions) before the present one that agree, too.
     c.credit.args.alpha = placeholder(float)  # Weight (k + 1)^alpha of a shared history of k states in hgpo.
+    c.credit.args.prior = placeholder(float)  # Visits that the group's mean return counts as in rtmc.
+    c.credit.args.kappa = placeholder(float)  # Visits that the state's mean counts as in ecpo.
+    c.credit.args.tau = placeholder(float)  # Visits from which ecpo trusts a state.
+    c.credit.args.omega = placeholder(float)  # Discount of graph_gpo per step that success is away.
+    c.credit.args.relative = placeholder(bool)  # graph_gpo judges the progress of a step, not where it leads.
+    c.credit.args.threshold = placeholder(float)  # Return above which a trajectory is a success in graph_gpo.
 
     c.shaping = ConfigDict()  # What is done to rewards before credit is assigned.
     c.shaping.truncation_is_terminal = False  # Treat truncation as an end; else a critic values what would follow.

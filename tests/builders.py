@@ -146,6 +146,7 @@ class Rollout:
       tokens: of each step.
       bootstrap: value of what follows the last step.
       keys: state of each step, None where unknown; empty if none is known.
+      actions: what each step did, likewise.
       state_values: fallback baseline of each step; empty for 0.
       greedy: reward of the greedy rollout of the same row.
     """
@@ -157,6 +158,7 @@ class Rollout:
     keys: Sequence[int | None] = ()
     state_values: Sequence[float] = ()
     greedy: float = 0.0
+    actions: Sequence[int | None] = ()
 
     @property
     def outcome(self) -> float:
@@ -201,6 +203,7 @@ def rollouts(draw: st.DrawFn, numbers: Sequence[float] = EIGHTHS, observations: 
             keys=states(len(lengths)),
             state_values=[number() for _ in lengths],
             greedy=number(),
+            actions=[None if key < 0 else key for key in rng.integers(-1, 2, len(lengths)).tolist()],
         )
         for group, lengths, cut in shapes
     ]
@@ -216,7 +219,11 @@ def credit_batch(
     traj_steps = [len(r.tokens) for r in data]
     token_step = np.repeat(np.arange(len(step_tokens)), step_tokens)
     step_trajectory = np.repeat(np.arange(len(data)), traj_steps)
-    keys = [-1 if key is None else key for r in data for key in r.keys or [None] * len(r.tokens)]
+
+    def numbers(keys: Sequence[Sequence[int | None]]) -> list[int]:
+        return [
+            -1 if k is None else k for r, own in zip(data, keys, strict=True) for k in own or [None] * len(r.tokens)
+        ]
 
     def pad(x: Sequence[float] | np.ndarray, capacity: int, fill: float, dtype: Any) -> Any:
         return np.array([*x, *[fill] * (capacity - len(x))], dtype)
@@ -225,7 +232,8 @@ def credit_batch(
         "rewards": pad([x for r in data for x in r.rewards], steps, 0, dtype),
         "token_rewards": pad([t.reward for t in flat], tokens, 0, dtype),
         "returns": pad([r.outcome for r in data], trajectories, 0, dtype),
-        "state_key": pad(keys, steps, -1, np.int32),
+        "state_key": pad(numbers([r.keys for r in data]), steps, -1, np.int32),
+        "action_key": pad(numbers([r.actions for r in data]), steps, -1, np.int32),
         "values": pad([t.value for t in flat], tokens, 0, dtype),
         "is_action": pad([t.is_action for t in flat], tokens, False, bool),
         "token_step": pad(token_step, tokens, steps, np.int32),

@@ -248,3 +248,115 @@ def state_baseline(data: Sequence[Rollout], gamma: float, whiten: str, critic: b
     raw = [[y - baseline(i, t) for t, y in enumerate(own)] for i, own in enumerate(g)]
     targets = {k: g[i][t] for (i, t), (k, _) in first.items()} if critic else {}
     return from_steps(data, raw, whiten), targets
+
+
+def number(keys: Sequence[Hashable], i: int, t: int) -> Hashable:
+    """A step's key; one of its own where it has none."""
+    return ("unknown", i, t) if not keys or keys[t] is None else keys[t]
+
+
+def state_of(data: Sequence[Rollout], i: int, t: int) -> Hashable:
+    return data[i].group, number(data[i].keys, i, t)
+
+
+def pair_of(data: Sequence[Rollout], i: int, t: int) -> Hashable:
+    """State and action."""
+    return state_of(data, i, t), number(data[i].actions, i, t)
+
+
+def every_step(data: Sequence[Rollout]) -> list[tuple[int, int]]:
+    return [(i, t) for i, r in enumerate(data) for t in range(len(r.tokens))]
+
+
+def ragged(data: Sequence[Rollout], f: Callable[[int, int], float]) -> list[list[float]]:
+    return [[f(i, t) for t in range(len(r.tokens))] for i, r in enumerate(data)]
+
+
+def rtmc(data: Sequence[Rollout], gamma: float, prior: float) -> Result:
+    g = [returns(r, gamma) for r in data]
+    of_pair: dict[Hashable, dict[int, float]] = defaultdict(dict)
+    for i, t in every_step(data):
+        of_pair[pair_of(data, i, t)].setdefault(i, g[i][t])  # The first visit of each trajectory.
+
+    def advantage(i: int, t: int) -> float:
+        visits = [x for (state, _), own in of_pair.items() if state == state_of(data, i, t) for x in own.values()]
+        group = statistics.fmean(r.outcome for r in data if r.group == data[i].group)
+        value = (sum(visits) + prior * group) / (len(visits) + prior)
+        return statistics.fmean(of_pair[pair_of(data, i, t)].values()) - value
+
+    return from_steps(data, ragged(data, advantage)), {}
+
+
+def ecpo(
+    data: Sequence[Rollout], gamma: float, step_weight: float, kappa: float, tau: float, norm: str, unit: str
+) -> Result:
+    g, outcome = [returns(r, gamma) for r in data], outcomes(data, norm, unit)
+    raw = ragged(data, lambda i, t: outcome[i][t])
+    visits = defaultdict(list)
+    for i, t in every_step(data):
+        visits[state_of(data, i, t)].append((i, t))
+    for own in visits.values():
+        actions = defaultdict(list)
+        for i, t in own:
+            actions[pair_of(data, i, t)].append(g[i][t])
+        mean = statistics.fmean(g[i][t] for i, t in own)
+        shrunk = {a: (sum(x) + kappa * mean) / (len(x) + kappa) for a, x in actions.items()}
+        between = sum(len(x) * (statistics.fmean(x) - mean) ** 2 for x in actions.values()) / len(own)
+        within = sum(len(x) * statistics.pvariance(x) for x in actions.values()) / len(own)
+        trust = math.tanh(len(own) / tau) * between / (between + within + 1e-8)
+        of_visits = [shrunk[pair_of(data, i, t)] for i, t in own]
+        for i, t in own if len(actions) > 1 else ():
+            raw[i][t] += step_weight * trust * normalise(shrunk[pair_of(data, i, t)], of_visits, norm)
+    return from_steps(data, raw), {}
+
+
+def salt(data: Sequence[Rollout], history: int, norm: str, unit: str) -> Result:
+    outcome = outcomes(data, norm, unit)
+
+    def edge(i: int, t: int) -> Hashable:
+        after = state_of(data, i, t + 1) if t + 1 < len(data[i].tokens) else "end"
+        before = [pair_of(data, i, u) if u >= 0 else "before the start" for u in range(t - history, t)]
+        return pair_of(data, i, t), after, tuple(before)
+
+    shared = defaultdict(list)
+    for i, t in every_step(data):
+        shared[edge(i, t)].append(outcome[i][t])
+    return from_steps(data, ragged(data, lambda i, t: statistics.fmean(shared[edge(i, t)]))), {}
+
+
+def graph_gpo(
+    data: Sequence[Rollout],
+    omega: float,
+    relative: bool,
+    threshold: float,
+    step_weight: float,
+    norm: str,
+    unit: str,
+) -> Result:
+    """Distances by shortening them, edge by edge, until none is shorter."""
+    outcome = outcomes(data, norm, unit)
+    edges = []
+    for i, t in every_step(data):
+        last = t + 1 == len(data[i].tokens)
+        after = state_of(data, i, t + 1) if not last else "success" if sum(data[i].rewards) > threshold else "end"
+        edges.append((state_of(data, i, t), after, (i, t)))
+    distance = defaultdict(lambda: math.inf, success=0.0)
+    for _ in edges:
+        for before, after, _ in edges:
+            distance[before] = min(distance[before], 1 + distance[after])
+
+    def known(group: int, state: Hashable) -> float:
+        of_group = [distance[s] for s, _, (i, _) in edges if data[i].group == group and distance[s] < math.inf]
+        return min(distance[state], max([*of_group, 0.0]) + 1)
+
+    value = {}
+    for before, after, (i, t) in edges:
+        exponent = known(data[i].group, after) - (known(data[i].group, before) - 1 if relative else 0)
+        value[i, t] = 10 * omega**exponent
+
+    def advantage(i: int, t: int) -> float:
+        visits = [value[place] for s, _, place in edges if s == state_of(data, i, t)]
+        step = normalise(value[i, t], visits, norm) if len(set(visits)) > 1 else 0.0
+        return outcome[i][t] + step_weight * step
+
+    return from_steps(data, ragged(data, advantage)), {}

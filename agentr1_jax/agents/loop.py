@@ -20,6 +20,7 @@ from agentr1_jax.envs.base import SUMMARY_REQUEST, Action, Env, Observation, Row
 from agentr1_jax.text.call_formats import CallFormat, hermes
 from agentr1_jax.text.chat import MOST_CHARACTERS_PER_TOKEN, ChatFormat
 from agentr1_jax.text.tokenizer import Tokenizer
+from agentr1_jax.text.tool_calls import action_key, extract_answer, parse_tool_calls
 from agentr1_jax.trajectory import Budget, Outcome
 from agentr1_jax.validation import STRICT
 
@@ -130,7 +131,7 @@ class EnvLoop:
                 observation=SUMMARY_REQUEST if room > 0 else self._content(after),
                 tool_calls=transition.tool_calls,
                 state_key=at.state_key,
-                action_key=transition.action_key,
+                action_key=_action_key(text) if transition.action_key is None else transition.action_key,
                 potential=at.potential,
                 next_potential=None if after is None else after.potential,
                 context_rule=self.rule.name,
@@ -171,12 +172,14 @@ class EnvLoop:
         """Run a step in which the policy sums up everything but the newest observation."""
         async with time_limit(self.budget.step_seconds, "budget.step_seconds"):
             completion = await session.generate(prompt, min(self.summary_tokens, room), stop=self._stops)
-        parts = boundary.check_numbers(summary_rewards(env, self._parse(completion, ())), "parts of a summary's reward")
+        text = self._parse(completion, ())
+        parts = boundary.check_numbers(summary_rewards(env, text), "parts of a summary's reward")
         session.record(
             reward=float(sum(parts.values())),
             reward_parts=parts,
             observation=self._content(after),
             state_key=None if after.state_key is None else f"{after.state_key}|summary",
+            action_key=text.strip(),
             potential=after.potential,
             next_potential=after.potential,
             trainable=self.train_summaries,
@@ -265,3 +268,8 @@ class EnvLoop:
 
     def _content(self, observation: Observation | None) -> str:
         return "" if observation is None else (observation.content or "")[: self._most_characters]
+
+
+def _action_key(text: str) -> str:
+    """Return the action key of a response, in the common format, to an environment that does not say it."""
+    return action_key(parse_tool_calls(text), extract_answer(text), text.strip())

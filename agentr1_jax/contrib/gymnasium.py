@@ -192,6 +192,7 @@ class GymnasiumEnv:
                 observation=Observation(text=text, role="user", state_key=self._key()),
                 reward=0.0,
                 reward_parts=dict.fromkeys(REWARD_PARTS, 0.0),
+                action_key=NO_ACTION,
                 info={"errors": {"no_action": 1}},
             )
         text, reward, terminated, truncated, info = await run_in_thread(self._apply, value)
@@ -209,6 +210,7 @@ class GymnasiumEnv:
             truncated=truncated and not terminated,
             outcome=Outcome.ENV_DONE if terminated else Outcome.MAX_STEPS if truncated else None,
             metrics=self.truncate() if terminated or truncated else {},
+            action_key=str(value),
             info={"errors": {}},
         )
 

@@ -31,6 +31,7 @@ class TokenBatch:
       token_rewards: reward of each token on top of its step's (KL in the reward).
       returns: R_i = Σₜ rₜ of each trajectory, with the rewards of its tokens.
       state_key: key of the state that each step starts in, as an integer; negative where it is unknown.
+      action_key: key of what the step did, likewise.
       values: V_k at the hidden state that predicts token k; None without a critic.
       is_action: True for tokens that the policy sampled.
       token_step: step of each token.
@@ -45,6 +46,7 @@ class TokenBatch:
     token_rewards: Float[Array, "tokens"]
     returns: Float[Array, "trajectories"]
     state_key: Int[Array, "steps"]
+    action_key: Int[Array, "steps"]
     values: Float[Array, "tokens"] | None
     is_action: Bool[Array, "tokens"]
     token_step: Int[Array, "tokens"]
@@ -169,7 +171,7 @@ class FlatTrajectories:
     Attributes:
       process_rewards: part of r_t that is process reward.
       potential, next_potential: Φ of the states that each step starts in and leads to; NaN where there is none.
-      state_key: 63-bit hash of the state key of each step; -1 where it has none.
+      state_key, action_key: 63-bit hashes of the keys of each step; -1 where it has none.
       step_tokens: number of tokens of each step.
       trajectory_steps: number of steps of each trajectory.
       greedy_return: NaN where there is none.
@@ -186,6 +188,7 @@ class FlatTrajectories:
     potential: Float[np.ndarray, "steps"]
     next_potential: Float[np.ndarray, "steps"]
     state_key: Int[np.ndarray, "steps"]
+    action_key: Int[np.ndarray, "steps"]
     step_tokens: Int[np.ndarray, "steps"]
     trajectory_steps: Int[np.ndarray, "trajectories"]
     returns: Float[np.ndarray, "trajectories"]
@@ -260,6 +263,7 @@ def flatten(
         potential=nan_if_none(s.potential for s in steps),
         next_potential=nan_if_none(s.next_potential for s in steps),
         state_key=np.array([_hash(s.state_key) for s in steps], np.int64),
+        action_key=np.array([_hash(s.action_key) for s in steps], np.int64),
         step_tokens=sampled + answered,
         trajectory_steps=np.array([len(t.steps) for t in trajectories], np.int64),
         returns=np.array([t.total_reward for t in trajectories], np.float32),
@@ -315,13 +319,12 @@ def to_token_batch(
     # Schemes that compare trajectories see the KL in the reward, too.
     returns = flat.returns + np.bincount(flat.token_trajectory, flat.token_rewards, sizes["trajectories"])
     _, group = np.unique(flat.group, return_inverse=True)
-    _, key = np.unique(flat.state_key, return_inverse=True)
-    key = np.where(flat.state_key < 0, -1, key)
     return TokenBatch(
         rewards=pad(flat.rewards, steps, 0),
         token_rewards=pad(flat.token_rewards, tokens, 0),
         returns=pad(returns, trajectories, 0),
-        state_key=pad(key, steps, -1, np.int32),
+        state_key=pad(_number(flat.state_key), steps, -1, np.int32),
+        action_key=pad(_number(flat.action_key), steps, -1, np.int32),
         values=pad(flat.values, tokens, 0) if critic else None,
         is_action=pad(flat.is_action | (not advantage_mask), tokens, 0, bool),
         token_step=pad(flat.token_step, tokens, steps, np.int32),
@@ -333,7 +336,13 @@ def to_token_batch(
     )
 
 
+def _number(hashes: Int[np.ndarray, "steps"]) -> Int[np.ndarray, "steps"]:
+    """Number the hashes, which are too long for the device; -1 where there is none."""
+    _, number = np.unique(hashes, return_inverse=True)
+    return np.where(hashes < 0, -1, number)
+
+
 def _hash(key: str | None) -> int:
     if key is None:
         return -1
-    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 1
+    return int.from_bytes(hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big") >> 1

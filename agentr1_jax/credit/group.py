@@ -79,7 +79,7 @@ def reinforce_pp_baseline(batch: TokenBatch, *, unit: Unit = "trajectory", white
 
     Source: REINFORCE++, arXiv 2501.03262.
     """
-    per_step = _to_steps(batch, *normalise_outcome(batch, "mean_norm", unit))
+    per_step = outcome_to_steps(batch, *normalise_outcome(batch, "mean_norm", unit))
     outcome, term = jax.tree.map(lambda x: broadcast_to_tokens(batch, x) if jnp.ndim(x) else x, per_step)
     advantages, mean, std = whiten_tokens(batch, outcome, whiten)
     return Credit(advantages, terms={OUTCOME: mean_of_tokens(batch, whiten_term(term, mean, std))})
@@ -129,7 +129,7 @@ def turn_grpo(
     cell = jnp.where(batch.real_step, group_ids(batch.step_group, batch.step_index)[1], batch.steps)
     names = ("reward" if signal == "reward" else "return to go", "mean at this index")
     turn, turn_term = normalise_by_group(x, cell, batch.steps, norm, names=names)
-    outcome, outcome_term = _to_steps(batch, *normalise_outcome(batch, norm, "trajectory"))
+    outcome, outcome_term = outcome_to_steps(batch, *normalise_outcome(batch, norm, "trajectory"))
     return Credit(
         advantages=broadcast_to_tokens(batch, turn + outcome_weight * outcome),
         terms={"among equal step indices": turn_term, OUTCOME: outcome_term._replace(weight=outcome_weight)},
@@ -156,7 +156,7 @@ def gigpo(
     anchor = jnp.where(_has_key(batch), group_ids(batch.step_group, batch.state_key)[1], batch.steps)
     names = ("return to go", "mean of the state")
     step, step_term = normalise_by_group(step_returns(batch, gamma), anchor, batch.steps, norm, names=names)
-    episode, episode_term = _to_steps(batch, *normalise_outcome(batch, norm, unit))
+    episode, episode_term = outcome_to_steps(batch, *normalise_outcome(batch, norm, unit))
     return Credit(
         advantages=broadcast_to_tokens(batch, episode + step_weight * step),
         terms={OUTCOME: episode_term, "among equal states": step_term._replace(weight=step_weight)},
@@ -244,7 +244,7 @@ def normalise_outcome(batch: TokenBatch, norm: Norm, unit: Unit) -> tuple[Float[
     return normalise_by_group(batch.returns, batch.group, batch.trajectories, norm, weight, names=names)
 
 
-def _to_steps(
+def outcome_to_steps(
     batch: TokenBatch, advantage: Float[Array, "trajectories"], term: Term
 ) -> tuple[Float[Array, "steps"], Term]:
     """Give all steps of a trajectory its advantage and its term."""
@@ -253,7 +253,7 @@ def _to_steps(
 
 def _of_outcome(batch: TokenBatch, advantage: Float[Array, "trajectories"], term: Term, name: str = OUTCOME) -> Credit:
     """Give all tokens of a trajectory one advantage, with its term."""
-    per_step, term = _to_steps(batch, advantage, term)
+    per_step, term = outcome_to_steps(batch, advantage, term)
     return Credit(broadcast_to_tokens(batch, per_step), terms={name: term})
 
 

@@ -30,6 +30,7 @@ class Scheme:
       needs_critic: True if it reads `batch.values`.
       uses_critic: True if it reads and trains a critic where the run has one, and works without one, too.
       needs_state_key: True if it compares steps of equal `batch.state_key`.
+      needs_action_key: True if it compares steps of equal `batch.action_key`.
       needs_greedy: True if it reads `batch.greedy_return`.
       needs_samples: True if a row that is sampled once gets no advantage.
       discount_unit: what `gamma` discounts by, `step` or `token`.
@@ -41,6 +42,7 @@ class Scheme:
     needs_critic: bool = False
     uses_critic: bool = False
     needs_state_key: bool = False
+    needs_action_key: bool = False
     needs_greedy: bool = False
     needs_samples: bool = False
     discount_unit: Literal["step", "token"] = "step"

@@ -90,7 +90,8 @@ class Transition:
       outcome: reason of the end; required where `terminated` or `truncated`.
       tool_calls: one JSON record per call: `name, arguments, ok, error, result`.
       metrics: scalars of the finished episode (`em`, `f1`); only where it ended.
-      action_key: canonical form of the action, for credit schemes that compare equal actions; None if there is none.
+      action_key: canonical form of the action, for credit schemes that compare equal actions; None leaves it to the
+        agent loop, which takes calls with sorted arguments, else the answer, else the text of the response.
       info: JSON for people; nothing is computed from it.
     """
 

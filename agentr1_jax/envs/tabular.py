@@ -198,6 +198,7 @@ class TabularEnv:
             terminated=ended,
             outcome=Outcome.ENV_DONE if ended else None,
             metrics=self.truncate() if ended else {},
+            action_key=said if known else NO_ACTION,
             info={"errors": {} if known else {"no_action": 1}},
         )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from agentr1_jax.envs.base import Action, Observation, Row, Transition
 from agentr1_jax.envs.rewards import Reward, Turn
-from agentr1_jax.text.tool_calls import ParseError, ToolCall, extract_answer, parse_tool_calls
+from agentr1_jax.text.tool_calls import ParseError, ToolCall, action_key, extract_answer, parse_tool_calls
 from agentr1_jax.tools import base
 from agentr1_jax.tools.base import Tool, ToolResult
 from agentr1_jax.trajectory import Outcome
@@ -92,6 +92,7 @@ class ToolEnv:
             tool_calls=[_record(call, result) for call, result in zip(calls, results, strict=True)],
             metrics=self.truncate() if outcome else {},
             raw_reward_parts=raw,
+            action_key=action_key(calls, turn.answer, NO_ACTION if self.user is None else action.text.strip()),
             info={"errors": self._errors(turn)},
         )
 

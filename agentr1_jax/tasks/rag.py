@@ -54,7 +54,8 @@ class RagEnv:
         if extract_answer(action.text) is not None and not parse_tool_calls(action.text):
             return dataclasses.replace(await self._env.step(action), tool_calls=self._retrieval)
         if action.truncated:
-            return Transition(Observation(text=NO_ANSWER, role="user"), 0.0, tool_calls=self._retrieval)
+            observation = Observation(text=NO_ANSWER, role="user")
+            return Transition(observation, 0.0, tool_calls=self._retrieval, action_key=NO_ANSWER)
         return Transition(
             observation=None,
             reward=0.0,
@@ -62,6 +63,7 @@ class RagEnv:
             outcome=Outcome.PARSE_FAILURE,
             tool_calls=self._retrieval,
             metrics=self.truncate(),
+            action_key=NO_ANSWER,
         )
 
     def truncate(self) -> Mapping[str, float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import json_repair
@@ -140,6 +140,21 @@ def extract_answer(text: str) -> str | None:
     """Return the stripped text of the last complete `<answer>...</answer>` outside of calls, None if there is none."""
     answers = [part.text for part in segments(text) if part.kind == "answer"]
     return answers[-1].strip() if answers else None
+
+
+def action_key(calls: Sequence[ToolCall | ParseError], answer: str | None, otherwise: str) -> str:
+    """Return the canonical form of an action, equal for responses that do the same.
+
+    Args:
+      calls: the calls of the response; all of them together are its action: names, arguments with sorted keys, and the
+        kind of error of a call that cannot be read.
+      answer: the answer of a response without calls.
+      otherwise: key of a response that has neither.
+    """
+    if calls:
+        done = [[c.name, dict(c.arguments)] if isinstance(c, ToolCall) else c.kind for c in calls]
+        return json.dumps(done, sort_keys=True)
+    return otherwise if answer is None else f"answer: {answer}"
 
 
 def render_call(name: str, arguments: Mapping[str, Any]) -> str:

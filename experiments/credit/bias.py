@@ -120,7 +120,7 @@ def variants(names: Sequence[str]) -> list[Variant]:
         others: list[Mapping[str, Any]] = [{}] if plain else []
         others += [plain | {"lam": 0.9}] if "lam" in known else []
         others += [plain | {key: 1.0} for key in ("gamma", "gamma_high") if known.get(key, 1) != 1]
-        others += [{"norm": "mean_std_norm"}] if "norm" in known else []
+        others += [{"norm": norm} for norm in ("mean_norm", "mean_std_norm") if known.get("norm", norm) != norm]
         others += [{"signal": "return", "outcome_weight": 0.0}] if {"signal", "outcome_weight"} <= set(known) else []
         critics = ("exact V", "const V") if scheme.needs_critic else (None,)
         out += [Variant(name, settings, critic) for critic in critics for settings in (plain, *others)]

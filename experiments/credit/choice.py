@@ -54,6 +54,9 @@ def choose(text: str, settings: Settings, trajectories: Sequence[Trajectory]) ->
     keyless = sum(s.state_key is None for t in trajectories for s in t.steps)
     if keyless:
         notes.append(f"{keyless} steps have no state key; schemes that compare equal states see each of them alone.")
+    mute = sum(s.action_key is None for t in trajectories for s in t.steps)
+    if mute:
+        notes.append(f"{mute} steps have no action key; schemes that compare equal actions see each of them alone.")
     order = sorted(chosen, key=lambda name: (name != own, list(chosen).index(name)))
     return Choice({name: chosen[name] for name in order}, own if own in chosen else None, notes)
 
@@ -85,6 +88,8 @@ def missing_need(scheme: Scheme, settings: Settings, trajectories: Sequence[Traj
         return "needs a critic, and the run has none (config.critic)"
     if scheme.needs_state_key and all(s.state_key is None for t in trajectories for s in t.steps):
         return "needs state keys, and the recorded steps have none (Observation.state_key of the environment)"
+    if scheme.needs_action_key and all(s.action_key is None for t in trajectories for s in t.steps):
+        return "needs action keys, and the recorded steps have none (an earlier version recorded them)"
     if scheme.needs_greedy and greedy:
         return f"needs the reward of a greedy rollout of each row, which {greedy} of {len(groups)} trajectories lack"
     if scheme.needs_samples and len(set(groups)) == len(groups):

@@ -16,7 +16,7 @@ from agentr1_jax.learner.config import Aggregate, LossConfig, Objective
 from agentr1_jax.learner.loss_weights import TokenUnits, loss_weights
 from agentr1_jax.learner.losses import MINIBATCH_RATIOS, minibatch_log_ratio
 from agentr1_jax.learner.update import TokenOutputs, loss_from_outputs
-from experiments.credit.mdps import Paths, exact_values, greedy_probabilities, log_policy, probabilities
+from experiments.credit.mdps import VOCABULARY, Paths, exact_values, greedy_probabilities, log_policy, probabilities
 
 ROUGH = 0.5
 """The fallback baseline of a state, as a share of its exact value."""
@@ -109,12 +109,15 @@ def lay_out(sample: PathBatch) -> tuple[dict[str, Array], LossTokens]:
     number = (jnp.cumsum(real.ravel()) - 1).reshape(real.shape)
     token_step = jnp.where(sampled, number[..., None], capacity).ravel()[tokens]
     is_action = sampled.ravel()[tokens]
+    digits = jnp.where(sampled, sample.action % VOCABULARY + 1, 0)
+    said = digits @ (VOCABULARY + 1) ** jnp.arange(digits.shape[-1])
     action, old, value = (x.ravel()[tokens] for x in (sample.action, sample.old_logprob, sample.value))
     fields = {
         "rewards": jnp.where(real, sample.reward, 0).ravel()[steps],
         "token_rewards": jnp.zeros(tokens.shape),
         "returns": sample.reward.sum(axis=1),
         "state_key": sample.state.ravel()[steps],
+        "action_key": jnp.where(real, said, -1).ravel()[steps],
         "values": value,
         "is_action": is_action,
         "token_step": token_step,

@@ -47,6 +47,7 @@ def test_an_answered_question_is_recorded_as_it_happened():
     assert [s.reward_parts for s in t.steps] == [{"part": 1.0}, {"part": 2.0}, {"part": 3.0}]
     assert [s.observation for s in t.steps] == [*SEEN[:2], ""]
     assert [s.info for s in t.steps] == [{"n": n, "finish_reason": "stop"} for n in (1, 2, 3)]
+    assert [s.action_key for s in t.steps] == WORDS[:3]  # This environment leaves it to the loop.
     assert t.steps[1].tool_calls == ({"name": "look", "arguments": {"n": 2}},)
     assert {s.context_rule for s in t.steps} == {"append"}
     assert [a.text for a in env.actions] == WORDS[:3]

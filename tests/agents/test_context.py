@@ -137,7 +137,8 @@ def test_a_summary_is_a_step_and_stands_in_place_of_what_came_before():
     assert env.judged == ["a sum"] and len(env.actions) == 4
     step = t.steps[2]
     assert step.reward == 0.25 and step.reward_parts == {"summary": 0.5, "length": -0.25}
-    assert step.info["summary"] and step.trainable and step.state_key == "s2|summary"
+    assert step.info["summary"] and step.trainable
+    assert (step.state_key, step.action_key) == ("s2|summary", "a sum")
     assert {s.context_rule for s in t.steps} == {"summary(2)"}
     assert [s.observation for s in t.steps] == ["a dog", SUMMARY_REQUEST, "the cat", "a bird", ""]
 

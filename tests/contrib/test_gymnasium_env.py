@@ -119,6 +119,7 @@ def test_what_is_no_action_does_not_reach_the_environment():
     assert opening.messages[0]["content"] == "Over the ice.\nSay one of: left, down, right, up.\n0"
     assert done[1].observation.text == f"{NO_ACTION} Say one of: left, down, right, up.\n4"
     assert [t.observation.text for t in (done[0], done[3])] == ["4", "8"]
+    assert [t.action_key for t in done] == ["1", NO_ACTION, NO_ACTION, "1"]
     numbers = make_task("FrozenLake-v1")
     opening, done, _ = play(numbers, numbers.row("train", 0), ["4", "left", "3"])
     assert "Say a number from 0 to 3." in opening.messages[0]["content"]

@@ -261,6 +261,7 @@ def test_a_server_that_is_gone_is_an_environments_failure():
         (STEPPED | {"observation": {"text": 3}}, "its 'text' is no str: 3"),
         (STEPPED | {"observation": {"text": "a", "reward": 1}}, "an observation has no 'reward'; it has messages"),
         (STEPPED | {"observation": {"texts": ["a", 1]}}, "its 'texts' are not all text"),
+        (STEPPED | {"action_key": 3}, "its 'action_key' is no str: 3"),
         (STEPPED | {"outcome": "won"}, "'won' is not a valid Outcome"),
         (STEPPED | {"outcome": "answered"}, "its outcome is answered, and the episode goes on"),
     ],

@@ -100,6 +100,20 @@ def test_a_step_says_why_it_got_its_advantage(policy: ar.Policy, groups: list[li
     assert "advantage" not in ar.describe(groups[1][1], policy.tokenizer)
 
 
+@pytest.mark.parametrize(("scheme", "key"), [("gigpo", "state_key"), ("rtmc", "action_key")])
+def test_steps_without_the_keys_of_a_scheme_are_refused(
+    policy: ar.Policy, groups: list[list[Trajectory]], scheme: str, key: str
+) -> None:
+    steps = [[[dataclasses.replace(s, **{key: None}) for s in t.steps] for t in group] for group in groups]
+    bare = [
+        [dataclasses.replace(t, steps=tuple(own)) for t, own in zip(group, of_group, strict=True)]
+        for group, of_group in zip(groups, steps, strict=True)
+    ]
+    with pytest.raises(UserError, match=f"'{scheme}' compares steps of equal {key}, and these steps have none"):
+        ar.assign_credit(policy, bare, scheme)
+    ar.assign_credit(policy, groups, scheme)
+
+
 def test_groups_of_several_rollouts_stay_apart(policy: ar.Policy, groups: list[list[Trajectory]]) -> None:
     """Both have a group 0."""
     rows = ar.compare_credit(policy, [*groups, *groups], "dr_grpo")

@@ -39,6 +39,16 @@ DEFAULTS = {
     "hgpo": {"gamma": 0.95, "history": 2, "alpha": 1.0},
     "turn_grpo": {"outcome_weight": 1.0, "norm": "mean_norm", "signal": "reward", "gamma": 1.0},
     "state_baseline": {"gamma": 1.0, "whiten": "none"},
+    "rtmc": {"gamma": 0.99, "prior": 0.0},
+    "ecpo": {
+        **{"gamma": 0.95, "step_weight": 1.0, "kappa": 2.0, "tau": 4.0},
+        **{"norm": "mean_std_norm", "unit": "trajectory"},
+    },
+    "salt": {"history": 0, "norm": "mean_std_norm", "unit": "trajectory"},
+    "graph_gpo": {
+        **{"omega": 0.1, "relative": False, "threshold": 0.0, "step_weight": 1.0},
+        **{"norm": "mean_std_norm", "unit": "trajectory"},
+    },
 }
 quick = settings(max_examples=40, deadline=None)
 
@@ -47,9 +57,13 @@ def test_the_schemes_and_what_they_need():
     needs = {
         "needs_critic": {"token_gae", "step_gae", "bilevel_gae"},
         "uses_critic": {"token_gae", "step_gae", "bilevel_gae", "state_baseline"},
-        "needs_state_key": {"gigpo", "hgpo", "state_baseline"},
+        "needs_state_key": {"gigpo", "hgpo", "state_baseline", "rtmc", "ecpo", "salt", "graph_gpo"},
+        "needs_action_key": {"rtmc", "ecpo", "salt"},
         "needs_greedy": {"remax"},
-        "needs_samples": {"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "gigpo", "hgpo", "turn_grpo"},
+        "needs_samples": {
+            *("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "gigpo", "hgpo", "turn_grpo"),
+            *("rtmc", "ecpo", "salt", "graph_gpo"),
+        },
     }
     for flag, names in needs.items():
         assert {name for name in NAMES if getattr(SCHEMES[name], flag)} == names, flag
@@ -187,7 +201,7 @@ def test_equal_trajectories_give_exactly_zero_wherever_they_stand(name):
             assert not credit.advantages.any(), (rewards, gamma, option)
 
 
-@pytest.mark.parametrize("name", ["gigpo", "grpo", "state_baseline", "step_gae"])
+@pytest.mark.parametrize("name", ["gigpo", "grpo", "state_baseline", "step_gae", "ecpo", "graph_gpo"])
 @quick
 @given(rollouts(EXTREME))
 def test_whatever_the_numbers_credit_is_finite(name, data):
@@ -204,7 +218,8 @@ def test_a_trajectory_that_is_not_trained_still_counts_in_its_group():
     masked = [[dataclasses.replace(t, is_action=False, reward=0.0) for t in step] for step in data[0].tokens]
     summed = [x + sum(t.reward for t in step) for x, step in zip(data[0].rewards, data[0].tokens, strict=True)]
     one = [dataclasses.replace(data[0], tokens=masked, rewards=summed), *data[1:]]
-    for name in ("grpo", "dr_grpo", "rloo", "turn_grpo", "gigpo", "hgpo", "state_baseline"):
+    known = ("grpo", "dr_grpo", "rloo", "turn_grpo", "gigpo", "hgpo", "state_baseline")
+    for name in (*known, "rtmc", "ecpo", "salt", "graph_gpo"):
         for (option, trained), (_, credit) in zip(every_option(name, data), every_option(name, one), strict=True):
             if option.get("unit", "trajectory") != "token" and option.get("whiten", "none") == "none":
                 np.testing.assert_allclose(credit.advantages[4:], trained.advantages[4:], atol=1e-9, err_msg=name)

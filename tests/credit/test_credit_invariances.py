@@ -26,12 +26,18 @@ def is_action(data):
 
 @few
 @given(rollouts(), st.randoms(use_true_random=False))
-def test_order_of_trajectories_names_of_groups_and_of_states_do_not_matter(data, random):
+def test_order_of_trajectories_names_of_groups_states_and_actions_do_not_matter(data, random):
     order = random.sample(range(len(data)), len(data))
     groups = random.sample(range(6), 3)
     keys = dict(zip((None, 0, 1, 2), (None, *random.sample((0, 1, 2, 7, 65_537, 2**31 - 1), 3)), strict=True))
+    actions = {None: None, 0: 5, 1: 3}
     moved = [
-        dataclasses.replace(data[i], group=groups[data[i].group], keys=[keys[key] for key in data[i].keys])
+        dataclasses.replace(
+            data[i],
+            group=groups[data[i].group],
+            keys=[keys[key] for key in data[i].keys],
+            actions=[actions[key] for key in data[i].actions],
+        )
         for i in order
     ]
     for name in NAMES:

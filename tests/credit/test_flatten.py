@@ -106,11 +106,13 @@ def test_rewards_of_tokens_count_in_what_a_trajectory_is_worth():
     np.testing.assert_allclose(batch.returns[: len(own)], streams.returns + own, rtol=1e-6)
 
 
-def test_equal_anchors_have_equal_keys_and_none_is_negative():
-    keys = ("room 1", None, "room 2", "room 1", "", None)
+@pytest.mark.parametrize("field", ["state_key", "action_key"])
+def test_equal_anchors_have_equal_keys_and_none_is_negative(field):
+    keys = ("room 1", None, "room \ud800", "room 1", "", None)
     made = trajectory(np.random.default_rng(0), [1] * len(keys))
-    steps = tuple(dataclasses.replace(s, state_key=key) for s, key in zip(made.steps, keys, strict=True))
-    key = np.asarray(to_token_batch(flatten([dataclasses.replace(made, steps=steps)]), **ROOM, critic=False).state_key)
+    steps = tuple(dataclasses.replace(s, **{field: key}) for s, key in zip(made.steps, keys, strict=True))
+    batch = to_token_batch(flatten([dataclasses.replace(made, steps=steps)]), **ROOM, critic=False)
+    key = np.asarray(getattr(batch, field))
     assert key[0] == key[3] and len({key[0], key[2], key[4]}) == 3 and key[[0, 2, 4]].min() >= 0
     assert key[1] == key[5] == -1 and (key[len(keys) :] == -1).all()
 

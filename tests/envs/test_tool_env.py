@@ -109,6 +109,17 @@ def test_a_tool_that_is_down_ends_the_episode_beside_calls_that_are_not():
     assert env.truncate()["tool_calls"] == 0
 
 
+def test_responses_that_do_the_same_have_one_action_key():
+    first, second = (json.dumps({"name": "find", "arguments": x}) for x in ({"a": 1, "b": [2]}, {"b": [2], "a": 1}))
+    calls = [f"So. <tool_call>{first}</tool_call>", f"<tool_call> {second} </tool_call> There."]
+    texts = [*calls, search("x"), search("x") + search("y"), "<tool_call>{</tool_call>", "I wonder.", "Hm."]
+    transitions, _ = play(*texts, f"It is {render_answer(' Ada')}")
+    keys = [t.action_key for t in transitions]
+    assert keys[0] == keys[1] == '[["find", {"a": 1, "b": [2]}]]'
+    assert keys[2:5] == ['[["search", {"query": "x"}]]', keys[2][:-1] + ', ["search", {"query": "y"}]]', '["bad_json"]']
+    assert keys[5:] == [NO_ACTION, NO_ACTION, "answer: Ada"]
+
+
 def test_calls_of_one_response_run_concurrently_and_keep_their_order():
     calls = "".join(render_call("slow", {"n": n}) for n in range(3))
     (only,), _ = play(calls, tools=[Slow(together=3)])

@@ -145,6 +145,8 @@ def test_all_is_what_the_recording_has_the_data_for(config):
     chosen = choice.choose("all", settings, learners.batch())
     assert chosen.own == "grpo" and not {"gigpo", "token_gae", "step_gae"} & set(chosen.schemes)
     assert any("steps have no state key" in note for note in chosen.notes)
+    assert any("steps have no action key" in note for note in chosen.notes)
+    assert "graph_gpo" in choice.choose("all", settings, keyed(learners.batch())).schemes
     greedy = [dataclasses.replace(t, greedy_return=0.5) for t in learners.batch()]
     assert "remax" in choice.choose("all", settings, greedy).schemes
     assert choice.choose("rloo", settings, greedy).own is None
@@ -159,6 +161,7 @@ def test_all_is_what_the_recording_has_the_data_for(config):
         ("grpo,", "cannot read"),
         ("step_gae", "step_gae needs a critic, and the run has none"),
         ("gigpo", "gigpo needs state keys"),
+        ("rtmc", "rtmc needs state keys"),
         ("remax", "remax needs the reward of a greedy rollout of each row, which 8 of 8 trajectories lack"),
         ("nonsense", "unknown credit scheme 'nonsense'; choose one of"),
         ("grpo(unity=token)", "credit scheme 'grpo' has no argument 'unity'"),
@@ -169,6 +172,18 @@ def test_all_is_what_the_recording_has_the_data_for(config):
 def test_a_named_scheme_that_cannot_be_is_refused(config, schemes, message):
     with pytest.raises(UserError, match=re.escape(message)):
         choice.choose(schemes, without_critic(config), learners.batch())
+
+
+def test_a_recording_without_action_keys_is_refused_or_left_out(config):
+    """Runs recorded them later than state keys."""
+    settings, batch = without_critic(config), keyed(learners.batch())
+    with pytest.raises(UserError, match="--schemes: salt needs action keys, and the recorded steps have none"):
+        choice.choose("salt", settings, batch)
+    assert any(note.startswith("salt is left out: it needs") for note in choice.choose("all", settings, batch).notes)
+    named = [
+        dataclasses.replace(t, steps=tuple(dataclasses.replace(s, action_key="a") for s in t.steps)) for t in batch
+    ]
+    assert {"rtmc", "ecpo", "salt"} <= set(choice.choose("all", settings, named).schemes)
 
 
 def leave_batch(folder, update, batch, suffix=""):

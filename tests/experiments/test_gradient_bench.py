@@ -146,6 +146,17 @@ def test_index_baseline_is_biased_where_the_policy_decides_when_to_stop():
     assert go < 0.5
 
 
+@pytest.mark.parametrize("name", ["key_door", "stop_or_go"])
+def test_the_mean_of_an_action_moves_the_policy_as_its_visits_do(name):
+    """`rtmc` is the part of `gigpo` that compares states where no trajectory comes to a state twice."""
+    batch, loss_tokens, _ = every_pair(name)
+    of_scheme = {
+        scheme: np.asarray(estimate(name, bench.Variant(scheme, hyper, None), batch, loss_tokens))
+        for scheme, hyper in (("rtmc", {"gamma": 1.0}), ("gigpo", {"gamma": 1.0}), ("dr_grpo", {}))
+    }
+    np.testing.assert_allclose(of_scheme["rtmc"], of_scheme["gigpo"] - of_scheme["dr_grpo"], atol=1e-5)
+
+
 def test_verdicts_from_samples():
     process, paths, exact = look_up("revisits")
     sample = estimates.draw(paths, process.logits, 3, batches=PAIRS, groups=1, samples=2)
@@ -178,6 +189,12 @@ def test_layout_is_that_of_the_paths():
         np.testing.assert_array_equal(
             batch["token_step"][b], [s for s, _ in tokens] + [batch["rewards"].shape[1]] * pad_tokens
         )
+        said = [tuple(a % mdps.VOCABULARY for a in paths.action[m, t] if a >= 0) for _, m, t in steps]
+        same = (
+            np.asarray(batch["action_key"][b])[: len(steps), None] == np.asarray(batch["action_key"][b])[: len(steps)]
+        )
+        np.testing.assert_array_equal(same, [[one == other for other in said] for one in said])
+        np.testing.assert_array_equal(batch["action_key"][b, len(steps) :], -1)
         np.testing.assert_array_equal(loss_tokens.target[b], [a for _, a in tokens] + [0] * pad_tokens)
         np.testing.assert_array_equal(loss_tokens.group[b], [steps[s][0] for s, _ in tokens] + [-1] * pad_tokens)
 
@@ -326,6 +343,7 @@ def test_variants_cover_every_scheme_plain_and_by_default():
     assert len(set(labels)) == len(labels) and {label.split()[0].strip(",") for label in labels} == set(SCHEMES)
     assert {"step_gae, const V", "token_gae whiten=none lam=0.9, exact V", bench.REFERENCE.label} <= set(labels)
     assert {"state_baseline", "reinforce", "reinforce whiten=none", "gigpo gamma=1", INDEX.label} <= set(labels)
+    assert {"gigpo norm=mean_std_norm", "salt norm=mean_norm"} <= set(labels)
     plain = bench.plain(bench.variants(list(SCHEMES)))
     assert {v.scheme for v in plain} == set(SCHEMES) and len(plain) == len(SCHEMES)
     assert all(v.critic in (None, "exact V") and v.hyperparameters.get("whiten", "none") == "none" for v in plain)

@@ -164,6 +164,7 @@ def test_what_is_no_action_costs_a_step_and_is_told():
     assert wrong.info["errors"] == {"no_action": 1} and wrong.reward == 0
     assert wrong.observation.text == f"{NO_ACTION} Room 2: {', '.join(row['rooms'][1])}."
     assert spaced.info["errors"] == {} and spaced.reward != 0
+    assert (wrong.action_key, spaced.action_key) == (NO_ACTION, f"take {row['rooms'][1][0]}")
     assert play(KEYDOOR, row, ["open door"])[1].info["errors"] == {"no_action": 1}  # Only in the last room.
 
 

@@ -256,6 +256,7 @@ def _transition(answer: Mapping[str, Any]) -> Transition:
         outcome=outcome,
         tool_calls=answer.get("tool_calls") or (),
         metrics=_numbers(answer, "metrics") if ended else {},
+        action_key=None if answer.get("action_key") is None else _of(answer, "action_key", str),
         info=answer.get("info") or {},
     )
 

@@ -129,5 +129,6 @@ def _answer(transition: Transition, metrics: Mapping[str, float]) -> dict[str, A
         "outcome": transition.outcome,
         "tool_calls": list(transition.tool_calls),
         "metrics": dict(metrics),
+        "action_key": transition.action_key,
         "info": dict(transition.info),
     }
