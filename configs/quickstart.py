@@ -18,7 +18,7 @@ def get_config() -> ml_collections.ConfigDict:
     c = base.get_config("hopworld")
     c.run_dir = "runs/quickstart"
     c.updates = 28
-    c.warm_start.updates = 460
+    c.warm_start.updates = 540
     c.task.hopworld.top_k = 2
     c.policy.preset = "tiny"
     c.policy.kv_heads = 4  # Copying of names takes heads rather than a wide MLP.
