@@ -33,7 +33,7 @@ OWN: Mapping[str, tuple[str, tuple[float, ...]]] = {
     "state_baseline": ("gamma", (0.9, 1.0)),
     "rtmc": ("gamma", (0.9, 1.0)),
     "ecpo": ("gamma", (0.9, 1.0)),
-    "graph_gpo": ("gamma", (0.1, 0.5)),
+    "graph_gpo": ("omega", (0.1, 0.5)),
     "igpo": ("gamma", (0.9, 1.0)),
     "a2tgpo": ("gamma", (0.9, 1.0)),
 }

@@ -29,6 +29,7 @@ from experiments.credit.estimates import PathBatch, lay_out
 from experiments.lab.processes import ACTIONS, STATES, Tables
 
 PolicyKind = Literal["tabular", "recurrent"]
+Params = dict[str, Any]
 NEVER = -1e9
 """Logit of an action that a state does not have."""
 VALUE_RATE = 0.1
@@ -239,24 +240,53 @@ def align(
     return [jnp.sum(own * other) / jnp.sqrt(jnp.sum(own**2) * jnp.sum(other**2)) for other in others]
 
 
-def token_batch(
-    tables: Tables, setting: Setting, sample: Sample, log_pi: Array, value: Array, baseline: Array, greedy: Array
+class Parts(NamedTuple):
+    """Policy and critic of a program."""
+
+    policy: Policy
+    critic: Policy
+
+    def init(self, key: Array) -> Params:
+        """Return the parameters before training."""
+        return {"policy": self.policy.init(key), "critic": self.critic.init(key)}
+
+
+def make_parts(kind: PolicyKind) -> Parts:
+    """Make a policy and a critic of one kind."""
+    return Parts(make_policy(kind, ACTIONS), make_policy(kind, 1))
+
+
+def outputs(parts: Parts, tables: Tables, params: Params, sample: Sample) -> tuple[Array, Array]:
+    """Return log π of every action [N, T, ACTIONS], and the critic's value [N, T], at every step of trajectories."""
+    log_pi = log_policy(tables, outputs_of(parts.policy, params["policy"], sample.observation), sample.state)
+    return log_pi, outputs_of(parts.critic, params["critic"], sample.observation)[..., 0]
+
+
+def assign_credit(
+    setting: Setting,
+    tables: Tables,
+    sample: Sample,
+    known: tuple[Array, Array],
+    baseline: Float[Array, ""],
+    greedy: Float[Array, "n"],
+    arguments: Mapping[str, Array],
 ) -> tuple[TokenBatch, LossTokens]:
-    """Lay a batch out as schemes and loss read it; a loss token's target is the place of its step in [N, T].
+    """Lay a batch out as schemes and loss read it, and credit it. A loss token's target is its step's place in [N, T].
 
     Args:
-      tables: the process.
       setting: of the program.
+      tables: the process.
       sample: the trajectories.
-      log_pi: log π of every action at every step, [N, T, ACTIONS].
-      value: of the critic at every step, [N, T].
-      baseline: mean return of earlier batches, which stands for a state without another value.
-      greedy: return of a greedy rollout of each trajectory's row, [N].
+      known: `outputs` of the policy that sampled them.
+      baseline: mean return to go of earlier batches, which stands for a state without another value.
+      greedy: return of a greedy rollout of each trajectory's row.
+      arguments: of the scheme, in place of its own.
     """
+    scheme, (log_pi, value) = setting.scheme, known
     count, steps = sample.real.shape
     place = jnp.arange(count * steps).reshape(count, steps)
     taken = jnp.take_along_axis(log_pi, sample.action[..., None], -1)[..., 0]
-    batch = PathBatch(
+    paths = PathBatch(
         action=jnp.where(sample.real, place, -1)[..., None],
         state=jnp.where(sample.real, sample.observation, -1),
         reward=sample.reward,
@@ -266,65 +296,62 @@ def token_batch(
         group=jnp.repeat(jnp.arange(setting.groups), setting.samples),
         greedy_return=greedy,
     )
-    fields, loss_tokens = jax.tree.map(lambda x: x[0], lay_out(jax.tree.map(lambda x: x[None], batch)))
-    return TokenBatch(**{**fields, "values": fields["values"] if setting.scheme.uses_critic else None}), loss_tokens
+    fields, loss_tokens = jax.tree.map(lambda x: x[0], lay_out(jax.tree.map(lambda x: x[None], paths)))
+    real, target = loss_tokens.is_action, loss_tokens.target
+    # A step is one token: what is in the order of tokens is in that of steps.
+    fields["action_key"] = jnp.where(real, sample.action.ravel()[target], -1)
+    fields["values"] = fields["values"] if scheme.uses_critic else None
+    batch = TokenBatch(**fields)
+    credit = scheme.function(batch, **{**scheme.arguments, **arguments})
+    found = {"advantage": credit.advantages, "weight": real / count}
+    if credit.value_targets is not None and scheme.uses_critic:
+        share = credit.value_mask / jnp.maximum(jnp.sum(credit.value_mask), 1)
+        found |= {"old_value": batch.values, "value_target": credit.value_targets, "value_weight": share}
+    return batch, dataclasses.replace(loss_tokens, **found)
 
 
-def train(
-    setting: Setting, tables: Tables, rates: Float[Array, ""], arguments: Mapping[str, Array], key: Array
-) -> Curves:
+def batch_loss(parts: Parts, tables: Tables, params: Params, sample: Sample, loss_tokens: LossTokens) -> Array:
+    """Return the library's loss of a credited batch: summed over tokens, divided by trajectories."""
+    log_pi, value = outputs(parts, tables, params, sample)
+    taken = jnp.take_along_axis(log_pi, sample.action[..., None], -1)[..., 0]
+    taken, value = (x.ravel()[loss_tokens.target][None] for x in (taken, value))
+    tokens = jax.tree.map(lambda x: x[None], loss_tokens)
+    found = TokenOutputs(taken, jnp.zeros_like(taken), None if loss_tokens.value_weight is None else value)
+    return loss_from_outputs(Objective(LossConfig()), found, tokens)[0]
+
+
+def train(setting: Setting, tables: Tables, rate: Float[Array, ""], arguments: Mapping[str, Array], key: Array) -> Curves:
     """Train a policy from scratch on one process, with one seed.
 
     Args:
       setting: of the program.
       tables: the process.
-      rates: learning rate of the policy.
+      rate: learning rate of the policy.
       arguments: of the scheme, in place of its own.
       key: of everything that is drawn.
     """
-    scheme = setting.scheme
-    policy, critic = make_policy(setting.policy, ACTIONS), make_policy(setting.policy, 1)
+    scheme, parts = setting.scheme, make_parts(setting.policy)
     optimizer = optax.scale_by_adam(b1=0.9, b2=0.99)
     best = action_values(tables, setting.horizon, None)
-
-    def loss(params: Any, sample: Sample, loss_tokens: LossTokens) -> Array:
-        logits = outputs_of(policy, params["policy"], sample.observation)
-        log_pi = log_policy(tables, logits, sample.state)
-        taken = jnp.take_along_axis(log_pi, sample.action[..., None], -1).ravel()
-        value = outputs_of(critic, params["critic"], sample.observation).ravel() if scheme.uses_critic else None
-        outputs = TokenOutputs(
-            logprob=taken[loss_tokens.target][None],
-            entropy=jnp.zeros((1, taken.size)),
-            value=None if value is None else value[loss_tokens.target][None],
-        )
-        tokens = jax.tree.map(lambda x: x[None], loss_tokens)
-        return loss_from_outputs(Objective(LossConfig()), outputs, tokens)[0]
 
     def update(carry: tuple[Any, Any, Array, Array], xs: tuple[Array, Array]) -> tuple[Any, Curves]:
         (params, moments, total, count), (number, key) = carry, xs
         keys = jax.random.split(key, 3)
         row = jax.random.randint(keys[0], (setting.groups,), 0, tables.start.shape[0])
-        simulate = functools.partial(roll_out, policy, params["policy"], tables, steps=setting.horizon)
+        simulate = functools.partial(roll_out, parts.policy, params["policy"], tables, steps=setting.horizon)
         sample = simulate(jnp.repeat(row, setting.samples), keys[1])
         greedy = jnp.zeros(setting.trajectories)
         if scheme.needs_greedy:
             greedy = jnp.repeat(simulate(row, keys[2], greedy=True).reward.sum(1), setting.samples)
-        log_pi = log_policy(tables, outputs_of(policy, params["policy"], sample.observation), sample.state)
-        value = outputs_of(critic, params["critic"], sample.observation)[..., 0]
-        batch, loss_tokens = token_batch(tables, setting, sample, log_pi, value, total / jnp.maximum(count, 1), greedy)
-        credit = scheme.function(batch, **{**scheme.arguments, **arguments})
-        real = batch.real_token
-        weight = {"advantage": credit.advantages, "weight": real / setting.trajectories}
-        if credit.value_targets is not None and scheme.uses_critic:
-            mask = credit.value_mask.astype(value.dtype)
-            weight |= {"old_value": batch.values, "value_target": credit.value_targets, "value_weight": mask / mask.sum()}
-        loss_tokens = dataclasses.replace(loss_tokens, **weight)
-        gradient = jax.grad(loss)(params, sample, loss_tokens)
+        known, baseline = outputs(parts, tables, params, sample), total / jnp.maximum(count, 1)
+        batch, loss_tokens = assign_credit(setting, tables, sample, known, baseline, greedy, arguments)
+        gradient = jax.grad(batch_loss, argnums=2)(parts, tables, params, sample, loss_tokens)
         step, moments = optimizer.update(gradient, moments)
-        rate = {"policy": rates, "critic": VALUE_RATE}
-        moved = {part: jax.tree.map(lambda p, u, r=rate[part]: p - r * u, params[part], step[part]) for part in params}
-        returns = step_returns(batch, scheme.gamma)
-        total, count = total + jnp.sum(returns, where=batch.real_step), count + jnp.sum(batch.real_step)
+        rates = {"policy": rate, "critic": VALUE_RATE}
+        moved = {part: jax.tree.map(lambda p, u, r=r: p - r * u, params[part], step[part]) for part, r in rates.items()}
+        total += jnp.sum(step_returns(batch, scheme.gamma), where=batch.real_step)
+        count += jnp.sum(batch.real_step)
+
         expected, exact = sample.reward.sum(1).mean(), [best]
         if setting.policy == "tabular":
             everywhere = log_policy(tables, params["policy"][tables.observation], jnp.arange(STATES))
@@ -337,9 +364,8 @@ def train(
         )
         return (moved, moments, total, count), Curves(expected, aligned[1] if aligned[1:] else jnp.nan, aligned[0])
 
-
     first, *later = jax.random.split(key, setting.updates + 1)
-    params = {"policy": policy.init(first), "critic": critic.init(first)}
+    params = parts.init(first)
     start = params, optimizer.init(params), jnp.zeros(()), jnp.zeros(())
     _, curves = jax.lax.scan(update, start, (jnp.arange(setting.updates), jnp.stack(later)))
     return curves
