@@ -83,6 +83,7 @@ def trajectories(draw):
                 values=draw(per_token(len(response), (np.float16, np.float32))),
                 value_targets=draw(per_token(len(response), (np.float16, np.float32))),
                 context_rule=draw(st.sampled_from(["append", "window(2)"])),
+                observation_tokens=draw(st.none() | st.integers(0, len(prompt))),
                 policy_version=draw(st.integers(0, 9)),
                 info=draw(info),
             )
