@@ -25,6 +25,8 @@ from experiments.credit import estimates, mdps
 
 PAIRS = 7300
 """Batches in every test that credits or differentiates, so that they share compiled programs."""
+LISTED = ("stop_or_go", "key_door", "short_or_long")
+"""Processes with at most so many pairs of trajectories of a row, so that expectations are sums over all."""
 PLAIN = {"whiten": "none"}
 UNBIASED = (
     bench.Variant("reinforce", PLAIN, None),
@@ -125,13 +127,13 @@ def test_values_are_those_of_the_policy(name):
         np.testing.assert_allclose(values[here, 1, 0], p[here] @ future / p[here].sum())
 
 
-@pytest.mark.parametrize("name", ["stop_or_go", "key_door"])
+@pytest.mark.parametrize("name", LISTED)
 @pytest.mark.parametrize("variant", UNBIASED, ids=lambda v: v.label)
 def test_unbiased_exactly(name, variant):
     np.testing.assert_allclose(expectation(name, variant), look_up(name)[2], atol=2e-6)
 
 
-@pytest.mark.parametrize("name", ["stop_or_go", "key_door"])
+@pytest.mark.parametrize("name", LISTED)
 def test_grpo_without_std_is_shrunk_by_the_share_of_the_others(name):
     np.testing.assert_allclose(expectation(name, DR_GRPO), look_up(name)[2] / 2, atol=2e-6)
 
@@ -144,6 +146,22 @@ def test_index_baseline_is_biased_where_the_policy_decides_when_to_stop():
     np.testing.assert_allclose(found[0], exact.reshape(mdps.STATES, -1)[0] / 2, atol=2e-6)
     np.testing.assert_allclose(found[1], exact.reshape(mdps.STATES, -1)[1] * go / 2, atol=2e-6)
     assert go < 0.5
+
+
+def test_bilevel_gae_errs_with_the_exact_critic_where_actions_choose_the_length_of_a_response():
+    """The bias is of λ < 1 alone, and none of it is seen where all responses of a state are equally long."""
+    late = bench.Variant("bilevel_gae", PLAIN | {"gamma_high": 1.0, "lam": 0.9}, "exact V")
+    assert late in bench.variants(["bilevel_gae"])
+    for name in LISTED:
+        exact = look_up(name)[2]
+        np.testing.assert_allclose(
+            expectation(name, late._replace(hyperparameters=late.hyperparameters | {"lam": 1.0})), exact, atol=2e-6
+        )
+        bias = np.linalg.norm(expectation(name, late) - exact) / np.linalg.norm(exact)
+        assert bias < 1e-5 if name != "short_or_long" else bias == pytest.approx(0.084, abs=5e-4)
+    case = bench.Case(late, "fixed", "on-policy")
+    row = row_of("short_or_long", case, until=bias / 1.5, most_batches=50 * PAIRS)
+    assert row["verdict"] == report.BIASED and row["bias_low"] <= bias <= row["bias_high"]
 
 
 def test_verdicts_from_samples():
