@@ -35,6 +35,8 @@ class Outcome(enum.StrEnum):
     ENV_FAILURE = "env_failure"
     ENGINE_FAILURE = "engine_failure"
     STALE = "stale"
+    FAILURE_AS_ZERO = "failure_as_zero"
+    """A `tool_failure` or `env_failure` after a step that, by `rollout.failures=zero`, counts as a return of 0."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +68,7 @@ POLICIES: Mapping[Outcome, OutcomePolicy] = {
     Outcome.ENV_FAILURE: OutcomePolicy("none", False, "drop"),
     Outcome.ENGINE_FAILURE: OutcomePolicy("none", False, "drop"),
     Outcome.STALE: OutcomePolicy("none", False, "drop"),
+    Outcome.FAILURE_AS_ZERO: OutcomePolicy("zero", False, "train"),
 }
 
 

@@ -304,6 +304,7 @@ def test_fault_9_every_outcome_says_what_becomes_of_it():
     assert set(POLICIES) == set(Outcome)
     assert {outcome for outcome in Outcome if POLICIES[outcome].training == "drop"} == failures
     assert {outcome for outcome in Outcome if POLICIES[outcome].reward == "none"} == failures
+    assert {outcome for outcome in Outcome if POLICIES[outcome].reward == "zero"} == {Outcome.FAILURE_AS_ZERO}
     assert {outcome for outcome in Outcome if POLICIES[outcome].bootstrap} == truncated
 
 
@@ -312,6 +313,7 @@ def test_total_reward_counts_what_the_outcome_lets_count():
     assert trajectory(**parts, rewards=[0.5, -2.0]).total_reward == -1.5
     assert trajectory(**parts, rewards=[0.5, -2.0], outcome=Outcome.MAX_STEPS).total_reward == -1.5
     assert trajectory(**parts, rewards=[0.5, None], outcome=Outcome.TOOL_FAILURE).total_reward == 0.0
+    assert trajectory(**parts, rewards=[0.5, None], outcome=Outcome.FAILURE_AS_ZERO).total_reward == 0.0
     assert trajectory(prompts=(), responses=(), rewards=[], outcome=Outcome.CONTEXT_OVERFLOW).total_reward == 0.0
 
 
