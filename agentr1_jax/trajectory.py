@@ -35,6 +35,8 @@ class Outcome(enum.StrEnum):
     ENV_FAILURE = "env_failure"
     ENGINE_FAILURE = "engine_failure"
     STALE = "stale"
+    FAILURE_AS_ZERO = "failure_as_zero"
+    """A `tool_failure` or `env_failure` after a step that, by `rollout.failures=zero`, counts as a return of 0."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +68,7 @@ POLICIES: Mapping[Outcome, OutcomePolicy] = {
     Outcome.ENV_FAILURE: OutcomePolicy("none", False, "drop"),
     Outcome.ENGINE_FAILURE: OutcomePolicy("none", False, "drop"),
     Outcome.STALE: OutcomePolicy("none", False, "drop"),
+    Outcome.FAILURE_AS_ZERO: OutcomePolicy("zero", False, "train"),
 }
 
 
@@ -162,11 +165,15 @@ class Step:
         one is too large.
       value_targets: likewise, what the critic was trained towards; NaN at tokens without a target.
       context_rule: name of the rule that built `prompt_ids`.
+      observation_tokens: number of ids at the end of `prompt_ids` that the environment made in answer to the step
+        before; all of them where the prompt holds nothing that was sampled. None where nobody said: then they are what
+        the prompt adds to the previous prompt + response, if it extends these (see `observation_tokens`).
       policy_version: number of updates the sampling parameters had seen.
       info: JSON for people; nothing is computed from it.
 
     Raises:
-      ValueError: there is not one log-probability, advantage, value or value target for each response id.
+      ValueError: there is not one log-probability, advantage, value or value target for each response id, or there are
+        more observation tokens than prompt ids.
     """
 
     prompt_ids: np.ndarray
@@ -188,6 +195,7 @@ class Step:
     values: np.ndarray | None = None
     value_targets: np.ndarray | None = None
     context_rule: str = "append"
+    observation_tokens: int | None = None
     policy_version: int = 0
     info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -199,6 +207,8 @@ class Step:
                 raise ValueError(
                     f"a step needs one {what} for each response id, and has {values.size} for {self.response_ids.size}"
                 )
+        if (self.observation_tokens or 0) > len(self.prompt_ids):
+            raise ValueError(f"a prompt of {len(self.prompt_ids)} ids has {self.observation_tokens} observation tokens")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -248,17 +258,23 @@ class Trajectory:
 
 
 def observation_tokens(trajectory: Trajectory) -> list[int]:
-    """Return the number of tokens that each step's prompt adds to the step before and that the policy did not sample.
+    """Return the number of ids at the end of each step's prompt that the environment made in answer to the step before.
 
-    They are the ids behind the longest common prefix with the previous prompt + response: under the rule `append` tool
-    results and template glue, under other rules also rewritten text. Where nothing is common, the first id does not
-    count, since no token stands before it that could predict it. The first step, whose prompt is the task, has 0.
+    They are tool results and template glue, never what the policy sampled, which most context rules show again: as many
+    as the step recorded. Of a prompt that holds nothing sampled they are what stands behind the longest prefix in
+    common with the previous prompt + response, without the first id of all, which no token predicts. Where nothing is
+    recorded, a prompt that extends these has what it adds, and any other one 0. The first step, whose prompt is the
+    task, has 0.
     """
     counts = [0] * len(trajectory.steps)
     for t, (before, step) in enumerate(itertools.pairwise(trajectory.steps), start=1):
         previous = np.concatenate([before.prompt_ids, before.response_ids])
-        known = max(common_prefix(step.prompt_ids, previous), 1)
-        counts[t] = max(len(step.prompt_ids) - known, 0)
+        known = common_prefix(step.prompt_ids, previous)
+        recorded = len(step.prompt_ids) if step.observation_tokens is None else step.observation_tokens
+        if recorded < len(step.prompt_ids):
+            counts[t] = recorded
+        elif step.observation_tokens is not None or known == len(previous):
+            counts[t] = max(len(step.prompt_ids) - max(known, 1), 0)
     return counts
 
 

@@ -178,9 +178,9 @@ def _reward(line: bytes) -> tuple[str, float | None]:
     record = json.loads(line)
     rewards = [step["reward"] for step in record["steps"]]
     counts = POLICIES[Outcome(record["outcome"])].reward
-    if counts == "none" or None in rewards:
-        return record["uid"], None
-    return record["uid"], float(sum(rewards)) if counts == "use" else 0.0
+    if counts == "zero":
+        return record["uid"], 0.0
+    return record["uid"], None if counts == "none" or None in rewards else float(sum(rewards))
 
 
 def _read_lines(path: str | os.PathLike[str], parse: Callable[[bytes], T]) -> Iterator[T]:

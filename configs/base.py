@@ -182,7 +182,8 @@ def _rollout(c: ConfigDict) -> None:
     c.rollout.temperature = 1.0  # Of sampling, and of the learner's log-probs.
     c.rollout.top_k = 0  # Sample among the k most likely ids only; 0 for all.
     c.rollout.top_p = 1.0  # Sample among the most likely ids of this probability mass only.
-    c.rollout.attempts = 2  # Attempts at a trajectory that fails by a fault of the infrastructure; then it is dropped.
+    c.rollout.attempts = 2  # Attempts at a trajectory that fails by a fault of the infrastructure.
+    c.rollout.failures = "drop"  # (drop | zero) What a failure of tool or environment counts as; docs/credit.md.
     c.rollout.staleness = 0  # RL batches by which rollouts may run ahead of the learner.
     c.rollout.dynamic_sampling_groups = 0  # Most further groups per batch, in place of zero-variance groups (DAPO).
     c.rollout.deterministic = False  # Wait for all tools before each cycle: a resumed run is then equal bit for bit.

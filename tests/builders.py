@@ -55,9 +55,10 @@ def trajectory(
         return rng.integers(0, VOCAB, rng.integers(least, most + 1)).astype(np.int32)
 
     opening = np.random.default_rng(group).integers(0, VOCAB, 2 + group % 4).astype(np.int32)
-    prompt, prompts, responses = opening, [], []
+    prompt, prompts, responses, observed, made = opening, [], [], None, []
     for count in tokens:
         prompts.append(prompt)
+        made.append(observed)
         responses.append(ids(count, count))
         rule = rng.choice(CONTEXTS[:-1]) if context == "mixed" else context
         old = np.concatenate([prompts[at := rng.integers(len(prompts))], responses[at]])
@@ -66,7 +67,8 @@ def trajectory(
             "window": np.concatenate([opening, responses[-1]]),
             "branch": old[: rng.integers(min(len(opening), len(old)), len(old) + 1)],
         }
-        prompt = np.concatenate([before[rule], ids(1, 3)]) if rule in before else ids(2, 5)
+        answer = ids(1, 3) if rule in before else ids(2, 5)
+        prompt, observed = np.concatenate([before.get(rule, answer[:0]), answer]), len(answer)
     final = {None: None, "steps": prompt, "response": np.concatenate([prompts[-1], responses[-1]])}[cut]
     outcome = {None: Outcome.ANSWERED, "steps": Outcome.MAX_STEPS, "response": Outcome.RESPONSE_TRUNCATED}[cut]
     return Trajectory(
@@ -76,8 +78,14 @@ def trajectory(
         task="test",
         seed=0,
         steps=tuple(
-            Step(p, r, rng.uniform(-4, 0, len(r)).astype(np.float32), reward=float(rng.integers(-4, 5)) / 8)
-            for p, r in zip(prompts, responses, strict=True)
+            Step(
+                p,
+                r,
+                rng.uniform(-4, 0, len(r)).astype(np.float32),
+                reward=float(rng.integers(-4, 5)) / 8,
+                observation_tokens=n,
+            )
+            for p, r, n in zip(prompts, responses, made, strict=True)
         ),
         outcome=outcome,
         final_prompt_ids=final,

@@ -102,6 +102,13 @@ def check_records(values: Any, name: str) -> tuple[dict[str, Any], ...]:
     return tuple(check_json(record, name) for record in values)
 
 
+def check_optional_count(value: Any, name: str) -> int | None:
+    plain = _from_numpy(value)
+    if plain is not None and (type(plain) is not int or plain < 0):
+        raise BoundaryError(f"{name} is {_show(value)}; it must be a whole number, 0 or more")
+    return plain
+
+
 def check_observation(observation: Any) -> Observation:
     if not isinstance(observation, Observation):
         raise BoundaryError(f"an observation is {_show(observation)}; it must be an Observation")
@@ -183,6 +190,7 @@ STEP_CHECKS = {
     "next_potential": check_reward,
     "trainable": check_flag,
     "context_rule": check_text,
+    "observation_tokens": check_optional_count,
     "info": check_object,
 }
 

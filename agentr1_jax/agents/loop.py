@@ -98,7 +98,8 @@ class EnvLoop:
     async def _run_episode(self, session: Session, env: Env, row: Row) -> None:
         budget = self.budget
         at = boundary.check_observation(await env.reset(row, session.seed))
-        history = History(self.render_opening(at), render_evidence=functools.partial(self._render_evidence, at))
+        render_evidence = functools.lru_cache(maxsize=1)(functools.partial(self._render_evidence, at))
+        history = History(self.render_opening(at), render_evidence=render_evidence)
         spent = 0
         last_sequence: np.ndarray | None = None  # Prompt + response of the newest step.
         steps = min(budget.max_steps, row.get("max_steps", budget.max_steps)) + budget.final_answer_step
@@ -135,6 +136,7 @@ class EnvLoop:
                 potential=at.potential,
                 next_potential=None if after is None else after.potential,
                 context_rule=self.rule.name,
+                observation_tokens=self._count_observation_tokens(history, prompt),
                 info={**transition.info, "finish_reason": completion.finish_reason},
             )
             last_sequence = np.concatenate([prompt, completion.ids])
@@ -162,6 +164,20 @@ class EnvLoop:
                 history = history.with_turn(turn)
             at = after
         session.finish(Outcome.MAX_STEPS, self._next(history, last_sequence), env.truncate())
+
+    def _count_observation_tokens(self, history: History, prompt: np.ndarray) -> int | None:
+        """Return `Step.observation_tokens` of a prompt: it ends with the newest observation, unless its rule differs.
+
+        Rules join ids, or show the evidence in an opening made anew, so that what ends the prompt is known, not sought.
+        """
+        if not history.turns:
+            return None
+        newest = history.turns[-1]
+        shown = newest.observation_ids
+        if self.rule.needs_evidence and newest.evidence is not None and history.render_evidence is not None:
+            shown = history.render_evidence(newest.evidence)
+        ends = len(shown) > 0 and np.array_equal(prompt[-len(shown) :], shown)
+        return len(shown) if ends else 0
 
     def _room(self, prompt: np.ndarray, spent: int) -> int:
         return min(self.budget.context_tokens - len(prompt), self.budget.trajectory_tokens - spent)

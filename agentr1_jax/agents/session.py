@@ -146,7 +146,9 @@ class Session:
         self.finish(outcome, final, metrics, {"error": reason})
 
     def fail(self, outcome: Outcome, error: BaseException) -> Trajectory:
-        """Return the trajectory up to the step in which `error` ended it."""
+        """Return the trajectory up to the step in which `error` ended it; the response of that step has no reward."""
+        if self._open is not None:
+            self._steps.append(self._open)
         self._trajectory = self._open = None
         self._generating = False
         self.finish(outcome, info={"error": boundary.describe_error(error)})

@@ -35,7 +35,7 @@ SCORES = Panel(
         ("eval", "eval/f1", PURPLE, "evaluation, F1"),
     ],
 )
-REWARD = Panel("Reward per trajectory", "", [("rl", "rollout/reward_mean", BLUE, "")])
+REWARD = Panel("Reward per trajectory", "", [("rl", "rollout/reward", BLUE, "")])
 STEPS = Panel("Steps per trajectory", "RL update", [("rl", "rollout/steps", INK, "")])
 COLUMNS = ([LOSS], [SCORES], [REWARD, STEPS])
 

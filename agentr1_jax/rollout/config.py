@@ -99,6 +99,7 @@ class RolloutConfig:
       groups: task rows per batch, over all processes.
       samples: trajectories per group.
       attempts: attempts at a trajectory that fails by the fault of a tool or environment; the last one stands.
+      failures: meaning of such a failure for training: `drop` the trajectory, or let it count as a return of `zero`.
       staleness: batches by which rollouts may run ahead of the learner; 0: each batch is sampled when it is needed.
       dynamic_sampling_groups: most further groups per batch in place of zero-variance groups (DAPO's dynamic sampling).
       tensor: devices that share the heads of a KV slot; the slots are sharded over the other devices of the process.
@@ -107,6 +108,7 @@ class RolloutConfig:
     groups: Count
     samples: Count
     attempts: Count = 1
+    failures: Literal["drop", "zero"] = "drop"
     staleness: Whole = 0
     dynamic_sampling_groups: Whole = 0
     tensor: Count = 1
@@ -130,7 +132,9 @@ class AttemptLimits:
     Attributes:
       attempts: attempts at a trajectory that fails by the fault of the infrastructure; the last one stands.
       seconds: most seconds per attempt, including tools and waiting for a slot; None for no limit.
+      failures: `zero` gives a trajectory that failed at last, and has a step, the outcome `failure_as_zero`.
     """
 
     attempts: Count = 1
     seconds: Positive | None = None
+    failures: Literal["drop", "zero"] = "drop"

@@ -295,7 +295,9 @@ async def _episode(
             if trajectory.outcome not in RETRIED:
                 break
         if failures:
-            return dataclasses.replace(trajectory, info={**trajectory.info, "failures": failures})
+            trajectory = dataclasses.replace(trajectory, info={**trajectory.info, "failures": failures})
+        if limits.failures == "zero" and trajectory.outcome in RETRIED and trajectory.steps:
+            return dataclasses.replace(trajectory, outcome=Outcome.FAILURE_AS_ZERO, final_prompt_ids=None)
         return trajectory
     finally:
         engine.release(lease)

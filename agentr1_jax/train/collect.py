@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal
 
 from absl import logging
 
@@ -46,6 +47,7 @@ class Request:
       samples: trajectories of each group.
       version: of the policy: updates that its parameters have seen.
       spare_prompts: further task rows, for dynamic sampling: groups in place of zero-variance groups.
+      failures: see `AttemptLimits`; those of an evaluation are dropped.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Request:
     sampling: SamplingConfig
     version: int
     spare_prompts: Sequence[int] = ()
+    failures: Literal["drop", "zero"] = "drop"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +138,7 @@ def group_batch(setup: Setup, request: Request, complete: Sequence[Group] = ()) 
 
 def start(setup: Setup, background: BackgroundEngine, request: Request, batch: GroupBatch) -> Work:
     """Start sampling the groups of a request that its batch lacks; the future is done when the batch is complete."""
-    limits = setup.settings.attempt_limits
+    limits = dataclasses.replace(setup.settings.attempt_limits, failures=request.failures)
     return start_batch(background, setup.agent, batch, sampling=request.sampling, limits=limits)
 
 
@@ -189,10 +192,11 @@ def add_greedy_returns(
     """
     groups = sorted({t.group for t in trajectories})
     prompts = range(first_prompt, first_prompt + max(groups, default=-1) + 1)
-    request = Request("greedy", "train", prompts, 1, SamplingConfig(0.0), version)
+    failures = setup.settings.rollout.failures
+    request = Request("greedy", "train", prompts, 1, SamplingConfig(0.0), version, failures=failures)
     batch = roll_out(setup, params, request, batch=GroupBatch(len(groups), task_groups(setup, request, groups)))
     assert batch is not None  # Nobody asks it to stop.
-    returns = {t.group: t.total_reward for (t,) in batch.complete if POLICIES[t.outcome].reward == "use"}
+    returns = {t.group: t.total_reward for (t,) in batch.complete if POLICIES[t.outcome].reward != "none"}
     return [dataclasses.replace(t, greedy_return=returns.get(t.group)) for t in trajectories]
 
 
@@ -237,6 +241,7 @@ class SynchronousRollouts:
             sampling=setup.settings.sampling,
             version=progress.update,
             spare_prompts=range(end, end + c.dynamic_sampling_groups),
+            failures=c.failures,
         )
         batch = group_batch(setup, request, self._complete)
         self._complete = batch.complete
@@ -323,7 +328,9 @@ class AsynchronousRollouts:
         for number in range(update, min(update + c.staleness + 1, settings.run.updates)):
             if number not in self._batches:
                 prompts = range(number * c.groups, (number + 1) * c.groups)
-                request = Request("rl", "train", prompts, c.samples, settings.sampling, version=number)
+                request = Request(
+                    "rl", "train", prompts, c.samples, settings.sampling, version=number, failures=c.failures
+                )
                 own = [prompts[position] for position in process_shard(c.groups)]
                 complete = [self._pending[prompt] for prompt in own if prompt in self._pending]
                 batch = group_batch(self._setup, request, complete)

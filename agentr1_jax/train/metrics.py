@@ -48,7 +48,7 @@ TRAJECTORIES = (
     Metric("return", "", "Undiscounted return of the environment.", "tabular environments"),
     Metric("turns_reached", "share", "User turns that ended in the right state.", "bfcl"),
     Metric("summary_score", "", "Score of the summaries.", "whereabouts with summaries"),
-    Metric("reward", "", "Return of a trajectory before shaping, where its rewards count."),
+    Metric("reward", "", "Return of a trajectory before shaping, where its rewards count; 0 of `failure_as_zero`."),
     Metric("reward/*", "", "Part of the return by its name."),
     Metric("steps", "", "Steps of a trajectory."),
     Metric("response_tokens", "tokens", "Sampled tokens of a trajectory."),

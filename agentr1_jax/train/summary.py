@@ -47,8 +47,10 @@ def _figures(t: Trajectory) -> Iterator[tuple[str, float]]:
         for kind in (t.row.get("kind"), t.row.get("task")):
             if kind is not None:
                 yield f"em_{kind}", t.metrics["em"]
-    if POLICIES[t.outcome].reward == "use":
+    counts = POLICIES[t.outcome].reward
+    if counts != "none":
         yield "reward", t.total_reward
+    if counts == "use":
         for part, value in totals(step.raw_reward_parts for step in t.steps).items():
             yield f"reward/{part}", value
     yield "steps", len(t.steps)

@@ -111,15 +111,19 @@ REFERENCE = Variant("step_gae", {"whiten": "none"}, critic="exact V")
 
 
 def variants(names: Sequence[str]) -> list[Variant]:
-    """Each scheme plain, as it is by default, and with one hyper-parameter changed at a time; plain is not whitened."""
+    """Each scheme plain, as it is by default, and with one hyper-parameter changed at a time; plain is not whitened.
+
+    With another λ it does not discount either, so that what is seen is the bias of λ alone.
+    """
     out = []
     for name in names:
         scheme = get_scheme(name)
         known = scheme.defaults
         plain = {"whiten": "none"} if known.get("whiten", "none") != "none" else {}
         others: list[Mapping[str, Any]] = [{}] if plain else []
-        others += [plain | {"lam": 0.9}] if "lam" in known else []
-        others += [plain | {key: 1.0} for key in ("gamma", "gamma_high") if known.get(key, 1) != 1]
+        undiscounted = {key: 1.0 for key in ("gamma", "gamma_high") if known.get(key, 1) != 1}
+        others += [plain | undiscounted | {"lam": 0.9}] if "lam" in known else []
+        others += [plain | {key: x} for key, x in undiscounted.items()]
         others += [{"norm": norm} for norm in ("mean_norm", "mean_std_norm") if known.get("norm", norm) != norm]
         others += [{"signal": "return", "outcome_weight": 0.0}] if {"signal", "outcome_weight"} <= set(known) else []
         critics = ("exact V", "const V") if scheme.needs_critic else (None,)

@@ -128,7 +128,34 @@ def revisits() -> Process:
     return Process("states seen again and again", (1, 0), table, seeded_logits(9), shift=1.4)
 
 
-PROCESSES = {"key_door": key_door, "stop_or_go": stop_or_go, "revisits": revisits}
+def short_or_long() -> Process:
+    """The first token of a response decides its length; two roads of two rooms pay for short or for long responses.
+
+    V at the last token of a response then stands at different places: before a short one its choice is still open.
+    `bilevel_gae` compares such values of successive steps, and with λ < 1 it errs even with the exact V.
+    """
+
+    def room(short: float, long: float, following: int) -> Mapping[Response, tuple[Result, ...]]:
+        noisy = ((0.5, long + 0.5, following), (0.5, long - 0.5, following))
+        return {(0,): ((1.0, short, following),), (1, 0): ((1.0, long, following),), (1, 1): noisy}
+
+    fork, brief, wordy, brief_again, wordy_again = range(5)
+    table: Table = {
+        fork: {(0,): ((1.0, 0.0, brief),), (1, 0): ((1.0, 0.0, wordy),), (1, 1): ((1.0, 0.0, wordy),)},
+        brief: room(1.0, 0.0, brief_again),
+        wordy: room(0.0, 1.0, wordy_again),
+        brief_again: room(1.0, 0.0, END),
+        wordy_again: room(0.0, 1.0, END),
+    }
+    return Process("actions choose the length of a response", (fork,), table, seeded_logits(0), shift=1.0)
+
+
+PROCESSES = {
+    "key_door": key_door,
+    "stop_or_go": stop_or_go,
+    "revisits": revisits,
+    "short_or_long": short_or_long,
+}
 
 
 def every_path(process: Process) -> Paths:

@@ -281,12 +281,13 @@ def test_calls_out_of_order_are_errors():
     assert [type(r) for r in asyncio.run(two(session()))] == [Completion, RuntimeError]
 
 
-def test_fault_9_a_broken_off_trajectory_keeps_its_finished_steps_and_its_error():
+def test_fault_9_a_broken_off_trajectory_keeps_its_steps_and_its_error():
     s = open_session()
     s.record(1.0)
     asyncio.run(s.generate([5], 1))
     t = s.fail(Outcome.ENV_FAILURE, OSError("disk full"))
-    assert t.outcome is Outcome.ENV_FAILURE and len(t.steps) == 1
+    assert t.outcome is Outcome.ENV_FAILURE and [step.reward for step in t.steps] == [1.0, None]
+    assert t.steps[1].prompt_ids.tolist() == [5] and len(t.steps[1].response_ids)
     assert t.info == {"error": "OSError: disk full"}
 
 

@@ -14,7 +14,7 @@ from agentr1_jax.agents.context import RULES, History, Turn, context_rule, regis
 from agentr1_jax.agents.loop import FINAL_REQUEST
 from agentr1_jax.credit.batch import flatten
 from agentr1_jax.envs.base import SUMMARY_REQUEST
-from agentr1_jax.trajectory import Outcome
+from agentr1_jax.trajectory import Outcome, common_prefix, observation_tokens
 
 STOP = TOKENIZER.stop_id
 OPENING = TOKENIZER.encode_template("<|im_start|>user\nwho?<|im_end|>\n<|im_start|>assistant\n")
@@ -118,6 +118,26 @@ def test_evidence_is_data_in_an_opening_made_anew():
     assert [FINAL_REQUEST in TOKENIZER.decode(s.prompt_ids) for s in t.steps] == [False, False, True]
     with pytest.raises(ValueError, match="'evidence' needs an environment that sets Observation.evidence"):
         play(["ab", "cd"], ScriptedEnv(SEEN, end=3), "evidence", **WIDE)
+
+
+@pytest.mark.parametrize(
+    "rule", ["append", "window(1)", "window(2)", "token_budget(40)", "strip_thinking", "summary(2)", "evidence"]
+)
+def test_what_the_policy_sampled_is_no_observation_whatever_the_rule_shows_again(rule):
+    """The mask ablations train these tokens: each observation once, and no response, though rules show them again."""
+    agent = loop(lambda: Showing(SEEN, end=4), rule, **WIDE)
+    t = run(dataclasses.replace(agent, tokenizer=Thinking()), ["abzqcd", "qme", "ing", "the", "ab"])
+    counts, newest = observation_tokens(t), iter(SEEN)
+    assert [s.observation_tokens for s in t.steps][0] is None and counts[0] == 0
+    for before, step, count in zip(t.steps, t.steps[1:], counts[1:], strict=False):
+        ids = step.prompt_ids.tolist()[-count:]
+        if step.info.get("summary"):
+            assert ids == REQUEST
+        elif rule == "evidence":  # Nothing was sampled; what the prompt before had is no news.
+            assert count == step.observation_tokens - common_prefix(step.prompt_ids, before.prompt_ids)
+        else:
+            assert ids == observed(next(newest))
+    assert len(t.steps) == (5 if rule == "summary(2)" else 4)
 
 
 REQUEST = CHAT.render_observation(SUMMARY_REQUEST, "user").tolist()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from agentr1_jax.train.metrics import METRICS
 
 ROOT = Path(__file__).parents[2]
 ORDER = "runtime text tools envs tasks agents policy rollout credit learner report train notebook contrib".split()
@@ -28,6 +31,16 @@ LEFT_OUT = {
     "agentr1_jax/credit/": "classes deviations streams",
 }
 """Folder -> words that its names do not use; names of BFCL's functions are given."""
+METRIC_READERS = (
+    "agentr1_jax/report/",
+    "agentr1_jax/runtime/",
+    "agentr1_jax/train/",
+    "experiments/ablat",
+    "experiments/credit",
+    "experiments/kill_test",
+    "experiments/train",
+)
+"""Beginnings of the paths of code that reads or writes metrics of a run."""
 TREES = {
     path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
     for folder in ("agentr1_jax", "configs", "experiments")
@@ -63,6 +76,16 @@ def names(tree: ast.Module) -> Iterator[str]:
             yield node.id
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield node.attr
+
+
+def literals(tree: ast.Module) -> Iterator[str]:
+    """Texts in a file, with `*` for what is formatted into them."""
+    inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "*" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
+            yield node.value
 
 
 def split_words(name: str) -> list[str]:
@@ -125,3 +148,18 @@ def test_left_out_words(folder: str) -> None:
         if words & set(split_words(name))
     }
     assert found == set()
+
+
+def test_metrics_that_are_read_are_among_those_that_are_written() -> None:
+    """Every text of the form `rollout/...` in code is a metric of the table, or the beginning of one."""
+    sections = {name.partition("/")[0] for name in METRICS if "/" in name}
+    named = re.compile(rf"({'|'.join(sections)})/[\w/*]*")
+    reading = {path: tree for path, tree in TREES.items() if path.startswith(METRIC_READERS)}
+    texts = {(path, text) for path, tree in reading.items() for text in literals(tree) if named.fullmatch(text)}
+    assert {("agentr1_jax/report/curves.py", "rollout/em"), ("experiments/train.py", "rollout/em")} <= texts
+    unknown = {
+        f"{path}: {text}"
+        for path, text in texts
+        if not any(fnmatch.fnmatchcase(text, m) or fnmatch.fnmatchcase(m, f"{text}*") for m in METRICS)
+    }
+    assert unknown == set()

@@ -83,6 +83,7 @@ def trajectories(draw):
                 values=draw(per_token(len(response), (np.float16, np.float32))),
                 value_targets=draw(per_token(len(response), (np.float16, np.float32))),
                 context_rule=draw(st.sampled_from(["append", "window(2)"])),
+                observation_tokens=draw(st.none() | st.integers(0, len(prompt))),
                 policy_version=draw(st.integers(0, 9)),
                 info=draw(info),
             )
@@ -303,6 +304,7 @@ def test_fault_9_every_outcome_says_what_becomes_of_it():
     assert set(POLICIES) == set(Outcome)
     assert {outcome for outcome in Outcome if POLICIES[outcome].training == "drop"} == failures
     assert {outcome for outcome in Outcome if POLICIES[outcome].reward == "none"} == failures
+    assert {outcome for outcome in Outcome if POLICIES[outcome].reward == "zero"} == {Outcome.FAILURE_AS_ZERO}
     assert {outcome for outcome in Outcome if POLICIES[outcome].bootstrap} == truncated
 
 
@@ -311,6 +313,7 @@ def test_total_reward_counts_what_the_outcome_lets_count():
     assert trajectory(**parts, rewards=[0.5, -2.0]).total_reward == -1.5
     assert trajectory(**parts, rewards=[0.5, -2.0], outcome=Outcome.MAX_STEPS).total_reward == -1.5
     assert trajectory(**parts, rewards=[0.5, None], outcome=Outcome.TOOL_FAILURE).total_reward == 0.0
+    assert trajectory(**parts, rewards=[0.5, None], outcome=Outcome.FAILURE_AS_ZERO).total_reward == 0.0
     assert trajectory(prompts=(), responses=(), rewards=[], outcome=Outcome.CONTEXT_OVERFLOW).total_reward == 0.0
 
 

@@ -96,6 +96,13 @@ def test_the_outcome_table_decides_on_reward_and_training(monkeypatch):
     np.testing.assert_array_equal(streams.truncated, [True, False])
 
 
+def test_a_failure_as_zero_is_an_end_with_a_return_of_zero():
+    failed = one(Outcome.FAILURE_AS_ZERO, rewards=(0.5, None))
+    ended = one(Outcome.ANSWERED, rewards=(0.0, 0.0))
+    for field in dataclasses.fields(FlatTrajectories):
+        np.testing.assert_array_equal(getattr(flatten([failed]), field.name), getattr(flatten([ended]), field.name))
+
+
 def test_rewards_of_tokens_count_in_what_a_trajectory_is_worth():
     trajectories = fixed_batch("append")
     rewards = np.arange(len(flatten(trajectories).logprobs), dtype=np.float32) / 8

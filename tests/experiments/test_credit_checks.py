@@ -117,7 +117,8 @@ def test_greedy_rollouts_are_of_the_rows_of_the_batch(monkeypatch):
 
     def roll_out(setup, params, request, *, batch):
         assert (request.sampling.temperature, request.version, batch.size) == (0, 7, len(batch.tasks))
-        outcomes = {1: Outcome.ANSWERED, 5: Outcome.ENV_FAILURE}
+        assert request.failures == "drop"  # As the config says.
+        outcomes = {1: Outcome.ANSWERED, 5: Outcome.ENV_FAILURE, 6: Outcome.FAILURE_AS_ZERO}
         for task in batch.tasks:
             asked.append((task.row, [name.uid for name in task.identities]))
             group = task.identities[0].group
@@ -128,12 +129,12 @@ def test_greedy_rollouts_are_of_the_rows_of_the_batch(monkeypatch):
     monkeypatch.setattr(collect, "roll_out", roll_out)
     some = types.SimpleNamespace(name="t", row=lambda split, index: (split, index))
     setup = types.SimpleNamespace(settings=read_settings(quickstart.get_config()), task=some)
-    batch = [trajectory(np.random.default_rng(1), [1], group=group, sample=i) for group in (1, 5) for i in range(2)]
+    batch = [trajectory(np.random.default_rng(1), [1], group=group, sample=i) for group in (1, 5, 6) for i in range(2)]
     out = collect.add_greedy_returns(setup, {}, batch, 40, version=7)
-    assert [row for row, _ in asked] == [("train", 41), ("train", 45)]
-    assert len({uid for _, uids in asked for uid in uids}) == 2
+    assert [row for row, _ in asked] == [("train", 41), ("train", 45), ("train", 46)]
+    assert len({uid for _, uids in asked for uid in uids}) == 3
     reward = trajectory(np.random.default_rng(0), [2], group=1).total_reward
-    assert [t.greedy_return for t in out] == [reward, reward, None, None]
+    assert [t.greedy_return for t in out] == [reward, reward, None, None, 0.0, 0.0]
     assert collect.add_greedy_returns(setup, {}, [], 40, version=7) == []
 
 

@@ -18,6 +18,7 @@ import learners
 import numpy as np
 import pages
 import pytest
+import reference
 import tiny
 from builders import LONGEST, trajectory
 from examples import POLICY, parameters
@@ -26,10 +27,11 @@ from small_runs import ROOT, train
 
 from agentr1_jax.credit import SCHEMES as REGISTRY
 from agentr1_jax.credit import get_scheme
+from agentr1_jax.credit.batch import flatten
 from agentr1_jax.credit.shaping import RunningMeanStd
 from agentr1_jax.errors import UserError
 from agentr1_jax.learner.batch import to_microbatches
-from agentr1_jax.learner.config import PackingConfig
+from agentr1_jax.learner.config import AGGREGATES, PackingConfig
 from agentr1_jax.learner.packing import pack, scatter_fields
 from agentr1_jax.learner.update import batch_gradient
 from agentr1_jax.report import credit as stats
@@ -58,6 +60,23 @@ SCHEMES = {
 
 def schemes():
     return {label: get_scheme(name, **args) for label, (name, args) in SCHEMES.items()}
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+def test_steps_that_are_not_trained_have_no_weight(aggregate):
+    """Summaries that are left out of the loss: the flag is the step's, and the weights are those of a plain loop."""
+    rng = np.random.default_rng(0)
+    made = [trajectory(rng, tokens, group=group) for tokens, group in (([2, 3, 1], 0), ([1, 4], 0), ([2], 1))]
+    made[0] = learners.with_step(made[0], 1, trainable=False)
+    made[1] = learners.with_step(made[1], 0, trainable=False)
+    flat = flatten(made)
+    setup = learners.make({"loss.fixed_denominator": 3.0}).setup
+    found = effects.token_weights(setup, flat, aggregate)
+    trained = [s.trainable for t in made for s in t.steps for _ in s.response_ids]
+    units = (flat.token_step.tolist(), flat.token_trajectory.tolist(), flat.group[flat.token_trajectory].tolist())
+    one_hot = np.eye(len(trained))
+    expected = [reference.aggregate(aggregate, row.tolist(), *units, trained, 3.0) for row in one_hot]
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 def test_correlations_by_hand():

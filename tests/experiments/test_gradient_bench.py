@@ -25,6 +25,8 @@ from experiments.credit import estimates, mdps
 
 PAIRS = 7300
 """Batches in every test that credits or differentiates, so that they share compiled programs."""
+LISTED = ("stop_or_go", "key_door", "short_or_long")
+"""Processes with at most so many pairs of trajectories of a row, so that expectations are sums over all."""
 PLAIN = {"whiten": "none"}
 UNBIASED = (
     bench.Variant("reinforce", PLAIN, None),
@@ -60,9 +62,17 @@ def score_gradient(paths, logits):
     return (mdps.probabilities(paths, log_pi) * paths.outcome / paths.rows) @ score
 
 
+def fails(paths):
+    """Paths of `stop_or_go` that go on twice and get nothing, as if by a failure of the infrastructure."""
+    return (paths.action[:, 1, 0] % mdps.VOCABULARY == 1) & (paths.outcome == 0)
+
+
 @functools.cache
-def every_pair(name, shift=0.0):
-    """All groups of two samples of one row, laid out, and the probability of each; padded to PAIRS."""
+def every_pair(name, shift=0.0, drops=False):
+    """All groups of two samples of one row, laid out, and the probability of each; padded to PAIRS.
+
+    With `drops`, paths that fail are dropped from their groups: padding is in their place.
+    """
     process, paths, _ = look_up(name)
     old = mdps.old_logits(process, shift)
     p = mdps.probabilities(paths, mdps.log_policy(old))
@@ -73,6 +83,14 @@ def every_pair(name, shift=0.0):
     greedy = np.bincount(paths.row, mdps.greedy_probabilities(paths, old) * paths.outcome)
     pairs = np.pad(pairs, ((0, rest), (0, 0)))
     sample = estimates.gather(paths, old, pairs, greedy[paths.row[pairs]], samples=2)
+    if drops:
+        out = fails(paths)[pairs]
+        sample = sample.replace(
+            action=jnp.where(out[..., None, None], -1, sample.action),
+            state=jnp.where(out[..., None], -1, sample.state),
+            reward=jnp.where(out[..., None], 0, sample.reward),
+            group=jnp.where(out, 2, sample.group),
+        )
     return (*estimates.lay_out(sample), np.pad(likelihood, (0, rest)))
 
 
@@ -92,9 +110,9 @@ def estimate(name, variant, batch, loss_tokens, aggregate="fixed", config=bench.
     return bench.estimate(config, look_up(name)[0].logits, loss_tokens, bench.advantages(variant, batch), share)
 
 
-def expectation(name, variant):
+def expectation(name, variant, drops=False):
     """E ĝ of one group of two samples, without chance."""
-    batch, loss_tokens, likelihood = every_pair(name)
+    batch, loss_tokens, likelihood = every_pair(name, drops=drops)
     return likelihood @ estimate(name, variant, batch, loss_tokens).astype(np.float64)
 
 
@@ -125,13 +143,13 @@ def test_values_are_those_of_the_policy(name):
         np.testing.assert_allclose(values[here, 1, 0], p[here] @ future / p[here].sum())
 
 
-@pytest.mark.parametrize("name", ["stop_or_go", "key_door"])
+@pytest.mark.parametrize("name", LISTED)
 @pytest.mark.parametrize("variant", UNBIASED, ids=lambda v: v.label)
 def test_unbiased_exactly(name, variant):
     np.testing.assert_allclose(expectation(name, variant), look_up(name)[2], atol=2e-6)
 
 
-@pytest.mark.parametrize("name", ["stop_or_go", "key_door"])
+@pytest.mark.parametrize("name", LISTED)
 def test_grpo_without_std_is_shrunk_by_the_share_of_the_others(name):
     np.testing.assert_allclose(expectation(name, DR_GRPO), look_up(name)[2] / 2, atol=2e-6)
 
@@ -155,6 +173,55 @@ def test_the_mean_of_an_action_moves_the_policy_as_its_visits_do(name):
         for scheme, hyper in (("rtmc", {"gamma": 1.0}), ("gigpo", {"gamma": 1.0}), ("dr_grpo", {}))
     }
     np.testing.assert_allclose(of_scheme["rtmc"], of_scheme["gigpo"] - of_scheme["dr_grpo"], atol=1e-5)
+
+
+def test_bilevel_gae_errs_with_the_exact_critic_where_actions_choose_the_length_of_a_response():
+    """The bias is of λ < 1 alone, and none of it is seen where all responses of a state are equally long."""
+    late = bench.Variant("bilevel_gae", PLAIN | {"gamma_high": 1.0, "lam": 0.9}, "exact V")
+    assert late in bench.variants(["bilevel_gae"])
+    for name in LISTED:
+        exact = look_up(name)[2]
+        np.testing.assert_allclose(
+            expectation(name, late._replace(hyperparameters=late.hyperparameters | {"lam": 1.0})), exact, atol=2e-6
+        )
+        bias = np.linalg.norm(expectation(name, late) - exact) / np.linalg.norm(exact)
+        assert bias < 1e-5 if name != "short_or_long" else bias == pytest.approx(0.084, abs=5e-4)
+    case = bench.Case(late, "fixed", "on-policy")
+    row = row_of("short_or_long", case, until=bias / 1.5, most_batches=50 * PAIRS)
+    assert row["verdict"] == report.BIASED and row["bias_low"] <= bias <= row["bias_high"]
+
+
+@pytest.mark.parametrize(
+    ("variant", "bias"),
+    [
+        (bench.Variant("reinforce", PLAIN, None), 0.0),  # Nothing is subtracted, and nothing times 0 is missing.
+        (bench.Variant("rloo", {}, None), 0.182),
+        (bench.Variant("state_baseline", {}, None), 0.221),
+        (bench.REFERENCE, 0.232),
+        (bench.Variant("step_gae", PLAIN, "const V"), 0.244),
+    ],
+    ids=lambda x: getattr(x, "label", x),
+)
+def test_failures_that_are_dropped_bias_the_gradient_and_those_that_count_as_zero_do_not(variant, bias):
+    """Where going on may fail, J pays 0 then; what is left without failures has the gradient of E[R | no failure]."""
+    process, paths, exact = look_up("stop_or_go")
+    np.testing.assert_allclose(expectation("stop_or_go", variant), exact, atol=2e-6)
+    found = expectation("stop_or_go", variant, drops=True)
+    assert np.linalg.norm(found - exact) / np.linalg.norm(exact) == pytest.approx(bias, abs=1e-3)
+    if variant.scheme == "rloo":
+
+        def given_success(logits):
+            p = mdps.probabilities(paths, mdps.log_policy(logits)) * ~fails(paths)
+            return p @ paths.outcome / p.sum()
+
+        moves = 1e-5 * np.eye(exact.size).reshape(exact.size, *process.logits.shape)
+        slope = np.array(
+            [(given_success(process.logits + e) - given_success(process.logits - e)) / 2e-5 for e in moves]
+        )
+        cosine = found @ slope / np.linalg.norm(found) / np.linalg.norm(slope)
+        assert cosine == pytest.approx(1, abs=1e-6) and found @ exact / np.linalg.norm(found) < 0.995 * np.linalg.norm(
+            exact
+        )
 
 
 def test_verdicts_from_samples():

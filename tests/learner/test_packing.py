@@ -42,15 +42,18 @@ class Token:
 
 
 def stream(trajectories):
-    """All loss tokens: of each step what its prompt has beyond the step before, then its response."""
+    """All loss tokens: of each step the answer that ends its prompt, then its response.
+
+    Of a prompt that is all answer, as after a rewrite, what it has in common with the step before is no news.
+    """
     out, number = [], 0
     for i, t in enumerate(trajectories):
         previous = None
         for s in t.steps:
             prompt, response = s.prompt_ids.tolist(), s.response_ids.tolist()
             ids = prompt + response
-            begin = len(prompt)
-            if previous is not None:
+            begin = len(prompt) - (s.observation_tokens or 0)
+            if previous is not None and begin == 0:
                 same = [one == other for one, other in zip(prompt, previous, strict=False)]
                 begin = max([*same, False].index(False), 1)
             logprobs = [None] * len(prompt) + s.logprobs.tolist()
@@ -270,7 +273,7 @@ def test_what_cannot_be_packed_is_an_error(one, row, message):
 
 @quick
 @given(batches())
-def test_observation_tokens_are_what_a_prompt_adds_to_the_step_before(trajectories):
+def test_observation_tokens_are_those_that_the_environment_made(trajectories):
     for t in trajectories:
         expected = [0] * len(t.steps)
         for token in stream([t]):
@@ -279,12 +282,32 @@ def test_observation_tokens_are_what_a_prompt_adds_to_the_step_before(trajectori
 
 
 @pytest.mark.parametrize(
-    ("prompt", "count"), [([1, 2, 3, 7, 8], 2), ([1, 2], 0), ([1, 9, 9], 2), ([9, 9, 9], 2), ([9], 0), ([], 0)]
+    ("prompt", "recorded", "count"),
+    [
+        ([1, 2, 3, 7, 8], None, 2),  # It extends the step before.
+        ([1, 2, 3, 7, 8], 1, 1),
+        ([1, 3, 7, 8], None, 0),  # Nobody knows which of these ids the policy sampled.
+        ([1, 3, 7, 8], 2, 2),
+        ([1, 2, 7], 1, 1),
+        ([1, 2], 0, 0),
+        ([1, 9, 9], 3, 2),  # Nothing was sampled; a first token has nothing before it that predicts it.
+        ([9, 9, 9], 3, 2),
+        ([9], 1, 0),
+        ([], None, 0),
+        ([], 0, 0),
+    ],
 )
-def test_the_first_token_of_a_context_is_no_observation(prompt, count):
-    """After the prompt [1, 2] and the response [3]; a first token has nothing before it that predicts it."""
-    assert observation_tokens(of_steps(([1, 2], [3]), (prompt, [3]))) == [0, count]
+def test_observation_tokens_by_hand(prompt, recorded, count):
+    """After the prompt [1, 2] and the response [3]."""
+    made = of_steps(([1, 2], [3]), (prompt, [3]))
+    step = dataclasses.replace(made.steps[1], observation_tokens=recorded)
+    assert observation_tokens(dataclasses.replace(made, steps=(made.steps[0], step))) == [0, count]
     assert observation_tokens(of_steps()) == []
+
+
+def test_a_prompt_has_no_more_observation_tokens_than_ids():
+    with pytest.raises(ValueError, match="a prompt of 2 ids has 3 observation tokens"):
+        Step(np.int32([1, 2]), np.int32([3]), np.float32([0]), observation_tokens=3)
 
 
 def test_observation_tokens_count_as_loss_tokens_of_their_step():

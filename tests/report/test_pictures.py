@@ -84,7 +84,7 @@ def sample_records(updates=40):
         for k in range(200)
     ]
     rl = [
-        {"phase": "rl", "update": k, "rollout/em": k / updates, "rollout/reward_mean": -k, "rollout/steps": 3.4}
+        {"phase": "rl", "update": k, "rollout/em": k / updates, "rollout/reward": -k, "rollout/steps": 3.4}
         for k in range(updates)
     ]
     points = [(0, 0.31), (updates // 2, 0.86), (updates, 0.94)]

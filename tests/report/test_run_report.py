@@ -121,6 +121,10 @@ def test_rewards_are_read_as_trajectories_have_them(stored: Path, tmp_path: Path
     record = trajectory_io.to_json(dropped) | {"outcome": "tool_failure"}
     write_jsonl(tmp_path / "one.jsonl.gz", [trajectory_io.from_json(record)])
     assert list(read_rewards(tmp_path / "one.jsonl.gz")) == [("rl/000003/5", None)]
+    unknown = [{**step, "reward": None} for step in record["steps"]]
+    counted = trajectory_io.from_json(record | {"outcome": "failure_as_zero", "steps": unknown})
+    write_jsonl(tmp_path / "one.jsonl.gz", [counted])
+    assert list(read_rewards(tmp_path / "one.jsonl.gz")) == [("rl/000003/5", 0.0)] and counted.total_reward == 0
 
 
 @pytest.mark.parametrize("selection", [Selection(), Selection(updates=(1,), worst=3), Selection(group=17)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import dataclasses
 
 import numpy as np
 import pytest
@@ -216,7 +217,7 @@ def test_fault_9_an_exception_ends_its_own_trajectory_only(slots, caplog):
         blamed = Outcome.ENGINE_FAILURE if fault == "bad prompt" else Outcome.ENV_FAILURE
         assert t.outcome is blamed and POLICIES[t.outcome].training == "drop"
         assert t.info["error"].startswith(FAULTS[fault]) and t.uid in caplog.text
-        assert len(t.steps) == (fault == "after a step")
+        assert [s.reward for s in t.steps] == [1.0, None] * (fault == "after a step")
     assert all_ids(out[5:]) == all_ids(healthy[5:])
     assert_exact([t for t in out if t.steps])
 
@@ -286,3 +287,19 @@ def test_the_last_attempt_stands_and_a_request_that_cannot_be_served_is_not_made
     assert refused.outcome is Outcome.ENGINE_FAILURE and len(refused.steps) == 1
     assert agent.attempts == {"t/0": 2, "t/1": 1}
     assert refused.info["failures"] == [f"engine_failure: {refused.info['error']}"]
+
+
+def test_a_failure_may_count_as_zero_where_it_came_after_a_step():
+    """It then makes a difference within its group; what no action did, and what has no step, is dropped as before."""
+    bad = [("agent", 2), ("tool", 2), ("agent", 1), ("bad prompt", 1)]
+    rows = [row | {"bad": n, "how": how} for row, (how, n) in zip(MANY, bad, strict=False)]
+    limits = AttemptLimits(attempts=2, failures="zero")
+    agent, tool, recovered, refused = sampled(rows, agent=Recovering(), limits=limits)
+    assert agent.outcome is tool.outcome is Outcome.FAILURE_AS_ZERO
+    assert agent.info["failures"] == ["env_failure: OSError: attempt 0", "env_failure: OSError: attempt 1"]
+    assert tool.final_prompt_ids is None and [s.reward for s in (*agent.steps, *tool.steps)] == [None, 0.0]
+    assert recovered.outcome is Outcome.ENV_DONE and refused.outcome is Outcome.ENGINE_FAILURE
+    (early,) = sampled([MANY[0] | {"fault": "at once"}], agent=Unreliable(), limits=limits)
+    assert early.outcome is Outcome.ENV_FAILURE and not early.steps
+    won = dataclasses.replace(recovered, steps=[dataclasses.replace(recovered.steps[0], reward=1.0)])
+    assert not is_zero_variance([won, agent]) and is_zero_variance([won, early])

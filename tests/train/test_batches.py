@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import json
 import types
 
 import jax
+import numpy as np
 import pytest
 import tiny
 from hypothesis import given, settings
@@ -19,12 +21,14 @@ from schedules import POLICY, Planned, all_ids, assert_exact, engine_of, planned
 
 from agentr1_jax.credit.shaping import RunningMeanStd
 from agentr1_jax.errors import UserError
+from agentr1_jax.rollout.config import SamplingConfig
 from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.train.build import Setup
-from agentr1_jax.train.collect import AsynchronousRollouts, SynchronousRollouts, policy_ages
+from agentr1_jax.train.collect import AsynchronousRollouts, Request, SynchronousRollouts, policy_ages, roll_out
 from agentr1_jax.train.phases import Examples, make_documents
 from agentr1_jax.train.progress import Progress, read_progress
+from agentr1_jax.train.summary import trajectory_means
 from agentr1_jax.trajectory import Outcome, Trajectory
 from configs import base
 from experiments.setup import read_settings
@@ -44,12 +48,12 @@ class Rows:
         return planned([visit % 60, 7], {"max_tokens": 6, "delay": self.delays[visit % len(self.delays)]}, {})
 
 
-def setup_of(staleness, delays=(None,), agent=None):
+def setup_of(staleness, delays=(None,), agent=None, **rollout):
     """The parts of a run that batches need; the parameters of an update are those of the seed of its number."""
     engine, _ = engine_of(3)
     config = base.get_config("hopworld")
     changes = {"groups": GROUPS, "samples": SAMPLES, "staleness": staleness, "attempts": 1}
-    config.rollout.update(changes)
+    config.rollout.update(changes | rollout)
     config.policy.preset, config.updates, config.seed = "tiny", UPDATES, 0
     # Laid out as the engine was compiled for, which other tests share; else it compiles its programs again.
     layout = NamedSharding(tiny.mesh(1), P())
@@ -66,6 +70,16 @@ def setup_of(staleness, delays=(None,), agent=None):
         rollout_params=rollout_params,
         tool_metrics=ToolMetrics(),
     )
+
+
+class Breaking(Planned):
+    """An environment breaks on the response of every second sample."""
+
+    async def run(self, session, row):
+        if session.identity.sample % 2:
+            await session.generate(np.int32(row["opening"]), 4)
+            raise OSError("gone")
+        await super().run(session, row)
 
 
 class Stop:
@@ -284,3 +298,20 @@ def test_documents_hold_every_token_once_and_none_is_too_long():
     assert bytes(itertools.chain(*(response[:-1] for _, response in said))).decode() == "".join(texts)
     assert len(documents) == 6 == len({t.uid for t in documents}) == len({t.group for t in documents})
     assert all(t.outcome is Outcome.ENV_DONE and t.total_reward == 0 for t in documents)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_failures_count_as_zero_in_batches_of_rl_alone(staleness):
+    setup = setup_of(staleness, agent=Breaking(), failures="zero")
+    if staleness:
+        with contextlib.closing(AsynchronousRollouts(setup, params_of(0), 0)) as source:
+            batch = take(source, 0)
+    else:
+        batch = take(SynchronousRollouts(setup), 0)
+    assert [t.outcome for t in batch] == [Outcome.ENV_DONE, Outcome.FAILURE_AS_ZERO] * GROUPS
+    assert_exact(batch)
+    means = trajectory_means(batch)
+    assert means["reward"] == sum(t.total_reward for t in batch[::2]) / len(batch) > 0
+    request = Request("eval_0", "train", range(1), 2, SamplingConfig(), 0)
+    ((_, failed),) = roll_out(setup, params_of(0), request).complete
+    assert failed.outcome is Outcome.ENV_FAILURE

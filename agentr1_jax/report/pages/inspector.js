@@ -242,7 +242,7 @@ function endNode(trajectory, final, scale) {
 }
 
 function outcomeChip(trajectory) {
-  const kind = trajectory.policy.training === "drop" ? "bad" : trajectory.policy.bootstrap || trajectory.outcome === "parse_failure" ? "warn" : "plain";
+  const kind = trajectory.policy.training === "drop" || trajectory.policy.reward === "zero" ? "bad" : trajectory.policy.bootstrap || trajectory.outcome === "parse_failure" ? "warn" : "plain";
   return chip(kind, trajectory.outcome.replaceAll("_", " "));
 }
 
