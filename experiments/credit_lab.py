@@ -14,7 +14,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from absl import flags
@@ -42,7 +42,7 @@ from experiments.lab.study import (
     study,
     visible_difference,
 )
-from experiments.lab.training import EVERY, VALUE_RATE
+from experiments.lab.training import EVERY, VALUE_RATE, PolicyKind
 
 WANTED = flags.DEFINE_list("schemes", ["all"], "credit schemes, or all")
 FILE = flags.DEFINE_string("credit_file", "", "a Python file with schemes of one's own, as credit.file in a config")
@@ -93,7 +93,7 @@ def describe_process(name: str, results: Sequence[Result], pairs: Sequence[Pair]
 
 
 def matrices(names: Sequence[str], pairs: Sequence[Pair]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean probability of improvement, and the number of processes with a difference, for each two schemes."""
+    """Return for each two schemes the mean probability of improvement, and the number of processes with a difference."""
     shape = (len(names), len(names))
     total, count, different = np.zeros(shape), np.zeros(shape), np.zeros(shape)
     for pair in pairs:
@@ -112,39 +112,51 @@ def trainings(results: Sequence[Result]) -> Iterator[dict[str, Any]]:
         for seed, (area, end, reached) in enumerate(zip(r.area, r.share[:, -1], r.reached, strict=True)):
             chosen = {"lr": r.choice.rate, "arguments": str(dict(r.choice.arguments))}
             there = "" if math.isinf(reached) else int(reached)
-            yield {"process": r.process, "scheme": r.scheme, "seed": seed, "area": area, "end": end, "reached": there, **chosen}
+            yield {
+                "process": r.process,
+                "scheme": r.scheme,
+                "seed": seed,
+                "area": area,
+                "end": end,
+                "reached": there,
+                **chosen,
+            }
 
 
 def mean_curves(results: Sequence[Result], trajectories: int) -> Iterator[dict[str, Any]]:
     """Yield a line for each update of each scheme on each process."""
     for r in results:
-        for update, (mean, low, high) in enumerate(zip(*t_interval(r.share, axis=0), strict=True)):
+        for update, (mean, low, high) in enumerate(zip(*map(np.atleast_1d, t_interval(r.share, axis=0)), strict=True)):
             place = {"process": r.process, "scheme": r.scheme, "update": update, "trajectories": update * trajectories}
             yield {**place, "share": mean, "low": low, "high": high}
 
 
 def checklist(plan: Plan, results: Sequence[Result]) -> Mapping[str, str]:
     """Return what a report on credit assignment should say, and what this one does."""
+    horizons = [make_process(r.process).horizon for r in results]
+    own = ", ".join(f"{scheme}: {name}" for scheme, (name, _) in OWN.items())
     return {
-        "granularity": "an action is a response of one token: token and step are one, and schemes differ by what they compare",
-        "environments": "finite decision processes, known exactly; noise, horizon and what is observed differ between them",
-        "bifurcation": "the process `bifurcation`: one decisive step among decoys whose true advantage is 0",
-        "horizon": f"{min(make_process(r.process).horizon for r in results)} to {max(make_process(r.process).horizon for r in results)} steps",
+        "granularity": "an action is a response of one token, which is a step; schemes differ by what they compare",
+        "environments": "finite decision processes, known exactly; noise, horizon and what is observed differ",
+        "bifurcation": "the process `bifurcation`: one decisive step among decoys, whose true advantage is 0",
+        "horizon": f"{min(horizons)} to {max(horizons)} steps",
         "policy": f"{plan.policy}; uniform at first",
-        "optimiser": "Adam (.9, .99), one update a batch, loss summed over tokens and divided by trajectories",
-        "critic": f"of the same kind as the policy, of its own, Adam at {VALUE_RATE:g}; it sees what the policy sees",
-        "hyper-parameters": f"{plan.budget} candidates for each scheme and process, by mean area over {plan.tuning_seeds} seeds that are not "
-        "reported; learning rate, and of some schemes one argument (" + ", ".join(f"{k}: {v[0]}" for k, v in OWN.items()) + ")",
-        "samples": f"{plan.updates} batches of {plan.groups} x {plan.samples} trajectories; curves are against trajectories",
+        "optimiser": "Adam (.9, .99), one update a batch; the loss is summed over tokens, divided by trajectories",
+        "critic": f"one of its own, of the policy's kind; it sees what the policy sees; Adam at {VALUE_RATE:g}",
+        "hyper-parameters": f"{plan.budget} candidates for each scheme and process, by the mean area over "
+        f"{plan.tuning_seeds} seeds that are not reported: learning rates, times what some schemes have ({own})",
+        "samples": f"{plan.updates} batches of {plan.groups} x {plan.samples} trajectories",
         "seeds": f"{plan.seeds}, the same numbers for all schemes; intervals are Student's",
-        "tests": f"Mann-Whitney on the areas, Holm's correction over all pairs of a process, level {LEVEL:g}",
-        "extra compute": "remax also rolls out greedily; critics are trained where a scheme has one; neither counts as samples",
+        "tests": f"Mann-Whitney on the areas; Holm's correction over all pairs of a process, level {LEVEL:g}",
+        "extra compute": "remax rolls out greedily, too, and some schemes train a critic; neither counts as samples",
         "truth": f"A of the policy and Q* by dynamic programming; alignment at every {EVERY}th update",
-        "what it cannot say": "how schemes fare with long responses, shared parameters of a large model, or a learned state key",
+        "what it cannot say": "how schemes fare with long responses, or with the shared parameters of a large model",
     }
 
 
-def write(folder: str, plan: Plan, results: Sequence[Result], pairs: Sequence[Pair], notes: Sequence[str], seconds: float) -> str:
+def write(
+    folder: str, plan: Plan, results: Sequence[Result], pairs: Sequence[Pair], notes: Sequence[str], seconds: float
+) -> str:
     """Write tables, pictures and page; return the path of the page."""
     os.makedirs(folder, exist_ok=True)
     write_csv(os.path.join(folder, "lab.csv"), list(trainings(results)))
@@ -193,7 +205,7 @@ def finding(by_process: Sequence[Mapping[str, Any]]) -> str:
     if several:
         return f"Pairs of schemes are told apart, after correction, on {', '.join(several)}."
     seen = max(line["would have been seen"] for line in by_process)
-    return f"No process tells three pairs of schemes apart; a difference of {seen:.2f} in area would have been seen on each."
+    return f"No process tells three pairs apart; a difference of {seen:.2f} in area would have been seen on each."
 
 
 def main(argv: Sequence[str]) -> None:
@@ -207,7 +219,7 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"--processes is empty; choose some of {', '.join(PROCESSES)}, or all")
     processes = {name: make_process(name) for name in wanted}
     sizes = UPDATES.value, GROUPS.value, SAMPLES.value
-    plan = Plan(SEEDS.value, TUNING.value, BUDGET.value, *sizes, POLICY.value, SEED.value)
+    plan = Plan(SEEDS.value, TUNING.value, BUDGET.value, *sizes, cast(PolicyKind, POLICY.value), SEED.value)
     console, started = Console(), time.monotonic()
     total = len(schemes) * len(processes)
     with progress_bar("credit lab", 0, total, True) as show_progress:
@@ -226,13 +238,15 @@ def main(argv: Sequence[str]) -> None:
         name, process = next(iter(processes.items()))
         rate = false_positives(schemes[0], process, plan, repetitions=NULL.value, seeds=NULL_SEEDS)
         notes.append(
-            f"{schemes[0]} against itself on {name}, {NULL_SEEDS} fresh seeds a side: different at level {LEVEL:g} in {rate:.1%} "
-            f"of {NULL.value} comparisons."
+            f"{schemes[0]} against itself on {name}, {NULL_SEEDS} fresh seeds a side: different at level {LEVEL:g} in "
+            f"{rate:.1%} of {NULL.value} comparisons."
         )
     page = write(OUT.value, plan, results, pairs, notes, time.monotonic() - started)
     for line in markdown_table([describe_process(name, results, pairs) for name in processes]).splitlines():
         console.print(line, markup=False, soft_wrap=True)
-    console.print("\n".join([*notes, f"Look at {page}; figures: lab.csv and curves.csv beside it"]), markup=False, soft_wrap=True)
+    console.print(
+        "\n".join([*notes, f"Look at {page}; figures: lab.csv and curves.csv beside it"]), markup=False, soft_wrap=True
+    )
 
 
 if __name__ == "__main__":

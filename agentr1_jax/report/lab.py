@@ -108,7 +108,7 @@ def plot_curves(
         ranked = sorted(of_process, key=lambda name: -of_process[name].mean())
         named = {ranked[0]: BLUE, ranked[-1]: ORANGE, **({"grpo": GREEN} if "grpo" in ranked[1:-1] else {})}
         for name in sorted(of_process, key=lambda name: name in named):
-            mean, low, high = t_interval(of_process[name], axis=0)
+            mean, low, high = map(np.atleast_1d, t_interval(of_process[name], axis=0))
             x = trajectories * np.arange(len(mean))
             axes.plot(x, mean, color=named.get(name, "#c4c9d1"), lw=1.8 if name in named else 0.8)
             if name in named:
@@ -153,7 +153,9 @@ def plot_alignment(path: str | os.PathLike[str], rows: Sequence[tuple[str, str, 
         for own, scheme, alignment, area in rows:
             if own == process and np.isfinite(alignment):
                 axes.plot([alignment], [area], color=BLUE, marker="o", ms=4, ls="")
-                axes.annotate(scheme, (alignment, area), fontsize=6, color=SOFT, xytext=(3, 2), textcoords="offset points")
+                axes.annotate(
+                    scheme, (alignment, area), fontsize=6, color=SOFT, xytext=(3, 2), textcoords="offset points"
+                )
         tidy(axes, title=process, x_label="rank correlation with A of the policy", grid="both")
     save(figure, path)
 

@@ -1,15 +1,15 @@
 """Decision processes of the credit lab: games of `envs.tabular` as arrays, with their exact values.
 
-    keydoor        the key of step 1 opens the door of the last step; what lies between pays at once, at random
-    noise_before   random payments, then the key, then the door: no choice of a key is followed by noise
-    noise_after    the key, then random payments, then the door: every return of a choice carries them
-    bifurcation    one decisive step among decoys, whose actions change nothing
-    late_reward    the first action decides the last reward, and nothing that is observed in between tells which it was
-    corridor       forward or back, 8 to 64 steps: only who reaches the end in time is paid
-    frozenlake     the lake of `tasks.frozenlake`: states that recur, ice that slides
-    stop_or_go     one action ends the episode at once: the policy decides who is there at step 2
-    revisits       three cells seen again and again
-    inquiry        looking reveals who is asked for; the answer can be probed after every step
+keydoor        the key of step 1 opens the door of the last step; what lies between pays at once, at random
+noise_before   random payments, then the key, then the door: no choice of a key is followed by noise
+noise_after    the key, then random payments, then the door: every return of a choice carries them
+bifurcation    one decisive step among decoys, whose actions change nothing
+late_reward    the first action decides the last reward, and nothing that is observed in between tells which it was
+corridor       forward or back, 8 to 64 steps: only who reaches the end in time is paid
+frozenlake     the lake of `tasks.frozenlake`: states that recur, ice that slides
+stop_or_go     one action ends the episode at once: the policy decides who is there at step 2
+revisits       three cells seen again and again
+inquiry        looking reveals who is asked for; the answer can be probed after every step
 """
 
 from __future__ import annotations
@@ -126,7 +126,9 @@ def tabulate(process: Process) -> Tables:
         following=np.full(shape, STATES, np.int32),
         allowed=np.zeros(shape[:2], bool),
         observation=np.zeros(STATES, np.int32),
-        start=np.array([index[r, process.games[r].start] for r in np.resize(range(len(process.games)), ROWS)], np.int32),
+        start=np.array(
+            [index[r, process.games[r].start] for r in np.resize(range(len(process.games)), ROWS)], np.int32
+        ),
         horizon=np.int32(process.horizon),
         gold=np.full(STATES, -1, np.int32),
         answers=np.zeros(ACTIONS, bool),
@@ -215,7 +217,9 @@ def late_reward(delay: int = 6, actions: int = 4) -> Process:
         after = None if t == delay + 1 else (t + 1, right)
         return {"take": _sure(after, last + 0.05), "go on": _sure(after, last)}
 
-    return Process("early cause, late reward, unseen between", [_game((0, False), moves)], delay + 2, lambda row, s: s[0])
+    return Process(
+        "early cause, late reward, unseen between", [_game((0, False), moves)], delay + 2, lambda row, s: s[0]
+    )
 
 
 def corridor(horizon: int = 16) -> Process:

@@ -6,7 +6,7 @@ import concurrent.futures
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -146,8 +146,8 @@ def run(setting: Setting, tables: Tables, wanted: Sequence[tuple[Candidate, Floa
         rates = jnp.array([c.rate for c, _ in four])
         arguments = {key: jnp.array([c.arguments[key] for c, _ in four]) for key in four[0][0].arguments}
         curves = make_trainer(setting)(tables, rates, arguments, keys)
-        parts.append(jax.tree.map(lambda x: np.asarray(x)[: len(jobs) - i], curves))
-    whole = jax.tree.map(lambda *x: np.concatenate(x), *parts)
+        parts.append(jax.tree.map(np.asarray, curves))
+    whole = jax.tree.map(lambda *x: np.concatenate(x)[: len(jobs)], *parts)
     return jax.tree.map(lambda x: x.reshape(len(wanted), -1, x.shape[-1])[:, :seeds], whole)
 
 
@@ -158,7 +158,9 @@ def keys_of(plan: Plan, purpose: str) -> Float[np.ndarray, "seeds key"]:
     return np.asarray(jax.vmap(lambda i: jax.random.fold_in(base, i))(first + jnp.arange(count)))
 
 
-def study(names: Sequence[str], processes: Mapping[str, Process], plan: Plan, show: Callable[[Result], None]) -> list[Result]:
+def study(
+    names: Sequence[str], processes: Mapping[str, Process], plan: Plan, show: Callable[[Result], None]
+) -> list[Result]:
     """Choose hyper-parameters of each scheme on each process, then train fresh seeds.
 
     A scheme that needs a belief is left out where a process asks nothing. `show` is called with every result.
@@ -229,7 +231,7 @@ def compare(results: Sequence[Result]) -> list[Pair]:
         corrected = holm(np.nan_to_num(tests.pvalue, nan=1.0))
         pairs += [
             Pair(process, one.scheme, other.scheme, float(x), float(p))
-            for (one, other), x, p in zip(both, improvement, corrected, strict=True)
+            for (one, other), x, p in zip(both, np.atleast_1d(improvement), corrected, strict=True)
         ]
     return pairs
 

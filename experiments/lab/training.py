@@ -132,7 +132,7 @@ def make_policy(kind: PolicyKind, size: int) -> Policy:
 
     def step(params: Any, memory: Array, observation: Array) -> tuple[Array, Array]:
         memory, hidden = cell.apply(params["cell"], memory, jax.nn.one_hot(observation, STATES))
-        return memory, head.apply(params["head"], hidden)
+        return memory, jnp.asarray(head.apply(params["head"], hidden))
 
     return Policy(init, lambda count: jnp.zeros((count, WIDTH)), step)
 
@@ -234,9 +234,7 @@ def align(
     t = jnp.arange(sample.state.shape[1])
     exact = [(q[t, sample.state, sample.action] - v[t, sample.state]).ravel()[loss_tokens.target] for q, v in values]
     # One sort for all.
-    own, *others = jax.vmap(center_ranks, (0, None))(
-        jnp.stack([loss_tokens.advantage, *exact]), loss_tokens.is_action
-    )
+    own, *others = jax.vmap(center_ranks, (0, None))(jnp.stack([loss_tokens.advantage, *exact]), loss_tokens.is_action)
     return [jnp.sum(own * other) / jnp.sqrt(jnp.sum(own**2) * jnp.sum(other**2)) for other in others]
 
 
@@ -304,7 +302,7 @@ def assign_credit(
     batch = TokenBatch(**fields)
     credit = scheme.function(batch, **{**scheme.arguments, **arguments})
     found = {"advantage": credit.advantages, "weight": real / count}
-    if credit.value_targets is not None and scheme.uses_critic:
+    if credit.value_targets is not None and credit.value_mask is not None and scheme.uses_critic:
         share = credit.value_mask / jnp.maximum(jnp.sum(credit.value_mask), 1)
         found |= {"old_value": batch.values, "value_target": credit.value_targets, "value_weight": share}
     return batch, dataclasses.replace(loss_tokens, **found)
@@ -320,7 +318,9 @@ def batch_loss(parts: Parts, tables: Tables, params: Params, sample: Sample, los
     return loss_from_outputs(Objective(LossConfig()), found, tokens)[0]
 
 
-def train(setting: Setting, tables: Tables, rate: Float[Array, ""], arguments: Mapping[str, Array], key: Array) -> Curves:
+def train(
+    setting: Setting, tables: Tables, rate: Float[Array, ""], arguments: Mapping[str, Array], key: Array
+) -> Curves:
     """Train a policy from scratch on one process, with one seed.
 
     Args:
@@ -362,7 +362,8 @@ def train(setting: Setting, tables: Tables, rate: Float[Array, ""], arguments: M
             lambda: align(sample, loss_tokens, exact),
             lambda: [jnp.nan] * len(exact),
         )
-        return (moved, moments, total, count), Curves(expected, aligned[1] if aligned[1:] else jnp.nan, aligned[0])
+        by_policy = aligned[1] if aligned[1:] else jnp.full((), jnp.nan)
+        return (moved, moments, total, count), Curves(expected, by_policy, aligned[0])
 
     first, *later = jax.random.split(key, setting.updates + 1)
     params = parts.init(first)

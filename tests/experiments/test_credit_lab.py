@@ -195,7 +195,11 @@ def test_a_scheme_hardly_ever_differs_from_itself():
 
 
 def test_the_page_has_every_scheme_and_process(tmp_path):
-    rng, names, places = np.random.default_rng(0), ("grpo", "step_gae", "remax"), ("stop_or_go", "bifurcation(decoys=3)")
+    rng, names, places = (
+        np.random.default_rng(0),
+        ("grpo", "step_gae", "remax"),
+        ("stop_or_go", "bifurcation(decoys=3)"),
+    )
     plan = Plan(seeds=8, updates=5)
     results = [
         study.Result(name, place, study.Candidate(0.1, {"lam": 0.9}), rng.random((8, 5)), 0.3, float("nan"))
