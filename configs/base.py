@@ -208,10 +208,12 @@ def _credit(c: ConfigDict) -> None:
     c.credit.args = ConfigDict()  # Arguments of the scheme; one that is unset has the scheme's own default.
     c.credit.args.gamma = placeholder(float)  # Discount.
     c.credit.args.lam = placeholder(float)  # Lambda of GAE.
+    c.credit.args.lam_length = placeholder(float)  # Alpha of lambda = 1 - 1/(alpha * length); instead of lam.
+    c.credit.args.anchor = placeholder(str)  # (prompt | last_token) Where step_gae reads the critic.
     c.credit.args.gamma_high = placeholder(float)  # Discount per step of bilevel_gae.
     c.credit.args.whiten = placeholder(str)  # (none | token | step | trajectory) Unit of mean and std.
     c.credit.args.unit = placeholder(str)  # (token | step | trajectory) Unit of the statistics of a group.
-    c.credit.args.norm = placeholder(str)  # (mean_norm | mean_std_norm) Normalisation of gigpo and turn_grpo.
+    c.credit.args.norm = placeholder(str)  # (mean_norm | mean_std_norm) Normalisation of gigpo, hgpo and turn_grpo.
     c.credit.args.step_weight = placeholder(float)  # Weight of the comparison of equal states in gigpo.
     c.credit.args.outcome_weight = placeholder(float)  # Weight of the outcome in turn_grpo.
     c.credit.args.signal = placeholder(str)  # (reward | return) What turn_grpo compares per turn.

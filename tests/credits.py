@@ -23,16 +23,18 @@ CHOICES: Mapping[str, tuple[Any, ...]] = {
     "norm": ("mean_norm", "mean_std_norm"),
     "signal": ("reward", "return"),
     "history": (0, 1, 2),
+    "anchor": ("prompt", "last_token"),
     "critic": (False, True),
 }
 """Hyper-parameters that a program is compiled for, the others are its arguments; and whether there is a critic."""
 DISCOUNTS = st.sampled_from((0.0, 0.5, 0.75, 1.0))
 WEIGHTS = st.sampled_from((0.0, 0.5, 1.0, 2.0))
 NUMBERS = st.fixed_dictionaries(
-    {"gamma": DISCOUNTS, "lam": DISCOUNTS, "gamma_high": DISCOUNTS}
+    {"gamma": DISCOUNTS, "lam": DISCOUNTS, "gamma_high": DISCOUNTS, "lam_length": st.sampled_from((0.0, 0.4, 1.5))}
     | dict.fromkeys(("step_weight", "outcome_weight", "alpha"), WEIGHTS)
 )
-TYPICAL = {"gamma": 0.75, "lam": 0.5, "gamma_high": 0.5, "step_weight": 2.0, "outcome_weight": 0.5, "alpha": 1.0}
+TYPICAL = {"gamma": 0.75, "lam": 0.5, "gamma_high": 0.5, "lam_length": 0.0}
+TYPICAL |= {"step_weight": 2.0, "outcome_weight": 0.5, "alpha": 1.0}
 quick = settings(max_examples=40, deadline=None)
 
 

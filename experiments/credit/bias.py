@@ -7,14 +7,14 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from agentr1_jax.credit import TokenBatch, get_scheme
+from agentr1_jax.credit import Norm, TokenBatch, get_scheme
 from agentr1_jax.errors import UserError
 from agentr1_jax.learner.batch import LossTokens
 from agentr1_jax.learner.config import AGGREGATES, CLIPS, RATIOS, Aggregate, LossConfig
@@ -120,7 +120,8 @@ def variants(names: Sequence[str]) -> list[Variant]:
         others: list[Mapping[str, Any]] = [{}] if plain else []
         others += [plain | {"lam": 0.9}] if "lam" in known else []
         others += [plain | {key: 1.0} for key in ("gamma", "gamma_high") if known.get(key, 1) != 1]
-        others += [{"norm": "mean_std_norm"}] if "norm" in known else []
+        others += [plain | {"anchor": "last_token"}] if "anchor" in known else []
+        others += [{"norm": norm} for norm in get_args(Norm) if "norm" in known and known["norm"] != norm]
         others += [{"signal": "return", "outcome_weight": 0.0}] if {"signal", "outcome_weight"} <= set(known) else []
         critics = ("exact V", "const V") if scheme.needs_critic else (None,)
         out += [Variant(name, settings, critic) for critic in critics for settings in (plain, *others)]

@@ -131,6 +131,13 @@ def test_unbiased_exactly(name, variant):
     np.testing.assert_allclose(expectation(name, variant), look_up(name)[2], atol=2e-6)
 
 
+def test_a_value_that_has_seen_the_response_is_a_biased_baseline_of_it():
+    """`key_door` has responses of several tokens, and its keys are chosen by the first ones."""
+    late, exact = bench.Variant("step_gae", PLAIN | {"anchor": "last_token"}, "exact V"), look_up("key_door")[2]
+    errors = np.linalg.norm(expectation("key_door", late) - exact) / np.linalg.norm(exact)
+    assert errors > 0.1
+
+
 @pytest.mark.parametrize("name", ["stop_or_go", "key_door"])
 def test_grpo_without_std_is_shrunk_by_the_share_of_the_others(name):
     np.testing.assert_allclose(expectation(name, DR_GRPO), look_up(name)[2] / 2, atol=2e-6)
