@@ -244,7 +244,7 @@ def _loss(c: ConfigDict) -> None:
     c.loss.sapo_positive = 1.0  # Temperature of `sapo` for positive advantages.
     c.loss.sapo_negative = 1.05  # Temperature of `sapo` for other advantages.
     c.loss.aggregate = "token"  # (token | step | trajectory | group | fixed) What the mean of the token losses counts.
-    c.loss.fixed_denominator = 1.0  # Divisor of aggregate `fixed`.
+    c.loss.fixed_denominator = placeholder(float)  # Divisor of aggregate `fixed`; unset: trajectories of a minibatch.
     c.loss.value_coef = 0.5  # Weight of the value loss.
     c.loss.value_clip = 0.5  # Largest change of a value for which the value loss falls.
     c.loss.entropy_coef = 0.0  # Weight of the entropy bonus.

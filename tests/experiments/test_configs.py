@@ -275,6 +275,17 @@ def test_presets_differ_from_each_other():
     }
 
 
+@pytest.mark.parametrize("name", ["rloo", "remax"])
+def test_a_sum_over_tokens_is_divided_by_the_trajectories_of_the_run_s_own_batch(name):
+    config = load_config(f"{PRESET_FOLDER / name}.py:quickstart")
+    for groups, samples, minibatches in ((32, 8, 1), (12, 4, 2)):
+        size = {"rollout__groups": groups, "rollout__samples": samples, "learner__minibatches": minibatches}
+        loss = read_settings(changed(config, **size)).loss
+        assert (loss.aggregate, loss.fixed_denominator) == ("fixed", groups * samples / minibatches)
+    own = changed(config, loss__fixed_denominator=7.0)
+    assert read_settings(own).loss.fixed_denominator == 7.0
+
+
 def test_nothing_of_the_task_s_own_algorithm_is_left():
     c = presets.on("quickstart", "x")
     assert c.critic == "none" and c.credit.args.lam is None and c.run_dir == "runs/quickstart_x"
