@@ -29,12 +29,19 @@ MOST_AT_ONCE = 8192
 DISCOUNTS = ("gamma", "lam", "gamma_high")
 ON_POLICY = LossConfig()
 UNCLIPPED = dataclasses.replace(ON_POLICY, clip_low=1 - 1e-6, clip_high=1e9)
+BOUNDS = {"ppo": (0.2, 0.2), "gmpo": (0.4, 0.4), "dppo_tv": (0.15, 0.15), "dppo_kl": (0.05, 0.05)}
+"""`clip_low` and `clip_high` of clips whose published ones are not those of `asymmetric`."""
 LOSSES = {
     "none": dataclasses.replace(ON_POLICY, clip="none"),
     **{f"{ratio}, no bound": dataclasses.replace(UNCLIPPED, ratio=ratio) for ratio in RATIOS},
     **{
         f"{ratio}, {clip}": dataclasses.replace(
-            ON_POLICY, ratio=ratio, clip=clip, clip_high=0.2 if clip == "ppo" else 0.28
+            ON_POLICY,
+            ratio=ratio,
+            clip=clip,
+            clip_low=BOUNDS.get(clip, (0.2, 0.28))[0],
+            clip_high=BOUNDS.get(clip, (0.2, 0.28))[1],
+            dual_c=20.0 if clip.startswith("dppo") else 3.0,
         )
         for ratio in RATIOS
         for clip in CLIPS

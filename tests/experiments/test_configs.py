@@ -240,7 +240,7 @@ def differing(name, task):
 def test_every_preset_that_the_house_names_is_there():
     assert PRESETS == sorted(
         "ppo_token ppo_step grpo dr_grpo dapo gspo rloo reinforce reinforce_pp reinforce_pp_baseline remax gigpo "
-        "capo".split()
+        "capo turn_ppo st_ppo".split()
     )
 
 
@@ -271,6 +271,13 @@ def test_presets_differ_from_each_other():
         "loss.clip_low": 3e-4,
         "loss.clip_high": 4e-4,
         "loss.dual_c": 10.0,
+        "loss.aggregate": "step",
+    }
+    assert lines["capo"] == {
+        "critic": "shared_trunk",
+        "credit.name": "step_gae",
+        "shaping.truncation_is_terminal": True,
+        "loss.ratio": "centred_step",
         "loss.aggregate": "step",
     }
 
