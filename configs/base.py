@@ -209,6 +209,8 @@ def _credit(c: ConfigDict) -> None:
     c.credit.args = ConfigDict()  # Arguments of the scheme; one that is unset has the scheme's own default.
     c.credit.args.gamma = placeholder(float)  # Discount.
     c.credit.args.lam = placeholder(float)  # Lambda of GAE.
+    c.credit.args.lam_length = placeholder(float)  # Alpha of lambda = 1 - 1/(alpha * length); instead of lam.
+    c.credit.args.anchor = placeholder(str)  # (prompt | last_token) Where step_gae reads the critic.
     c.credit.args.gamma_high = placeholder(float)  # Discount per step of bilevel_gae.
     c.credit.args.whiten = placeholder(str)  # (none | token | step | trajectory) Unit of mean and std.
     c.credit.args.unit = placeholder(str)  # (token | step | trajectory) Unit of the statistics of a group.
@@ -241,33 +243,35 @@ def _credit(c: ConfigDict) -> None:
 def _loss(c: ConfigDict) -> None:
     """From advantages to gradients; see docs/learner.md."""
     c.loss = ConfigDict()
-    c.loss.ratio = "token"  # (token | step | trajectory | capo) Its unit. The last two take one more forward pass.
-    c.loss.clip = "ppo"  # (ppo | asymmetric | dual | cispo | sapo | none) none: plain policy gradient, no ratio.
-    c.loss.clip_low = 0.2  # The ratio is clipped below at 1 - clip_low.
-    c.loss.clip_high = 0.2  # The ratio is clipped above at 1 + clip_high.
-    c.loss.dual_c = 3.0  # Bound of `dual` for negative advantages.
+    c.loss.ratio = "token"  # (token | step | trajectory | centred_step) Its unit. The last two: one more forward pass.
+    c.loss.ratio_mean = "token"  # (token | step) What the mean of centred_step counts once.
+    c.loss.clip = "ppo"  # How far a token moves the policy, see docs/learner.md; none: policy gradient without ratio.
+    c.loss.clip_low = 0.2  # The ratio is clipped below at 1 - clip_low; `gmpo`, `dppo_*`: docs/learner.md.
+    c.loss.clip_high = 0.2  # The ratio is clipped above at 1 + clip_high; likewise.
+    c.loss.dual_c = 3.0  # Bound of `dual` for negative advantages, and of the ratio of `dppo_*`.
     c.loss.sapo_positive = 1.0  # Temperature of `sapo` for positive advantages.
     c.loss.sapo_negative = 1.05  # Temperature of `sapo` for other advantages.
+    c.loss.clip_bias_norm = False  # Divide the policy's gradient by the norm of what the clip removed, where above 1.
     c.loss.aggregate = "token"  # (token | step | trajectory | group | fixed) What the mean of the token losses counts.
-    c.loss.fixed_denominator = 1.0  # Divisor of aggregate `fixed`.
+    c.loss.fixed_denominator = placeholder(float)  # Divisor of aggregate `fixed`; unset: trajectories of a minibatch.
     c.loss.value_coef = 0.5  # Weight of the value loss.
     c.loss.value_clip = 0.5  # Largest change of a value for which the value loss falls.
     c.loss.entropy_coef = 0.0  # Weight of the entropy bonus.
     c.loss.chunk = placeholder(int)  # Loss tokens per chunk of logits; fewer take less memory.
 
     c.kl = ConfigDict()  # KL to the policy that RL starts from.
-    c.kl.kind = "none"  # (none | k1 | k2 | k3) Estimate. k1 has no gradient in the loss.
+    c.kl.kind = "none"  # (none | k1 | k2 | k3 | abs | k1+ | k3+) Estimate. k1 has no gradient in the loss.
     c.kl.where = "loss"  # (loss | reward) Part of the loss, or of the reward of each token.
     c.kl.coef = 0.001  # Weight of the KL.
     c.kl.target = placeholder(float)  # KL per token at which an adaptive coefficient aims, in the reward.
     c.kl.horizon = 10_000.0  # Trajectories in which an adaptive coefficient changes by at most 20 %.
 
     c.correction = ConfigDict()  # Of the gap between sampler and learner; needs learner.old_logprobs=learner.
-    c.correction.kind = "none"  # (none | tis_token | tis_sequence | icepop | mask_sequence) Weights.
-    c.correction.unit = "trajectory"  # (trajectory | step) The sequence of tis_sequence and mask_sequence.
+    c.correction.kind = "none"  # (none | tis_token | tis_sequence | icepop | icepop_sequence | mask_sequence) Weights.
+    c.correction.unit = "trajectory"  # (trajectory | step) The sequence of the kinds that end in _sequence.
     c.correction.cap = 2.0  # Largest weight of tis_token and tis_sequence.
-    c.correction.low = 0.5  # Lower bound of icepop and mask_sequence.
-    c.correction.high = 2.0  # Upper bound of icepop and mask_sequence.
+    c.correction.low = 0.5  # Lower bound of icepop, icepop_sequence and mask_sequence.
+    c.correction.high = 2.0  # Upper bound of icepop, icepop_sequence and mask_sequence.
 
 
 def _learner(c: ConfigDict) -> None:

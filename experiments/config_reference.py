@@ -67,7 +67,7 @@ Set a key in a config file (`c.optimizer.lr = 3e-4`) or behind the command (`--c
 `--keys[=section]` prints the keys of a config with their values, and where each was set.
 
 - `--config.KEY=None` unsets a key that may have no value. What is *by hardware* then follows from `hardware`, what is
-  *derived* from the lengths in `budget`, so that a longer context is one key.
+  *derived* from other keys: lengths from those in `budget`, so that a longer context is one key.
 - `--config.credit='gigpo(gamma=.95)'` sets `credit.name` and `credit.args` at once.
 - With another `credit.name`, arguments of the config's scheme that the new one lacks are left out; another `task.name`
   brings its own section with its defaults. The log says what was left out.
@@ -147,7 +147,7 @@ def render_page() -> str:
 
 def follows(key: str) -> str:
     """Return what decides a key that is unset; empty for one that nothing but its default decides."""
-    return "by hardware" if key in defaults.BY_HARDWARE else "derived" if key in defaults.BY_LENGTHS else ""
+    return "by hardware" if key in defaults.BY_HARDWARE else "derived" if key in defaults.DERIVED else ""
 
 
 def render_hardware() -> str:

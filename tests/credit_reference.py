@@ -40,6 +40,11 @@ def gae(rewards: Sequence[float], values: Sequence[float], end: float, gamma: fl
     return [sum((gamma * lam) ** (u - t) * delta[u] for u in range(t, len(delta))) for t in range(len(delta))]
 
 
+def lambda_of(lam: float, alpha: float, length: int) -> float:
+    """λ itself, or with α that of a timeline of so many steps or tokens."""
+    return max(0.0, 1 - 1 / (alpha * length)) if alpha else lam
+
+
 def sampled(data: Sequence[Rollout]) -> list[tuple[int, int, int, Token]]:
     """Place in the stream, trajectory, step and content of every sampled token."""
     stream = [(i, t, token) for i, r in enumerate(data) for t, step in enumerate(r.tokens) for token in step]
@@ -93,33 +98,38 @@ def token_rewards(r: Rollout) -> list[float]:
     return out
 
 
-def token_gae(data: Sequence[Rollout], gamma: float, lam: float, whiten: str) -> Result:
+def token_gae(data: Sequence[Rollout], gamma: float, lam: float, lam_length: float, whiten: str) -> Result:
     raw, values = [], [token.value for *_, token in sampled(data)]
     for r in data:
         own = [t.value for step in r.tokens for t in step if t.is_action]
-        raw += gae(token_rewards(r), own, r.bootstrap, gamma, lam)
+        raw += gae(token_rewards(r), own, r.bootstrap, gamma, lambda_of(lam, lam_length, len(own)))
     targets = {k: a + v for (k, *_), a, v in zip(sampled(data), raw, values, strict=True)}
     return from_tokens(data, raw, whiten), targets
 
 
-def step_gae(data: Sequence[Rollout], gamma: float, lam: float, whiten: str) -> Result:
-    first = first_sampled(data)
-    starts = [[first[i, t][1].value for t in range(len(r.tokens))] for i, r in enumerate(data)]
-    raw = [gae(step_rewards(r), own, r.bootstrap, gamma, lam) for r, own in zip(data, starts, strict=True)]
-    targets = {k: raw[i][t] + starts[i][t] for (i, t), (k, _) in first.items()}
+def step_gae(data: Sequence[Rollout], gamma: float, lam: float, lam_length: float, anchor: str, whiten: str) -> Result:
+    at = first_sampled(data) if anchor == "prompt" else {(i, t): (k, token) for k, i, t, token in sampled(data)}
+    starts = [[at[i, t][1].value for t in range(len(r.tokens))] for i, r in enumerate(data)]
+    lams = [lambda_of(lam, lam_length, len(own)) for own in starts]
+    raw = [gae(step_rewards(r), own, r.bootstrap, gamma, x) for r, own, x in zip(data, starts, lams, strict=True)]
+    targets = {k: raw[i][t] + starts[i][t] for (i, t), (k, _) in at.items()}
     return from_steps(data, raw, whiten), targets
 
 
-def bilevel_gae(data: Sequence[Rollout], gamma: float, lam: float, gamma_high: float, whiten: str) -> Result:
+def bilevel_gae(
+    data: Sequence[Rollout], gamma: float, lam: float, lam_length: float, gamma_high: float, whiten: str
+) -> Result:
     raw = []
     for r in data:
         steps = [[t for t in step if t.is_action] for step in r.tokens]
         rewards = [x + step[-1].reward for x, step in zip(r.rewards, steps, strict=True)]
-        high = gae(rewards, [step[-1].value for step in steps], r.bootstrap, gamma_high, lam)
+        lam_high = lambda_of(lam, lam_length, len(steps))
+        high = gae(rewards, [step[-1].value for step in steps], r.bootstrap, gamma_high, lam_high)
         for step, a in zip(steps, high, strict=True):
             low = [a]
             for token, after in zip(step[-2::-1], step[:0:-1], strict=True):
-                low.append(token.reward + gamma * after.value - token.value + gamma * lam * low[-1])
+                decay = gamma * lambda_of(lam, lam_length, len(step))
+                low.append(token.reward + gamma * after.value - token.value + decay * low[-1])
             raw += low[::-1]
     targets = {k: a + token.value for (k, _, _, token), a in zip(sampled(data), raw, strict=True)}
     return from_tokens(data, raw, whiten), targets
@@ -210,7 +220,7 @@ def gigpo(data: Sequence[Rollout], gamma: float, step_weight: float, norm: str, 
     return from_steps(data, raw), {}
 
 
-def hgpo(data: Sequence[Rollout], gamma: float, history: int, alpha: float) -> Result:
+def hgpo(data: Sequence[Rollout], gamma: float, history: int, alpha: float, norm: str) -> Result:
     """A state that is unknown agrees with none, also where it lies in the history."""
     g = [returns(r, gamma) for r in data]
     total, weights = [[0.0] * len(own) for own in g], [[0.0] * len(own) for own in g]
@@ -224,8 +234,8 @@ def hgpo(data: Sequence[Rollout], gamma: float, history: int, alpha: float) -> R
         for i, own in enumerate(g):
             for t, y in enumerate(own):
                 if len(alike[i][t]) > 1:
-                    a = (y - statistics.fmean(alike[i][t])) / (statistics.pstdev(alike[i][t]) + 1e-6)
-                    total[i][t] += (level + 1) ** alpha * a
+                    std = statistics.pstdev(alike[i][t]) + 1e-6 if norm == "mean_std_norm" else 1.0
+                    total[i][t] += (level + 1) ** alpha * (y - statistics.fmean(alike[i][t])) / std
                     weights[i][t] += (level + 1) ** alpha
     raw = [[a / w if w else 0.0 for a, w in zip(*own, strict=True)] for own in zip(total, weights, strict=True)]
     return from_steps(data, raw), {}

@@ -91,9 +91,9 @@ def away_from_edges(rng, step, trajectory, edges):
     length = np.bincount(steps)
     while True:
         drawn = rng.uniform(-1.5, 1.5, len(step))
-        centred = np.bincount(steps, drawn) / np.sqrt(length)
         means = [np.bincount(unit, drawn) / np.bincount(unit) for unit in (steps, own)]
-        logs = np.concatenate([drawn, *means, centred - centred.mean()])
+        centred = drawn.mean() + (means[0] - drawn.mean()) * np.sqrt(length)
+        logs = np.concatenate([drawn, *means, centred])
         if np.abs(np.exp(logs)[:, None] - edges).min() > 1e-3:
             return drawn
 

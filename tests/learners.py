@@ -49,7 +49,7 @@ EVERYTHING = {
     "learner.old_logprobs": "learner",
     "correction.kind": "tis_token",
 }
-CAPO = {"loss.ratio": "capo", "optimizer.name": "adamw", "optimizer.eps": 1e-3}
+CENTRED = {"loss.ratio": "centred_step", "optimizer.name": "adamw", "optimizer.eps": 1e-3}
 TWICE = {"learner.minibatches": 2, "learner.epochs": 2}
 RATES = {"decoder": 0.02, "value": 0.02}
 NO_RETURNS = RunningMeanStd()

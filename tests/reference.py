@@ -42,7 +42,12 @@ def aggregate(
 
 
 def log_ratios(
-    ratio: str, new: Sequence[float], old: Sequence[float], step: Sequence[Hashable], trajectory: Sequence[Hashable]
+    ratio: str,
+    new: Sequence[float],
+    old: Sequence[float],
+    step: Sequence[Hashable],
+    trajectory: Sequence[Hashable],
+    mean: str = "token",
 ) -> list[float]:
     """log ρ of each token, from a loop over its unit's tokens, without the clamp at 10."""
     difference = [n - o for n, o in zip(new, old, strict=True)]
@@ -52,10 +57,11 @@ def log_ratios(
     unit = trajectory if ratio == "trajectory" else step
     for key, x in zip(unit, difference, strict=True):
         own[key].append(x)
-    if ratio != "capo":
+    if ratio != "centred_step":
         return [statistics.fmean(own[key]) for key in unit]
-    z = {key: sum(x) / math.sqrt(len(x)) for key, x in own.items()}
-    return [z[key] - statistics.fmean(z.values()) for key in unit]
+    mu = statistics.fmean(difference if mean == "token" else map(statistics.fmean, own.values())) if own else 0.0
+    w = {key: mu + sum(z - mu for z in x) / math.sqrt(len(x)) for key, x in own.items()}
+    return [w[key] for key in unit]
 
 
 def policy_loss(
@@ -77,10 +83,24 @@ def policy_loss(
     tau: of `sapo`, for positive and for negative advantages.
     """
     losses, slopes = [], []
-    for k, log_rho in enumerate(log_ratios(ratio, new, old, step, trajectory)):
+    free, moved = [True] * len(new), new
+    if clip == "gmpo":
+        z = [n - o for n, o in zip(new, old, strict=True)]
+        near = [min(x, high) if a > 0 else max(x, -low) for x, a in zip(z, advantage, strict=True)]
+        free = [x == y for x, y in zip(z, near, strict=True)]
+        moved = [o + x for o, x in zip(old, near, strict=True)]
+    for k, log_rho in enumerate(log_ratios(ratio, moved, old, step, trajectory)):
         a, r = advantage[k], math.exp(log_rho)
         clipped = min(max(r, 1 - low), 1 + high)
-        if clip == "none":
+        if clip == "gmpo":
+            loss, slope = -a * r, -a * r if free[k] else 0.0
+        elif clip.startswith("dppo"):
+            p, q = math.exp(new[k]), math.exp(old[k])
+            kl = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+            far = (abs(p - q) if clip == "dppo_tv" else kl) > (high if a > 0 else low)
+            slope = 0.0 if far and (p > q) == (a > 0) else -min(r, c) * a
+            loss = slope * new[k]
+        elif clip == "none":
             loss, slope = -a * new[k], -a
         elif clip == "cispo":
             loss, slope = -clipped * a * new[k], -clipped * a

@@ -164,12 +164,19 @@ def gigpo(
 
 
 @register("hgpo", needs_samples=True, needs_state_key=True)
-def hgpo(batch: TokenBatch, *, gamma: Fraction = 0.95, history: Whole = 2, alpha: NonNegative = 1.0) -> Credit:
+def hgpo(
+    batch: TokenBatch,
+    *,
+    gamma: Fraction = 0.95,
+    history: Whole = 2,
+    alpha: NonNegative = 1.0,
+    norm: Norm = "mean_std_norm",
+) -> Credit:
     """Aᵢₜ = Σₖ wₖ·A^kᵢₜ / Σₖ wₖ over the levels k = 0..K at which the step is not alone, wₖ = (k + 1)^α.
 
     A^k is (Gₜ − mean) / (std + 1e-6), population std, among the steps of the group that agree in their state and in the
-    k states before it (steps before the first agree with each other). K is `history`. A step alone at every level, or
-    without a key, gets 0.
+    k states before it (steps before the first agree with each other); with `norm=mean_norm`, Gₜ − mean. K is `history`.
+    A step alone at every level, or without a key, gets 0.
 
     Source: HGPO, arXiv 2602.22817.
     """
@@ -180,7 +187,8 @@ def hgpo(batch: TokenBatch, *, gamma: Fraction = 0.95, history: Whole = 2, alpha
     for k, path in enumerate(group_ids(batch.step_group, *keys)[1:]):
         known &= keys[k] != UNKNOWN
         centred, mean, variance, count = center_by_group(returns, jnp.where(known, path, batch.steps), batch.steps)
-        weight, std = jnp.where(count > 1, float(k + 1) ** alpha, 0), jnp.sqrt(variance) + 1e-6
+        weight = jnp.where(count > 1, float(k + 1) ** alpha, 0)
+        std = jnp.sqrt(variance) + 1e-6 if norm == "mean_std_norm" else jnp.ones_like(variance)
         total += weight * centred / std
         weights += weight
         name = "among equal states" + (f", {k} before them equal too" if k else "")

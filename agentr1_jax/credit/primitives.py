@@ -211,8 +211,19 @@ def step_returns(batch: TokenBatch, gamma: float) -> Float[Array, "steps"]:
     return gae_over_steps(batch, jnp.zeros_like(batch.rewards), gamma, 1.0)[0]
 
 
+def length_lambda(lam: float, alpha: float, length: Float[Array, "n"]) -> Float[Array, "*lambdas"] | float:
+    """Return λ = max(0, 1 − 1/(α·L)), by which credit reaches back about α·L of the L steps or tokens; `lam` for α = 0.
+
+    Source: VAPO, arXiv 2504.05118 (tokens, α 0.05); SAO, arXiv 2607.07508 (α 1.5).
+    """
+    if isinstance(alpha, int | float) and not alpha:
+        return lam
+    adapted = jnp.maximum(1 - 1 / (jnp.maximum(alpha, 1e-30) * jnp.maximum(length, 1)), 0)
+    return jnp.where(jnp.asarray(alpha) > 0, adapted, lam)
+
+
 def gae_over_steps(
-    batch: TokenBatch, value: Float[Array, "steps"], gamma: float, lam: float
+    batch: TokenBatch, value: Float[Array, "steps"], gamma: float, lam: Float[Array, "*steps"] | float
 ) -> tuple[Float[Array, "steps"], Term]:
     """Return Aₜ = δₜ + γλAₜ₊₁, δₜ = rₜ + γVₜ₊₁ − Vₜ, with V beyond the last step the bootstrap value; 0 for padding.
 
@@ -246,7 +257,7 @@ def next_value(batch: TokenBatch, values: Float[Array, "tokens"]) -> Float[Array
 
 
 def gae_over_tokens(
-    batch: TokenBatch, values: Float[Array, "tokens"], gamma: float, lam: float
+    batch: TokenBatch, values: Float[Array, "tokens"], gamma: float, lam: Float[Array, "*tokens"] | float
 ) -> tuple[Float[Array, "tokens"], Term]:
     """Return Aₖ = δₖ + γλAₖ₊₁, δₖ = rₖ + γVₖ₊₁ − Vₖ, on the timeline of the sampled tokens of a trajectory.
 
@@ -271,7 +282,9 @@ def rewards_with_step(batch: TokenBatch) -> Float[Array, "tokens"]:
     return batch.token_rewards + jnp.where(batch.last_token, broadcast_to_tokens(batch, batch.rewards), 0)
 
 
-def _recur_over_tokens(batch: TokenBatch, x: Float[Array, "tokens"], decay: float) -> Float[Array, "tokens"]:
+def _recur_over_tokens(
+    batch: TokenBatch, x: Float[Array, "tokens"], decay: Float[Array, "*tokens"] | float
+) -> Float[Array, "tokens"]:
     """Solve yₖ = xₖ + decay·yₖ₊₁ over the sampled tokens of each trajectory."""
     passes_on = jnp.where(batch.real_token, decay, 1.0) * has_successor(batch.token_trajectory)
     return backward_recurrence(jnp.where(batch.real_token, x, 0), passes_on)

@@ -34,6 +34,7 @@ class Scheme:
       needs_greedy: True if it reads `batch.greedy_return`.
       needs_samples: True if a row that is sampled once gets no advantage.
       discount_unit: what `gamma` discounts by, `step` or `token`.
+      exclusive: names of arguments of which one at most may be set.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Scheme:
     needs_greedy: bool = False
     needs_samples: bool = False
     discount_unit: Literal["step", "token"] = "step"
+    exclusive: tuple[str, ...] = ()
 
     def assign(self, batch: TokenBatch) -> Credit:
         """Return advantages, value targets and terms of a batch; pure, to be compiled by the caller.
@@ -85,7 +87,7 @@ class Scheme:
 
         Raises:
           UserError: the scheme has no such argument, or its value is of another type or out of its range, which is
-            what the annotations of `function` say.
+            what the annotations of `function` say, or two arguments exclude each other.
         """
         arguments = {name: value for name, value in arguments.items() if value is not None}
         known = list(self.defaults)
@@ -93,6 +95,8 @@ class Scheme:
             if name not in known:
                 has = f"it has {', '.join(known)}" if known else "it has none"
                 raise UserError(f"credit scheme {self.name!r} has no argument {name!r}; {has}")
+        if len(both := [name for name in self.exclusive if name in arguments]) > 1:
+            raise UserError(f"credit scheme {self.name!r}: set one of {' and '.join(both)}, and the other to None")
         checked = from_section(arguments_class(self.function), "credit.args", arguments)
         return dataclasses.replace(self, arguments={name: getattr(checked, name) for name in arguments})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import jax.numpy as jnp
 
@@ -10,9 +11,11 @@ from agentr1_jax.credit.batch import Credit, TokenBatch
 from agentr1_jax.credit.primitives import (
     Whitening,
     backward_recurrence,
+    broadcast_to_steps,
     broadcast_to_tokens,
     gae_over_steps,
     gae_over_tokens,
+    length_lambda,
     mean_of_tokens,
     next_value,
     shift_left,
@@ -26,7 +29,10 @@ from agentr1_jax.credit.primitives import (
 )
 from agentr1_jax.credit.scheme import register
 from agentr1_jax.trajectory import Term
-from agentr1_jax.validation import Fraction
+from agentr1_jax.validation import Fraction, NonNegative
+
+LAMBDAS = ("lam", "lam_length")
+"""Arguments that set λ: itself, or α of λ = 1 − 1/(α·L), L the length of the trajectory (see `length_lambda`)."""
 
 
 @register("reinforce")
@@ -59,18 +65,29 @@ def reinforce_pp(batch: TokenBatch, *, gamma: Fraction = 1.0, whiten: Whitening 
     return Credit(advantages, terms={"mean over tokens": term})
 
 
-@register("token_gae", needs_critic=True, discount_unit="token")
-def token_gae(batch: TokenBatch, *, gamma: Fraction = 1.0, lam: Fraction = 1.0, whiten: Whitening = "token") -> Credit:
+@register("token_gae", needs_critic=True, discount_unit="token", exclusive=LAMBDAS)
+def token_gae(
+    batch: TokenBatch,
+    *,
+    gamma: Fraction = 1.0,
+    lam: Fraction = 1.0,
+    lam_length: NonNegative = 0.0,
+    whiten: Whitening = "token",
+) -> Credit:
     """GAE whose time is the sampled token, over the whole trajectory.
 
     δₖ = rₖ + γVₖ₊₁ − Vₖ,  Aₖ = δₖ + γλAₖ₊₁. Tokens that were not sampled are skipped: the last token of step t
     bootstraps from the first token of step t + 1 (the "advantage mask" of Agent-R1). A step's reward falls on its last
-    token. Advantages are whitened over tokens; the critic's target is Rₖ = Aₖ + Vₖ (A before whitening).
+    token. Advantages are whitened over tokens; the critic's target is Rₖ = Aₖ + Vₖ (A before whitening). With
+    `lam_length` α > 0, λ = 1 − 1/(α·L), L the trajectory's sampled tokens; VAPO and SAO, from which it is, train the
+    critic with λ = 1 instead.
 
     Source: PPO, arXiv 1707.06347; Agent-R1, arXiv 2511.14460.
     """
     assert batch.values is not None
-    advantage, term = gae_over_tokens(batch, batch.values, gamma, lam)
+    length = broadcast_to_steps(batch, batch.trajectory_tokens.astype(batch.values.dtype))
+    lam_of_token = length_lambda(lam, lam_length, broadcast_to_tokens(batch, length))
+    advantage, term = gae_over_tokens(batch, batch.values, gamma, lam_of_token)
     whitened, mean, std = whiten_tokens(batch, advantage, whiten)
     return Credit(
         advantages=whitened,
@@ -80,20 +97,33 @@ def token_gae(batch: TokenBatch, *, gamma: Fraction = 1.0, lam: Fraction = 1.0, 
     )
 
 
-@register("step_gae", needs_critic=True)
-def step_gae(batch: TokenBatch, *, gamma: Fraction = 1.0, lam: Fraction = 1.0, whiten: Whitening = "step") -> Credit:
+@register("step_gae", needs_critic=True, exclusive=LAMBDAS)
+def step_gae(
+    batch: TokenBatch,
+    *,
+    gamma: Fraction = 1.0,
+    lam: Fraction = 1.0,
+    lam_length: NonNegative = 0.0,
+    anchor: Literal["prompt", "last_token"] = "prompt",
+    whiten: Whitening = "step",
+) -> Credit:
     """GAE whose time is the step: one value before each response, one advantage for all its tokens.
 
     δₜ = rₜ + γVₜ₊₁ − Vₜ,  Aₜ = δₜ + γλAₜ₊₁, with V_t the critic at the last prompt token of step t and V after the last
     step the bootstrap value. Advantages are whitened over steps and broadcast to the step's tokens. The critic's target
-    is Rₜ = Aₜ + Vₜ (A before whitening), at that one position only. rₜ includes the rewards of the step's tokens.
+    is Rₜ = Aₜ + Vₜ (A before whitening), at that one position only. rₜ includes the rewards of the step's tokens. With
+    `lam_length` α > 0, λ = 1 − 1/(α·L), L the trajectory's steps.
+
+    With `anchor=last_token`, V_t is the critic before the step's last token, as in the turn level of VAGEN (arXiv
+    2510.16907). BIASED: that V has seen the tokens of the step before it, and takes from them what they earned.
 
     Source: StepPO, arXiv 2604.18401.
     """
     assert batch.values is not None
-    first = batch.first_token
+    first = batch.first_token if anchor == "prompt" else batch.last_token
     value = sum_to_steps(batch, jnp.where(first, batch.values, 0))
-    advantage, term = gae_over_steps(batch, value, gamma, lam)
+    length = broadcast_to_steps(batch, batch.trajectory_steps.astype(value.dtype))
+    advantage, term = gae_over_steps(batch, value, gamma, length_lambda(lam, lam_length, length))
     whitened, mean, std = whiten_steps(batch, advantage, whiten)
     return Credit(
         advantages=broadcast_to_tokens(batch, whitened),
@@ -103,12 +133,13 @@ def step_gae(batch: TokenBatch, *, gamma: Fraction = 1.0, lam: Fraction = 1.0, w
     )
 
 
-@register("bilevel_gae", needs_critic=True)
+@register("bilevel_gae", needs_critic=True, exclusive=LAMBDAS)
 def bilevel_gae(
     batch: TokenBatch,
     *,
     gamma: Fraction = 1.0,
     lam: Fraction = 1.0,
+    lam_length: NonNegative = 0.0,
     gamma_high: Fraction = 0.95,
     whiten: Whitening = "token",
 ) -> Credit:
@@ -117,7 +148,8 @@ def bilevel_gae(
     High level: with V_t the value at the last token of step t (before it is sampled) and r_t with that token's own
     reward, δₜ = rₜ + γ_high·Vₜ₊₁ − Vₜ,  Aₜ = δₜ + γ_high·λ·Aₜ₊₁. Low level: the last token of the step has advantage
     A_t; before it δₖ = rₖ + γVₖ₊₁ − Vₖ,  Aₖ = δₖ + γλAₖ₊₁. Whitened over tokens; the critic's target is Aₖ + Vₖ at
-    every sampled token (A before whitening).
+    every sampled token (A before whitening). With `lam_length` α > 0, λ = 1 − 1/(α·L): L is the length of the timeline
+    that λ runs on, the steps of the trajectory above, the sampled tokens of the step below (our reading).
 
     Source: VAGEN, arXiv 2510.16907; RAGEN, arXiv 2504.20073.
     """
@@ -125,11 +157,14 @@ def bilevel_gae(
     trained, last = batch.real_token, batch.last_token
     at_last = dataclasses.replace(batch, token_rewards=jnp.where(last, batch.token_rewards, 0))
     value = sum_to_steps(batch, jnp.where(last, batch.values, 0))
-    high, high_term = gae_over_steps(at_last, value, gamma_high, lam)
+    lengths = [x.astype(value.dtype) for x in (batch.trajectory_steps, batch.step_tokens)]
+    lam_high = length_lambda(lam, lam_length, broadcast_to_steps(batch, lengths[0]))
+    lam_low = length_lambda(lam, lam_length, broadcast_to_tokens(batch, lengths[1]))
+    high, high_term = gae_over_steps(at_last, value, gamma_high, lam_high)
     inside = trained & ~last
     after = gamma * next_value(batch, batch.values)
     delta = jnp.where(inside, batch.token_rewards + after - batch.values, 0)
-    decay = jnp.where(last, 0.0, jnp.where(inside, gamma * lam, 1.0))
+    decay = jnp.where(last, 0.0, jnp.where(inside, gamma * lam_low, 1.0))
     advantage = backward_recurrence(jnp.where(last, broadcast_to_tokens(batch, high), delta), decay)
     whitened, mean, std = whiten_tokens(batch, advantage, whiten)
     low_term = td_term(batch.token_rewards, after, decay * shift_left(advantage), batch.values)

@@ -46,7 +46,7 @@ class LossTokens:
       ref_logprob: log-prob under the reference policy; None without a KL term in the loss.
       correction_weight: constant factor of the policy loss that corrects for the gap between sampler and learner; None
         for 1.
-      log_ratio: value of log ρ where it takes a pass over the whole minibatch (`trajectory`, `capo`); else None.
+      log_ratio: value of log ρ where it takes a pass over the whole minibatch (`MINIBATCH_RATIOS`); else None.
     """
 
     logit_index: Int[Any, "*rows tokens"]

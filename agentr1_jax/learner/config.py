@@ -7,22 +7,34 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Ge, Gt, Lt
+from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
 
 from agentr1_jax.validation import STRICT, Count, Decay, Fraction, NonNegative, Positive, Whole
 
 PackingMode = Literal["per_step_padded", "per_step", "trajectory", "prefix_tree"]
-Ratio = Literal["token", "step", "trajectory", "capo"]
-Clip = Literal["ppo", "asymmetric", "dual", "cispo", "sapo", "none"]
+Ratio = Literal["token", "step", "trajectory", "centred_step"]
+Clip = Literal["ppo", "asymmetric", "dual", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "none"]
 Aggregate = Literal["token", "step", "trajectory", "group", "fixed"]
-KLEstimate = Literal["k1", "k2", "k3"]
-Correction = Literal["none", "tis_token", "tis_sequence", "icepop", "mask_sequence"]
+KLEstimate = Literal["k1", "k2", "k3", "abs", "k1+", "k3+"]
+Correction = Literal["none", "tis_token", "tis_sequence", "icepop", "icepop_sequence", "mask_sequence"]
 Schedule = Literal["constant", "linear", "cosine"]
 
 PACKING_MODES: tuple[PackingMode, ...] = get_args(PackingMode)
 RATIOS: tuple[Ratio, ...] = get_args(Ratio)
 CLIPS: tuple[Clip, ...] = get_args(Clip)
 AGGREGATES: tuple[Aggregate, ...] = get_args(Aggregate)
+MASKING_CLIPS: tuple[Clip, ...] = ("ppo", "asymmetric", "dual")
+"""Clips that take the gradient of the tokens beyond their bounds away, and of which ρ keeps its own value there."""
+
+
+def _refuse_capo(ratio: Any) -> Any:
+    if ratio == "capo":
+        raise ValueError(
+            "'capo' was a reading of CAPO that lost the mean of the ratios; say 'centred_step' for CAPO's ratio as "
+            "published, or take configs/presets/capo.py for all of CAPO"
+        )
+    return ratio
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -64,19 +76,25 @@ class LearnerConfig:
 class LossConfig:
     """Section `loss`: ratio × clip × aggregate (see `losses` and `loss_weights`), value loss and entropy bonus."""
 
-    ratio: Ratio = "token"
+    ratio: Annotated[Ratio, BeforeValidator(_refuse_capo)] = "token"
+    ratio_mean: Literal["token", "step"] = "token"
     clip: Clip = "ppo"
     clip_low: Annotated[float, Ge(0), Lt(1)] = 0.2
     clip_high: NonNegative = 0.2
     dual_c: Annotated[float, Gt(1)] = 3.0
     sapo_positive: Positive = 1.0
     sapo_negative: Positive = 1.05
+    clip_bias_norm: bool = False
     aggregate: Aggregate = "token"
     fixed_denominator: Positive = 1.0
     value_coef: NonNegative = 0.5
     value_clip: Positive = 0.5
     entropy_coef: NonNegative = 0.0
     chunk: Count = 1024
+
+    def __post_init__(self) -> None:
+        if self.clip_bias_norm and self.clip not in MASKING_CLIPS:
+            raise ValueError(f"clip_bias_norm needs a clip of {', '.join(MASKING_CLIPS)}; clip is {self.clip}")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -144,4 +162,5 @@ class Objective:
 
     def imitation(self) -> Objective:
         """The same update as maximum likelihood: no ratio, no KL."""
-        return Objective(dataclasses.replace(self.loss, clip="none"), KLConfig(), self.temperature)
+        loss = dataclasses.replace(self.loss, clip="none", clip_bias_norm=False)
+        return Objective(loss, KLConfig(), self.temperature)

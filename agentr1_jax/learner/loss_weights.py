@@ -89,8 +89,9 @@ def correction_weights(
     """Return the constant factor of each token's policy loss, from w = exp(clip(log π_old − log π_b, ±20)).
 
     `none`: 1. `tis_token`: min(w, cap). `tis_sequence`: the same of the whole sequence, its log-ratios summed and then
-    clipped. `icepop`: w where low ≤ w ≤ high, else 0 (arXiv 2510.18855). `mask_sequence`: 1, or 0 for all tokens of a
-    sequence whose GEOMETRIC MEAN ratio, exp of the mean of its log-ratios, lies outside [low, high].
+    clipped. `icepop`: w where low ≤ w ≤ high, else 0 (arXiv 2510.18855). `icepop_sequence`: the same of the w of
+    `tis_sequence`. `mask_sequence`: 1, or 0 for all tokens of a sequence whose GEOMETRIC MEAN ratio, exp of the mean of
+    its log-ratios, lies outside [low, high].
 
     `sequence` is the index of each token's step or trajectory, as `config.unit` says. A log-prob that is not finite
     gives its token (its whole sequence, where that is the unit) weight 0, unless the kind is `none`. Weights are
@@ -100,7 +101,7 @@ def correction_weights(
     if kind == "none":
         return np.ones(len(sequence), np.float32)
     log_ratio, finite = _log_ratio(old_logprob, behaviour_logprob)
-    if kind in ("tis_sequence", "mask_sequence"):
+    if kind in ("tis_sequence", "icepop_sequence", "mask_sequence"):
         unit = np.unique(sequence, return_inverse=True)[1]
         log_ratio = np.bincount(unit, log_ratio)[unit]
         finite = (np.bincount(unit, ~finite) == 0)[unit]
@@ -108,8 +109,11 @@ def correction_weights(
             log_ratio = log_ratio / np.bincount(unit)[unit]
     w = np.exp(np.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     inside = (low <= w) & (w <= high)
-    weights = {"icepop": w * inside, "mask_sequence": inside}.get(kind, np.minimum(w, config.cap))
-    return np.where(finite, weights, 0).astype(np.float32)
+    if kind == "mask_sequence":
+        w = inside
+    else:
+        w = w * inside if kind.startswith("icepop") else np.minimum(w, config.cap)
+    return np.where(finite, w, 0).astype(np.float32)
 
 
 def gap_metrics(

@@ -29,6 +29,9 @@ from agentr1_jax.policy.decoder import Decoder, Params, head_kernel
 from agentr1_jax.policy.params import join, values
 from agentr1_jax.runtime.compile_cache import cached_jit
 
+CLIP_BIAS = "clip_bias"
+"""Key of the part of the loss whose gradient the clip took away, among the metrics of a microbatch."""
+
 
 @flax.struct.dataclass
 class LearnerState:
@@ -146,6 +149,10 @@ def loss_from_outputs(
         "max/logprob_gap": jnp.max(jnp.where(trained, jnp.abs(gap), 0)),
         "max/ratio": jnp.max(jnp.where(trained, jnp.exp(log_rho), 0)),
     }
+    if config.clip_bias_norm:
+        removed = jnp.where(clipped > 0, -loss_tokens.advantage * jnp.exp(log_rho), 0)
+        correction = 1 if loss_tokens.correction_weight is None else loss_tokens.correction_weight
+        metrics[CLIP_BIAS] = weighted_sum(removed * correction)
     loss = metrics["policy_loss"] - config.entropy_coef * metrics["entropy_loss"]
     kind = objective.kl_in_loss
     if kind != "none":
@@ -231,7 +238,7 @@ def make_log_ratio(
     def log_ratio(trained: Params, frozen: Params, batch: Batch, count: Array) -> Array:
         logprob = token_outputs(trained, frozen, None, batch, count).logprob
         loss_tokens = dataclasses.replace(batch.loss_tokens, is_action=batch.loss_tokens.weight > 0)
-        return minibatch_log_ratio(objective.loss.ratio, logprob, loss_tokens).astype(jnp.float32)
+        return minibatch_log_ratio(objective.loss, logprob, loss_tokens).astype(jnp.float32)
 
     return log_ratio
 
@@ -241,16 +248,32 @@ def batch_gradient(
 ) -> Callable[[Params, Params, Batch, Array], tuple[Params, dict[str, Array]]]:
     """Return the gradient of a batch, a loop whose length is data.
 
+    With `loss.clip_bias_norm`, the gradient of the decoder is divided by max(1, ‖C‖), C the gradient by the decoder's
+    parameters of −Σ wₖ·Aₖ·ρₖ over the tokens whose gradient the clip took away: the clipping-triggered normalisation of
+    ST-PPO (arXiv 2511.20718), which divides by ‖C‖₂. OUR READING: a norm below 1 divides nothing, and the decoder's
+    gradient alone is divided. Costs a second backward pass, and the memory of a gradient.
+
     Returns:
       (trained, frozen parameters, batch, microbatches with data) -> gradient and metrics, summed over microbatches.
     """
     microbatch_loss = functools.partial(loss_and_metrics, policy, objective, mesh)
-    microbatch_gradient = jax.value_and_grad(microbatch_loss, has_aux=True)
+    normalize = objective.loss.clip_bias_norm
+
+    def microbatch_gradients(trained: Params, frozen: Params, batch: Batch) -> tuple[list[Params], dict[str, Array]]:
+        """Gradients of the loss and, where it is needed, of what the clip removed."""
+
+        def parts(trained: Params) -> tuple[list[Array], dict[str, Array]]:
+            loss, metrics = microbatch_loss(trained, frozen, batch)
+            return [loss, *([metrics[CLIP_BIAS]] if normalize else [])], metrics
+
+        values, pull, metrics = jax.vjp(parts, trained, has_aux=True)
+        slots = range(len(values))
+        return [pull([jnp.asarray(i == j, x.dtype) for j, x in enumerate(values)])[0] for i in slots], metrics
 
     def gradient(trained: Params, frozen: Params, batch: Batch, count: Array) -> tuple[Params, dict[str, Array]]:
-        def body(i: Array, carry: tuple[Params, dict[str, Array]]) -> tuple[Params, dict[str, Array]]:
+        def body(i: Array, carry: tuple[list[Params], dict[str, Array]]) -> tuple[list[Params], dict[str, Array]]:
             grads, metrics = carry
-            (_, new_metrics), new_grads = microbatch_gradient(trained, frozen, _microbatch(batch, i))
+            new_grads, new_metrics = microbatch_gradients(trained, frozen, _microbatch(batch, i))
             merged = {
                 key: jnp.maximum(metrics[key], x) if key.startswith("max/") else metrics[key] + x
                 for key, x in new_metrics.items()
@@ -259,7 +282,15 @@ def batch_gradient(
 
         shapes = jax.eval_shape(microbatch_loss, trained, frozen, _microbatch(batch, 0))[1]
         no_metrics = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        return jax.lax.fori_loop(0, count, body, (jax.tree.map(jnp.zeros_like, trained), no_metrics))
+        empty = [jax.tree.map(jnp.zeros_like, trained) for _ in range(1 + normalize)]
+        grads, metrics = jax.lax.fori_loop(0, count, body, (empty, no_metrics))
+        if normalize:
+            norm = optax.tree.norm(grads[1]["decoder"])
+            del metrics[CLIP_BIAS]
+            metrics["clip_bias_norm"] = norm
+            decoder = jax.tree.map(lambda x: x / jnp.maximum(norm, 1).astype(x.dtype), grads[0]["decoder"])
+            return grads[0] | {"decoder": decoder}, metrics
+        return grads[0], metrics
 
     return gradient
 

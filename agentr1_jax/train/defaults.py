@@ -95,15 +95,16 @@ KINDS: Mapping[str, str] = types.MappingProxyType(
 """`device_kind` of JAX -> row of the table; other TPUs have that of v5e-8, GPUs that of h100x8."""
 BY_HARDWARE = (*_CPU, "mesh.fsdp", "learner.rows", "loss.chunk")
 """Keys that the hardware decides where they are unset."""
-BY_LENGTHS: Mapping[str, str] = types.MappingProxyType(
+DERIVED: Mapping[str, str] = types.MappingProxyType(
     {
         "budget.trajectory_tokens": "8 contexts, at least 4096",
         "rollout.slot_tokens": "budget.context_tokens, rounded up to a multiple of rollout.attention_block",
         "learner.row_tokens": "budget.context_tokens",
         "learner.row_loss_tokens": "the longest responses of all steps, at most a row",
+        "loss.fixed_denominator": "trajectories of a minibatch: rollout.groups * rollout.samples / learner.minibatches",
     }
 )
-"""Keys that follow from the lengths of `budget` where they are unset -> how."""
+"""Keys that follow from the lengths of `budget`, or the size of a batch, where they are unset -> how."""
 
 
 def find_hardware(name: Any, devices: Sequence[jax.Device] | None) -> Hardware | None:
@@ -178,6 +179,7 @@ def complete(values: Mapping[str, Any], devices: Sequence[jax.Device] | None = N
         _fill(filled, key, value)
     _fill_rows(filled, budget, context)
     _fill_mesh(filled, row, len({d.process_index for d in devices}) if devices else 1)
+    _fill_denominator(filled)
     return filled
 
 
@@ -226,6 +228,13 @@ def _fill_mesh(filled: dict[str, Any], row: Hardware, processes: int) -> None:
     _fill(filled, "mesh.fsdp", 1)
     _fill(filled, "learner.rows", row.rows_per_shard * shards)
     _fill(filled, "loss.chunk", row.loss_tokens_per_shard * shards)
+
+
+def _fill_denominator(filled: dict[str, Any]) -> None:
+    """Fill the divisor of sums over tokens; 1 for sizes that are no positive numbers, which are refused elsewhere."""
+    sizes = [_get(filled, key) for key in ("rollout.groups", "rollout.samples", "learner.minibatches")]
+    groups, samples, minibatches = sizes if all(isinstance(x, int) and x > 0 for x in sizes) else (1, 1, 1)
+    _fill(filled, "loss.fixed_denominator", groups * samples / minibatches)
 
 
 def _get(values: Mapping[str, Any], key: str) -> Any:

@@ -119,6 +119,9 @@ LEARNER = (
     Metric("learner/ratio", "", "Mean ratio of new to old probability, of the unit `loss.ratio`."),
     Metric("learner/max_ratio", "", "Largest ratio."),
     Metric("learner/clip_fraction", "share", "Tokens whose ratio is clipped."),
+    Metric(
+        "learner/clip_bias_norm", "", "Norm of the gradient that the clip took from the decoder.", "loss.clip_bias_norm"
+    ),
     Metric("learner/approx_kl", "nats", "k3 estimate of the KL from the old policy to the new one."),
     Metric("learner/logprob_gap", "nats", "Mean difference between sampler's and learner's log-prob of a token."),
     Metric("learner/max_logprob_gap", "nats", "Largest such difference."),

@@ -17,6 +17,6 @@ def get_config(task: str = "quickstart") -> ml_collections.ConfigDict:
     c = presets.on(task, "remax")
     c.credit.name = "remax"
     c.loss.clip = "none"
-    c.loss.aggregate = "trajectory"
+    c.loss.aggregate = "fixed"  # The sum over tokens, by the number of trajectories.
     c.learner.minibatches = 1
     return c

@@ -7,14 +7,14 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from agentr1_jax.credit import TokenBatch, get_scheme
+from agentr1_jax.credit import Norm, TokenBatch, get_scheme
 from agentr1_jax.errors import UserError
 from agentr1_jax.learner.batch import LossTokens
 from agentr1_jax.learner.config import AGGREGATES, CLIPS, RATIOS, Aggregate, LossConfig
@@ -29,12 +29,19 @@ MOST_AT_ONCE = 8192
 DISCOUNTS = ("gamma", "lam", "gamma_high")
 ON_POLICY = LossConfig()
 UNCLIPPED = dataclasses.replace(ON_POLICY, clip_low=1 - 1e-6, clip_high=1e9)
+BOUNDS = {"ppo": (0.2, 0.2), "gmpo": (0.4, 0.4), "dppo_tv": (0.15, 0.15), "dppo_kl": (0.05, 0.05)}
+"""`clip_low` and `clip_high` of clips whose published ones are not those of `asymmetric`."""
 LOSSES = {
     "none": dataclasses.replace(ON_POLICY, clip="none"),
     **{f"{ratio}, no bound": dataclasses.replace(UNCLIPPED, ratio=ratio) for ratio in RATIOS},
     **{
         f"{ratio}, {clip}": dataclasses.replace(
-            ON_POLICY, ratio=ratio, clip=clip, clip_high=0.2 if clip == "ppo" else 0.28
+            ON_POLICY,
+            ratio=ratio,
+            clip=clip,
+            clip_low=BOUNDS.get(clip, (0.2, 0.28))[0],
+            clip_high=BOUNDS.get(clip, (0.2, 0.28))[1],
+            dual_c=20.0 if clip.startswith("dppo") else 3.0,
         )
         for ratio in RATIOS
         for clip in CLIPS
@@ -125,6 +132,7 @@ def variants(names: Sequence[str]) -> list[Variant]:
         others += [plain | undiscounted | {"lam": 0.9}] if "lam" in known else []
         others += [plain | {key: x} for key, x in undiscounted.items()]
         others += [{"norm": norm} for norm in ("mean_norm", "mean_std_norm") if known.get("norm", norm) != norm]
+        others += [plain | {"anchor": "last_token"}] if "anchor" in known else []
         others += [{"signal": "return", "outcome_weight": 0.0}] if {"signal", "outcome_weight"} <= set(known) else []
         critics = ("exact V", "const V") if scheme.needs_critic else (None,)
         out += [Variant(name, settings, critic) for critic in critics for settings in (plain, *others)]

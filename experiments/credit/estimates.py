@@ -175,7 +175,7 @@ def gradients(
         loss_tokens = jax.tree.map(lambda x: x[None], loss_tokens)
         logprob = jax.nn.log_softmax(logits).ravel()[loss_tokens.target]
         if config.ratio in MINIBATCH_RATIOS and config.clip != "none":
-            value = minibatch_log_ratio(config.ratio, jax.lax.stop_gradient(logprob), loss_tokens)
+            value = minibatch_log_ratio(config, jax.lax.stop_gradient(logprob), loss_tokens)
             loss_tokens = dataclasses.replace(loss_tokens, log_ratio=value)
         outputs = TokenOutputs(logprob, jnp.zeros_like(logprob))
         return loss_from_outputs(Objective(config), outputs, loss_tokens)[0]

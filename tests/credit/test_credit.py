@@ -24,9 +24,9 @@ from configs import base
 GROUP_IDS = jax.jit(group_ids)
 EXTREME = (0.0, 0.1, 1 / 3, 1e-6, -1e-6, 1e6, -1e6, 999_999.9, 1000.1)
 DEFAULTS = {
-    "token_gae": {"gamma": 1.0, "lam": 1.0, "whiten": "token"},
-    "step_gae": {"gamma": 1.0, "lam": 1.0, "whiten": "step"},
-    "bilevel_gae": {"gamma": 1.0, "lam": 1.0, "gamma_high": 0.95, "whiten": "token"},
+    "token_gae": {"gamma": 1.0, "lam": 1.0, "lam_length": 0.0, "whiten": "token"},
+    "step_gae": {"gamma": 1.0, "lam": 1.0, "lam_length": 0.0, "anchor": "prompt", "whiten": "step"},
+    "bilevel_gae": {"gamma": 1.0, "lam": 1.0, "lam_length": 0.0, "gamma_high": 0.95, "whiten": "token"},
     "grpo": {"unit": "trajectory"},
     "dr_grpo": {"unit": "trajectory"},
     "rloo": {},
@@ -36,7 +36,7 @@ DEFAULTS = {
     "remax": {},
     "opo": {},
     "gigpo": {"gamma": 0.95, "step_weight": 1.0, "norm": "mean_norm", "unit": "trajectory"},
-    "hgpo": {"gamma": 0.95, "history": 2, "alpha": 1.0},
+    "hgpo": {"gamma": 0.95, "history": 2, "alpha": 1.0, "norm": "mean_std_norm"},
     "turn_grpo": {"outcome_weight": 1.0, "norm": "mean_norm", "signal": "reward", "gamma": 1.0},
     "state_baseline": {"gamma": 1.0, "whiten": "none"},
     "rtmc": {"gamma": 0.99, "prior": 0.0},
@@ -89,6 +89,11 @@ def test_the_registry_binds_hyperparameters():
         ("step_gae", {"gamma": 1.01}, r"credit.args.gamma is 1.01; it must be less than or equal to 1"),
         ("token_gae", {"gamma": float("nan")}, "credit.args.gamma is nan"),
         ("grpo", {"unit": "none"}, "credit.args.unit is 'none'; it must be 'token', 'step' or 'trajectory'"),
+        (
+            "step_gae",
+            {"lam": 1.0, "lam_length": 1.5},
+            "step_gae': set one of lam and lam_length, and the other to None",
+        ),
         ("hgpo", {"history": 1.5}, "credit.args.history is 1.5; it must be a valid integer"),
     ],
 )

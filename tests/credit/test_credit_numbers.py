@@ -122,6 +122,16 @@ def test_a_published_return_is_the_discounted_sum_over_tokens():
     np.testing.assert_allclose(credit.advantages, entry["outputs"]["ret"][entry["inputs"]["mask"] > 0], atol=1e-6)
 
 
+def test_lambda_by_length_gives_the_published_number():
+    """Ten tokens, V = 0, reward 1 at the end, α 1.5: a published test of SAO expects 0.53744124 at the first."""
+    data = [Rollout(0, [1.0], [[Token(0.0, 0.0)] * 10])]
+    credit = credit_of("token_gae", data, gamma=1.0, lam_length=1.5, whiten="none")
+    np.testing.assert_allclose(credit.advantages[0], 0.53744124, atol=1e-8)
+    # VAPO's α .05 on ten tokens would be a negative λ: only the last token is credited.
+    short = credit_of("token_gae", data, gamma=1.0, lam_length=0.05, whiten="none")
+    np.testing.assert_array_equal(short.advantages, [0.0] * 9 + [1.0])
+
+
 @pytest.mark.parametrize("name", NAMES)
 @quick
 @given(rollouts(), NUMBERS)

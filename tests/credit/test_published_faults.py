@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from builders import trajectory, with_logprobs
 from examples import check_close
-from learners import CAPO, EVERYTHING, RATES, check_equal, exact, make, sampled, stream
+from learners import CENTRED, EVERYTHING, RATES, check_equal, exact, make, sampled, stream
 
 from agentr1_jax.learner.update import TokenOutputs
 from agentr1_jax.runtime.mesh import global_batch
@@ -61,7 +61,7 @@ def test_fault_1_the_learner_finds_the_log_probs_that_were_sampled_with(mode, co
 
 
 def test_fault_1_ratios_stay_ratios_over_tens_of_updates():
-    made, state = make(CAPO, wide=True), None
+    made, state = make(CENTRED, wide=True), None
     for update in range(30):
         state, metrics, _ = made.learn(exact(update % 4), state)
         assert np.isfinite(list(metrics.values())).all() and metrics["learner/skipped"] == 0
@@ -137,7 +137,7 @@ def test_fault_5_statistics_are_over_trajectories_and_not_over_their_rows(mode):
 def test_fault_6_a_lone_member_of_a_group_moves_nothing():
     """Its raw reward would be an advantage; a lone row that is whitened would be NaN."""
     lone = [dataclasses.replace(t, group=i) for i, t in enumerate(exact()[:4])]
-    made = make(CAPO, wide=True)
+    made = make(CENTRED, wide=True)
     state, metrics, out = made.learn(lone)
     with jax.enable_x64(True):
         check_equal(state.params, made.fresh().params)
@@ -154,7 +154,7 @@ def test_fault_7_credit_passes_over_tool_text_to_earlier_steps():
 
 def test_fault_8_neither_the_split_nor_copies_of_rows_as_padding_change_an_update():
     """Means over microbatches that are averaged, or padding that counts, would."""
-    made, seen = make(CAPO, wide=True).under({"learner.packing": "per_step_padded"}), []
+    made, seen = make(CENTRED, wide=True).under({"learner.packing": "per_step_padded"}), []
 
     def update(state, frozen, batch, count, rates):
         seen.append(jax.device_get(batch))

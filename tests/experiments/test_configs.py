@@ -240,7 +240,7 @@ def differing(name, task):
 def test_every_preset_that_the_house_names_is_there():
     assert PRESETS == sorted(
         "ppo_token ppo_step grpo dr_grpo dapo gspo rloo reinforce reinforce_pp reinforce_pp_baseline remax gigpo "
-        "capo".split()
+        "capo turn_ppo st_ppo".split()
     )
 
 
@@ -273,6 +273,24 @@ def test_presets_differ_from_each_other():
         "loss.dual_c": 10.0,
         "loss.aggregate": "step",
     }
+    assert lines["capo"] == {
+        "critic": "shared_trunk",
+        "credit.name": "step_gae",
+        "shaping.truncation_is_terminal": True,
+        "loss.ratio": "centred_step",
+        "loss.aggregate": "step",
+    }
+
+
+@pytest.mark.parametrize("name", ["rloo", "remax"])
+def test_a_sum_over_tokens_is_divided_by_the_trajectories_of_the_run_s_own_batch(name):
+    config = load_config(f"{PRESET_FOLDER / name}.py:quickstart")
+    for groups, samples, minibatches in ((32, 8, 1), (12, 4, 2)):
+        size = {"rollout__groups": groups, "rollout__samples": samples, "learner__minibatches": minibatches}
+        loss = read_settings(changed(config, **size)).loss
+        assert (loss.aggregate, loss.fixed_denominator) == ("fixed", groups * samples / minibatches)
+    own = changed(config, loss__fixed_denominator=7.0)
+    assert read_settings(own).loss.fixed_denominator == 7.0
 
 
 def test_nothing_of_the_task_s_own_algorithm_is_left():

@@ -20,8 +20,10 @@ from agentr1_jax.errors import UserError
 from agentr1_jax.learner.config import AGGREGATES
 from agentr1_jax.learner.loss_weights import TokenUnits, loss_weights
 from agentr1_jax.report import gradients as report
+from agentr1_jax.runtime.config import load_config
 from experiments.credit import bias as bench
 from experiments.credit import estimates, mdps
+from experiments.setup import read_settings
 
 PAIRS = 7300
 """Batches in every test that credits or differentiates, so that they share compiled programs."""
@@ -110,10 +112,10 @@ def estimate(name, variant, batch, loss_tokens, aggregate="fixed", config=bench.
     return bench.estimate(config, look_up(name)[0].logits, loss_tokens, bench.advantages(variant, batch), share)
 
 
-def expectation(name, variant, drops=False):
-    """E ĝ of one group of two samples, without chance."""
+def expectation(name, variant, drops=False, **loss):
+    """E ĝ of one group of two samples, without chance; aggregate and config as in `estimate`."""
     batch, loss_tokens, likelihood = every_pair(name, drops=drops)
-    return likelihood @ estimate(name, variant, batch, loss_tokens).astype(np.float64)
+    return likelihood @ estimate(name, variant, batch, loss_tokens, **loss).astype(np.float64)
 
 
 @pytest.mark.parametrize("name", mdps.PROCESSES)
@@ -147,6 +149,23 @@ def test_values_are_those_of_the_policy(name):
 @pytest.mark.parametrize("variant", UNBIASED, ids=lambda v: v.label)
 def test_unbiased_exactly(name, variant):
     np.testing.assert_allclose(expectation(name, variant), look_up(name)[2], atol=2e-6)
+
+
+@pytest.mark.parametrize("preset", ["rloo", "remax"])
+def test_presets_that_sum_over_tokens_are_unbiased_exactly(preset):
+    """With the mean over the tokens of a trajectory they were not: the direction was off, too."""
+    settings = read_settings(load_config(f"configs/presets/{preset}.py"))
+    variant = bench.Variant(settings.scheme.name, settings.scheme.arguments, None)
+    for name in ("stop_or_go", "key_door"):
+        found = expectation(name, variant, aggregate=settings.loss.aggregate, config=settings.loss)
+        np.testing.assert_allclose(found, look_up(name)[2], atol=2e-6)
+
+
+def test_a_value_that_has_seen_the_response_is_a_biased_baseline_of_it():
+    """`key_door` has responses of several tokens, and its keys are chosen by the first ones."""
+    late, exact = bench.Variant("step_gae", PLAIN | {"anchor": "last_token"}, "exact V"), look_up("key_door")[2]
+    errors = np.linalg.norm(expectation("key_door", late) - exact) / np.linalg.norm(exact)
+    assert errors > 0.1
 
 
 @pytest.mark.parametrize("name", LISTED)

@@ -47,7 +47,7 @@ SHARING = ("per_step_padded", "trajectory", "prefix_tree")
 """Modes that are compared with `per_step`."""
 GRID = (
     *(objective(ratio=ratio, clip="dual") for ratio in RATIOS),
-    *(objective(ratio="step", clip=clip) for clip in ("ppo", "cispo", "sapo")),
+    *(objective(ratio="step", clip=clip) for clip in ("ppo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl")),
     objective(ratio="step", kl="k3", kl_coef=0.3),
     objective(clip="none", entropy_coef=0.0),
 )
@@ -62,7 +62,7 @@ def grid_gradient(policy):
         def loss(outputs, loss_tokens):
             if case.loss.ratio in MINIBATCH_RATIOS:
                 trained = loss_tokens.replace(is_action=loss_tokens.weight > 0)
-                here = minibatch_log_ratio(case.loss.ratio, jax.lax.stop_gradient(outputs.logprob), trained)
+                here = minibatch_log_ratio(case.loss, jax.lax.stop_gradient(outputs.logprob), trained)
                 loss_tokens = loss_tokens.replace(log_ratio=here)
             return loss_from_outputs(case, outputs, loss_tokens)[0]
 

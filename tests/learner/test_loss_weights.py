@@ -41,10 +41,11 @@ def loop(kind, log_ratio, sequence, *, cap, low, high):
     out = []
     for k, own in enumerate(log_ratio):
         others = [x for x, unit in zip(log_ratio, sequence, strict=True) if unit == sequence[k]]
-        value = {"tis_sequence": math.fsum(others), "mask_sequence": statistics.fmean(others)}.get(kind, own)
+        value = {"mask_sequence": statistics.fmean(others)}.get(kind, math.fsum(others) if "_seq" in kind else own)
         w = math.exp(min(max(value, -20.0), 20.0))
         inside = low <= w <= high
-        out.append({"none": 1.0, "icepop": w * inside, "mask_sequence": float(inside)}.get(kind, min(w, cap)))
+        masked = {"none": 1.0, "icepop": w * inside, "icepop_sequence": w * inside, "mask_sequence": float(inside)}
+        out.append(masked.get(kind, min(w, cap)))
     return out
 
 

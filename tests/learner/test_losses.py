@@ -14,6 +14,7 @@ from builders import golden
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from agentr1_jax.errors import UserError
 from agentr1_jax.learner.batch import LossTokens
 from agentr1_jax.learner.config import CLIPS, RATIOS, LossConfig
 from agentr1_jax.learner.loss_weights import TokenUnits, loss_weights
@@ -26,6 +27,7 @@ from agentr1_jax.learner.losses import (
     policy_loss,
     value_loss,
 )
+from agentr1_jax.validation import from_section
 
 CONFIG = LossConfig(clip_high=0.28)
 quick = settings(max_examples=40, deadline=None)
@@ -60,7 +62,7 @@ def losses_and_slopes(config):
 
     def both(new, loss_tokens):
         if config.ratio in MINIBATCH_RATIOS and config.clip != "none":
-            loss_tokens = loss_tokens.replace(log_ratio=minibatch_log_ratio(config.ratio, new, loss_tokens))
+            loss_tokens = loss_tokens.replace(log_ratio=minibatch_log_ratio(config, new, loss_tokens))
         slope, out = jax.grad(total, has_aux=True)(new, loss_tokens)
         return *out, slope
 
@@ -108,7 +110,7 @@ def tokens(draw):
     trajectory = np.where(step >= 0, rng.integers(0, 3, step.size)[step], -1)
     old = rng.uniform(-3, -0.1, step.shape)
     advantage = rng.normal(size=step.shape)
-    return old + rng.uniform(-1.5, 1.5, step.shape), old, advantage, step, trajectory
+    return np.minimum(old + rng.uniform(-1.5, 1.5, step.shape), -0.05), old, advantage, step, trajectory
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
@@ -122,6 +124,10 @@ def test_losses_and_slopes_equal_the_loops(ratio, clip, cells):
     units = flat[3], flat[4]
     log_rho = np.array(reference.log_ratios(ratio, *flat[:2], *units))
     assume(np.all(np.abs(np.exp(log_rho)[:, None] - [0.8, 1.28, 3.0]) > 1e-3))
+    z = flat[0] - flat[1]
+    if clip == "gmpo":
+        near = np.where(flat[2] > 0, np.minimum(z, 0.28), np.maximum(z, -0.2))
+        log_rho = np.array(reference.log_ratios(ratio, flat[1] + near, flat[1], *units))
     with jax.enable_x64(True):
         loss_tokens = make_loss_tokens(old, advantage, mask, step, trajectory).replace(weight=jnp.ones(step.shape))
         loss, got, active, slope = (np.asarray(x) for x in losses_and_slopes(config)(jnp.asarray(new), loss_tokens))
@@ -133,8 +139,59 @@ def test_losses_and_slopes_equal_the_loops(ratio, clip, cells):
         assert not got.any()
     else:
         np.testing.assert_allclose(got[mask], log_rho, atol=1e-9)
-    clipped = np.where(flat[2] > 0, log_rho > np.log(1.28), log_rho < np.log(0.8)) & (clip not in ("none", "sapo"))
-    np.testing.assert_array_equal(active[mask], clipped)
+    if clip.startswith("dppo"):
+        np.testing.assert_array_equal(active[mask], np.array(slopes) == 0)
+    elif clip == "gmpo":
+        np.testing.assert_array_equal(active[mask], near != z)
+    else:
+        clipped = np.where(flat[2] > 0, log_rho > np.log(1.28), log_rho < np.log(0.8)) & (clip not in ("none", "sapo"))
+        np.testing.assert_array_equal(active[mask], clipped)
+
+
+@pytest.mark.parametrize(("ratio", "aggregate"), [("step", "step"), ("trajectory", "trajectory")])
+def test_gmpo_is_the_geometric_mean_of_the_clipped_ratios_of_a_sequence(ratio, aggregate):
+    """Loss and gradient of −mean over sequences of A·exp(mean of their clipped log-ratios), arXiv 2507.20673."""
+    rng = np.random.default_rng(0)
+    sizes, advantage = [3, 1, 6], np.array([0.7, -1.2, -0.4])
+    unit = np.repeat(np.arange(3), sizes)
+    old, z = rng.uniform(-3, -1, 10), rng.uniform(-0.9, 0.9, 10)
+    config = LossConfig(ratio=ratio, clip="gmpo", clip_low=0.4, clip_high=0.4)
+    weights = loss_weights(aggregate, TokenUnits(unit, unit, unit), np.ones(10, bool)).astype(float)
+
+    def published(new):
+        losses = []
+        for i, a in enumerate(advantage):
+            own = (new - old)[unit == i]
+            losses.append(-a * jnp.exp(jnp.mean(jnp.minimum(own, 0.4) if a > 0 else jnp.maximum(own, -0.4))))
+        return sum(losses) / 3
+
+    with jax.enable_x64(True):
+        ones = np.ones((1, 10), bool)
+        loss_tokens = make_loss_tokens(old[None], advantage[unit][None], ones, unit[None], jnp.asarray(unit[None]))
+        loss_tokens = loss_tokens.replace(weight=jnp.asarray(weights)[None])
+        found = losses_and_slopes(config)(jnp.asarray(old + z)[None], loss_tokens)
+        loss, _, active, slope = (np.asarray(x) for x in found)
+        value, expected = jax.value_and_grad(published)(jnp.asarray(old + z))
+    np.testing.assert_allclose((loss * weights).sum(), value, rtol=1e-6)
+    np.testing.assert_allclose(slope[0], expected, rtol=1e-6)
+    assert 0 < active.sum() < 10 and not slope[active > 0].any()
+
+
+def test_dppo_masks_what_moves_probability_and_not_what_multiplies_it():
+    """From .1 to .9 and from .001 to .01, upwards; a token that is certain; one far off that is drawn back."""
+    old, new = np.log([[0.1, 0.001, 1.0, 0.9]]), np.log([[0.9, 0.01, 1.0, 0.1]])
+    loss_tokens = make_loss_tokens(old, np.ones((1, 4)), np.ones((1, 4)), [[0, 1, 2, 3]])
+    loss_tokens = loss_tokens.replace(weight=jnp.ones((1, 4)))
+    for clip, bound in (("dppo_tv", 0.15), ("dppo_kl", 0.05)):
+        config = LossConfig(clip=clip, clip_low=bound, clip_high=bound, dual_c=5.0)
+        _, _, active, slope = losses_and_slopes(config)(jnp.asarray(new), loss_tokens)
+        np.testing.assert_array_equal(active, [[1, 0, 0, 0]])
+        np.testing.assert_allclose(slope, [[0.0, -5.0, -1.0, -1 / 9]], rtol=1e-5)
+
+
+def test_the_old_name_of_the_centred_ratio_is_refused_with_what_to_say_instead():
+    with pytest.raises(UserError, match=r"^loss\.ratio: 'capo' was .*; say 'centred_step' .* configs/presets/capo\.py"):
+        from_section(LossConfig, "loss", {"ratio": "capo"})
 
 
 def test_sapo_is_finite_where_the_ratio_is_not():
@@ -171,6 +228,22 @@ def test_estimates_give_the_published_numbers(kind):
         np.testing.assert_allclose(kl_slope(kind, logprob, ref), entry["outputs"]["grad"], atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_a_straight_through_estimate_has_the_published_value_and_the_slope_of_k2(kind):
+    entry = golden(f"verl.kl.{kind}")
+    logprob, ref = entry["inputs"]["logp"], entry["inputs"]["ref"]
+    with jax.enable_x64(True):
+        for own in (logprob, jnp.asarray(logprob)):  # A reward, made on the host, and a loss.
+            np.testing.assert_allclose(kl_estimate(f"{kind}+", own, ref), entry["outputs"]["kl"], atol=1e-6)
+        np.testing.assert_allclose(kl_slope(f"{kind}+", logprob, ref), np.asarray(logprob) - ref, atol=1e-9)
+
+
+def test_the_absolute_estimate_is_the_distance_of_the_log_probs():
+    logprob, ref = np.array([-1.0, -2.0, -0.5]), np.array([-1.5, -1.0, -0.25])
+    np.testing.assert_allclose(kl_estimate("abs", logprob, ref), [0.5, 1.0, 0.25])
+    np.testing.assert_allclose(kl_slope("abs", logprob, ref), [1.0, -1.0, -1.0])
+
+
 def test_k3_keeps_its_digits_where_the_policies_nearly_agree():
     x = np.float32(1e-3) * np.arange(1, 5, dtype=np.float32)
     wide = x.astype(np.float64)
@@ -179,7 +252,7 @@ def test_k3_keeps_its_digits_where_the_policies_nearly_agree():
         np.testing.assert_allclose(kl_estimate("k3", one, 0 * one), expected, rtol=1e-3)
 
 
-@pytest.mark.parametrize(("kind", "share"), [("k1", 0.0), ("k2", 1.0)])
+@pytest.mark.parametrize(("kind", "share"), [("k1", 0.0), ("k2", 1.0), ("k1+", 1.0), ("k3+", 1.0)])
 def test_the_gradient_of_the_kl_is_in_the_loss_of_k2_and_not_of_k1(kind, share):
     """Expectations over the policy itself, by enumeration of five tokens."""
     rng = np.random.default_rng(0)

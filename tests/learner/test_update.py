@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 import tiny
 from examples import (
     OBJECTIVE,
@@ -19,6 +20,7 @@ from examples import (
     example,
     gradient,
     layout,
+    objective,
     outputs_of,
     parameters,
 )
@@ -36,7 +38,7 @@ RATES = {"decoder": np.float32(1024), "value": np.float32(512)}
 
 
 @functools.cache
-def updater(shape=(1, 1, 1)):
+def updater(shape=(1, 1, 1), objective=OBJECTIVE):
     """(update, fresh state, mesh) in double precision: it subtracts rate times gradient, and keeps the gradient."""
     mesh = tiny.mesh(*shape)
     optimizer, params = by_part(optax.trace(decay=0.0)), jax.tree.map(np.float64, parameters())
@@ -45,14 +47,14 @@ def updater(shape=(1, 1, 1)):
     def fresh():
         return jax.device_put(init_state(jax.tree.map(jnp.array, params), optimizer), layout)
 
-    return make_update(WIDE, OBJECTIVE, optimizer, layout), fresh, mesh
+    return make_update(WIDE, objective, optimizer, layout), fresh, mesh
 
 
-def one_update(batch, count, *shape):
+def one_update(batch, count, *shape, objective=OBJECTIVE):
     """The gradient that an update applied, and its metrics, in double precision."""
     single = parameters()
     with jax.enable_x64(True):
-        update, fresh, mesh = updater(*shape)
+        update, fresh, mesh = updater(*shape, objective=objective)
         state, metrics = update(fresh(), {}, global_batch(batch, mesh), np.int32(count), RATES)
         assert int(state.updates) == 1 and int(state.skipped) == 0
         moved = jax.tree.map(lambda old, new: np.float64(old) - np.asarray(new), single, state.params)
@@ -92,7 +94,7 @@ def test_rows_may_lie_anywhere_in_any_number_of_microbatches_of_one_program():
         other, other_metrics = one_update(in_rows(case, rows), 2)
         check_close(other, grads, 1e-9)
         check_close(other_metrics, metrics, 1e-9)
-    assert updater()[0]._cache_size() == 1, "the number of microbatches must be data"
+    assert updater(objective=OBJECTIVE)[0]._cache_size() == 1, "the number of microbatches must be data"
 
 
 def test_microbatches_beyond_the_count_are_not_read():
@@ -115,6 +117,30 @@ def test_the_update_is_the_gradient_of_the_loss():
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
     squares = sum(np.sum(np.asarray(g, np.float64) ** 2) for g in jax.tree.leaves(grads))
     np.testing.assert_allclose(metrics["grad_norm"], np.sqrt(squares), rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1.0, 0.01])
+def test_the_gradient_of_the_policy_is_divided_by_the_norm_of_what_the_clip_removed(size):
+    """C is the gradient of the loss without bounds over the clipped tokens; below 1 it divides nothing."""
+    case = example("mixed")
+    case = dataclasses.replace(case, advantages=np.float32(size) * case.advantages)
+    batch, normalized = case.batch(microbatches=2, rows=8), objective(clip="ppo", clip_bias_norm=True)
+    (logprob, _, _), old = (
+        outputs_of(case.trajectories),
+        np.concatenate([s.logprobs for t in case.trajectories for s in t.steps]),
+    )
+    ratio = np.exp(logprob - old)
+    clipped = np.where(case.advantages > 0, ratio > 1.28, ratio < 0.8)
+    alone = dataclasses.replace(case, weights=np.where(clipped, case.weights, 0))
+    unbounded = objective(clip="ppo", clip_low=1 - 1e-6, clip_high=1e9, entropy_coef=0.0)
+    removed, _ = one_update(alone.batch(critic=False, microbatches=2, rows=8), 2, objective=unbounded)
+    norm = np.sqrt(sum(np.sum(x**2) for x in jax.tree.leaves(removed["decoder"])))
+    assert (norm > 2) == (size == 1.0) and (norm < 0.5) == (size < 1)
+    plain, _ = one_update(batch, 2, objective=objective(clip="ppo"))
+    found, metrics = one_update(batch, 2, objective=normalized)
+    np.testing.assert_allclose(metrics["clip_bias_norm"], norm, rtol=1e-6)
+    check_close(found["decoder"], jax.tree.map(lambda x: x / max(norm, 1), plain["decoder"]), 1e-9)
+    check_close(found["value"], plain["value"], 1e-9)
 
 
 def test_metrics_say_what_they_are_named_after():

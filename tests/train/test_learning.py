@@ -14,7 +14,7 @@ import tiny
 from builders import LONGEST, with_logprobs
 from examples import POLICY, check_close, outputs_of, parameters
 from learners import (
-    CAPO,
+    CENTRED,
     EVERYTHING,
     TWICE,
     bad,
@@ -50,7 +50,7 @@ MALFORMED = {
 
 @pytest.mark.parametrize("name", list(MALFORMED))
 def test_a_malformed_trajectory_is_dropped_and_the_others_are_trained_as_if_it_had_never_been(name, caplog, tmp_path):
-    made, good = make(CAPO, wide=True), exact()
+    made, good = make(CENTRED, wide=True), exact()
     t, fault = MALFORMED[name]
     t = dataclasses.replace(t, uid="the/bad/one", group=0)
     usable, dropped, malformed = made.sift([*good[:3], t, *good[3:]], critic=False)
@@ -70,7 +70,7 @@ def test_a_malformed_trajectory_is_dropped_and_the_others_are_trained_as_if_it_h
 
 
 def test_what_an_outcome_drops_is_no_malformed_trajectory(caplog):
-    made, good = make(CAPO, wide=True), exact()
+    made, good = make(CENTRED, wide=True), exact()
     failed = dataclasses.replace(bad(reward=None, logprobs=np.float32([np.nan, np.nan])), outcome=Outcome.TOOL_FAILURE)
     unborn = dataclasses.replace(failed, steps=())
     assert made.sift([failed, *good, unborn], critic=True) == (good, [failed, unborn], 0)
@@ -78,7 +78,7 @@ def test_what_an_outcome_drops_is_no_malformed_trajectory(caplog):
 
 
 def test_what_only_a_programmer_can_mend_is_an_error():
-    made = make(CAPO, wide=True)
+    made = make(CENTRED, wide=True)
     cut = dataclasses.replace(bad(), uid="the/cut/one", outcome=Outcome.MAX_STEPS)
     assert made.sift([cut], critic=False) == ([cut], [], 0)
     with pytest.raises(ValueError, match=r"the/cut/one was truncated .* without final_prompt_ids.*finish\(\)"):
@@ -91,7 +91,7 @@ def test_what_only_a_programmer_can_mend_is_an_error():
 
 
 @pytest.mark.parametrize("trajectories", [[], [t for t, _ in MALFORMED.values()]], ids=["empty", "all malformed"])
-@pytest.mark.parametrize("changes", [CAPO, EVERYTHING], ids=["capo", "everything"])
+@pytest.mark.parametrize("changes", [CENTRED, EVERYTHING], ids=["centred", "everything"])
 def test_a_batch_of_nothing_changes_nothing(trajectories, changes):
     made = make(changes, wide=True)
     state, _, _ = made.learn(exact())
@@ -105,7 +105,7 @@ def test_a_batch_of_nothing_changes_nothing(trajectories, changes):
 
 def test_a_minibatch_of_nothing_is_no_update():
     """Neither Adam's momentum nor the count of updates may move for it."""
-    made, (one, *rest) = make(CAPO, wide=True), exact()
+    made, (one, *rest) = make(CENTRED, wide=True), exact()
     states = [made.learn([one, *rest])[0] for _ in range(2)]
     expected, _, _ = made.under({"learner.epochs": 2}).learn([one], states[0])
     got, metrics, _ = made.under(TWICE).learn([one, bad(reward=float("nan"))], states[1])
@@ -117,7 +117,7 @@ def test_a_minibatch_that_is_masked_is_no_update(monkeypatch):
     table = {**POLICIES, Outcome.TIME_LIMIT: OutcomePolicy("use", False, "mask")}
     for module in ("agentr1_jax.trajectory", "agentr1_jax.credit.batch", "agentr1_jax.train.train_step"):
         monkeypatch.setattr(f"{module}.POLICIES", table)
-    made = make(CAPO, wide=True)
+    made = make(CENTRED, wide=True)
     state, _, _ = made.learn(exact())
     before = jax.device_get(state)
     got, _, _ = made.learn([dataclasses.replace(t, outcome=Outcome.TIME_LIMIT) for t in exact()], state)
@@ -142,7 +142,7 @@ def test_metrics_of_several_updates_are_joined():
 
 
 def test_the_gap_is_that_of_the_first_update():
-    made, trajectories = make(CAPO, wide=True).under(TWICE), batch()
+    made, trajectories = make(CENTRED, wide=True).under(TWICE), batch()
     _, metrics, _ = made.learn(trajectories)
     gap = np.abs(outputs_of(trajectories)[0] - sampled(trajectories)[0])[sampled(trajectories)[2] < 4]
     np.testing.assert_allclose(metrics["learner/logprob_gap"], gap.mean(), rtol=1e-5)
@@ -159,7 +159,7 @@ def test_the_gap_is_that_of_the_first_update():
         ({"kl.kind": "k2"}, True, False, False),
         ({"kl.kind": "k1", "kl.where": "reward"}, True, False, False),
         ({"loss.ratio": "trajectory"}, False, True, False),
-        ({"loss.ratio": "capo", "loss.clip": "none"}, False, False, False),
+        ({"loss.ratio": "centred_step", "loss.clip": "none"}, False, False, False),
         ({"loss.ratio": "step"}, False, False, False),
     ],
 )
@@ -284,7 +284,7 @@ def test_the_correction_is_a_weight_of_each_tokens_policy_loss(kind, unit):
         check_close(moved["decoder"], other["decoder"], 1e-2)
 
 
-@pytest.mark.parametrize("changes", [EVERYTHING, CAPO], ids=["trajectory", "capo"])
+@pytest.mark.parametrize("changes", [EVERYTHING, CENTRED], ids=["trajectory", "centred"])
 def test_ratios_of_a_minibatch_in_every_update_of_two_passes(changes):
     """Each update's loss, by loops over the log-probs that a slow forward pass finds for its parameters."""
     made, trajectories, seen, advantages, losses = make(changes, wide=True), exact(), [], [], []
@@ -325,7 +325,7 @@ def updates_on(made, trajectories):
     return jax.tree.map(lambda new, old: new - old, jax.device_get(state.params), start), metrics
 
 
-@pytest.mark.parametrize("changes", [EVERYTHING, CAPO], ids=["everything", "capo"])
+@pytest.mark.parametrize("changes", [EVERYTHING, CENTRED], ids=["everything", "centred"])
 @pytest.mark.parametrize("context", ["append", "mixed"])
 def test_layout_changes_nothing(changes, context):
     """Packing mode, microbatches, padding and order, over two passes of two minibatches; in double precision."""
@@ -341,7 +341,7 @@ def test_layout_changes_nothing(changes, context):
                 np.testing.assert_allclose(other_metrics[name], x, rtol=1e-9, atol=1e-12, err_msg=name)
     shuffled = [trajectories[i] for i in np.random.default_rng(0).permutation(len(trajectories))]
     # Credit is computed in single precision; sums of eighths, which are all that GRPO needs, are exact in it.
-    check_close(updates_on(made, shuffled)[0], expected, 1e-9 if changes is CAPO else 1e-5)
+    check_close(updates_on(made, shuffled)[0], expected, 1e-9 if changes is CENTRED else 1e-5)
 
 
 CHILD = """
@@ -353,7 +353,7 @@ import test_learning as t
 
 index, count = processes.process_index(), int(sys.argv[2])
 mine = [x for x in t.batch(1) if x.group % count == index]
-out = [t.updates_on(t.make(changes, wide=True, shards=int(sys.argv[3])), mine) for changes in (t.EVERYTHING, t.CAPO)]
+out = [t.updates_on(t.make(changes, wide=True, shards=int(sys.argv[3])), mine) for changes in (t.EVERYTHING, t.CENTRED)]
 if index == 0:
     with open(sys.argv[1], "wb") as written:
         pickle.dump(out, written)
@@ -378,7 +378,7 @@ def test_processes_change_nothing(tmp_path, monkeypatch):
 
 def test_no_update_is_waited_for():
     """Its metrics are not looked at before somebody asks for them."""
-    made = make(CAPO, wide=True)
+    made = make(CENTRED, wide=True)
 
     class Unread:
         def __float__(self):
