@@ -93,7 +93,7 @@ def describe_process(name: str, results: Sequence[Result], pairs: Sequence[Pair]
 
 
 def matrices(names: Sequence[str], pairs: Sequence[Pair]) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each two schemes the mean probability of improvement, and the number of processes with a difference."""
+    """Return for each two schemes the mean probability of improvement, and on how many processes they differ."""
     shape = (len(names), len(names))
     total, count, different = np.zeros(shape), np.zeros(shape), np.zeros(shape)
     for pair in pairs:

@@ -7,14 +7,14 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from agentr1_jax.credit import Norm, TokenBatch, get_scheme
+from agentr1_jax.credit import TokenBatch, get_scheme
 from agentr1_jax.errors import UserError
 from agentr1_jax.learner.batch import LossTokens
 from agentr1_jax.learner.config import AGGREGATES, CLIPS, RATIOS, Aggregate, LossConfig

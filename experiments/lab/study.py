@@ -239,8 +239,8 @@ def compare(results: Sequence[Result]) -> list[Pair]:
 def visible_difference(results: Sequence[Result], level: float = 0.05, power: float = 0.8) -> float:
     """Return the smallest difference of two mean areas on a process that its tests find with this power.
 
-    (z_{1 − α/2m} + z_power)·s·√(2/n) for normal scores: n seeds, s their largest standard deviation of any scheme, and m
-    pairs, all of which Holm's first step divides the level by.
+    (z_{1 − α/2m} + z_power)·s·√(2/n) for normal scores: n seeds, s the largest standard deviation of any scheme, and m
+    pairs, by all of which Holm's first step divides the level.
     """
     m = max(len(results) * (len(results) - 1) // 2, 1)
     n = len(results[0].area)

@@ -185,7 +185,7 @@ def roll_out(
 
 
 def _pick(cumulative: Float[Array, "n choices"], uniform: Float[Array, "n"]) -> Int[Array, "n"]:
-    """Draw an index for each row of a cumulative distribution; none of probability 0, and the last where all is spent."""
+    """Draw an index for each row of a cumulative distribution; none of probability 0."""
     total = cumulative[:, -1:]
     drawn = jnp.sum(cumulative <= uniform[:, None] * total, -1)
     return jnp.minimum(drawn, jnp.sum(cumulative < total, -1))
