@@ -161,6 +161,7 @@ class Step:
       values: float16 [R], the critic's values from which the advantages follow; None without a critic. float32 where
         one is too large.
       value_targets: likewise, what the critic was trained towards; NaN at tokens without a target.
+      belief: mean log-prob of the gold answer's tokens at `prompt_ids`; None where training did not probe it.
       context_rule: name of the rule that built `prompt_ids`.
       policy_version: number of updates the sampling parameters had seen.
       info: JSON for people; nothing is computed from it.
@@ -187,6 +188,7 @@ class Step:
     shaped_reward: float | None = None
     values: np.ndarray | None = None
     value_targets: np.ndarray | None = None
+    belief: float | None = None
     context_rule: str = "append"
     policy_version: int = 0
     info: Mapping[str, Any] = dataclasses.field(default_factory=dict)

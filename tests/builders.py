@@ -148,6 +148,7 @@ class Rollout:
       keys: state of each step, None where unknown; empty if none is known.
       state_values: fallback baseline of each step; empty for 0.
       greedy: reward of the greedy rollout of the same row.
+      beliefs: mean log-prob of the gold answer at the prompt of each step; empty for 0.
     """
 
     group: int
@@ -157,6 +158,7 @@ class Rollout:
     keys: Sequence[int | None] = ()
     state_values: Sequence[float] = ()
     greedy: float = 0.0
+    beliefs: Sequence[float] = ()
 
     @property
     def outcome(self) -> float:
@@ -201,6 +203,7 @@ def rollouts(draw: st.DrawFn, numbers: Sequence[float] = EIGHTHS, observations: 
             keys=states(len(lengths)),
             state_values=[number() for _ in lengths],
             greedy=number(),
+            beliefs=[-abs(number()) for _ in lengths],
         )
         for group, lengths, cut in shapes
     ]
@@ -234,5 +237,6 @@ def credit_batch(
         "bootstrap": pad([r.bootstrap for r in data], trajectories, 0, dtype),
         "state_value": pad([x for r in data for x in r.state_values or [0.0] * len(r.tokens)], steps, 0, dtype),
         "greedy_return": pad([r.greedy for r in data], trajectories, 0, dtype),
+        "belief": pad([x for r in data for x in r.beliefs or [0.0] * len(r.tokens)], steps, 0, dtype),
     }
     return TokenBatch(**jax.device_put(fields))

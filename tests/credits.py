@@ -23,6 +23,10 @@ CHOICES: Mapping[str, tuple[Any, ...]] = {
     "norm": ("mean_norm", "mean_std_norm"),
     "signal": ("reward", "return"),
     "history": (0, 1, 2),
+    "belief": ("probability", "logprob"),
+    "normalise": ("joint", "separate"),
+    "horizon": (1, 3),
+    "frozen": (True,),
     "critic": (False, True),
 }
 """Hyper-parameters that a program is compiled for, the others are its arguments; and whether there is a critic."""
@@ -30,9 +34,11 @@ DISCOUNTS = st.sampled_from((0.0, 0.5, 0.75, 1.0))
 WEIGHTS = st.sampled_from((0.0, 0.5, 1.0, 2.0))
 NUMBERS = st.fixed_dictionaries(
     {"gamma": DISCOUNTS, "lam": DISCOUNTS, "gamma_high": DISCOUNTS}
-    | dict.fromkeys(("step_weight", "outcome_weight", "alpha"), WEIGHTS)
+    | dict.fromkeys(("step_weight", "outcome_weight", "alpha", "terminal_weight"), WEIGHTS)
+    | {"decay": DISCOUNTS, "gap": st.sampled_from((0.1, 1.0))}
 )
 TYPICAL = {"gamma": 0.75, "lam": 0.5, "gamma_high": 0.5, "step_weight": 2.0, "outcome_weight": 0.5, "alpha": 1.0}
+TYPICAL |= {"gap": 0.1, "decay": 0.75, "terminal_weight": 2.0}
 quick = settings(max_examples=40, deadline=None)
 
 

@@ -39,6 +39,16 @@ DEFAULTS = {
     "hgpo": {"gamma": 0.95, "history": 2, "alpha": 1.0},
     "turn_grpo": {"outcome_weight": 1.0, "norm": "mean_norm", "signal": "reward", "gamma": 1.0},
     "state_baseline": {"gamma": 1.0, "whiten": "none"},
+    "igpo": {"gamma": 1.0, "belief": "probability", "normalise": "joint"},
+    "a2tgpo": {"gamma": 1.0, "belief": "probability", "step_weight": 0.3},
+    "trace": {
+        "gap": 0.1,
+        "horizon": 3,
+        "decay": 0.8,
+        "step_weight": 0.2,
+        "terminal_weight": 2.0,
+        "frozen": True,
+    },
 }
 quick = settings(max_examples=40, deadline=None)
 
@@ -49,7 +59,18 @@ def test_the_schemes_and_what_they_need():
         "uses_critic": {"token_gae", "step_gae", "bilevel_gae", "state_baseline"},
         "needs_state_key": {"gigpo", "hgpo", "state_baseline"},
         "needs_greedy": {"remax"},
-        "needs_samples": {"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "gigpo", "hgpo", "turn_grpo"},
+        "needs_belief": {"igpo", "a2tgpo", "trace"},
+        "needs_samples": {
+            "a2tgpo",
+            "grpo",
+            "dr_grpo",
+            "rloo",
+            "reinforce_pp_baseline",
+            "opo",
+            "gigpo",
+            "hgpo",
+            "turn_grpo",
+        },
     }
     for flag, names in needs.items():
         assert {name for name in NAMES if getattr(SCHEMES[name], flag)} == names, flag
