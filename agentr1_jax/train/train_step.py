@@ -384,7 +384,7 @@ def with_credit(batch: PackedBatch, outputs: TokenOutputs, credit: BatchCredit) 
             shaped_reward=None if unchanged else reward,
             values=next(values),
             value_targets=next(targets_of),
-            belief=None if outputs.beliefs is None else float(flat.belief[number]),
+            belief=step.belief if outputs.beliefs is None else float(flat.belief[number]),
         )
 
     first = int(flat.step_trajectory[credit.steps.start]) if batch.trajectories else 0
