@@ -109,7 +109,7 @@ def reinforcement(setup: Setup, optimizer: Any, layout: Any, reference: Params |
     learner, critic = settings.learner, settings.learns_values
     prober = make_prober(settings, setup.tokenizer)
     reads_policy = critic or settings.kl.kind != "none" or learner.old_logprobs == "learner" or learner.observations
-    reads_policy = reads_policy or (prober is not None and prober.scored_by == "policy")
+    reads_policy = reads_policy or (prober is not None and prober.scorer == "policy")
     policy = setup.policy
     if prober and policy.attention == "splash":  # Probes branch.
         policy = dataclasses.replace(policy, attention="splash_tree")

@@ -37,14 +37,14 @@ class Prober:
       text: `credit.probe_text`; empty for how experts write an answer in the call format.
       call_format: `agent.call_format`.
       most_tokens: most tokens of a probe; those that the policy could not write itself are refused.
-      scored_by: parameters under which probes are scored: the policy's of the batch, or the frozen reference's.
+      scorer: parameters under which probes are scored: the policy's of the batch, or the frozen reference's.
     """
 
     tokenizer: Tokenizer
     text: str
     call_format: str
     most_tokens: int
-    scored_by: Literal["policy", "reference"]
+    scorer: Literal["policy", "reference"]
 
     @functools.cached_property
     def before(self) -> str:

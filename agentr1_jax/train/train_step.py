@@ -247,7 +247,7 @@ def _split_probes(
     """Take the probes, which stand behind the batch, out of the outputs, and make beliefs of their log-probs."""
     assert phase.prober is not None
     tokens = sum(len(p.token_index) for p in batch.packings)
-    by_reference = phase.prober.scored_by == "reference" and phase.reads_policy
+    by_reference = phase.prober.scorer == "reference" and phase.reads_policy
     scores = outputs.ref_logprobs if by_reference else outputs.logprobs
     assert scores is not None
 
