@@ -14,6 +14,7 @@ from builders import LONGEST, VOCAB
 from byte_tokens import TOKENIZER
 from changes import changed
 from examples import WIDE, check_close
+from pair import run_two
 
 from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.credit.batch import flatten
@@ -266,3 +267,35 @@ def test_an_answer_is_data_in_the_words_of_the_call_format(text, call_format, be
     space = " " if before.endswith(" ") else ""
     assert TOKENIZER.decode(condition) == before.removesuffix(" ")
     assert TOKENIZER.decode(answer) == f"{space}<|im_end|>" and min(answer) > 2
+
+
+CHILD = """
+import dataclasses, sys
+import numpy as np
+from agentr1_jax.runtime import processes
+
+processes.initialize()
+import test_probes as t
+
+run = t.make(t.PROBED, wide=True, shards=4)
+program, calls = run.phase.token_outputs, []
+counted = lambda *arguments: calls.append(0) or program(*arguments)
+run = dataclasses.replace(run, phase=dataclasses.replace(run.phase, microbatches=1, token_outputs=counted))
+everything = t.with_answers(t.learners.batch(context="mixed"))
+index = processes.process_index()
+mine = [x for x in everything if (x.group == 3) == (index == 1)]
+with t.jax.enable_x64(True):
+    params = run.fresh().params
+    packed = t.train_step.pack(run.setup, run.phase, mine)
+    outputs = t.train_step.token_outputs(run.setup, run.phase, params, packed)
+    credit = t.train_step.assign_credit(run.setup, run.phase, packed, outputs, t.Progress())
+np.testing.assert_allclose(outputs.beliefs, t.slow_beliefs(params, mine), atol=1e-6)
+np.testing.assert_allclose(credit.flat.belief, t.slow_beliefs(params, everything), atol=1e-6)
+assert len(set(processes.all_gather_json(len(calls)))) == 1 < len(calls)
+"""
+
+
+@pytest.mark.slow
+def test_processes_probe_what_is_theirs_and_credit_all():
+    """The first has three groups, more rows than a call takes; the second one group."""
+    run_two(CHILD)
