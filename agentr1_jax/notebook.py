@@ -304,6 +304,8 @@ def _make_phase(policy: Policy, scheme: str, groups: Sequence[Group]) -> tuple[S
         call = parse_call(scheme, "scheme")
         credit = CreditConfig(call.name, args=call.named)
         bound = credit.bind()
+        if bound.needs_belief:
+            credit = dataclasses.replace(credit, probe="policy", probe_text=policy.setup.settings.credit.probe_text)
     except ValueError as error:
         raise UserError(str(error)) from error
     trajectories = [t for group in groups for t in group]
@@ -311,6 +313,10 @@ def _make_phase(policy: Policy, scheme: str, groups: Sequence[Group]) -> tuple[S
         raise UserError(f"credit scheme {bound.name!r} compares steps of equal state_key, and these steps have none")
     if bound.needs_action_key and all(s.action_key is None for t in trajectories for s in t.steps):
         raise UserError(f"credit scheme {bound.name!r} compares steps of equal action_key, and these steps have none")
+    if bound.needs_frozen_belief:
+        raise UserError(f"{bound.name!r} probes a reference policy, and a notebook has none; give it frozen=False")
+    if bound.needs_belief and not all(t.row.get("answers") for t in trajectories):
+        raise UserError(f"credit scheme {bound.name!r} probes gold answers, and rows of these trajectories have none")
     if bound.needs_greedy and all(t.greedy_return is None for t in trajectories):
         raise UserError(f"credit scheme {bound.name!r} needs a greedy rollout of each row, which these rows lack")
     settings = policy.setup.settings

@@ -164,6 +164,7 @@ class Step:
       values: float16 [R], the critic's values from which the advantages follow; None without a critic. float32 where
         one is too large.
       value_targets: likewise, what the critic was trained towards; NaN at tokens without a target.
+      belief: mean log-prob of the gold answer's tokens at `prompt_ids`; None where training did not probe it.
       context_rule: name of the rule that built `prompt_ids`.
       observation_tokens: number of ids at the end of `prompt_ids` that the environment made in answer to the step
         before; all of them where the prompt holds nothing that was sampled. None where nobody said: then they are what
@@ -194,6 +195,7 @@ class Step:
     shaped_reward: float | None = None
     values: np.ndarray | None = None
     value_targets: np.ndarray | None = None
+    belief: float | None = None
     context_rule: str = "append"
     observation_tokens: int | None = None
     policy_version: int = 0

@@ -206,6 +206,8 @@ def _credit(c: ConfigDict) -> None:
     c.credit = ConfigDict()
     c.credit.name = "grpo"  # A scheme of agentr1_jax/credit, or of credit.file.
     c.credit.file = ""  # Python file of your own that registers schemes; "" for none.
+    c.credit.probe = "none"  # (none | policy | reference) Whose belief in the gold answer is probed before each step.
+    c.credit.probe_text = ""  # How an answer is written, with {answer} once; "": as the call format writes it.
     c.credit.args = ConfigDict()  # Arguments of the scheme; one that is unset has the scheme's own default.
     c.credit.args.gamma = placeholder(float)  # Discount.
     c.credit.args.lam = placeholder(float)  # Lambda of GAE.
@@ -215,7 +217,7 @@ def _credit(c: ConfigDict) -> None:
     c.credit.args.whiten = placeholder(str)  # (none | token | step | trajectory) Unit of mean and std.
     c.credit.args.unit = placeholder(str)  # (token | step | trajectory) Unit of the statistics of a group.
     c.credit.args.norm = placeholder(str)  # (mean_norm | mean_std_norm) Normalisation in a group or a state.
-    c.credit.args.step_weight = placeholder(float)  # Weight of the comparison in equal states: gigpo, ecpo, graph_gpo.
+    c.credit.args.step_weight = placeholder(float)  # Weight of steps beside the outcome, where a scheme has both.
     c.credit.args.outcome_weight = placeholder(float)  # Weight of the outcome in turn_grpo.
     c.credit.args.signal = placeholder(str)  # (reward | return) What turn_grpo compares per turn.
     c.credit.args.history = placeholder(int)  # States (salt: and actions) before the present one that agree, too.
@@ -226,6 +228,13 @@ def _credit(c: ConfigDict) -> None:
     c.credit.args.omega = placeholder(float)  # Discount of graph_gpo per step that success is away.
     c.credit.args.relative = placeholder(bool)  # graph_gpo judges the progress of a step, not where it leads.
     c.credit.args.threshold = placeholder(float)  # Return above which a trajectory is a success in graph_gpo.
+    c.credit.args.belief = placeholder(str)  # (probability | logprob) What gains of igpo and a2tgpo are differences of.
+    c.credit.args.normalise = placeholder(str)  # (joint | separate) Gains and outcomes of igpo, together or apart.
+    c.credit.args.gap = placeholder(float)  # Least gap to a certain answer in trace, nats.
+    c.credit.args.horizon = placeholder(int)  # Steps over which trace averages progress.
+    c.credit.args.decay = placeholder(float)  # Weight of each of them relative to the one before.
+    c.credit.args.terminal_weight = placeholder(float)  # Weight of the outcome near the end in trace.
+    c.credit.args.frozen = placeholder(bool)  # False lets trace read the policy's own belief.
 
     c.shaping = ConfigDict()  # What is done to rewards before credit is assigned.
     c.shaping.truncation_is_terminal = False  # Treat truncation as an end; else a critic values what would follow.

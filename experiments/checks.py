@@ -6,7 +6,7 @@ Every check raises UserError, whose message names the keys to change.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -19,15 +19,19 @@ from agentr1_jax.errors import UserError, user_error
 from agentr1_jax.policy import attention
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.runtime import mesh as meshes
+from agentr1_jax.text.tokenizer import Tokenizer
 from agentr1_jax.train.defaults import check_chips
+from agentr1_jax.train.probes import make_prober
 from agentr1_jax.train.settings import Settings
 
 OPENINGS_CHECKED = 8
 """Rows of each split whose first prompt must fit the budget."""
+ANSWERS_CHECKED = 64
+"""Training rows of a procedural task whose answers must fit a probe; of a finite one all."""
 
 
 def check_task(settings: Settings, task: Task) -> None:
-    """Refuse a task that lacks what the settings need of it: experts, texts, splits, reward parts, state keys."""
+    """Refuse a task that lacks what the settings need: experts, texts, splits, reward parts, state keys, answers."""
     warm_start = settings.warm_start
     if settings.imitates and not has_expert(task):
         raise UserError(
@@ -56,6 +60,13 @@ def check_task(settings: Settings, task: Task) -> None:
             "none to imitate; choose another context.rule, set warm_start.updates=0, or name a run in "
             "warm_start.init_from"
         )
+    if settings.credit.probe != "none":
+        for row in _training_rows(task, lambda split: 1):
+            if not row.get("answers"):
+                raise UserError(
+                    f"credit.probe is {settings.credit.probe}, and rows of task {row.get('task', task.name)!r} have no "
+                    "answers to probe; choose another credit.name, and credit.probe=none"
+                )
     for row, observation in _openings(settings, task, rows=1):
         _check_observation(settings, row.get("task", task.name), observation)
 
@@ -73,6 +84,16 @@ def check_openings(settings: Settings, task: Task, agent: EnvLoop) -> None:
             )
 
 
+def check_answers(settings: Settings, task: Task, tokenizer: Tokenizer) -> None:
+    """Refuse training rows whose answers cannot be probed, where the settings probe them."""
+    prober = make_prober(settings, tokenizer)
+    if prober is None:
+        return
+    for row in _training_rows(task, lambda split: task.size(split) or ANSWERS_CHECKED):
+        if fault := prober.fault(row):
+            raise UserError(fault)
+
+
 def first_prompt(settings: Settings, task: Task, agent: EnvLoop) -> tuple[str, np.ndarray]:
     """Return the id of the first training row, and the ids of its first prompt, int32 [P]."""
     row, observation = next(_openings(settings, task, rows=1))
@@ -82,6 +103,13 @@ def first_prompt(settings: Settings, task: Task, agent: EnvLoop) -> tuple[str, n
 def _render(agent: EnvLoop, observation: Observation) -> np.ndarray:
     with user_error():
         return agent.render_opening(observation)
+
+
+def _training_rows(task: Task, count: Callable[[str], int]) -> Iterator[Row]:
+    """Yield the first training rows of each task of a mixture."""
+    for split in [f"train/{name}" for name in task.names] if isinstance(task, MixtureTask) else ["train"]:
+        for index in range(count(split)):
+            yield task.row(split, index)
 
 
 def _openings(settings: Settings, task: Task, rows: int) -> Iterator[tuple[Row, Observation]]:

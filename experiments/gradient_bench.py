@@ -29,7 +29,7 @@ from agentr1_jax.report.tables import markdown_table, write_csv
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.monitoring import progress_bar
 from agentr1_jax.train.settings import load_file
-from experiments.credit.bias import REFERENCE, Row, Sampling, cases, measure, select_names, variants
+from experiments.credit.bias import REFERENCE, Row, Sampling, cases, measure, select_names, select_schemes, variants
 from experiments.credit.mdps import PROCESSES
 
 BATCHES = flags.DEFINE_integer("batches", 4096, "independent batches of each process", lower_bound=200)
@@ -167,7 +167,7 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"--most_batches={MOST_BATCHES.value} is less than --batches={BATCHES.value}")
     if FILE.value:
         load_file(SCHEMES, FILE.value)
-    schemes = variants(select_names(WANTED.value, list(SCHEMES), "schemes"))
+    schemes = variants(select_schemes(WANTED.value))
     processes = select_names(PROCESS.value, list(PROCESSES), "process")
     console = Console()
     console.width = max(console.width, WIDTH)  # A log must not cut figures.

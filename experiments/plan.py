@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from agentr1_jax.errors import UserError
 from agentr1_jax.learner.batch import CRITIC_FIELDS, batch_shapes
+from agentr1_jax.learner.config import PackingConfig
 from agentr1_jax.policy.config import DecoderConfig, LoraConfig
 from agentr1_jax.policy.params import cast_for_compute, init_decoder
 from agentr1_jax.policy.presets import PRESETS
@@ -135,7 +136,7 @@ def _make_phases(setup: Setup, builder: build.StateBuilder) -> list[Phase]:
         made.append(phases.warm_start(setup, builder.optimizer, builder.layout))
     if settings.run.updates and not settings.warm_start.control_seconds:
         reference = None
-        if settings.kl.kind != "none":
+        if settings.needs_reference:
             cast = functools.partial(cast_for_compute, setup.policy)
             reference = _with_shardings(jax.eval_shape(cast, builder.shapes.params["decoder"]), setup.learner_mesh)
         made.append(phases.reinforcement(setup, builder.optimizer, builder.layout, reference))
@@ -260,8 +261,10 @@ def _rl_programs(plan: Plan, phase: Phase) -> Iterator[Program]:
     if phase.reference is not None:
         yield Program("reference", "a copy of the policy, on the learner mesh")
     if token_outputs is not None:
-        arguments = (params, plan.setup.frozen, phase.reference, _batch(plan, phase, ()), used)
-        yield Program("token outputs", _rows(phase), functools.partial(token_outputs.lower, *arguments))
+        rows = phase.outputs_packing or phase.packing
+        trained, reference = (params, phase.reference) if phase.reads_policy else ({"decoder": phase.reference}, None)
+        arguments = (trained, plan.setup.frozen, reference, _batch(plan, phase, (), rows), used)
+        yield Program("token outputs", _rows(phase, rows), functools.partial(token_outputs.lower, *arguments))
     sizes = ", ".join(f"{n} {unit}" for unit, n in settings.batch_capacity.items())
     yield Program("credit", f"{settings.credit.name}: {sizes}")
     optional = (
@@ -279,9 +282,9 @@ def _rl_programs(plan: Plan, phase: Phase) -> Iterator[Program]:
     yield Program("update (RL)", _rows(phase), lower)
 
 
-def _batch(plan: Plan, phase: Phase, optional: tuple[str, ...]) -> Any:
-    """Return the batch of an update on the learner's mesh, with these optional fields of the loss tokens."""
-    c = phase.packing
+def _batch(plan: Plan, phase: Phase, optional: tuple[str, ...], packing: PackingConfig | None = None) -> Any:
+    """Return the batch of an update, or of another layout, on the learner's mesh, with these optional fields."""
+    c = packing or phase.packing
     shapes = batch_shapes(
         microbatches=phase.microbatches,
         rows=c.rows,
@@ -292,9 +295,9 @@ def _batch(plan: Plan, phase: Phase, optional: tuple[str, ...]) -> Any:
     return _with_sharding(shapes, NamedSharding(plan.setup.learner_mesh, meshes.ROWS))
 
 
-def _rows(phase: Phase) -> str:
+def _rows(phase: Phase, packing: PackingConfig | None = None) -> str:
     """Return the shape of a phase's batches, for people."""
-    c = phase.packing
+    c = packing or phase.packing
     return f"{phase.microbatches} x {c.rows} rows x {c.row_tokens} tokens, {c.row_loss_tokens} loss tokens"
 
 

@@ -41,7 +41,7 @@ from agentr1_jax.train.restore import newest_checkpoint
 from agentr1_jax.train.settings import SECTIONS, RunConfig, Settings, TaskConfig, load_file, settings_from_dict
 from agentr1_jax.validation import from_section, to_section
 from configs import base
-from experiments.checks import check_attention, check_openings, check_placement, check_task
+from experiments.checks import check_answers, check_attention, check_openings, check_placement, check_task
 
 if TYPE_CHECKING:
     from agentr1_jax.tasks.multihop.task import RetrieverConfig
@@ -147,6 +147,12 @@ def _adapt_credit(config: ml_collections.ConfigDict, changes: Mapping[str, Any])
             if value is not None and key not in defaults and f"credit.args.{key}" not in changes:
                 args[key] = None
                 notes.append(f"credit.name is {name}: credit.args.{key}={value} of {config.credit.name} is left out")
+        for key, unset in {"probe": "none", "probe_text": ""}.items() if not SCHEMES[name].needs_belief else ():
+            if config.credit[key] != unset and f"credit.{key}" not in changes:
+                notes.append(
+                    f"credit.name is {name}, which takes no belief: credit.{key}={config.credit[key]} is left out"
+                )
+                config.credit[key] = unset
     with config.unlocked():
         for key in (key.removeprefix("credit.args.") for key in changes if key.startswith("credit.args.")):
             if key not in args and "." not in key:
@@ -201,6 +207,7 @@ def make_setup(settings: Settings, *, resumes: bool) -> tuple[Setup, build.State
         tokenizer = build.make_tokenizer(settings, task, resumes=resumes)
         agent = build.make_agent(settings, task, tokenizer)
         check_openings(settings, task, agent)
+        check_answers(settings, task, tokenizer)
         policy = build.make_policy(settings, tokenizer)
         learner_mesh, rollout_mesh = build.make_learner_mesh(settings), build.make_rollout_mesh(settings)
         check_attention(settings, policy, learner_mesh)

@@ -157,6 +157,7 @@ class Rollout:
       actions: what each step did, likewise.
       state_values: fallback baseline of each step; empty for 0.
       greedy: reward of the greedy rollout of the same row.
+      beliefs: mean log-prob of the gold answer at the prompt of each step; empty for 0.
     """
 
     group: int
@@ -167,6 +168,7 @@ class Rollout:
     state_values: Sequence[float] = ()
     greedy: float = 0.0
     actions: Sequence[int | None] = ()
+    beliefs: Sequence[float] = ()
 
     @property
     def outcome(self) -> float:
@@ -212,6 +214,7 @@ def rollouts(draw: st.DrawFn, numbers: Sequence[float] = EIGHTHS, observations: 
             state_values=[number() for _ in lengths],
             greedy=number(),
             actions=[None if key < 0 else key for key in rng.integers(-1, 2, len(lengths)).tolist()],
+            beliefs=[-abs(number()) for _ in lengths],
         )
         for group, lengths, cut in shapes
     ]
@@ -250,5 +253,6 @@ def credit_batch(
         "bootstrap": pad([r.bootstrap for r in data], trajectories, 0, dtype),
         "state_value": pad([x for r in data for x in r.state_values or [0.0] * len(r.tokens)], steps, 0, dtype),
         "greedy_return": pad([r.greedy for r in data], trajectories, 0, dtype),
+        "belief": pad([x for r in data for x in r.beliefs or [0.0] * len(r.tokens)], steps, 0, dtype),
     }
     return TokenBatch(**jax.device_put(fields))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import defaultdict
@@ -370,3 +371,80 @@ def graph_gpo(
         return outcome[i][t] + step_weight * step
 
     return from_steps(data, ragged(data, advantage)), {}
+
+
+def standardise(x: float, cell: Sequence[float]) -> float:
+    """(x − mean) / (√(var + 1e-8) + 1e-6) with the population's variance; 0 for a lone element."""
+    if len(cell) < 2:
+        return 0.0
+    return (x - statistics.fmean(cell)) / (math.sqrt(statistics.pvariance(cell) + 1e-8) + 1e-6)
+
+
+def gains(r: Rollout, belief: str) -> list[float]:
+    """What each step but the last does to the belief."""
+    p = [math.exp(b) if belief == "probability" else b for b in r.beliefs]
+    return [after - before for before, after in itertools.pairwise(p)]
+
+
+def igpo(data: Sequence[Rollout], gamma: float, belief: str, normalise: str) -> Result:
+    rewards = [[*gains(r, belief), r.outcome] for r in data]
+
+    def cell(i: int, t: int) -> list[float]:
+        own = [
+            (x, u == len(r) - 1)
+            for other, r in zip(data, rewards, strict=True)
+            if other.group == data[i].group
+            for u, x in enumerate(r)
+        ]
+        last = t == len(rewards[i]) - 1
+        return [x for x, of_outcome in own if normalise == "joint" or of_outcome == last]
+
+    scores = [[standardise(x, cell(i, t)) for t, x in enumerate(own)] for i, own in enumerate(rewards)]
+    return from_steps(data, [gae(own, [0.0] * len(own), 0.0, gamma, 1.0) for own in scores]), {}
+
+
+def outcome_scores(data: Sequence[Rollout]) -> list[float]:
+    return [standardise(r.outcome, [x.outcome for x in data if x.group == r.group]) for r in data]
+
+
+def a2tgpo(data: Sequence[Rollout], gamma: float, belief: str, step_weight: float) -> Result:
+    own = [gains(r, belief) for r in data]
+    scores = [
+        [
+            standardise(x, [g[t] for r, g in zip(data, own, strict=True) if r.group == data[i].group and t < len(g)])
+            for t, x in enumerate(g)
+        ]
+        for i, g in enumerate(own)
+    ]
+    raw = []
+    for outcome, z in zip(outcome_scores(data), scores, strict=True):
+        sums = [sum(gamma ** (u - t) * z[u] for u in range(t, len(z))) / math.sqrt(len(z) - t) for t in range(len(z))]
+        raw.append([*(outcome + step_weight * x for x in sums), outcome])
+    return from_steps(data, raw), {}
+
+
+def trace(
+    data: Sequence[Rollout],
+    gap: float,
+    horizon: int,
+    decay: float,
+    step_weight: float,
+    terminal_weight: float,
+    frozen: bool,
+) -> Result:
+    assert frozen
+    raw = []
+    for r in data:
+        group = [x.outcome for x in data if x.group == r.group]
+        outcome = (r.outcome - statistics.fmean(group)) / (statistics.pstdev(group) + 1e-6) if len(group) > 1 else 0.0
+        value = [math.log((gap - r.beliefs[0]) / (gap - b)) for b in r.beliefs]
+        change = [after - before for before, after in itertools.pairwise(value)]
+        own = []
+        for t in range(len(change)):
+            window = range(t, min(t + horizon, len(change)))
+            credit = sum(decay ** (u - t) * change[u] for u in window) / sum(decay ** (u - t) for u in window)
+            if window[-1] == len(change) - 1:
+                credit += terminal_weight * decay ** (len(change) - t) * outcome
+            own.append(outcome + step_weight * credit)
+        raw.append([*own, outcome])
+    return from_steps(data, raw), {}

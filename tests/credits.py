@@ -25,19 +25,24 @@ CHOICES: Mapping[str, tuple[Any, ...]] = {
     "history": (0, 1, 2),
     "relative": (False, True),
     "anchor": ("prompt", "last_token"),
+    "belief": ("probability", "logprob"),
+    "normalise": ("joint", "separate"),
+    "horizon": (1, 3),
+    "frozen": (True,),
     "critic": (False, True),
 }
 """Hyper-parameters that a program is compiled for, the others are its arguments; and whether there is a critic."""
 DISCOUNTS = st.sampled_from((0.0, 0.5, 0.75, 1.0))
 WEIGHTS = st.sampled_from((0.0, 0.5, 1.0, 2.0))
 NUMBERS = st.fixed_dictionaries(
-    dict.fromkeys(("gamma", "lam", "gamma_high", "omega"), DISCOUNTS)
-    | dict.fromkeys(("step_weight", "outcome_weight", "alpha", "prior", "kappa"), WEIGHTS)
+    dict.fromkeys(("gamma", "lam", "gamma_high", "omega", "decay"), DISCOUNTS)
+    | dict.fromkeys(("step_weight", "outcome_weight", "alpha", "prior", "kappa", "terminal_weight"), WEIGHTS)
     | {"tau": st.sampled_from((0.5, 4.0)), "threshold": st.sampled_from((-1.0, 0.0, 1.0))}
-    | {"lam_length": st.sampled_from((0.0, 0.4, 1.5))}
+    | {"lam_length": st.sampled_from((0.0, 0.4, 1.5)), "gap": st.sampled_from((0.1, 1.0))}
 )
 TYPICAL = {"gamma": 0.75, "lam": 0.5, "gamma_high": 0.5, "step_weight": 2.0, "outcome_weight": 0.5, "alpha": 1.0}
 TYPICAL |= {"omega": 0.25, "prior": 2.0, "kappa": 2.0, "tau": 4.0, "threshold": 0.0, "lam_length": 0.0}
+TYPICAL |= {"gap": 0.1, "decay": 0.75, "terminal_weight": 2.0}
 quick = settings(max_examples=40, deadline=None)
 
 

@@ -96,6 +96,8 @@ class TrainHalf:
         settings = read_settings(config)
         packing = dataclasses.replace(self.phase.packing, mode=settings.learner.packing)
         phase = dataclasses.replace(self.phase, packing=packing)
+        if phase.prober:
+            phase = dataclasses.replace(phase, outputs_packing=settings.probe_packing)
         if settings.scheme != self.setup.settings.scheme:
             phase = dataclasses.replace(phase, scheme=settings.scheme, assign=jax.jit(settings.scheme.assign))
         return dataclasses.replace(
@@ -127,7 +129,7 @@ def _make(changes, wide, make_phase, shards):
         state = fresh()
         layout = shardings(state, mesh)
         if make_phase is phases.reinforcement:
-            start = None if settings.kl.kind == "none" else state.params["decoder"]
+            start = state.params["decoder"] if settings.needs_reference else None
             phase = phases.reinforcement(setup, optimizer, layout, start)
         else:
             phase = make_phase(setup, optimizer, layout)

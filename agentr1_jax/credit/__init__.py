@@ -1,6 +1,6 @@
 """Credit assignment: pure functions from a `TokenBatch` to advantages and value targets, and their registry."""
 
-from agentr1_jax.credit import anchors, group, temporal  # noqa: F401 - registers the schemes
+from agentr1_jax.credit import anchors, belief, group, temporal  # noqa: F401 - registers the schemes
 from agentr1_jax.credit.batch import Credit, TokenBatch
 from agentr1_jax.credit.primitives import (
     Norm,

@@ -40,6 +40,7 @@ class TokenBatch:
       bootstrap: value of the future of each trajectory: V(o_T) where it was truncated, 0 where it ended.
       state_value: fallback baseline of each step, known before this batch; None for 0.
       greedy_return: return of the greedy rollout of each trajectory's row; None where there is none.
+      belief: mean log-prob of the gold answer's tokens at the prompt of each step; None where nothing probes it.
     """
 
     rewards: Float[Array, "steps"]
@@ -55,6 +56,7 @@ class TokenBatch:
     bootstrap: Float[Array, "trajectories"]
     state_value: Float[Array, "steps"] | None = None
     greedy_return: Float[Array, "trajectories"] | None = None
+    belief: Float[Array, "steps"] | None = None
 
     @property
     def steps(self) -> int:
@@ -181,6 +183,7 @@ class FlatTrajectories:
       logprobs: behaviour log-probs; 0 for tokens that were not sampled.
       values: all 0 without a critic.
       final_values: V at `final_prompt_ids` of each trajectory; 0 where it has none.
+      belief: NaN where there is none.
     """
 
     rewards: Float[np.ndarray, "steps"]
@@ -201,6 +204,7 @@ class FlatTrajectories:
     token_rewards: Float[np.ndarray, "tokens"]
     values: Float[np.ndarray, "tokens"]
     final_values: Float[np.ndarray, "trajectories"]
+    belief: Float[np.ndarray, "steps"]
 
     @property
     def token_step(self) -> Int[np.ndarray, "tokens"]:
@@ -222,6 +226,7 @@ def flatten(
     trajectories: Sequence[Trajectory],
     values: np.ndarray | None = None,
     final_values: np.ndarray | None = None,
+    beliefs: np.ndarray | None = None,
     *,
     process_parts: Sequence[str] = (),
     observations: bool = False,
@@ -232,6 +237,7 @@ def flatten(
       trajectories: of this process.
       values: float32 [K] critic values in flat order, None without a critic.
       final_values: float32 [N] critic values at `final_prompt_ids`, None without a critic.
+      beliefs: float32 [S] beliefs in the gold answer; None for those that the steps have recorded.
       process_parts: names of the reward parts that are process rewards.
       observations: True to include the tokens of each observation after the response that it answers.
     """
@@ -276,6 +282,7 @@ def flatten(
         token_rewards=np.zeros(len(is_action), np.float32),
         values=zeros_if_none(values, len(is_action)),
         final_values=zeros_if_none(final_values, len(trajectories)),
+        belief=nan_if_none(s.belief for s in steps) if beliefs is None else beliefs,
     )
 
 
@@ -333,6 +340,7 @@ def to_token_batch(
         bootstrap=pad(np.where(flat.truncated, flat.final_values, 0), trajectories, 0),
         state_value=jnp.full((steps,), baseline, jnp.float32),
         greedy_return=pad(flat.greedy_return, trajectories, 0),
+        belief=None if np.isnan(flat.belief).all() else pad(flat.belief, steps, 0),
     )
 
 

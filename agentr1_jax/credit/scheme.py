@@ -33,6 +33,8 @@ class Scheme:
       needs_action_key: True if it compares steps of equal `batch.action_key`.
       needs_greedy: True if it reads `batch.greedy_return`.
       needs_samples: True if a row that is sampled once gets no advantage.
+      needs_belief: True if it reads `batch.belief`, so that a run has to probe it. A scheme with an argument `frozen`
+        takes only the frozen reference's, unless that is False.
       discount_unit: what `gamma` discounts by, `step` or `token`.
       exclusive: names of arguments of which one at most may be set.
     """
@@ -46,6 +48,7 @@ class Scheme:
     needs_action_key: bool = False
     needs_greedy: bool = False
     needs_samples: bool = False
+    needs_belief: bool = False
     discount_unit: Literal["step", "token"] = "step"
     exclusive: tuple[str, ...] = ()
 
@@ -75,6 +78,11 @@ class Scheme:
         return {field.name: field.default for field in dataclasses.fields(arguments_class(self.function))}
 
     @property
+    def needs_frozen_belief(self) -> bool:
+        """True if beliefs must be those of the frozen reference."""
+        return self.needs_belief and bool({**self.defaults, **self.arguments}.get("frozen", False))
+
+    @property
     def gamma(self) -> float:
         """Discount per step; 1 for a scheme that has none, or discounts by token."""
         if self.discount_unit == "token":
@@ -101,6 +109,8 @@ class Scheme:
         return dataclasses.replace(self, arguments={name: getattr(checked, name) for name in arguments})
 
 
+ANSWER = "{answer}"
+"""Place of the gold answer in `credit.probe_text`."""
 SCHEMES: Registry[Scheme] = Registry("credit scheme", "credit.file")
 
 
@@ -142,11 +152,17 @@ def arguments_class(function: Callable[..., Credit]) -> type[Any]:
 
 @dataclass(frozen=True, config=STRICT)
 class CreditConfig:
-    """Section `credit`: the scheme of a run, the user's file that may register it, and its arguments."""
+    """Section `credit`: the scheme of a run, the user's file that may register it, its arguments, and the probes."""
 
     name: str = "grpo"
     file: str = ""
     args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    probe: Literal["none", "policy", "reference"] = "none"
+    probe_text: str = ""
+
+    def __post_init__(self) -> None:
+        if self.probe_text and self.probe_text.count(ANSWER) != 1:
+            raise ValueError(f"probe_text is {self.probe_text!r}; write {ANSWER} where the gold answer stands, once")
 
     def bind(self) -> Scheme:
         """Load `file` and return the scheme with its arguments.

@@ -26,6 +26,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Float, Int
 
@@ -62,6 +63,11 @@ class Packing:
     def rows(self) -> int:
         """B."""
         return self.packed_tokens.tokens.shape[0]
+
+    def rows_between(self, start: int, end: int) -> Packing:
+        """Return some of the rows; the indices are still those of all rows."""
+        packed_tokens, loss_tokens = jax.tree.map(lambda x: x[start:end], (self.packed_tokens, self.loss_tokens))
+        return dataclasses.replace(self, packed_tokens=packed_tokens, loss_tokens=loss_tokens)
 
 
 def pack(

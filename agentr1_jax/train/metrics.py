@@ -101,6 +101,13 @@ BATCH = (
 CREDIT = (
     Metric("credit/baseline", "", "Mean return to go of earlier batches, the fallback of `state_baseline`."),
     Metric("credit/reward_std", "", "Standard deviation of returns that rewards are divided by; 1 for none."),
+    Metric(
+        "credit/belief_first",
+        "",
+        "Mean probability of a token of the gold answer at the first prompts.",
+        "credit.probe",
+    ),
+    Metric("credit/belief_last", "", "The same at the prompts of the last steps.", "credit.probe"),
     Metric("credit/whitening_mean", "", "Mean that whitening took from the advantages.", "schemes that whiten"),
     Metric("credit/whitening_std", "", "Standard deviation that it divided them by.", "schemes that whiten"),
 )
@@ -131,7 +138,7 @@ LEARNER = (
     Metric("learner/skipped", "", "Updates so far that were skipped because something was not finite."),
     Metric("learner/skipped_in_a_row", "", "The last of them without a good one between; 3 end the run."),
 )
-_GAP = "where the learner's own log-probs are computed: critic, KL, recomputed log-probs or mask ablations"
+_GAP = "where the learner's own log-probs are computed: critic, KL, recomputed log-probs, mask ablations or probes"
 GAP = (
     Metric("gap/mean", "nats", "Mean of |d|, d = learner's less sampler's log-prob of a token.", _GAP),
     Metric("gap/max", "nats", "Largest |d|.", _GAP),

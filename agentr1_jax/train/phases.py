@@ -26,6 +26,7 @@ from agentr1_jax.runtime.compile_cache import cached_jit
 from agentr1_jax.runtime.seeds import generator
 from agentr1_jax.train.build import Setup
 from agentr1_jax.train.collect import AsynchronousRollouts, Rollouts, SynchronousRollouts, identities, process_shard
+from agentr1_jax.train.probes import Prober, make_prober
 from agentr1_jax.train.progress import Progress
 from agentr1_jax.trajectory import Outcome, Step, Trajectory
 
@@ -42,9 +43,13 @@ class Phase:
       packing: layout and size of the rows of a microbatch.
       microbatches: most microbatches that a minibatch can fill.
       update: one optimizer step.
-      token_outputs: forward pass for values, recomputed and reference log-probs; None where nothing needs it.
+      token_outputs: forward pass for values, recomputed and reference log-probs and beliefs; None where nothing needs
+        it.
+      outputs_packing: layout of its rows; None for `packing`.
+      prober: writes the probes of beliefs that this pass scores; None without.
+      reads_policy: True if the pass is needed of the policy, too, and not of the reference's beliefs alone.
       log_ratio: the pass that the ratio needs before each update; None where the ratio needs none.
-      reference: the decoder's trained parameters as RL started, in compute dtype; None without a KL term.
+      reference: the decoder's trained parameters as RL started, in compute dtype; None where nothing needs it.
       scheme: credit scheme; None where every advantage is 1.
       assign: the scheme's function, compiled.
       critic: True if values are computed and trained.
@@ -57,6 +62,9 @@ class Phase:
     microbatches: int
     update: Callable[..., tuple[LearnerState, dict[str, jax.Array]]]
     token_outputs: Callable[..., TokenOutputs] | None = None
+    outputs_packing: PackingConfig | None = None
+    prober: Prober | None = None
+    reads_policy: bool = True
     log_ratio: Callable[..., jax.Array] | None = None
     reference: Params | None = None
     scheme: Scheme | None = None
@@ -99,7 +107,12 @@ def reinforcement(setup: Setup, optimizer: Any, layout: Any, reference: Params |
     """Return the phase of reinforcement learning; see `pretraining` and `Phase` for the arguments."""
     settings, objective, mesh = setup.settings, setup.settings.objective, setup.learner_mesh
     learner, critic = settings.learner, settings.learns_values
-    needs_outputs = critic or reference is not None or learner.old_logprobs == "learner" or learner.observations
+    prober = make_prober(settings, setup.tokenizer)
+    reads_policy = critic or settings.kl.kind != "none" or learner.old_logprobs == "learner" or learner.observations
+    reads_policy = reads_policy or (prober is not None and prober.scorer == "policy")
+    policy = setup.policy
+    if prober and policy.attention == "splash":  # Probes branch.
+        policy = dataclasses.replace(policy, attention="splash_tree")
     needs_pass = objective.loss.ratio in MINIBATCH_RATIOS and objective.loss.clip != "none"
     return Phase(
         name="rl",
@@ -107,7 +120,10 @@ def reinforcement(setup: Setup, optimizer: Any, layout: Any, reference: Params |
         packing=learner.packing_config,
         microbatches=settings.microbatches(settings.batch_trajectories // learner.minibatches),
         update=make_update(setup.policy, objective, optimizer, layout),
-        token_outputs=make_token_outputs(setup.policy, objective, mesh) if needs_outputs else None,
+        token_outputs=make_token_outputs(policy, objective, mesh) if reads_policy or prober else None,
+        outputs_packing=settings.probe_packing if prober else None,
+        prober=prober,
+        reads_policy=reads_policy,
         log_ratio=make_log_ratio(setup.policy, objective, mesh) if needs_pass else None,
         reference=reference,
         scheme=settings.scheme,

@@ -135,14 +135,14 @@ def reference_decoder(run: str, policy: DecoderConfig, mesh: Mesh, frozen: Param
 def make_reference(
     settings: Settings, policy: DecoderConfig, mesh: Mesh, params: Params, *, first: bool
 ) -> Params | None:
-    """Return the reference of the KL: the decoder's trained parameters as RL starts, in compute dtype; None without KL.
+    """Return the decoder's trained parameters as RL starts, in compute dtype; None where neither KL nor probes need it.
 
     They are stored in the run folder, beside the checkpoints; unless RL starts now (`first`), those are read.
 
     Raises:
       UserError: a resumed run has lost them.
     """
-    if settings.kl.kind == "none":
+    if not settings.needs_reference:
         return None
     run, cast = settings.run.run_dir, functools.partial(cast_for_compute, policy)
     shapes = jax.eval_shape(cast, params["decoder"])
@@ -150,7 +150,7 @@ def make_reference(
     if stored is not None:
         return stored
     if not first:
-        raise UserError(f"{run}/{REFERENCE} is gone, to which the KL of this run is measured; restore it")
+        raise UserError(f"{run}/{REFERENCE} is gone, the policy that RL began with; restore it")
     layout = shardings(shapes, mesh)
     copy = cached_jit(lambda decoder: jax.tree.map(jnp.copy, cast(decoder)), mesh, out_shardings=layout)
     reference = copy(params["decoder"])

@@ -27,9 +27,11 @@ from agentr1_jax.learner.config import (
     Objective,
     OptimizerConfig,
     PackingConfig,
+    PackingMode,
 )
 from agentr1_jax.learner.losses import next_kl_coef
 from agentr1_jax.learner.optimizer import learning_rates
+from agentr1_jax.policy.attention import SPLASH_BLOCK
 from agentr1_jax.policy.config import PolicyConfig
 from agentr1_jax.registry import Registry
 from agentr1_jax.rollout.config import AttemptLimits, EngineConfig, RolloutConfig, SamplingConfig
@@ -193,6 +195,23 @@ class Settings:
         return self.scheme.uses_critic and self.run.critic != "none"
 
     @property
+    def needs_reference(self) -> bool:
+        """True if RL compares with the policy that it starts from, or probes by it."""
+        return self.kl.kind != "none" or self.credit.probe == "reference"
+
+    @property
+    def probe_packing(self) -> PackingConfig:
+        """Rows of the forward pass where the gold answers are probed: a probe fits behind any prompt.
+
+        Probes branch, so that trajectories whose chains are packed are packed as trees.
+        """
+        c = self.learner.packing_config
+        tokens = c.row_tokens + self.budget.response_tokens
+        tokens += -tokens % (SPLASH_BLOCK if self.policy.attention in ("splash", "splash_tree") else 1)
+        mode: PackingMode = "prefix_tree" if c.mode == "trajectory" else c.mode
+        return PackingConfig(mode, tokens, 2 * c.row_loss_tokens, c.rows)
+
+    @property
     def imitates(self) -> bool:
         """True if the run has a warm start of its own."""
         c = self.warm_start
@@ -312,6 +331,7 @@ def _check_credit(s: Settings) -> None:
             f"credit scheme {scheme.name!r} compares the samples of a task row, and rollout.samples is "
             f"{s.rollout.samples}: no token would ever get an advantage; set rollout.samples to 2 or more"
         )
+    _check_probe(s)
     token_gamma = {**scheme.defaults, **scheme.arguments}.get("gamma", 1.0) if scheme.discount_unit == "token" else 1.0
     if s.shaping.potential and token_gamma < 1:
         raise UserError(
@@ -329,6 +349,28 @@ def _check_credit(s: Settings) -> None:
             f"credit scheme {scheme.name!r} compares with greedy rollouts, whose rewards are not shaped; leave "
             f"{', '.join(f'shaping.{key}' for key, active in shaping.items() if active)} at the default"
         )
+
+
+def _check_probe(s: Settings) -> None:
+    """Refuse a credit scheme whose beliefs nothing probes, or not by what it wants, and probes that nothing reads."""
+    scheme, probe = s.scheme, s.credit.probe
+    if scheme.needs_frozen_belief and probe != "reference":
+        raise UserError(
+            f"credit scheme {scheme.name!r} reads the reference's belief in the gold answer, and credit.probe is "
+            f"{probe}; set credit.probe=reference, or credit.args.frozen=False with credit.probe=policy"
+        )
+    if scheme.needs_belief and probe == "none":
+        raise UserError(
+            f"credit scheme {scheme.name!r} reads the belief in the gold answer, and credit.probe is none; set "
+            "credit.probe=policy (or reference)"
+        )
+    if probe != "none" and not scheme.needs_belief:
+        raise UserError(
+            f"credit.probe is {probe}, and nothing reads it: credit scheme {scheme.name!r} takes no belief; set "
+            "credit.probe=none"
+        )
+    if s.credit.probe_text and probe == "none":
+        raise UserError("credit.probe_text is set, and credit.probe is none: nothing reads it; unset it")
 
 
 def _check_critic_warmup(s: Settings) -> None:

@@ -32,6 +32,7 @@ from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime import processes
 from agentr1_jax.train.build import Setup
 from agentr1_jax.train.phases import Phase
+from agentr1_jax.train.probes import beliefs
 from agentr1_jax.train.progress import Progress
 from agentr1_jax.trajectory import POLICIES, Step, Term, Trajectory
 
@@ -61,12 +62,14 @@ class TokenOutputs:
       logprobs, ref_logprobs: float32 [K] log-probs under the learner's parameters and under the reference.
       values: float32 [K] of the critic.
       final_values: float32 [N] of the critic at `final_prompt_ids`.
+      beliefs: float32 [S] in the gold answer, at the prompt of each step.
     """
 
     logprobs: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None
     values: np.ndarray | None = None
     final_values: np.ndarray | None = None
+    beliefs: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,6 +184,8 @@ def training_fault(setup: Setup, phase: Phase, t: Trajectory) -> str | None:
             return f"its reward is {reward}"
     if phase.scheme and phase.scheme.needs_greedy and (t.greedy_return is None or not math.isfinite(t.greedy_return)):
         return "the greedy rollout of its row failed"
+    if phase.prober and (fault := phase.prober.fault(t.row)):
+        return fault
     largest = max(max(s.prompt_ids.max(), s.response_ids.max()) for s in t.steps)
     if largest >= setup.policy.vocab_size:
         return f"it has id {largest}, beyond the vocabulary of {setup.policy.vocab_size}"
@@ -188,13 +193,43 @@ def training_fault(setup: Setup, phase: Phase, t: Trajectory) -> str | None:
 
 
 def token_outputs(setup: Setup, phase: Phase, params: Params, batch: PackedBatch) -> TokenOutputs:
-    """Run one forward pass over the batch: log-probs, reference log-probs, values. Nothing where nothing needs it."""
+    """Run one forward pass over the batch for what the phase needs: log-probs, reference log-probs, values, beliefs.
+
+    Where gold answers are probed, its rows hold the probes, too, and are others than those of the update.
+    """
     if phase.token_outputs is None:
         return TokenOutputs()
+    packings, probes = batch.packings, list[Trajectory]()
+    if phase.prober and phase.outputs_packing:
+        probes = phase.prober.probes(batch.trajectories)
+        together = [*batch.trajectories, *probes]
+        packings = [
+            pack_rows(together, phase.outputs_packing, final_values=phase.critic, observations=phase.observations)
+        ]
     parts: dict[str, list[np.ndarray]] = {field.name: [] for field in dataclasses.fields(TokenOutputs)}
-    for packing in batch.packings:
-        device_batch, used = _to_device(setup, phase, packing, packing.loss_tokens)
-        outputs = setup.dispatch(phase.token_outputs, params, setup.frozen, phase.reference, device_batch, used)
+    for packing in packings:
+        for name, by_row in _forward(setup, phase, params, packing).items():
+            parts[name].append(gather(packing, by_row))
+            if name == "values":
+                parts["final_values"].append(gather_final(packing, by_row))
+    outputs = TokenOutputs(**{name: np.concatenate(x) if x else None for name, x in parts.items()})
+    return _split_probes(setup, phase, outputs, batch, probes) if phase.prober else outputs
+
+
+def _forward(setup: Setup, phase: Phase, params: Params, packing: Packing) -> dict[str, np.ndarray]:
+    """Run the forward pass over packed rows, in as many calls as they take; return its outputs, [B, M]. Collective."""
+    assert phase.token_outputs is not None
+    capacity = phase.microbatches * (phase.packing.rows // processes.process_count())
+    parts: dict[str, list[np.ndarray]] = {"logprobs": [], "ref_logprobs": [], "values": []}
+    parameters: tuple[Params, Params | None] = (params, phase.reference)
+    if not phase.reads_policy:
+        assert phase.reference is not None
+        parameters = ({"decoder": phase.reference}, None)
+    trained, reference = parameters
+    for call in range(max(max(processes.all_gather_json(-(-packing.rows // capacity))), 1)):
+        rows = packing.rows_between(call * capacity, (call + 1) * capacity)
+        device_batch, used = _to_device(setup, phase, rows, rows.loss_tokens)
+        outputs = setup.dispatch(phase.token_outputs, trained, setup.frozen, reference, device_batch, used)
         for name, array in (
             ("logprobs", outputs.logprob),
             ("ref_logprobs", outputs.ref_logprob),
@@ -202,11 +237,30 @@ def token_outputs(setup: Setup, phase: Phase, params: Params, batch: PackedBatch
         ):
             if array is not None:
                 own = meshes.local_rows(array, setup.learner_mesh)
-                own = own.reshape(-1, own.shape[-1])[: packing.rows]
-                parts[name].append(gather(packing, own))
-                if name == "values":
-                    parts["final_values"].append(gather_final(packing, own))
-    return TokenOutputs(**{name: np.concatenate(x) if x else None for name, x in parts.items()})
+                parts[name].append(own.reshape(-1, own.shape[-1])[: rows.rows])
+    return {name: np.concatenate(x) for name, x in parts.items() if x}
+
+
+def _split_probes(
+    setup: Setup, phase: Phase, outputs: TokenOutputs, batch: PackedBatch, probes: Sequence[Trajectory]
+) -> TokenOutputs:
+    """Take the probes, which stand behind the batch, out of the outputs, and make beliefs of their log-probs."""
+    assert phase.prober is not None
+    tokens = sum(len(p.token_index) for p in batch.packings)
+    by_reference = phase.prober.scorer == "reference" and phase.reads_policy
+    scores = outputs.ref_logprobs if by_reference else outputs.logprobs
+    assert scores is not None
+
+    def own(x: np.ndarray | None, count: int, needed: bool = True) -> np.ndarray | None:
+        return x[:count] if x is not None and needed else None
+
+    return TokenOutputs(
+        logprobs=own(outputs.logprobs, tokens, phase.reads_policy),
+        ref_logprobs=own(outputs.ref_logprobs, tokens, setup.settings.kl.kind != "none"),
+        values=own(outputs.values, tokens),
+        final_values=own(outputs.final_values, len(batch.trajectories)),
+        beliefs=beliefs(probes, scores[tokens:]),
+    )
 
 
 def assign_credit(
@@ -222,6 +276,7 @@ def assign_credit(
         batch.trajectories,
         outputs.values,
         outputs.final_values,
+        outputs.beliefs,
         process_parts=settings.shaping.process_parts if phase.scheme else (),
         observations=phase.observations,
     )
@@ -329,6 +384,7 @@ def with_credit(batch: PackedBatch, outputs: TokenOutputs, credit: BatchCredit) 
             shaped_reward=None if unchanged else reward,
             values=next(values),
             value_targets=next(targets_of),
+            belief=step.belief if outputs.beliefs is None else float(flat.belief[number]),
         )
 
     first = int(flat.step_trajectory[credit.steps.start]) if batch.trajectories else 0
@@ -443,6 +499,11 @@ def _batch_metrics(
             "credit/baseline": credit.baseline,
             "credit/reward_std": credit.reward_std,
         }
+    if phase.prober:
+        ends = np.cumsum(flat.trajectory_steps)
+        first, last = ends - flat.trajectory_steps, ends - 1
+        metrics["credit/belief_first"] = float(np.exp(flat.belief[first]).mean())
+        metrics["credit/belief_last"] = float(np.exp(flat.belief[last]).mean())
     return metrics
 
 

@@ -145,6 +145,11 @@ def configure(config: Config, arm: Arm) -> tuple[Config, str]:
         if scheme.needs_critic and read_section(config, RunConfig).critic == "none":
             config = change_config(config, {"critic": "shared_trunk"})
             notes.append("with critic=shared_trunk, since the config has none")
+        probes = read_section(config, CreditConfig).probe
+        if scheme.needs_belief and probes == "none":
+            probes = "reference" if read_section(config, CreditConfig).bind().needs_frozen_belief else "policy"
+            config = change_config(config, {"credit.probe": probes})
+            notes.append(f"with credit.probe={probes}, since the config has none")
         learner, context_tokens = read_section(config, LearnerConfig), read_section(config, Budget).context_tokens
         if learner.observations and learner.row_loss_tokens < context_tokens:
             config = change_config(config, {"learner.row_loss_tokens": context_tokens})

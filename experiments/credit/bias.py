@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from jaxtyping import Array, Float
 
-from agentr1_jax.credit import TokenBatch, get_scheme
+from agentr1_jax.credit import SCHEMES, TokenBatch, get_scheme
 from agentr1_jax.errors import UserError
 from agentr1_jax.learner.batch import LossTokens
 from agentr1_jax.learner.config import AGGREGATES, CLIPS, RATIOS, Aggregate, LossConfig
@@ -238,6 +239,21 @@ def estimate(
     """Gradient of each batch, [batches, actions]."""
     loss_tokens = dataclasses.replace(loss_tokens, advantage=advantage, weight=jnp.asarray(weight))
     return np.asarray(gradients(config, jnp.asarray(logits, jnp.float32), loss_tokens))
+
+
+def select_schemes(wanted: Sequence[str]) -> list[str]:
+    """Return the names of the schemes asked for; `all` leaves out those that read beliefs, for want of gold answers.
+
+    Raises:
+      UserError: an unknown scheme, or one that reads beliefs.
+    """
+    names = select_names(wanted, list(SCHEMES), "schemes")
+    believing = [name for name in names if SCHEMES[name].needs_belief]
+    if believing and wanted != ["all"]:
+        raise UserError(f"--schemes: {believing[0]} reads the belief in a gold answer, and these processes have none")
+    if believing:
+        logging.info("left out, since these processes have no gold answer to believe in: %s", ", ".join(believing))
+    return [name for name in names if name not in believing]
 
 
 def select_names(wanted: Sequence[str], known: Sequence[str], what: str) -> list[str]:

@@ -90,6 +90,10 @@ def missing_need(scheme: Scheme, settings: Settings, trajectories: Sequence[Traj
         return "needs state keys, and the recorded steps have none (Observation.state_key of the environment)"
     if scheme.needs_action_key and all(s.action_key is None for t in trajectories for s in t.steps):
         return "needs action keys, and the recorded steps have none (an earlier version recorded them)"
+    if scheme.needs_belief and any(s.belief is None for t in trajectories for s in t.steps):
+        return "needs beliefs in the gold answer, which not all recorded steps have (credit.probe of the run)"
+    if scheme.needs_frozen_belief and settings.credit.probe != "reference":
+        return f"needs the reference's beliefs, and those recorded are the {settings.credit.probe}'s (frozen=False)"
     if scheme.needs_greedy and greedy:
         return f"needs the reward of a greedy rollout of each row, which {greedy} of {len(groups)} trajectories lack"
     if scheme.needs_samples and len(set(groups)) == len(groups):

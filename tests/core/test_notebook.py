@@ -92,6 +92,18 @@ def test_advantages_by_several_schemes(policy: ar.Policy, groups: list[list[Traj
     assert all(np.isfinite(row["step_gae(lam=0.9)"]) for row in rows)
 
 
+def test_gold_answers_are_probed_by_the_policy(policy: ar.Policy, groups: list[list[Trajectory]]) -> None:
+    """Not by what a trajectory holds: answers fit the few tokens of a response here."""
+    short = [[dataclasses.replace(t, row={**t.row, "answers": ["x"]}) for t in group] for group in groups]
+    credited = ar.assign_credit(policy, short, "igpo")
+    assert all(s.belief is not None and s.belief < 0 for group in credited for t in group for s in t.steps)
+    assert "return 1" in ar.describe(credited[0][0], policy.tokenizer)
+    with pytest.raises(UserError, match="'trace' probes a reference policy, and a notebook has none"):
+        ar.assign_credit(policy, short, "trace")
+    with pytest.raises(UserError, match="'igpo' probes gold answers, and rows of these trajectories have none"):
+        ar.assign_credit(policy, [[dataclasses.replace(t, row={}) for t in group] for group in groups], "igpo")
+
+
 def test_a_step_says_why_it_got_its_advantage(policy: ar.Policy, groups: list[list[Trajectory]]) -> None:
     credited = ar.assign_credit(policy, groups, "dr_grpo")
     assert [[t.uid for t in group] for group in credited] == [[t.uid for t in group] for group in groups]

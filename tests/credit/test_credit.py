@@ -49,6 +49,16 @@ DEFAULTS = {
         **{"omega": 0.1, "relative": False, "threshold": 0.0, "step_weight": 1.0},
         **{"norm": "mean_std_norm", "unit": "trajectory"},
     },
+    "igpo": {"gamma": 1.0, "belief": "probability", "normalise": "joint"},
+    "a2tgpo": {"gamma": 1.0, "belief": "probability", "step_weight": 0.3},
+    "trace": {
+        "gap": 0.1,
+        "horizon": 3,
+        "decay": 0.8,
+        "step_weight": 0.2,
+        "terminal_weight": 2.0,
+        "frozen": True,
+    },
 }
 quick = settings(max_examples=40, deadline=None)
 
@@ -60,9 +70,10 @@ def test_the_schemes_and_what_they_need():
         "needs_state_key": {"gigpo", "hgpo", "state_baseline", "rtmc", "ecpo", "salt", "graph_gpo"},
         "needs_action_key": {"rtmc", "ecpo", "salt"},
         "needs_greedy": {"remax"},
+        "needs_belief": {"igpo", "a2tgpo", "trace"},
         "needs_samples": {
             *("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "gigpo", "hgpo", "turn_grpo"),
-            *("rtmc", "ecpo", "salt", "graph_gpo"),
+            *("rtmc", "ecpo", "salt", "graph_gpo", "a2tgpo"),
         },
     }
     for flag, names in needs.items():

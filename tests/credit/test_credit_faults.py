@@ -167,3 +167,16 @@ def test_fault_12_the_baseline_by_step_index_is_biased_and_the_one_by_state_is_n
         np.testing.assert_allclose(estimate(dr_grpo), true / 2, atol=1e-12)
         # The second choice shrinks with the chance that the other sample is alive too: no one factor mends both.
         np.testing.assert_allclose(estimate(by_index), true * [0.5, 0.5 * go], atol=1e-12)
+
+
+def test_fault_12_a_gain_that_is_alone_at_its_index_counts_as_nothing():
+    """A gain that each step of the same index makes says nothing of the step, yet only in its cell it counts as 0.
+
+    Two samples stop after two steps, one goes on: its second step is alone at its index, whatever it found.
+    """
+    short = Rollout(0, [0.0, 1.0], [[SAID]] * 2, beliefs=[-3.0, -1.0])
+    long = Rollout(0, [0.0, 0.0, 1.0], [[SAID]] * 3, beliefs=[-3.0, -1.0, -0.1])
+    by_index = advantages_of("a2tgpo", [short, short, long])
+    np.testing.assert_array_equal(by_index, 0)
+    by_group = advantages_of("igpo", [short, short, long], gamma=0.0, normalise="separate")
+    assert by_group[5] > 1 > 0 > by_group[4] == by_group[0] == by_group[2] and by_group[1] == by_group[6] == 0

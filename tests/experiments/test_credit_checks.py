@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from builders import trajectory
+from byte_tokens import TOKENIZER
 from changes import changed
 
 from agentr1_jax.credit import SCHEMES, get_scheme
@@ -18,12 +19,12 @@ from agentr1_jax.train import collect
 from agentr1_jax.trajectory import Outcome
 from configs import keydoor, quickstart
 from experiments.ablation import grid
-from experiments.checks import check_placement, check_task
-from experiments.setup import read_settings
+from experiments.checks import check_answers, check_placement, check_task
+from experiments.setup import adapt, read_settings
 
 
-def task(*, state_key="s", potential=1.0, evidence="", parts=("goal",)):
-    """A task whose observations have just that."""
+def task(*, state_key="s", potential=1.0, evidence="", parts=("goal",), answers=("x",), size=None):
+    """A task whose observations and rows have just that; of a finite one, row i has the answer i."""
 
     async def reset(row, seed):
         return Observation(text="", state_key=state_key, potential=potential, evidence=evidence)
@@ -31,7 +32,11 @@ def task(*, state_key="s", potential=1.0, evidence="", parts=("goal",)):
     return types.SimpleNamespace(
         name="some task",
         reward_parts=parts,
-        row=lambda split, index: {"id": f"{split}/{index}"},
+        row=lambda split, index: {
+            "id": f"{split}/{index}",
+            "answers": answers[index % len(answers) :] if answers else (),
+        },
+        size=lambda split: size,
         env=lambda: types.SimpleNamespace(reset=reset),
     )
 
@@ -41,6 +46,23 @@ def task(*, state_key="s", potential=1.0, evidence="", parts=("goal",)):
     [
         ({"rollout__samples": 1}, "credit scheme 'grpo' compares the samples of a task row, and rollout.samples is 1"),
         ({"credit__name": "step_gae"}, "credit scheme 'step_gae' needs a critic; set config.critic=shared_trunk"),
+        (
+            {"credit__name": "igpo"},
+            "'igpo' reads the belief in the gold answer, and credit.probe is none; set credit.prob",
+        ),
+        (
+            {"credit__probe": "policy"},
+            "credit.probe is policy, and nothing reads it: credit scheme 'grpo' takes no belief",
+        ),
+        (
+            {"credit__name": "trace", "credit__probe": "policy"},
+            "reads the reference's belief .*credit.args.frozen=False",
+        ),
+        (
+            {"credit__name": "igpo", "credit__probe": "policy", "credit__probe_text": "answer"},
+            "credit: probe_text is 'answer'; write {answer} where the gold answer stands, once",
+        ),
+        ({"credit__probe_text": "{answer}"}, "credit.probe_text is set, and credit.probe is none"),
         ({"credit__name": "gpro"}, "unknown credit scheme 'gpro'; choose one of .*grpo"),
         ({"credit__args__gamma": 0.9}, "credit scheme 'grpo' has no argument 'gamma'"),
         ({"credit__name": "reinforce", "credit__args__gamma": 1.5}, "gamma is 1.5; it must be less than or equal to 1"),
@@ -74,6 +96,11 @@ def test_a_config_without_what_credit_needs_is_refused(changes, message):
     ("changes", "given", "message"),
     [
         ({"credit__name": "gigpo"}, {"state_key": None}, "'gigpo' compares steps of equal state_key, and .*have none"),
+        (
+            {"credit__name": "igpo", "credit__probe": "policy"},
+            {"answers": ()},
+            "credit.probe is policy, and rows of task 'some task' have no answers to probe; .*credit.probe=none",
+        ),
         ({"shaping__potential": 0.5}, {"potential": None}, "observations of task 'some task' have no potential"),
         (
             {"context__rule": "evidence"},
@@ -92,6 +119,46 @@ def test_a_task_without_what_credit_needs_is_refused(changes, given, message):
     with pytest.raises(UserError, match=message):
         check_task(settings, task(**given))
     check_task(settings, task(parts=("goal", "side")))
+
+
+def test_every_answer_of_a_finite_task_must_fit_a_probe():
+    probed = changed(keydoor, credit__name="igpo", credit__probe="policy", credit__probe_text="{answer}")
+    settings = read_settings(probed)
+    most = settings.budget.response_tokens
+    answers = ("x", "y" * most, "z" * (most + 1))
+    check_answers(settings, task(answers=answers[:2], size=2), TOKENIZER)
+    message = (
+        rf"the answer of row 'train/2' takes {most + 1} tokens as a probe .*raise budget.response_tokens \({most}\)"
+    )
+    for size in (3, None):
+        with pytest.raises(UserError, match=message):
+            check_answers(settings, task(answers=answers, size=size), TOKENIZER)
+    with pytest.raises(UserError, match="row 'train/1' has no answer to probe"):
+        check_answers(settings, task(answers=("x", " "), size=2), TOKENIZER)
+    check_answers(read_settings(keydoor.get_config()), task(answers=answers), TOKENIZER)
+
+
+def test_an_arm_that_reads_beliefs_is_probed_and_another_is_not():
+    arms = grid.parse_arms("grpo,igpo,trace,trace(frozen=False)")
+    for config in (keydoor.get_config(), changed(keydoor, credit__name="igpo", credit__probe="policy")):
+        if config.credit.probe == "policy":
+            arms = arms[:2]
+        _, cells = grid.make_grid(config, arms, [0], "out")
+        assert [cell.config.credit.probe for cell in cells] == ["none", "policy", "reference", "policy"][: len(arms)]
+        for cell in cells:
+            read_settings(cell.config)
+
+
+def test_another_scheme_leaves_the_probe_of_the_config_out():
+    config = changed(keydoor, credit__name="igpo", credit__probe="policy", credit__probe_text="{answer}")
+    adapted, notes = adapt(config, {"credit.name": "grpo"})
+    assert (adapted.credit.probe, adapted.credit.probe_text) == ("none", "")
+    assert notes == [
+        "credit.name is grpo, which takes no belief: credit.probe=policy is left out",
+        "credit.name is grpo, which takes no belief: credit.probe_text={answer} is left out",
+    ]
+    kept, notes = adapt(config, {"credit.name": "a2tgpo"})
+    assert kept.credit.probe == "policy" and not notes
 
 
 @pytest.mark.parametrize(

@@ -181,6 +181,7 @@ def test_all_is_what_the_recording_has_the_data_for(config):
         ("step_gae", "step_gae needs a critic, and the run has none"),
         ("gigpo", "gigpo needs state keys"),
         ("rtmc", "rtmc needs state keys"),
+        ("igpo", "igpo needs beliefs in the gold answer, which not all recorded steps have (credit.probe of the run)"),
         ("remax", "remax needs the reward of a greedy rollout of each row, which 8 of 8 trajectories lack"),
         ("nonsense", "unknown credit scheme 'nonsense'; choose one of"),
         ("grpo(unity=token)", "credit scheme 'grpo' has no argument 'unity'"),
@@ -203,6 +204,16 @@ def test_a_recording_without_action_keys_is_refused_or_left_out(config):
         dataclasses.replace(t, steps=tuple(dataclasses.replace(s, action_key="a") for s in t.steps)) for t in batch
     ]
     assert {"rtmc", "ecpo", "salt"} <= set(choice.choose("all", settings, named).schemes)
+
+
+def test_beliefs_of_the_policy_are_not_those_of_the_reference(config):
+    probed = change_config(config, {**WITHOUT_CRITIC, "credit.name": "igpo", "credit.probe": "policy"})
+    chosen = choice.choose("all", read_settings(probed), reshaped())
+    assert chosen.own == "igpo" and "a2tgpo" in chosen.schemes
+    assert any(note.startswith("trace is left out: it needs the reference's beliefs") for note in chosen.notes)
+    assert "trace(frozen=False)" in choice.choose("trace(frozen=False)", read_settings(probed), reshaped()).schemes
+    reference = change_config(probed, {"credit.probe": "reference"})
+    assert "trace" in choice.choose("all", read_settings(reference), reshaped()).schemes
 
 
 def leave_batch(folder, update, batch, suffix=""):
@@ -339,7 +350,7 @@ def test_rewards_are_shaped_as_in_the_run():
 
 
 def reshaped():
-    """A batch with state keys, of which some are shared and some unknown, potentials, and greedy rewards."""
+    """A batch with state keys, of which some are shared and some unknown, potentials, beliefs, and greedy rewards."""
     out = []
     for t in learners.batch(3):
         steps = tuple(
@@ -348,6 +359,7 @@ def reshaped():
                 state_key=None if i == 2 else f"{t.group}/{i}/{t.sample if i else ''}",
                 potential=0.25 * i + t.sample,
                 next_potential=0.25 * (i + 1) + t.sample,
+                belief=-0.5 * (i + 1) / (t.sample + 1),
                 policy_version=1,
             )
             for i, s in enumerate(t.steps)
@@ -359,7 +371,7 @@ def reshaped():
 BEFORE = RunningMeanStd().update(np.array([1.0, 3.0, 8.0]))
 SHAPED = {"shaping.scale_returns": True, "shaping.potential": 0.5}
 ARGUMENTS = {"gigpo": {"gamma": 1.0}}
-JUDGED = ("grpo", "reinforce", "gigpo", "remax", "state_baseline", "step_gae")
+JUDGED = ("grpo", "reinforce", "gigpo", "remax", "state_baseline", "step_gae", "igpo")
 
 
 @functools.cache
