@@ -38,6 +38,8 @@ OWN: Mapping[str, tuple[str, tuple[float, ...]]] = {
     "a2tgpo": ("gamma", (0.9, 1.0)),
 }
 """The hyper-parameter of a scheme that is chosen beside the learning rate, and its values."""
+FIXED = {"trace": (("frozen", False),)}
+"""Arguments of schemes in the lab, where the reference is the uniform policy and believes nothing."""
 CHUNK, JOBS = 25, 4
 """Seeds of a job, and jobs of a call: fixed, so that choosing and reporting run one program."""
 OPTIMUM = 0.9
@@ -167,10 +169,10 @@ def study(
     """
 
     def of_scheme(name: str, steps: int) -> list[Result]:
-        setting = Setting(name, (), plan.policy, steps, plan.groups, plan.samples, plan.updates)
+        setting = Setting(name, FIXED.get(name, ()), plan.policy, steps, plan.groups, plan.samples, plan.updates)
         out = []
         for process_name, process in processes.items():
-            if capacity(process) != steps or (needs_belief(name) and process.gold is None):
+            if capacity(process) != steps or (setting.scheme.needs_belief and process.gold is None):
                 continue
             out.append(of_process(setting, process_name, process, plan))
             show(out[-1])
@@ -182,11 +184,6 @@ def study(
         results = itertools.chain.from_iterable(pool.map(lambda job: of_scheme(*job), jobs))
         found = {(r.scheme, r.process): r for r in results}
     return [found[key] for key in itertools.product(names, processes) if key in found]
-
-
-def needs_belief(scheme: str) -> bool:
-    """Return True for a scheme that reads `TokenBatch.belief`."""
-    return getattr(get_scheme(scheme), "needs_belief", False)
 
 
 def of_process(setting: Setting, name: str, process: Process, plan: Plan) -> Result:
@@ -250,7 +247,9 @@ def visible_difference(results: Sequence[Result], level: float = 0.05, power: fl
 
 def false_positives(name: str, process: Process, plan: Plan, *, repetitions: int, seeds: int) -> float:
     """Return how often a scheme differs from itself at level .05, in repetitions with fresh seeds for both sides."""
-    setting = Setting(name, (), plan.policy, capacity(process), plan.groups, plan.samples, plan.updates)
+    setting = Setting(
+        name, FIXED.get(name, ()), plan.policy, capacity(process), plan.groups, plan.samples, plan.updates
+    )
     tables = jax.tree.map(jnp.asarray, tabulate(process))
     candidate = candidates(name, plan)[-1]
     keys = keys_of(plan._replace(seeds=2 * repetitions * seeds), "report")

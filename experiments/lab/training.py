@@ -271,6 +271,8 @@ def assign_credit(
 ) -> tuple[TokenBatch, LossTokens]:
     """Lay a batch out as schemes and loss read it, and credit it. A loss token's target is its step's place in [N, T].
 
+    The belief at a step is log π of the right answer, given that the policy answers there.
+
     Args:
       setting: of the program.
       tables: the process.
@@ -299,6 +301,11 @@ def assign_credit(
     # A step is one token: what is in the order of tokens is in that of steps.
     fields["action_key"] = jnp.where(real, sample.action.ravel()[target], -1)
     fields["values"] = fields["values"] if scheme.uses_critic else None
+    if scheme.needs_belief:
+        answers = jnp.where(tables.answers, log_pi, NEVER)
+        gold = jnp.take_along_axis(answers, tables.gold[sample.state][..., None], -1)[..., 0]
+        belief = (gold - jax.nn.logsumexp(answers, -1)).ravel()[target]
+        fields["belief"] = jnp.where(real, belief, 0)
     batch = TokenBatch(**fields)
     credit = scheme.function(batch, **{**scheme.arguments, **arguments})
     found = {"advantage": credit.advantages, "weight": real / count}
