@@ -6,6 +6,7 @@ Every check raises UserError, whose message names the keys to change.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -186,3 +187,6 @@ def check_attention(settings: Settings, policy: DecoderConfig, mesh: Mesh, *, ru
         return  # They work everywhere.
     with user_error():
         attention.check_attention(policy, mesh, settings.learner.row_tokens, settings.learner.packing, call=run)
+        if settings.credit.probe != "none":  # Probes branch.
+            tree, rows = dataclasses.replace(policy, attention="splash_tree"), settings.probe_packing
+            attention.check_attention(tree, mesh, rows.row_tokens, rows.mode, call=run)

@@ -42,7 +42,7 @@ def make_guess(config, run): ...
 """
 NO_ARGUMENTS = {"credit__args__gamma": None, "credit__args__lam": None}
 MISTAKES = [
-    (quickstart, {"credit__name": "gae"}, "credit.name: unknown credit scheme 'gae'; choose one of bilevel_gae"),
+    (quickstart, {"credit__name": "gae"}, "credit.name: unknown credit scheme 'gae'; choose one of .*bilevel_gae"),
     (quickstart, {"credit__args__lamda": 0.9}, "credit scheme 'step_gae' has no argument 'lamda'; it has"),
     (quickstart, {"critic": "none"}, "credit scheme 'step_gae' needs a critic"),
     (quickstart, {"critic": "shared"}, "critic is 'shared'; it must"),
