@@ -65,13 +65,13 @@ NULL_SEEDS = 20
 def figures(result: Result) -> dict[str, Any]:
     """Return a result as a line of the table."""
     area, low, high = t_interval(result.area)
-    there = np.isfinite(result.reached)
+    there = np.isfinite(result.updates_to_optimum)
     return {
         "process": result.process,
         "scheme": result.scheme,
         "area": f"{area:.3f} [{low:.3f}, {high:.3f}]",
         "end": float(result.share[:, -1].mean()),
-        f"updates to {OPTIMUM:.0%}": float(np.median(result.reached)) if there.mean() > 0.5 else None,
+        f"updates to {OPTIMUM:.0%}": float(np.median(result.updates_to_optimum)) if there.mean() > 0.5 else None,
         "get there": f"{there.mean():.0%}",
         "with A": result.alignment,
         "with Q*": result.alignment_best,
@@ -109,7 +109,7 @@ def matrices(names: Sequence[str], pairs: Sequence[Pair]) -> tuple[np.ndarray, n
 def trainings(results: Sequence[Result]) -> Iterator[dict[str, Any]]:
     """Yield a line for each training."""
     for r in results:
-        for seed, (area, end, reached) in enumerate(zip(r.area, r.share[:, -1], r.reached, strict=True)):
+        for seed, (area, end, reached) in enumerate(zip(r.area, r.share[:, -1], r.updates_to_optimum, strict=True)):
             chosen = {"lr": r.choice.rate, "arguments": str(dict(r.choice.arguments))}
             there = "" if math.isinf(reached) else int(reached)
             yield {

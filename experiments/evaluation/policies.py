@@ -25,6 +25,7 @@ from agentr1_jax.train.settings import Settings
 from experiments.setup import (
     Config,
     change_config,
+    complete,
     differing_policy_keys,
     is_run,
     read_run,
@@ -153,7 +154,7 @@ def without_adapters(policy: DecoderConfig) -> DecoderConfig:
 
 def _load_run(run: str, config: Config, tokenizer: Tokenizer, mesh: Mesh) -> Params:
     """Load the decoder of a run's newest checkpoint; refuse another policy or tokenizer than that of the evaluation."""
-    stored = read_run(run)
+    stored = complete(read_run(run), jax.devices())
     different = differing_policy_keys(config, configs.resolve(stored))
     if different:
         listed = "\n".join(different)

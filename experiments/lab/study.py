@@ -104,7 +104,7 @@ class Result:
         return self.share.mean(-1)
 
     @property
-    def reached(self) -> Float[np.ndarray, "seeds"]:
+    def updates_to_optimum(self) -> Float[np.ndarray, "seeds"]:
         """Updates until the share is at least `OPTIMUM`; infinite where it never is."""
         there = self.share >= OPTIMUM
         return np.where(there.any(-1), there.argmax(-1), np.inf)

@@ -342,7 +342,7 @@ def train(
     best = action_values(tables, setting.horizon, None)
 
     def update(carry: tuple[Any, Any, Array, Array], xs: tuple[Array, Array]) -> tuple[Any, Curves]:
-        (params, moments, total, count), (number, key) = carry, xs
+        (params, adam_state, total, count), (number, key) = carry, xs
         keys = jax.random.split(key, 3)
         row = jax.random.randint(keys[0], (setting.groups,), 0, tables.start.shape[0])
         simulate = functools.partial(roll_out, parts.policy, params["policy"], tables, steps=setting.horizon)
@@ -353,7 +353,7 @@ def train(
         known, baseline = outputs(parts, tables, params, sample), total / jnp.maximum(count, 1)
         batch, loss_tokens = assign_credit(setting, tables, sample, known, baseline, greedy, arguments)
         gradient = jax.grad(batch_loss, argnums=2)(parts, tables, params, sample, loss_tokens)
-        step, moments = optimizer.update(gradient, moments)
+        step, adam_state = optimizer.update(gradient, adam_state)
         rates = {"policy": rate, "critic": VALUE_RATE}
         moved = {part: jax.tree.map(lambda p, u, r=r: p - r * u, params[part], step[part]) for part, r in rates.items()}
         total += jnp.sum(step_returns(batch, scheme.gamma), where=batch.real_step)
@@ -370,7 +370,7 @@ def train(
             lambda: [jnp.nan] * len(exact),
         )
         by_policy = aligned[1] if aligned[1:] else jnp.full((), jnp.nan)
-        return (moved, moments, total, count), Curves(expected, by_policy, aligned[0])
+        return (moved, adam_state, total, count), Curves(expected, by_policy, aligned[0])
 
     first, *later = jax.random.split(key, setting.updates + 1)
     params = parts.init(first)

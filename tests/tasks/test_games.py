@@ -199,7 +199,9 @@ def test_the_expert_errs_as_often_as_told():
 def test_a_door_beyond_the_last_step_is_refused():
     config = keydoor_config.get_config()
     config.task.keydoor.rooms = 6
-    with pytest.raises(UserError, match=r"8 steps away \(task\.keydoor\.rooms \+ 2\), beyond budget\.max_steps \(7\)"):
+    with pytest.raises(
+        UserError, match=r"8 steps away \(task\.keydoor\.rooms_before \+ rooms \+ 2\), beyond budget\.max_steps \(7\)"
+    ):
         configured_task(config)
     config.task.keydoor.rooms, config.warm_start.practice = 5, 0.25
     with pytest.raises(UserError, match=r"keydoor has no split 'practice'; set warm_start\.practice=0"):

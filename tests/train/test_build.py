@@ -47,7 +47,7 @@ def make_policy(vocab_size, **changes):
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_refused(monkeypatch):
-    preset = {"policy__preset": "qwen2.5-0.5b"}
+    preset = {"policy__preset": "qwen2.5-0.5b", "policy__kv_heads": None}
     assert {make_policy(n, **preset).vocab_size for n in (151_665, 151_936)} == {151_936}
     message = (
         r"tokenizer some/tokenizer has ids up to 151936, .* has 151936 rows \(qwen2\.5-0\.5b\): .*set tokenizer\.path"
@@ -71,11 +71,11 @@ def test_a_preset_without_a_vocabulary_gets_the_tokenizers_padded():
     ("changes", "message"),
     [
         ({"policy__preset": "qwen3"}, "unknown policy.preset 'qwen3'; choose one of tiny, qwen2.5-0.5b"),
-        ({"policy__heads": 3}, r"policy: kv_heads \(2\) must divide heads \(3\)"),
+        ({"policy__heads": 3}, r"policy: kv_heads \(4\) must divide heads \(3\)"),
         ({"mesh__tensor": 3}, r"mesh.tensor is 3, which does not divide 4 query heads; choose among \[1, 2, 4\]"),
         (
             {"policy__preset": "qwen2.5-0.5b", "budget__context_tokens": 10**5, "rollout__slot_tokens": 102400}
-            | {"learner__row_tokens": 10**5},
+            | {"learner__row_tokens": 10**5, "policy__kv_heads": None},
             r"budget.context_tokens \(100000\) exceeds the 32768 positions that qwen2.5-0.5b was made for",
         ),
     ],
@@ -272,7 +272,7 @@ def test_what_fits_is_not_refused():
 @pytest.mark.parametrize(
     ("counts", "changes", "message"),
     [
-        ((1, 1, 1), {}, r"rollout\.groups \(16\) must be a multiple of processes x learner\.minibatches \(3 x 1\)"),
+        ((1, 1, 1), {}, r"rollout\.groups \(16\) must be a multiple of processes x learner\.minibatches \(3 x 2\)"),
         ((1,) * 4, {"pretrain__batch": 42}, r"pretrain\.batch \(42\) must be a multiple of the 4 processes"),
         ((1,) * 4, {"warm_start__batch": 42}, r"warm_start\.batch \(42\) must be a multiple of the 4"),
         ((1, 1), {"warm_start__control_seconds": 1.0}, "clocks of several processes differ"),

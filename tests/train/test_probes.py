@@ -119,7 +119,7 @@ def test_the_reference_alone_is_asked_where_nothing_else_is():
     assert not run.phase.reads_policy and outputs.logprobs is outputs.ref_logprobs is outputs.values is None
 
 
-CAPO = {"loss.ratio": "capo", "loss.entropy_coef": 0.01}
+CAPO = {"loss.ratio": "centred_step", "loss.entropy_coef": 0.01}
 KL = {"loss.ratio": "trajectory", "loss.entropy_coef": 0.01, "kl.kind": "k3"}
 
 

@@ -302,7 +302,7 @@ def test_a_mixture_under_a_curriculum(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"credit__name": "gae"}, "unknown credit scheme 'gae'; choose one of bilevel_gae, dr_grpo, gigpo, grpo"),
+        ({"credit__name": "gae"}, "unknown credit scheme 'gae'; choose one of a2tgpo, bilevel_gae, dr_grpo"),
         ({"budget__context_tokens": 70}, "the prompt of row hopworld/train/0 has"),  # The tokenizer is trained already.
     ],
 )
