@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.lines import Line2D
 
 from agentr1_jax.report.drawing import BLUE, GREEN, INK, ORANGE, SOFT, new_figure, save, tidy
 from agentr1_jax.report.page import write_page
@@ -19,8 +20,6 @@ from agentr1_jax.report.statistics import interquartile_mean, stratified_bootstr
 SHADES = LinearSegmentedColormap.from_list("shades", ["#ffffff", "#bcd3f7", BLUE])
 SIDES = LinearSegmentedColormap.from_list("sides", [ORANGE, "#ffffff", BLUE])
 COLUMNS, PANEL = 3, (4.3, 2.9)
-CELL = 0.62
-"""Inches of a cell of a table that is drawn."""
 
 
 class Scores(NamedTuple):
@@ -38,15 +37,19 @@ class Scores(NamedTuple):
     def order(self) -> list[tuple[str, float, float, float]]:
         """Return schemes with the interquartile mean over seeds and processes and its 95 % interval, best first.
 
-        The interval is that of a bootstrap by process. Only processes that all schemes were tried on count.
+        The interval is that of a bootstrap by process. A scheme that was not tried on all processes has NaN, and is
+        last, by its mean area.
         """
-        common = np.isfinite(self.areas).all((0, 2))
-        areas = self.areas[:, common] if common.any() else np.zeros((len(self.schemes), 1, 1))
         found = []
-        for name, own in zip(self.schemes, areas, strict=True):
-            low, high = stratified_bootstrap(own, functools.partial(interquartile_mean, axis=(-2, -1)), draws=1000)
-            found.append((name, float(interquartile_mean(own, (-2, -1))), float(low), float(high)))
-        return sorted(found, key=lambda row: -row[1])
+        for name, own in zip(self.schemes, self.areas, strict=True):
+            ends, middle = [np.nan, np.nan], np.nan
+            if np.isfinite(own).all():
+                middle = float(interquartile_mean(own, (-2, -1)))
+                of_draws = functools.partial(interquartile_mean, axis=(-2, -1))
+                ends = [float(end) for end in stratified_bootstrap(own, of_draws, draws=1000)]
+            found.append((name, middle, *ends, float(np.nanmean(own))))
+        found.sort(key=lambda row: (np.isnan(row[1]), -np.nan_to_num(row[1]), -row[4]))
+        return [row[:4] for row in found]
 
 
 def plot_areas(path: str | os.PathLike[str], scores: Scores) -> None:
@@ -115,8 +118,8 @@ def plot_curves(
                 axes.fill_between(x, low, high, color=named[name], alpha=0.18, lw=0)
         tidy(axes, title=process, x_label="trajectories")
         axes.set_ylim(min(-0.05, axes.get_ylim()[0]), 1.05)
-        for i, (name, color) in enumerate(named.items()):
-            axes.text(0.98, 0.06 + 0.1 * i, name, color=color, ha="right", fontsize=9, transform=axes.transAxes)
+        handles = [Line2D([], [], color=color, lw=1.8, label=name) for name, color in named.items()]
+        axes.legend(handles=handles, loc="lower right", fontsize=8, framealpha=0.85, edgecolor="none")
     save(figure, path)
 
 
@@ -150,14 +153,28 @@ def plot_alignment(path: str | os.PathLike[str], rows: Sequence[tuple[str, str, 
     for axes in panels.ravel()[len(processes) :]:
         axes.set_axis_off()
     for axes, process in zip(panels.ravel(), processes, strict=False):
-        for own, scheme, alignment, area in rows:
-            if own == process and np.isfinite(alignment):
-                axes.plot([alignment], [area], color=BLUE, marker="o", ms=4, ls="")
-                axes.annotate(
-                    scheme, (alignment, area), fontsize=6, color=SOFT, xytext=(3, 2), textcoords="offset points"
-                )
+        points = [(scheme, x, y) for own, scheme, x, y in rows if own == process and np.isfinite(x)]
+        axes.plot([x for _, x, _ in points], [y for *_, y in points], color=BLUE, marker="o", ms=4, ls="")
+        _name_points(axes, points)
         tidy(axes, title=process, x_label="rank correlation with A of the policy", grid="both")
     save(figure, path)
+
+
+def _name_points(axes: Axes, points: Sequence[tuple[str, float, float]]) -> None:
+    """Write names beside points; those that lie together share a line."""
+    spread = [max(np.ptp([point[i] for point in points]), 1e-9) if points else 1.0 for i in (1, 2)]
+    together: list[list[tuple[str, float, float]]] = []
+    for point in sorted(points, key=lambda point: point[2]):
+        near = [
+            group
+            for group in together
+            if abs(group[0][1] - point[1]) < 0.12 * spread[0] and abs(group[-1][2] - point[2]) < 0.05 * spread[1]
+        ]
+        (near[0] if near else together).append(point if near else [point])  # type: ignore[arg-type]
+    for group in together:
+        names = ", ".join(name for name, *_ in group[:2]) + (f" + {len(group) - 2}" if len(group) > 2 else "")
+        place = group[len(group) // 2][1:]
+        axes.annotate(names, place, fontsize=6, color=SOFT, xytext=(4, 2), textcoords="offset points")
 
 
 def write_lab_page(path: str | os.PathLike[str], pictures: Mapping[str, str], **values: Any) -> None:

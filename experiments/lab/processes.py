@@ -185,10 +185,11 @@ def noise_after(rooms: int = 4, noise: float = 1.5) -> Process:
     return _key_doors("noise after the choice", before=0, rooms=rooms, noise=noise)
 
 
-def bifurcation(decoys: int = 7, actions: int = 3) -> Process:
-    """One step in the middle decides the reward of the last; what is done at the others changes nothing.
+def bifurcation(decoys: int = 7, actions: int = 4, chance: float = 0.7) -> Process:
+    """One step in the middle decides how likely the last pays 1; what is done at the others changes nothing.
 
-    A controlled bifurcation task as the survey arXiv 2604.09459 asks for.
+    The right action makes it pay with probability `chance`, the others with 1 − `chance`. A controlled bifurcation task
+    as the survey arXiv 2604.09459 asks for.
     """
     decisive = decoys // 2
 
@@ -197,7 +198,10 @@ def bifurcation(decoys: int = 7, actions: int = 3) -> Process:
 
         def after(action: int) -> list[Chance]:
             now_right = action == 0 if t == decisive else right
-            return _sure(None, float(now_right)) if t == decoys else _sure((t + 1, now_right))
+            if t < decoys:
+                return _sure((t + 1, now_right))
+            pays = chance if now_right else 1 - chance
+            return [Chance(pays, 1.0, None), Chance(1 - pays, 0.0, None)]
 
         return {f"action {a}": after(a) for a in range(actions)}
 
@@ -225,9 +229,9 @@ def late_reward(delay: int = 6, actions: int = 4) -> Process:
 def corridor(horizon: int = 16) -> Process:
     """Forward, back or wait on the way to the last cell, which pays 1; every step costs 1 / (2·horizon).
 
-    The cell is as far as 1.2 standard deviations of the way of chance.
+    The cell is as far as 1.8 standard deviations of the way of chance.
     """
-    cells = round(1.2 * (2 * horizon / 3) ** 0.5)
+    cells = round(1.8 * (2 * horizon / 3) ** 0.5)
     cost = -0.5 / horizon
 
     def moves(cell: int) -> Moves:

@@ -19,12 +19,12 @@ from agentr1_jax.report.statistics import holm, probability_of_improvement
 from experiments.lab.processes import Process, Tables, capacity, tabulate
 from experiments.lab.training import Curves, PolicyKind, Setting, action_values, make_trainer
 
-RATES = {"tabular": (0.02, 0.6), "recurrent": (0.002, 0.06)}
+RATES = {"tabular": (0.03, 1.5), "recurrent": (0.003, 0.15)}
 """Lowest and highest learning rate."""
 OWN: Mapping[str, tuple[str, tuple[float, ...]]] = {
-    "token_gae": ("lam", (0.0, 0.9, 0.95, 1.0)),
-    "step_gae": ("lam", (0.0, 0.9, 0.95, 1.0)),
-    "bilevel_gae": ("lam", (0.0, 0.9, 0.95, 1.0)),
+    "token_gae": ("lam", (0.9, 1.0)),
+    "step_gae": ("lam", (0.9, 1.0)),
+    "bilevel_gae": ("lam", (0.9, 1.0)),
     "reinforce": ("gamma", (0.9, 1.0)),
     "reinforce_pp": ("gamma", (0.9, 1.0)),
     "turn_grpo": ("outcome_weight", (0.3, 1.0)),
@@ -61,8 +61,8 @@ class Plan(NamedTuple):
     seeds: int = 100
     tuning_seeds: int = 25
     budget: int = 8
-    updates: int = 150
-    groups: int = 4
+    updates: int = 200
+    groups: int = 2
     samples: int = 8
     policy: PolicyKind = "tabular"
     seed: int = 0

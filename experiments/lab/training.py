@@ -58,9 +58,9 @@ class Setting(NamedTuple):
     arguments: tuple[tuple[str, Any], ...] = ()
     policy: PolicyKind = "tabular"
     horizon: int = 8
-    groups: int = 4
+    groups: int = 2
     samples: int = 8
-    updates: int = 150
+    updates: int = 200
 
     @property
     def scheme(self) -> Scheme:
