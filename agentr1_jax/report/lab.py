@@ -40,16 +40,17 @@ class Scores(NamedTuple):
         The interval is that of a bootstrap by process. A scheme that was not tried on all processes has NaN, and is
         last, by its mean area.
         """
-        found = []
+        of_scheme: dict[str, tuple[float, float, float]] = {}
+        mean = dict(zip(self.schemes, np.nanmean(self.areas, (1, 2)), strict=True))
+        pooled = functools.partial(interquartile_mean, axis=(-2, -1))
         for name, own in zip(self.schemes, self.areas, strict=True):
-            ends, middle = [np.nan, np.nan], np.nan
+            of_scheme[name] = np.nan, np.nan, np.nan
             if np.isfinite(own).all():
-                middle = float(interquartile_mean(own, (-2, -1)))
-                of_draws = functools.partial(interquartile_mean, axis=(-2, -1))
-                ends = [float(end) for end in stratified_bootstrap(own, of_draws, draws=1000)]
-            found.append((name, middle, *ends, float(np.nanmean(own))))
-        found.sort(key=lambda row: (np.isnan(row[1]), -np.nan_to_num(row[1]), -row[4]))
-        return [row[:4] for row in found]
+                low, high = stratified_bootstrap(own, pooled, draws=1000)
+                of_scheme[name] = float(pooled(own)), float(low), float(high)
+        ranked = sorted(of_scheme, key=lambda name: (np.isnan(of_scheme[name][0]), -mean[name]))
+        ranked.sort(key=lambda name: -np.nan_to_num(of_scheme[name][0], nan=-np.inf))
+        return [(name, *of_scheme[name]) for name in ranked]
 
 
 def plot_areas(path: str | os.PathLike[str], scores: Scores) -> None:
