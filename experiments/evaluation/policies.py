@@ -154,7 +154,7 @@ def without_adapters(policy: DecoderConfig) -> DecoderConfig:
 
 def _load_run(run: str, config: Config, tokenizer: Tokenizer, mesh: Mesh) -> Params:
     """Load the decoder of a run's newest checkpoint; refuse another policy or tokenizer than that of the evaluation."""
-    stored = complete(read_run(run), jax.devices())
+    config, stored = (complete(x, jax.devices()) for x in (config, read_run(run)))
     different = differing_policy_keys(config, configs.resolve(stored))
     if different:
         listed = "\n".join(different)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy.stats
-from jaxtyping import Float
+from jaxtyping import Array, Float
 
 from agentr1_jax.credit import get_scheme
 from agentr1_jax.report.statistics import holm, probability_of_improvement
@@ -189,7 +190,7 @@ def study(
 def of_process(setting: Setting, name: str, process: Process, plan: Plan) -> Result:
     """Choose the hyper-parameters of one scheme on one process by the area under the curve, then train fresh seeds."""
     tables = jax.tree.map(jnp.asarray, tabulate(process))
-    first, best = bounds(tables, setting.horizon)
+    first, best = map(float, bounds(tables, setting.horizon))
     tried, tuning = candidates(setting.name, plan), keys_of(plan, "tuning")
     areas = run(setting, tables, [(candidate, tuning) for candidate in tried]).expected.mean((-2, -1))
     choice = tried[int(np.argmax(areas))]
@@ -204,11 +205,12 @@ def of_process(setting: Setting, name: str, process: Process, plan: Plan) -> Res
     )
 
 
-def bounds(tables: Tables, horizon: int) -> tuple[float, float]:
+@functools.partial(jax.jit, static_argnums=1)
+def bounds(tables: Tables, horizon: int) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Return J of the uniform policy and of the best one that sees states."""
     uniform = tables.allowed / jnp.sum(tables.allowed, 1, keepdims=True)
-    values = [action_values(tables, horizon, policy)[1][0, tables.start].mean() for policy in (uniform, None)]
-    return float(values[0]), float(values[1])
+    first, best = (action_values(tables, horizon, policy)[1][0, tables.start].mean() for policy in (uniform, None))
+    return first, best
 
 
 def _mean(x: np.ndarray) -> float:

@@ -379,9 +379,9 @@ def train(
     return curves
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4)
 def make_trainer(setting: Setting) -> Callable[[Tables, Array, Mapping[str, Array], Array], Curves]:
-    """Compile trainings of a setting.
+    """Compile trainings of a setting. Few are kept: each takes a share of the memory maps that a process may have.
 
     Returns:
       jitted (tables, learning rates [J], arguments [J] by name, keys [J, seeds]) -> curves [J, seeds, updates].
