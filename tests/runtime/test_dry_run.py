@@ -99,7 +99,7 @@ def test_the_command_prints_tables_and_writes_nothing(tmp_path):
         [sys.executable, "-m", "experiments.train", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    for text in ("parameters", "615,425", "KV cache", "30.47 MiB", "(estimate)", "decode", "update (RL)"):
+    for text in ("parameters", "615,425", "KV cache", "60.94 MiB", "(estimate)", "decode", "update (RL)"):
         assert text in done.stdout
     assert not list(tmp_path.iterdir())
 

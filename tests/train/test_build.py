@@ -57,7 +57,7 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(monkeypatch):
 
     shape = DecoderConfig(vocab_size=100, width=8, layers=1, heads=2, kv_heads=1, head_dim=4, hidden=8)
     monkeypatch.setattr(presets, "read_config", lambda path: dataclasses.replace(shape))
-    weights = {"policy__preset": "", "policy__weights": "owner/name"}
+    weights = {"policy__preset": "", "policy__weights": "owner/name", "policy__kv_heads": None}
     assert make_policy(100, **weights).vocab_size == 100
     with pytest.raises(UserError, match=r"has ids up to 100, but the policy's embedding has 100 rows \(owner/name\)"):
         make_policy(101, **weights)
