@@ -189,7 +189,7 @@ def test_a_second_run_of_two_processes_finds_what_was_kept(tmp_path):
             "bash",
             "launch/local.sh",
             "--processes=2",
-            *command("quickstart", tmp_path / name, warm_start__updates=0),
+            *command("quickstart", tmp_path / name, warm_start__updates=0, learner__rows=4),
         ]
         done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=500, env=own_cache())
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

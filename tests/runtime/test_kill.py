@@ -45,7 +45,7 @@ def test_a_run_that_is_killed_at_random_ends_as_if_it_had_not_been(tmp_path):
 def test_a_killed_process_is_started_again_with_the_others_and_then_one_goes_on_on_four_devices(tmp_path):
     """Rollouts are ahead of the learner: every batch must be whole, and no pending group sampled again."""
     run, updates = tmp_path / "run", 14
-    flags = flags_of(rollout__staleness=1, rollout__deterministic=False, updates=updates, run_dir=run)
+    flags = flags_of(rollout__staleness=1, rollout__deterministic=False, learner__rows=4, updates=updates, run_dir=run)
     environment = {**os.environ, "VENV_PYTHON": sys.executable}
     command = ["bash", "launch/local.sh", "--processes=2", "--restarts=1", *flags]
     launcher = subprocess.Popen(

@@ -42,6 +42,8 @@ SMALL = {
     "task.hopworld.flaws.repeat_query": 0.3,
     "rollout.groups": 4,
     "rollout.samples": 4,
+    "learner.rows": 4,
+    "learner.minibatches": 1,
     "credit.args.gamma": 0.97,
     "shaping.scale_returns": True,
     "optimizer.max_grad_norm": 0.25,
