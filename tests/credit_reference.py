@@ -356,13 +356,15 @@ def graph_gpo(
         for before, after, _ in edges:
             distance[before] = min(distance[before], 1 + distance[after])
 
-    def known(group: int, state: Hashable) -> float:
+    def steps_to_success(group: int, state: Hashable) -> float:
         of_group = [distance[s] for s, _, (i, _) in edges if data[i].group == group and distance[s] < math.inf]
         return min(distance[state], max([*of_group, 0.0]) + 1)
 
     value = {}
     for before, after, (i, t) in edges:
-        exponent = known(data[i].group, after) - (known(data[i].group, before) - 1 if relative else 0)
+        exponent = steps_to_success(data[i].group, after) - (
+            steps_to_success(data[i].group, before) - 1 if relative else 0
+        )
         value[i, t] = 10 * omega**exponent
 
     def advantage(i: int, t: int) -> float:

@@ -158,7 +158,7 @@ def test_gmpo_is_the_geometric_mean_of_the_clipped_ratios_of_a_sequence(ratio, a
     config = LossConfig(ratio=ratio, clip="gmpo", clip_low=0.4, clip_high=0.4)
     weights = loss_weights(aggregate, TokenUnits(unit, unit, unit), np.ones(10, bool)).astype(float)
 
-    def published(new):
+    def formula(new):
         losses = []
         for i, a in enumerate(advantage):
             own = (new - old)[unit == i]
@@ -171,7 +171,7 @@ def test_gmpo_is_the_geometric_mean_of_the_clipped_ratios_of_a_sequence(ratio, a
         loss_tokens = loss_tokens.replace(weight=jnp.asarray(weights)[None])
         found = losses_and_slopes(config)(jnp.asarray(old + z)[None], loss_tokens)
         loss, _, active, slope = (np.asarray(x) for x in found)
-        value, expected = jax.value_and_grad(published)(jnp.asarray(old + z))
+        value, expected = jax.value_and_grad(formula)(jnp.asarray(old + z))
     np.testing.assert_allclose((loss * weights).sum(), value, rtol=1e-6)
     np.testing.assert_allclose(slope[0], expected, rtol=1e-6)
     assert 0 < active.sum() < 10 and not slope[active > 0].any()
