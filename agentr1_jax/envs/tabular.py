@@ -131,7 +131,7 @@ def make_tabular_task(
       game: row -> its game.
       mistakes: probability with which the expert does not choose, at each step; then it does what is named first, or
         anything, with equal probability.
-      weights: of `REWARD_PARTS`; the metric `return` is the game's own, unweighted.
+      weights: of `REWARD_PARTS`; the metrics `return` and `expected_return` are the game's own, unweighted.
 
     Raises:
       ValueError: there are too few layouts for three splits.
@@ -175,7 +175,7 @@ class TabularEnv:
     async def reset(self, row: Row, seed: int) -> Observation:
         """Start an episode; the first observation is the row's rules and its first state."""
         self._row, self._seed, self._game = row, seed, self._make_game(row)
-        self._state, self._return, self._success = self._game.start, 0.0, 0.0
+        self._state, self._return, self._expected, self._success = self._game.start, 0.0, 0.0, 0.0
         self._draws: collections.Counter[State] = collections.Counter()
         opening = f"{row['question']}\n{self._game.tell(self._state)}"
         return Observation(messages=[{"role": "user", "content": opening}], **self._anchor())
@@ -184,7 +184,9 @@ class TabularEnv:
         """Apply one response; case and spaces do not matter."""
         said = " ".join(action.text.lower().split())
         known = said in self._game.actions(self._state)
-        chance = self._draw(self._game.outcomes(self._state, said if known else None))
+        chances = self._game.outcomes(self._state, said if known else None)
+        chance = self._draw(chances)
+        self._expected += sum(c.probability * c.reward for c in chances)
         self._return += chance.reward
         self._success += chance.success
         goal = chance.reward if chance.success else 0.0
@@ -203,8 +205,13 @@ class TabularEnv:
         )
 
     def truncate(self) -> Mapping[str, float]:
-        """Return `success`, which is also `em`, and `return` of the episode so far."""
-        return {"em": self._success, "success": self._success, "return": self._return}
+        """Return `success`, which is also `em`, `return` and `expected_return` of the episode so far.
+
+        The latter takes the mean of the rewards that an action can have in its state, Σ E[r | s, a]: it has the mean
+        of `return`, without the noise of payments.
+        """
+        returns = {"return": self._return, "expected_return": self._expected}
+        return {"em": self._success, "success": self._success, **returns}
 
     def _enter(self, state: State, known: bool) -> Observation:
         self._state = state

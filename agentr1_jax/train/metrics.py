@@ -46,6 +46,7 @@ TRAJECTORIES = (
     Metric("seen", "share", "Trajectories in which a call came to the target.", "countdown"),
     Metric("success", "share", "Episodes that reached the goal.", "tabular environments"),
     Metric("return", "", "Undiscounted return of the environment.", "tabular environments"),
+    Metric("expected_return", "", "Return with each reward in its mean, given state and action.", "games"),
     Metric("turns_reached", "share", "User turns that ended in the right state.", "bfcl"),
     Metric("summary_score", "", "Score of the summaries.", "whereabouts with summaries"),
     Metric("reward", "", "Return of a trajectory before shaping, where its rewards count; 0 of `failure_as_zero`."),

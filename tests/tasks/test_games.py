@@ -90,13 +90,13 @@ def test_an_episode_goes_over_the_ice_to_the_goal():
     assert opening.messages[0]["content"] == "?\nAt 1 1: east ice south ice west wall north wall"
     assert done[-2].observation.text == "At 4 3: east goal south wall west ice north ice"
     assert [t.reward for t in done] == [0, 0, 0, 0, 0, 1] and done[-1].outcome is Outcome.ENV_DONE
-    assert done[-1].metrics == {"em": 1, "success": 1, "return": 1}
+    assert done[-1].metrics == {"em": 1, "success": 1, "return": 1, "expected_return": 1}
     potentials = [o.potential for o in (opening, *(t.observation for t in done[:-1]))]
     assert potentials == pytest.approx([-6 / 6, -5 / 6, -4 / 6, -3 / 6, -2 / 6, -1 / 6])
 
     hole = play(LAKE, GYM, ["go east", "go south"])[-1]
     assert (hole.reward, hole.terminated, hole.observation, hole.outcome) == (0, True, None, Outcome.ENV_DONE)
-    assert hole.metrics == {"em": 0, "success": 0, "return": 0}
+    assert hole.metrics == {"em": 0, "success": 0, "return": 0, "expected_return": 0}
 
 
 def test_cells_are_states_and_come_again():
@@ -143,7 +143,7 @@ def test_the_key_pays_last_and_only_its_own_door():
         opened = float(colour == row["door"])
         assert [t.reward for t in done] == [0] * 6 + [opened]
         assert [t.terminated for t in done] == [False] * 6 + [True] and done[-1].outcome is Outcome.ENV_DONE
-        assert done[-1].metrics == {"em": opened, "success": opened, "return": opened}
+        assert done[-1].metrics == {"em": opened, "success": opened, "return": opened, "expected_return": opened}
         assert done[-1].reward_parts == {"goal": opened, "side": 0.0}
         assert (opening.potential, done[0].observation.potential) == (-1.0, -0.5 if opened else -1.0)
 
@@ -154,6 +154,8 @@ def test_a_thing_pays_its_worth_with_noise_of_the_seed():
     rewards = [play(KEYDOOR, row, ["go on", f"take {thing}"], seed)[2].reward for seed in range(60)]
     worth = keydoor.WORTH[thing]
     assert set(rewards) == {worth - 0.3, worth + 0.3} and 15 < sum(reward > 0.2 for reward in rewards) < 45
+    taken = [play(KEYDOOR, row, ["go on", f"take {thing}", *["go on"] * 4, "open door"], seed)[-1] for seed in range(9)]
+    assert {t.metrics["expected_return"] for t in taken} == {worth} != {t.metrics["return"] for t in taken}
     other_rooms = [play(KEYDOOR, row, [*["go on"] * i, f"take {row['rooms'][i][0]}"], 7)[-1] for i in range(1, 6)]
     assert len({t.reward > 0.2 for t in other_rooms}) == 2
 

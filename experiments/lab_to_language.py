@@ -1,0 +1,318 @@
+"""From the credit lab to language: processes of the lab told in words, with a decoder for a policy.
+
+    python -m experiments.lab_to_language --part=late_key
+    python -m experiments.lab_to_language --part=order --lab=runs/credit_lab
+
+Both parts are grids of `experiments.ablate` on configs/keydoor.py; the same command resumes them, and where all runs
+are finished only counts anew. All runs of a layout start from one warm start. What is compared is the regret: the best
+expected return less that of the policy, sampled, over 256 questions that no run was trained on and no choice has seen.
+
+late_key: noisy rooms before the keys or after them, with payments of ± 0 or ± 1.5, five schemes, eight seeds. Each
+scheme chooses its learning rate for each layout on `dev`, with noise and two other seeds, and is then run with both
+noises. What is asked was written down before the first run: `CONTRASTS`.
+
+order: schemes in the order of the lab's areas against their order in words, on the lab's `noise_before` and
+`noise_after`. Arguments of schemes are those that the lab chose; the learning rate is the config's for all, since that
+of a table of logits means nothing to a decoder.
+"""
+
+from __future__ import annotations
+
+import ast
+import csv
+import itertools
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import scipy.stats
+from absl import flags
+from jaxtyping import Float
+from rich.console import Console
+
+from agentr1_jax import files
+from agentr1_jax.envs.tabular import action_values
+from agentr1_jax.errors import UserError
+from agentr1_jax.report.statistics import holm, paired_t, t_interval
+from agentr1_jax.report.tables import markdown_table, write_csv
+from agentr1_jax.runtime.metrics import read_metrics
+from agentr1_jax.tasks import make_task
+from agentr1_jax.tasks.keydoor import game
+from experiments.ablation.arms import folder_name
+from experiments.ablation.grid import is_finished
+from experiments.setup import run_main
+
+PART = flags.DEFINE_enum("part", "late_key", ["late_key", "order"], "what is run")
+OUT = flags.DEFINE_string("out", "runs/lab_to_language", "folder of the grids and of the results")
+LAB = flags.DEFINE_string("lab", "runs/credit_lab", "folder of the lab's results, for --part=order")
+
+CONFIG = "configs/keydoor.py"
+LAYOUTS: Mapping[str, Sequence[str]] = {
+    "before": ("--config.task.keydoor.rooms_before={rooms}", "--config.task.keydoor.rooms=0"),
+    "after": ("--config.task.keydoor.rooms_before=0", "--config.task.keydoor.rooms={rooms}"),
+}
+NOISES = (0.0, 1.5)
+TO_GO = ("reinforce", "step_gae", "state_baseline")
+"""Schemes whose credit is the return from the step on."""
+LATE_KEY = ("grpo", "gigpo", *TO_GO)
+RATES = (2.5e-4, 5e-4, 1e-3)
+TUNING_SEEDS, SEEDS = (100, 101), tuple(range(8))
+ROOMS = 5
+CONTRASTS: Mapping[str, Mapping[tuple[str, float], float]] = {
+    "noise before the choice": {("before", 1.5): 1},
+    "noise after the choice": {("after", 1.5): 1},
+    "no noise, rooms before": {("before", 0.0): 1},
+    "no noise, rooms after": {("after", 0.0): 1},
+    "what noise adds before − what it adds after": {
+        ("before", 1.5): 1,
+        ("before", 0.0): -1,
+        ("after", 1.5): -1,
+        ("after", 0.0): 1,
+    },
+}
+"""Weights of the cells. In each cell stands, for every seed, the regret of grpo less the mean regret of `TO_GO`. The
+first is the one that the study is about, and is tested at .05 by itself; the others are corrected together."""
+ORDER = ("grpo", "rloo", "gigpo", "turn_grpo", "rtmc", *TO_GO)
+ORDER_SEEDS = tuple(range(10))
+LAB_ROOMS = 4
+DRAWS = 4000
+CONSOLE = Console(soft_wrap=True, highlight=False)
+
+
+class Score(NamedTuple):
+    """A finished run: regret and share of opened doors of the sampled policy."""
+
+    regret: float
+    em: float
+
+
+def rooms_flags(layout: str, rooms: int, noise: float) -> list[str]:
+    """Return the flags that make a layout of KeyDoor."""
+    return [
+        *(flag.format(rooms=rooms) for flag in LAYOUTS[layout]),
+        f"--config.task.keydoor.noise={noise}",
+        f"--config.budget.max_steps={rooms + 2}",
+        "--config.eval.every=0",
+    ]
+
+
+def best_return(layout: str, rooms: int, split: str, questions: int) -> float:
+    """Return the mean of the best expected returns over the questions of a split; noise does not change it."""
+    before, after = (rooms, 0) if layout == "before" else (0, rooms)
+    task = make_task("keydoor", rooms_before=before, rooms=after)
+    games = [game(task.row(split, i), noise=0.0) for i in range(questions)]
+    return float(np.mean([max(action_values(one)[one.start].values()) for one in games]))
+
+
+def call(module: str, *arguments: str) -> None:
+    """Run a program of ours and show its command. Raises UserError if it fails."""
+    command = [sys.executable, "-m", module, *arguments]
+    CONSOLE.print(shlex.join(["python", *command[1:]]), markup=False)
+    if status := subprocess.run(command).returncode:
+        raise UserError(f"{module} ended with status {status}; mend what it says, and start the same command again")
+
+
+def warm_start(out: str, layout: str, rooms: int) -> str:
+    """Make the warm start of a layout where there is none; return its folder."""
+    folder = os.path.join(out, f"warm_start_{layout}_{rooms}")
+    if not is_finished(folder):
+        call(
+            "experiments.train",
+            f"--config={CONFIG}",
+            *rooms_flags(layout, rooms, 0.0),
+            "--config.updates=0",
+            f"--config.run_dir={folder}",
+        )
+    return folder
+
+
+def run_grid(out: str, arms: Sequence[str], seeds: Sequence[int], start: str, *changes: str) -> None:
+    """Run a grid of arms, written as `ablate --schemes` takes them, from a warm start."""
+    call(
+        "experiments.ablate",
+        f"--config={CONFIG}",
+        f"--schemes={','.join(arms)}",
+        f"--seeds={','.join(map(str, seeds))}",
+        f"--out={out}",
+        "--metric=expected_return",
+        f"--config.warm_start.init_from={start}",
+        f"--config.compilation_cache={os.path.join(os.path.dirname(start), 'compiled')}",
+        *changes,
+    )
+
+
+def score(out: str, arm: str, seed: int, best: float) -> Score:
+    """Read the last sampled evaluation of a run."""
+    path = os.path.join(out, folder_name(arm), f"seed{seed}", "metrics.jsonl")
+    last = [record for record in read_metrics(path) if record["phase"] == "eval_sampled"][-1]
+    return Score(best - float(last["eval/expected_return"]), float(last["eval/em"]))
+
+
+def scores(out: str, arm: str, seeds: Sequence[int], best: float) -> Float[np.ndarray, "score seeds"]:
+    """Read the scores of an arm: regrets and shares of opened doors of all seeds."""
+    return np.array([score(out, arm, seed, best) for seed in seeds]).T
+
+
+def choose_rate(out: str, scheme: str, best: float) -> tuple[float, dict[str, Any]]:
+    """Return the learning rate with the least regret on dev, and a line of the table."""
+    regrets = {rate: scores(out, arm_of(scheme, rate), TUNING_SEEDS, best)[0].mean() for rate in RATES}
+    chosen = min(regrets, key=lambda rate: regrets[rate])
+    return chosen, {"scheme": scheme, **{f"{rate:g}": f"{x:.3f}" for rate, x in regrets.items()}, "chosen": chosen}
+
+
+def arm_of(scheme: str, rate: float) -> str:
+    """Return a scheme with a learning rate as an arm."""
+    return f"{scheme}+optimizer.lr={rate:g}"
+
+
+def contrast_rows(regrets: Mapping[tuple[str, float, str], Float[np.ndarray, "seeds"]]) -> list[dict[str, Any]]:
+    """Return a line for each of `CONTRASTS`, from the regrets of each layout, noise and scheme."""
+    lines, p_values = [], []
+    for name, weights in CONTRASTS.items():
+        gain = np.sum(
+            [
+                weight * (regrets[*cell, "grpo"] - np.mean([regrets[*cell, scheme] for scheme in TO_GO], axis=0))
+                for cell, weight in weights.items()
+            ],
+            axis=0,
+        )
+        p_values.append(float(paired_t(gain, np.zeros_like(gain))[-1]))
+        lines.append({"contrast": name, "mean [95 %]": interval(gain), "would have been seen": smallest_seen(gain)})
+    corrected = [p_values[0], *holm(np.array(p_values[1:]))]
+    return [{**line, "p": f"{p:.2g}"} for line, p in zip(lines, corrected, strict=True)]
+
+
+def smallest_seen(x: Float[np.ndarray, "n"], power: float = 0.8) -> float:
+    """Return the smallest mean that a t test at .05 finds with a probability of about `power`, from the spread of x."""
+    quantiles = scipy.stats.t.ppf(0.975, len(x) - 1) + scipy.stats.t.ppf(power, len(x) - 1)
+    return float(quantiles * x.std(ddof=1) / len(x) ** 0.5)
+
+
+def interval(x: Float[np.ndarray, "n"]) -> str:
+    """Return a mean with Student's interval as text."""
+    mean, low, high = t_interval(x)
+    return f"{mean:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def late_key(out: str) -> list[str]:
+    """Run the two by two, return its tables."""
+    tuned, lines, regrets = [], [], dict[tuple[str, float, str], Any]()
+    csv_rows = []
+    for layout in LAYOUTS:
+        start, folder = warm_start(out, layout, ROOMS), os.path.join(out, "late_key", layout)
+        tuning = os.path.join(folder, "tuning")
+        arms = [arm_of(scheme, rate) for scheme in LATE_KEY for rate in RATES]
+        changes = rooms_flags(layout, ROOMS, max(NOISES))
+        run_grid(tuning, arms, TUNING_SEEDS, start, *changes, "--config.eval.split=dev")
+        best = best_return(layout, ROOMS, "dev", 256)
+        chosen = {}
+        for scheme in LATE_KEY:
+            chosen[scheme], line = choose_rate(tuning, scheme, best)
+            tuned.append({"layout": layout, **line})
+        best = best_return(layout, ROOMS, "eval", 256)
+        for noise in NOISES:
+            cell = os.path.join(folder, f"noise_{noise:g}")
+            arms = [arm_of(scheme, rate) for scheme, rate in chosen.items()]
+            run_grid(cell, arms, SEEDS, start, *rooms_flags(layout, ROOMS, noise))
+            for scheme, arm in zip(LATE_KEY, arms, strict=True):
+                regret, em = scores(cell, arm, SEEDS, best)
+                regrets[layout, noise, scheme] = regret
+                place = {"rooms": layout, "noise": noise, "scheme": scheme}
+                lines.append({**place, "regret [95 %]": interval(regret), "em": interval(em)})
+                csv_rows += [
+                    {**place, "seed": seed, "regret": r, "em": e} for seed, r, e in zip(SEEDS, regret, em, strict=True)
+                ]
+    write_csv(os.path.join(out, "late_key.csv"), csv_rows)
+    return [markdown_table(rows) for rows in (tuned, lines, contrast_rows(regrets))]
+
+
+def read_lab(folder: str, process: str) -> dict[str, tuple[str, Float[np.ndarray, "seeds"]]]:
+    """Read each scheme of `ORDER` as the lab chose it, and the areas of its trainings.
+
+    Raises:
+      UserError: the lab has not run such a scheme or process.
+    """
+    path, found = os.path.join(folder, "lab.csv"), dict[str, tuple[str, list[float]]]()
+    if not os.path.exists(path):
+        raise UserError(f"--lab={folder}: no lab.csv there; run python -m experiments.credit_lab --out={folder}")
+    with open(path, encoding="utf-8", newline="") as lines:
+        for row in csv.DictReader(lines):
+            if row["process"] == process:
+                arguments = ast.literal_eval(row["arguments"])
+                arm = f"{row['scheme']}({','.join(f'{key}={x:g}' for key, x in arguments.items())})"
+                found.setdefault(row["scheme"], (arm if arguments else row["scheme"], []))[1].append(float(row["area"]))
+    if missing := [scheme for scheme in ORDER if scheme not in found]:
+        raise UserError(f"{path}: {', '.join(missing)} not run on {process}; run the lab with them")
+    return {scheme: (found[scheme][0], np.array(found[scheme][1])) for scheme in ORDER}
+
+
+def rank_correlation(
+    lab: Sequence[Float[np.ndarray, "seeds"]], regrets: Sequence[Float[np.ndarray, "seeds"]]
+) -> dict[str, str]:
+    """Return Spearman's correlation of the lab's areas with the regrets in words, sign turned, over schemes.
+
+    Two intervals: seeds drawn anew (for these schemes), and schemes and seeds drawn anew (for others like them).
+    """
+
+    def correlate(areas: Sequence[float], lost: Sequence[float]) -> float:
+        return float(scipy.stats.spearmanr(areas, -np.asarray(lost)).statistic)
+
+    rng, n = np.random.default_rng(0), len(lab)
+    redraw: Callable[[np.ndarray], float] = lambda x: float(rng.choice(x, len(x)).mean())  # noqa: E731
+    drawn: dict[str, list[float]] = {"of seeds": [], "of seeds and schemes": []}
+    for (name, values), _ in itertools.product(drawn.items(), range(DRAWS)):
+        which = range(n) if name == "of seeds" else rng.integers(n, size=n)
+        values.append(correlate([redraw(lab[i]) for i in which], [redraw(regrets[i]) for i in which]))
+    means = [[x.mean() for x in each] for each in (lab, regrets)]
+    test = scipy.stats.permutation_test(
+        (means[0],), lambda areas: correlate(areas, means[1]), permutation_type="pairings", n_resamples=20000
+    )
+    out = {"rank correlation": f"{correlate(*means):.2f}", "p, permutations": f"{test.pvalue:.3f}"}
+    for name, values in drawn.items():
+        low, high = np.nanquantile(values, [0.025, 0.975])
+        out[f"95 % {name}"] = f"[{low:.2f}, {high:.2f}]"
+    return out
+
+
+def order(out: str, lab: str) -> list[str]:
+    """Run the schemes with the lab's arguments in words, return the tables of both orders."""
+    lines, found, csv_rows = [], [], []
+    for layout in LAYOUTS:
+        process = f"noise_{layout}"
+        of_lab = read_lab(lab, process)
+        start, folder = warm_start(out, layout, LAB_ROOMS), os.path.join(out, "order", layout)
+        arms = [arm for arm, _ in of_lab.values()]
+        run_grid(folder, arms, ORDER_SEEDS, start, *rooms_flags(layout, LAB_ROOMS, max(NOISES)))
+        best = best_return(layout, LAB_ROOMS, "eval", 256)
+        regrets = []
+        for scheme, (arm, area) in of_lab.items():
+            regret, em = scores(folder, arm, ORDER_SEEDS, best)
+            regrets.append(regret)
+            place = {"process": process, "scheme": arm}
+            intervals = {"regret [95 %]": interval(regret), "em": interval(em)}
+            lines.append({**place, "area in the lab": interval(area), **intervals})
+            csv_rows += [
+                {"process": process, "scheme": scheme, "arm": arm, "seed": seed, "regret": r, "em": e}
+                for seed, r, e in zip(ORDER_SEEDS, regret, em, strict=True)
+            ]
+        found.append({"process": process, **rank_correlation([area for _, area in of_lab.values()], regrets)})
+    write_csv(os.path.join(out, "order.csv"), csv_rows)
+    return [markdown_table(lines), markdown_table(found)]
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run a part, write and print its tables."""
+    del argv
+    tables = late_key(OUT.value) if PART.value == "late_key" else order(OUT.value, LAB.value)
+    text = "\n".join(tables)
+    with files.atomic_write(os.path.join(OUT.value, f"{PART.value}.md")) as out:
+        out.write(text)
+    CONSOLE.print(text, markup=False)
+
+
+if __name__ == "__main__":
+    run_main(main)
