@@ -20,12 +20,11 @@ from __future__ import annotations
 
 import ast
 import csv
-import itertools
 import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -258,24 +257,29 @@ def rank_correlation(
     Two intervals: seeds drawn anew (for these schemes), and schemes and seeds drawn anew (for others like them).
     """
 
-    def correlate(areas: Sequence[float], lost: Sequence[float]) -> float:
-        return float(scipy.stats.spearmanr(areas, -np.asarray(lost)).statistic)
-
     rng, n = np.random.default_rng(0), len(lab)
-    redraw: Callable[[np.ndarray], float] = lambda x: float(rng.choice(x, len(x)).mean())  # noqa: E731
-    drawn: dict[str, list[float]] = {"of seeds": [], "of seeds and schemes": []}
-    for (name, values), _ in itertools.product(drawn.items(), range(DRAWS)):
-        which = range(n) if name == "of seeds" else rng.integers(n, size=n)
-        values.append(correlate([redraw(lab[i]) for i in which], [redraw(regrets[i]) for i in which]))
-    means = [[x.mean() for x in each] for each in (lab, regrets)]
-    test = scipy.stats.permutation_test(
-        (means[0],), lambda areas: correlate(areas, means[1]), permutation_type="pairings", n_resamples=20000
-    )
-    out = {"rank correlation": f"{correlate(*means):.2f}", "p, permutations": f"{test.pvalue:.3f}"}
-    for name, values in drawn.items():
+    draws = [np.stack([rng.choice(x, (DRAWS, len(x))).mean(-1) for x in each], -1) for each in (lab, regrets)]
+    picked = rng.integers(n, size=(DRAWS, n))
+    intervals = {
+        "of seeds": spearman(draws[0], -draws[1]),
+        "of seeds and schemes": spearman(*(np.take_along_axis(x, picked, -1) for x in (draws[0], -draws[1]))),
+    }
+    areas, lost = (np.array([x.mean() for x in each]) for each in (lab, regrets))
+    orders = np.array([rng.permutation(areas) for _ in range(DRAWS)])
+    found = spearman(areas, -lost)
+    by_chance = (np.abs(spearman(orders, -lost)) >= abs(found) - 1e-9).sum()
+    out = {"rank correlation": f"{found:.2f}", "p, permutations": f"{(by_chance + 1) / (DRAWS + 1):.3f}"}
+    for name, values in intervals.items():
         low, high = np.nanquantile(values, [0.025, 0.975])
         out[f"95 % {name}"] = f"[{low:.2f}, {high:.2f}]"
     return out
+
+
+def spearman(x: Float[np.ndarray, "... n"], y: Float[np.ndarray, "... n"]) -> Float[np.ndarray, "..."]:
+    """Return Spearman's rank correlation over the last axis; NaN where all of x or of y are equal."""
+    x, y = (rank - rank.mean(-1, keepdims=True) for rank in (scipy.stats.rankdata(each, axis=-1) for each in (x, y)))
+    with np.errstate(invalid="ignore"):
+        return (x * y).sum(-1) / np.sqrt((x**2).sum(-1) * (y**2).sum(-1))
 
 
 def order(out: str, lab: str) -> list[str]:
