@@ -11,9 +11,9 @@ late_key: noisy rooms before the keys or after them, with payments of ± 0 or ±
 scheme chooses its learning rate for each layout on `dev`, with noise and two other seeds, and is then run with both
 noises. What is asked was written down before the first run: `CONTRASTS`.
 
-order: schemes in the order of the lab's areas against their order in words, on the lab's `noise_before` and
-`noise_after`. Arguments of schemes are those that the lab chose; the learning rate is the config's for all, since that
-of a table of logits means nothing to a decoder.
+order: schemes in the order of the lab's areas against their order in words, on the two processes on which those areas
+differ most, `noise_before` and `inquiry`. Arguments of schemes are those that the lab chose; the learning rate is the
+config's for all, since that of a table of logits means nothing to a decoder.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from agentr1_jax.tasks import make_task
 from agentr1_jax.tasks.keydoor import game
 from experiments.ablation.arms import folder_name
 from experiments.ablation.grid import is_finished
+from experiments.lab.inquiry import BEST_RETURN
 from experiments.setup import run_main
 
 PART = flags.DEFINE_enum("part", "late_key", ["late_key", "order"], "what is run")
@@ -54,7 +55,7 @@ LAYOUTS: Mapping[str, Sequence[str]] = {
     "before": ("--config.task.keydoor.rooms_before={rooms}", "--config.task.keydoor.rooms=0"),
     "after": ("--config.task.keydoor.rooms_before=0", "--config.task.keydoor.rooms={rooms}"),
 }
-NOISES = (0.0, 1.5)
+NOISES = (1.5, 0.0)
 TO_GO = ("reinforce", "step_gae", "state_baseline")
 """Schemes whose credit is the return from the step on."""
 LATE_KEY = ("grpo", "gigpo", *TO_GO)
@@ -78,6 +79,12 @@ first is the one that the study is about, and is tested at .05 by itself; the ot
 ORDER = ("grpo", "rloo", "gigpo", "turn_grpo", "rtmc", *TO_GO)
 ORDER_SEEDS = tuple(range(10))
 LAB_ROOMS = 4
+INQUIRY = (
+    "--config.task.file=experiments/lab/inquiry.py",
+    "--config.task.name=inquiry",
+    "--config.budget.max_steps=6",
+    "--config.eval.every=0",
+)
 DRAWS = 4000
 CONSOLE = Console(soft_wrap=True, highlight=False)
 
@@ -115,17 +122,10 @@ def call(module: str, *arguments: str) -> None:
         raise UserError(f"{module} ended with status {status}; mend what it says, and start the same command again")
 
 
-def warm_start(out: str, layout: str, rooms: int) -> str:
-    """Make the warm start of a layout where there is none; return its folder."""
-    folder = os.path.join(out, f"warm_start_{layout}_{rooms}")
+def warm_start(folder: str, changes: Sequence[str]) -> str:
+    """Make a warm start where there is none; return its folder."""
     if not is_finished(folder):
-        call(
-            "experiments.train",
-            f"--config={CONFIG}",
-            *rooms_flags(layout, rooms, 0.0),
-            "--config.updates=0",
-            f"--config.run_dir={folder}",
-        )
+        call("experiments.train", f"--config={CONFIG}", *changes, "--config.updates=0", f"--config.run_dir={folder}")
     return folder
 
 
@@ -202,7 +202,8 @@ def late_key(out: str) -> list[str]:
     tuned, lines, regrets = [], [], dict[tuple[str, float, str], Any]()
     csv_rows = []
     for layout in LAYOUTS:
-        start, folder = warm_start(out, layout, ROOMS), os.path.join(out, "late_key", layout)
+        start = warm_start(os.path.join(out, f"warm_start_{layout}_{ROOMS}"), rooms_flags(layout, ROOMS, 0.0))
+        folder = os.path.join(out, "late_key", layout)
         tuning = os.path.join(folder, "tuning")
         arms = [arm_of(scheme, rate) for scheme in LATE_KEY for rate in RATES]
         changes = rooms_flags(layout, ROOMS, max(NOISES))
@@ -285,13 +286,16 @@ def spearman(x: Float[np.ndarray, "... n"], y: Float[np.ndarray, "... n"]) -> Fl
 def order(out: str, lab: str) -> list[str]:
     """Run the schemes with the lab's arguments in words, return the tables of both orders."""
     lines, found, csv_rows = [], [], []
-    for layout in LAYOUTS:
-        process = f"noise_{layout}"
+    in_words = {
+        "noise_before": (rooms_flags("before", LAB_ROOMS, max(NOISES)), best_return("before", LAB_ROOMS, "eval", 256)),
+        "inquiry": (INQUIRY, BEST_RETURN),
+    }
+    for process, (changes, best) in in_words.items():
         of_lab = read_lab(lab, process)
-        start, folder = warm_start(out, layout, LAB_ROOMS), os.path.join(out, "order", layout)
+        folder = os.path.join(out, "order", process)
+        start = warm_start(os.path.join(folder, "warm_start"), changes)
         arms = [arm for arm, _ in of_lab.values()]
-        run_grid(folder, arms, ORDER_SEEDS, start, *rooms_flags(layout, LAB_ROOMS, max(NOISES)))
-        best = best_return(layout, LAB_ROOMS, "eval", 256)
+        run_grid(folder, arms, ORDER_SEEDS, start, *changes)
         regrets = []
         for scheme, (arm, area) in of_lab.items():
             regret, em = scores(folder, arm, ORDER_SEEDS, best)
