@@ -326,7 +326,7 @@ def _imitation(c: ConfigDict) -> None:
     c.warm_start = ConfigDict()
     c.warm_start.init_from = ""  # Folder of a finished run whose tokenizer and decoder RL starts from; "" for none.
     c.warm_start.updates = 0  # Updates of imitation; 0 for none.
-    c.warm_start.control_seconds = 0.0  # If positive: no RL, but imitation for that long, as a control.
+    c.warm_start.control_seconds = 0.0  # If positive: no RL, but imitation for that long, also on from init_from.
     c.warm_start.lr = 3e-3  # Peak learning rate, scheduled as in pretraining.
     c.warm_start.demonstrations = 4096  # Expert trajectories, made once.
     c.warm_start.practice = 0.25  # Share of the demonstrations on the task's practice split.

@@ -12,6 +12,7 @@ Without it, it is the run in the config's `run_dir`, where there is one.
     base    Base Tool Call: the policy as training began, with the same tools
     rag     Naive RAG: one retrieval with the question, its passages in the prompt, then the answer in one step
     react   ReAct prompting with the same tools
+    search_more    agent, made to search once more where it first answers; only if it is named
 
 rag and react use the policy as training began, or with --baselines=checkpoint the trained one. Training began with the
 checkpoint of `warm_start.init_from`, with published weights, or with random parameters. A run with a warm start of its
@@ -39,7 +40,7 @@ from experiments.setup import run_main
 
 CONFIG = configs.define_config_flag()
 CHECKPOINT = flags.DEFINE_string("checkpoint", "", "a run's folder, or weights: a Hugging Face folder or hub id")
-MODES = flags.DEFINE_list("modes", None, "ways of answering to compare; all that can be answered unless given")
+MODES = flags.DEFINE_list("modes", None, "ways of answering; the first four, where they can be answered, unless given")
 SPLITS = flags.DEFINE_list("splits", [], "of the task; eval.split and, where there is one, held_out unless given")
 SAMPLES = flags.DEFINE_integer("samples", 1, "of each question; more than one need a temperature", lower_bound=1)
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "of sampling; 0 is greedy", lower_bound=0.0)
@@ -58,7 +59,7 @@ def main(argv: Sequence[str]) -> None:
     if "AGENTR1_COORDINATOR" in os.environ:
         raise UserError("evaluation runs in one process, on all of its devices; start it without launch/local.sh")
     request = Request(
-        modes=modes.MODES if MODES.value is None else modes.parse_modes(MODES.value),
+        modes=modes.COMMON_MODES if MODES.value is None else modes.parse_modes(MODES.value),
         named=MODES.value is not None,
         splits=SPLITS.value,
         samples=SAMPLES.value,

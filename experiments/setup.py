@@ -312,11 +312,6 @@ def check_init_from(config: ml_collections.ConfigDict) -> None:
     source, key = config.warm_start.init_from, "warm_start.init_from: "
     if not source:
         return
-    if config.warm_start.control_seconds:
-        raise UserError(
-            "a control run learns from demonstrations alone; set warm_start.init_from='' or "
-            "warm_start.control_seconds=0"
-        )
     if files.same_path(source, config.run_dir):
         raise UserError(f"{key}{source} is the run's own folder; name the run that RL starts from")
     files.check_reachable(source, "warm_start.init_from")

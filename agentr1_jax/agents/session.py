@@ -105,6 +105,12 @@ class Session:
         )
         return completion
 
+    def retract(self) -> None:
+        """Drop the response of the open step, as if it had not been sampled: `generate` opens the step anew."""
+        if self._open is None:
+            raise RuntimeError(f"{self.identity.uid}: retract() without generate()")
+        self._open = self._prompt = None
+
     def record(self, reward: float | None, **facts: Any) -> None:
         """Complete the open step; `facts` are further fields of `Step`, those of `boundary.STEP_CHECKS`."""
         if self._open is None:

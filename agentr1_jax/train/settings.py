@@ -213,9 +213,9 @@ class Settings:
 
     @property
     def imitates(self) -> bool:
-        """True if the run has a warm start of its own."""
+        """True if the run imitates demonstrations: in a warm start of its own, or as a control."""
         c = self.warm_start
-        return bool(c.updates or c.control_seconds) and not c.init_from
+        return bool(c.control_seconds or (c.updates and not c.init_from))
 
     @property
     def most_steps(self) -> int:

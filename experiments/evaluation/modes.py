@@ -7,20 +7,27 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from agentr1_jax.agents.loop import EnvLoop
+from agentr1_jax.agents.session import Completion, Session
 from agentr1_jax.envs.base import Action, Env, Observation, Row, Task, Transition, summary_rewards
 from agentr1_jax.errors import UserError
 from agentr1_jax.tasks.rag import RagEnv, searches
 from agentr1_jax.text.call_formats import hermes
 from agentr1_jax.text.chat import chat_format
 from agentr1_jax.text.tokenizer import Tokenizer
+from agentr1_jax.text.tool_calls import extract_answer, render_call
 from agentr1_jax.train import build
 from agentr1_jax.train.settings import Settings
 
 TRAINED, START = "checkpoint", "start"
 """Whose parameters a mode uses: the trained ones, or those that training began with."""
 
-MODES = ("agent", "base", "rag", "react")
+COMMON_MODES = ("agent", "base", "rag", "react")
+"""Those that are compared where nobody names any."""
+MODES = (*COMMON_MODES, "search_more")
+QUERY = "QUERY"
 REACT_INSTRUCTION = (
     "Answer the question with the help of the tools. Take one action at a time, then wait for its observation. Give "
     "the final answer in its own field, as short as possible, for example Paris."
@@ -41,10 +48,10 @@ def role_of(mode: str, baselines: str) -> str:
     """Return whose parameters a mode uses.
 
     Args:
-      mode: `agent` uses the trained ones, `base` those of the start.
+      mode: `agent` and `search_more` use the trained ones, `base` those of the start.
       baselines: whose parameters the other modes use, `TRAINED` or `START`.
     """
-    return {"agent": TRAINED, "base": START}.get(mode, baselines)
+    return {"agent": TRAINED, "search_more": TRAINED, "base": START}.get(mode, baselines)
 
 
 def make_agent(mode: str, settings: Settings, task: Task, tokenizer: Tokenizer) -> EnvLoop:
@@ -52,6 +59,10 @@ def make_agent(mode: str, settings: Settings, task: Task, tokenizer: Tokenizer) 
     if mode == "react":
         return _make_react(settings, task, tokenizer)
     agent = build.make_agent(settings, task, tokenizer)
+    if mode == "search_more":
+        before, _ = agent.call_format.render(render_call("search", {"query": f" {QUERY}"})).split(f" {QUERY}")
+        parts = {field.name: getattr(agent, field.name) for field in dataclasses.fields(agent)}
+        return SearchMore(**parts, opening=tuple(tokenizer.encode_template(before)))
     if mode != "rag":
         return agent
     # Answers are in the common format, whatever call format the config has: there are no calls.
@@ -65,15 +76,15 @@ def make_agent(mode: str, settings: Settings, task: Task, tokenizer: Tokenizer) 
 
 
 def check_mode(mode: str, task: Task, row: Row) -> None:
-    """Refuse a task without answers to compare with, and `rag` and `react` where there is no search tool.
+    """Refuse a task without answers to compare with, and modes that search where there is no search tool.
 
     Raises:
       UserError: says which tasks can be evaluated.
     """
     if "answers" not in row:
         raise UserError(f"task {task.name!r} asks no questions, so there is no EM; evaluate hopworld or multihop")
-    if mode in ("rag", "react") and not searches(asyncio.run(task.env().reset(row, 0))):
-        raise UserError(f"task {task.name!r} has no tool search(query); leave out the modes rag and react")
+    if mode in ("rag", "react", "search_more") and not searches(asyncio.run(task.env().reset(row, 0))):
+        raise UserError(f"task {task.name!r} has no tool search(query); leave out the mode {mode}")
 
 
 class InstructedEnv:
@@ -100,6 +111,36 @@ class InstructedEnv:
     def truncate(self) -> Mapping[str, float]:
         """Return the metrics of the episode so far."""
         return self._env.truncate()
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchMore(EnvLoop):
+    """An agent that is made to search once more where it first answers, if its budget has a step for that.
+
+    The answer is dropped, and the response begins with the opening of a call instead; the policy writes the query. A
+    control for what more searches alone bring. The opening is recorded at the end of the step's prompt.
+
+    Attributes:
+      opening: ids of a call of `search` up to its query.
+    """
+
+    opening: tuple[int, ...] = ()
+
+    async def respond(self, session: Session, prompt: np.ndarray, max_tokens: int) -> Completion:
+        """Sample the response of a step, or the query of the search that stands in its place."""
+        completion = await super().respond(session, prompt, max_tokens)
+        opening = np.asarray(self.opening, np.int32)
+        done = any(np.array_equal(step.prompt_ids[-len(opening) :], opening) for step in session.steps)
+        last = len(session.steps) + 1 >= self.budget.max_steps
+        room = max_tokens - len(opening)
+        if done or last or room < 1 or extract_answer(self._parse(completion, ())) is None:
+            return completion
+        session.retract()
+        query = await super().respond(session, np.concatenate([prompt, opening]), room)
+        nothing = np.zeros(len(opening), np.float32)
+        return dataclasses.replace(
+            query, ids=np.concatenate([opening, query.ids]), logprobs=np.concatenate([nothing, query.logprobs])
+        )
 
 
 def _make_react(settings: Settings, task: Task, tokenizer: Tokenizer) -> EnvLoop:

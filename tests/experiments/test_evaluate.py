@@ -22,9 +22,11 @@ from programs import program
 from rich.console import Console
 from stored_runs import store_run
 
+from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.errors import UserError
 from agentr1_jax.policy.params import join, merge_adapters
 from agentr1_jax.text.sentencepiece import train_sentencepiece
+from agentr1_jax.text.tool_calls import render_call
 from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.train import build
 from agentr1_jax.train.restore import make_reference
@@ -246,7 +248,7 @@ def test_whose_parameters_are_meant(run, tmp_path):
 
 
 def test_baselines_that_cannot_be_answered_are_left_out_unless_they_were_asked_for(run, own_start, tmp_path, caplog):
-    every = {"modes": modes.MODES, "questions": 2, "out": str(tmp_path / "out")}
+    every = {"modes": modes.COMMON_MODES, "questions": 2, "out": str(tmp_path / "out")}
     with pytest.raises(UserError, match=f"{own_start} began with a warm start of its own .* by --base=RUN"):
         run_evaluation(own_start, **every)
     with caplog.at_level("WARNING", "absl"):
@@ -254,10 +256,10 @@ def test_baselines_that_cannot_be_answered_are_left_out_unless_they_were_asked_f
     assert f"left out: base, rag, react. {own_start} began with a warm start of its own" in caplog.text
     assert list(json.loads(text(tmp_path / "out" / "evaluation.json"))["request"]["policies"]) == ["agent"]
     caplog.clear()
-    config, sources_of, _ = evaluation_run.resolve_sources(None, run, Request(modes=modes.MODES, named=False))
+    config, sources_of, _ = evaluation_run.resolve_sources(None, run, Request(modes=modes.COMMON_MODES, named=False))
     assert list(sources_of) == [modes.TRAINED, modes.START]
     with caplog.at_level("WARNING", "absl"):
-        made = evaluation_run.set_up(config, Request(modes=modes.MODES, named=False), modes.MODES)
+        made = evaluation_run.set_up(config, Request(modes=modes.COMMON_MODES, named=False), modes.COMMON_MODES)
     assert list(made.agents) == MODES and "left out: react. mode react: the prompt of row" in caplog.text
 
 
@@ -386,6 +388,31 @@ def test_the_task_must_fit_the_modes():
     with pytest.raises(UserError, match="--splits: hopworld has no row 'test'"):
         evaluation_run.count_rows(settings, hop, Request(modes=["agent"], splits=["test"]))
     assert evaluation_run.count_rows(settings, hop, Request(modes=["agent"])) == {"eval": 256}
+
+
+def test_search_more_searches_once_more_where_the_policy_first_answers(run):
+    config, _, _ = evaluation_run.resolve_sources(None, run, Request(modes=["search_more"]))
+    settings, task = read_settings(config), task_of(config)
+    tokenizer = build.make_tokenizer(settings, task, resumes=True)
+    agent = modes.make_agent("search_more", settings, task, tokenizer)
+    row = task.row("eval", 0)
+    said = [
+        render_call("search", {"query": " one"}),
+        "<answer> x </answer>",  # Dropped; what follows is the rest of a call.
+        render_call("search", {"query": " two"}).split('"query": "')[1],
+        "<answer> y </answer>",
+    ]
+    replies = iter(said)
+    session = ScriptedSession(Identity("a", 0, 0, "hopworld", 0), lambda observation: next(replies), tokenizer)
+    session.begin(row)
+    asyncio.run(agent.run(session, row))
+    steps = session.trajectory().steps
+    assert [call["arguments"] for step in steps for call in step.tool_calls] == [{"query": " one"}, {"query": " two"}]
+    opening = steps[1].prompt_ids[-len(agent.opening) :]
+    assert tuple(opening.tolist()) == agent.opening and tokenizer.decode(opening.tolist()).endswith('"query": "')
+    before = np.concatenate([steps[1].prompt_ids, steps[1].response_ids])
+    np.testing.assert_array_equal(steps[2].prompt_ids[: len(before)], before)
+    assert tokenizer.decode(steps[2].response_ids.tolist()).startswith(said[3]) and next(replies, None) is None
 
 
 def test_react_writes_calls_in_its_format(run):

@@ -140,6 +140,8 @@ def test_held_out_questions_depend_on_their_ids_alone(folder):
     assert of_one == {name for name in chosen if name.startswith("hotpotqa")} and one.size("train") == 8
     # More of them hold the same, and others.
     assert held(held_out=3)[1] > chosen
+    others, of_others = held(held_out_after=2)
+    assert of_others == held(held_out=4)[1] - chosen and others.size("train") == 6
 
 
 def test_questions_of_evaluation_are_kept_out_of_training(folder):
@@ -182,7 +184,8 @@ def test_texts_are_of_the_training_data_sets(folder):
     task = multihop_task(folder, datasets=("hotpotqa",), eval_datasets=("hotpotqa", "2wikimultihopqa"))
     texts = task.texts(1000)
     passages = [text for text in texts if text.startswith("- ")]
-    assert len(passages) == 16 and len(task.corpus) == 32
+    assert len(passages) == 10 and len(task.corpus) == 32  # Of the six dev passages none.
+    assert not any("film 6" in text for text in texts)
     assert all(text.split(": ")[0].endswith("of hotpotqa") for text in passages)
     assert "- film 3 of hotpotqa: This is film number 3." in passages and task.texts(5) == texts[:5]
     assert {row["question"] for row in task._splits["train"]} == set(texts) - set(passages)
@@ -238,7 +241,9 @@ def test_figures_of_the_whole_data(data_dir):
     assert task.counts == {"train": {"same_as_evaluation": 0}, "eval": {}}
     kinds = collections.Counter(task.row("held_out", i)["kind"] for i in range(400))
     assert len(task.corpus) == 32_130 + 10_899 + 9_247 and len(kinds) > 2
-    assert sum(text.startswith("- ") for text in task.texts(10**6)) == 32_130 + 10_899
+    assert (
+        sum(text.startswith("- ") for text in task.texts(10**6)) == 32_130 + 10_899 - 1_686
+    )  # Gold of evaluation alone.
 
 
 def configured(folder, **changes):

@@ -139,7 +139,6 @@ def test_adapters_of_another_run_come_with_the_weights_under_them(tmp_path: Path
             r"(?s)qk_norm: None there, True here\n  policy.width: 32 there",
         ),
         ({"tokenizer__vocab_size": 99}, "tokenizer.vocab_size: 1536 there, 99 here"),
-        ({"warm_start__control_seconds": 1.0}, "a control run learns from demonstrations alone"),
         ({"run_dir": "{source}/../source"}, "the run's own folder"),
         ({"warm_start__init_from": "nowhere"}, "nowhere: no run"),
     ],
@@ -192,6 +191,11 @@ def test_a_control_run_learns_from_demonstrations_until_its_time_is_up(tmp_path:
         assert not any(key.startswith(("em_before", "em_after")) for key in summary)
         phases = [phase for _, phase, _ in in_order(run)]
         assert set(phases[:-2]) == {"warm_start"} and phases[-2:] == ["eval_sampled", "eval"]
+    more = tmp_path / "more"
+    done = train("quickstart", more, warm_start__control_seconds=5.0, warm_start__init_from=str(run))
+    assert done.returncode == 0, done.stderr[-3000:]
+    first = next(r for r in read_metrics(more / "metrics.jsonl") if "learner/loss" in r)
+    assert first["phase"] == "warm_start" and first["learner/loss"] < 2.5  # It goes on: a new policy has about 6.
 
 
 @pytest.mark.slow

@@ -190,7 +190,7 @@ def _check_questions(data: MultihopData) -> None:
 
 
 def divide(
-    questions: Mapping[str, Sequence[Question]], count: int, datasets: Sequence[str]
+    questions: Mapping[str, Sequence[Question]], count: int, datasets: Sequence[str], after: int = 0
 ) -> tuple[dict[str, list[Row]], int]:
     """Return rows of every split, and how many training questions were dropped as they equal one of another split.
 
@@ -200,6 +200,7 @@ def divide(
       questions: of `train` and `eval`.
       count: number of questions of each data set that are held out of training: those of the lowest hashes.
       datasets: data sets of which questions are held out; empty for all training data sets.
+      after: number of questions of still lower hashes that are trained on.
 
     Raises:
       ValueError: a data set has too few questions, or no training questions at all.
@@ -210,13 +211,13 @@ def divide(
         check_name(dataset, own, "data set of task.multihop.held_out_datasets")
     held_ids = set()
     for dataset in (datasets or own) if count else ():
-        if len(own[dataset]) <= count:
+        if len(own[dataset]) <= count + after:
             raise ValueError(
-                f"task.multihop.held_out is {count}, and {dataset!r} has {len(own[dataset])} training questions: none "
-                "would be left; lower task.multihop.held_out, or name other data sets in "
-                "task.multihop.held_out_datasets"
+                f"task.multihop.held_out is {count}{f' after {after}' * (after > 0)}, and {dataset!r} has "
+                f"{len(own[dataset])} training questions: none would be left; lower task.multihop.held_out, or name "
+                "other data sets in task.multihop.held_out_datasets"
             )
-        held_ids |= {row["id"] for row in sorted(own[dataset], key=_hash)[:count]}
+        held_ids |= {row["id"] for row in sorted(own[dataset], key=_hash)[after : after + count]}
     held = [q for q in new if q.row["id"] in held_ids]
     train = [q.row for q in _drop_duplicates([q for q in new if q.row["id"] not in held_ids], held)]
     evaluation = sorted((q.row for q in questions["eval"]), key=_hash)

@@ -105,6 +105,8 @@ class MultihopConfig:
     """weights of the data sets in training, e.g. ("hotpotqa(weight=1)", ...); () for weights by size"""
     held_out: Whole = 0
     """training questions of each data set below that are the split held_out instead"""
+    held_out_after: Whole = 0
+    """questions of lower hash that stay in training: another split held_out, for questions that nobody looked at"""
     held_out_datasets: tuple[str, ...] = ()
     """data sets of the split held_out; () for all training data sets"""
     instruction: str = ""
@@ -170,7 +172,7 @@ class MultihopTask:
                 f"the question files bring no passages, and task.multihop.retriever.kind {config.retriever.kind!r} has "
                 "to search some; name a corpus in task.multihop.files.corpus"
             )
-        self._splits, same = divide(data.questions, config.held_out, config.held_out_datasets)
+        self._splits, same = divide(data.questions, config.held_out, config.held_out_datasets, config.held_out_after)
         for split, datasets in named.items():
             if not self._splits[split]:
                 raise ValueError(f"no {split} questions in {', '.join(map(str, getattr(files, split) or datasets))}")
@@ -220,9 +222,15 @@ class MultihopTask:
         return make_expert(row, self._titles)
 
     def texts(self, count: int) -> list[str]:
-        """Return training questions and passages of the training data sets in turn, at most `count`."""
+        """Return training questions and passages of the training data sets in turn, at most `count`.
+
+        Left out are passages that are gold for a question of another split, and for none of training: a policy that
+        was pretrained on them would have read what it is tested on.
+        """
+        gold = {split: {i for row in rows for i in row["gold_ids"]} for split, rows in self._splits.items()}
+        unread = set[str]().union(*(ids for split, ids in gold.items() if split != "train")) - gold["train"]
         questions = (row["question"] for row in self._splits["train"])
-        passages = (passage.line for passage in self._documents)
+        passages = (passage.line for passage in self._documents if passage.id not in unread)
         both = itertools.chain.from_iterable(itertools.zip_longest(questions, passages))
         return list(itertools.islice((text for text in both if text is not None), count))
 
