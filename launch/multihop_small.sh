@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The learning result of docs/results/multihop.md on this machine's CPU: a warm start, reinforcement learning from it by five
-# algorithms, an evaluation of each, one table. `bash launch/multihop_small.sh [FOLDER]`; the same command resumes it.
+# algorithms (ALGORITHMS="grpo ppo_step" names others), two controls, an evaluation of each, one table; SEED is 0 unless
+# given. `bash launch/multihop_small.sh [FOLDER]`; the same command resumes it.
 # Needs real data (docs/data.md): python -m experiments.prepare_data data hotpotqa 2wiki musique tokenizers --questions=2500;
 # export AGENTR1_DATA=$PWD/data. CONFIG=multihop_medium is the same for one accelerator.
 # shellcheck source=launch/environment.sh
@@ -8,6 +9,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 config=${CONFIG:-multihop_small}
 out=${1:-runs/$config}
 seed=${SEED:-0}
+read -ra algorithms <<<"${ALGORITHMS:-grpo ppo_token ppo_step reinforce_pp gigpo}"
 
 # Both programs save and exit with status 0 when they are stopped: the files of a run tell whether it has finished.
 fail_stopped() {
@@ -29,18 +31,27 @@ evaluate() {
 }
 
 train "$out/warm_start" --config="configs/$config.py" --config.updates=0
-evaluate "$out/warm_start" --modes=agent,rag --baselines=checkpoint
+evaluate "$out/warm_start" --modes=agent,rag,search_more --baselines=checkpoint
 # Of RL alone: three questions of 2Wiki for one of HotpotQA; less noise of mistyped names in what is sampled; and, where
 # there is a KL, enough of it to keep the policy from drifting by noise.
 rl=(--config.task.multihop.mixture="('hotpotqa=1', '2wikimultihopqa=3')" --config.rollout.temperature=0.85 --config.kl.coef=0.01)
 rows=("Naive RAG=$out/warm_start/evaluation:rag" "warm start=$out/warm_start/evaluation:agent")
+rows+=("one search more=$out/warm_start/evaluation:search_more")
+declare -A names=([grpo]=GRPO [ppo_token]=PPO [ppo_step]=StepPO [reinforce_pp]=REINFORCE++ [gigpo]=GiGPO)
 
-for name in grpo:GRPO ppo_token:PPO ppo_step:StepPO reinforce_pp:REINFORCE++ gigpo:GiGPO; do
-  run=$out/${name%%:*}
+for name in "${algorithms[@]}"; do
+  run=$out/$name
   flags=("${rl[@]}")
   if [[ $name == ppo_* ]]; then flags+=(--config.optimizer.critic_warmup=4); fi # Its value head begins with nothing.
-  train "$run" --config="configs/presets/${name%%:*}.py:$config" --config.warm_start.init_from="$out/warm_start" "${flags[@]}"
+  train "$run" --config="configs/presets/$name.py:$config" --config.warm_start.init_from="$out/warm_start" "${flags[@]}"
   evaluate "$run" --modes=agent
-  rows+=("${name#*:}=$run/evaluation:agent")
+  rows+=("${names[$name]}=$run/evaluation:agent")
 done
+
+# The control of equal compute: imitation from the warm start on, for as long as the first algorithm took.
+seconds=$("$VENV_PYTHON" -c 'import json, sys; print(json.load(open(sys.argv[1]))["seconds"])' "$out/${algorithms[0]}/summary.json")
+train "$out/more_imitation" --config="configs/$config.py" --config.warm_start.init_from="$out/warm_start" \
+  --config.warm_start.control_seconds="$seconds"
+evaluate "$out/more_imitation" --modes=agent
+rows+=("more imitation=$out/more_imitation/evaluation:agent")
 "$VENV_PYTHON" -m experiments.evaluation.table --base="warm start" --out="$out/table.md" "${rows[@]}"

@@ -307,7 +307,9 @@ done.parent.mkdir(parents=True, exist_ok=True)
 if kind == "evaluate":
     (done.parent / "request.json").touch()
 if os.environ.get("STOP") != f"{kind} {run.name}":
-    done.touch()
+    done.write_text('{"seconds": 9.5}')
+if kind == "train" and run.name == "more_imitation":
+    assert flags["config.warm_start.control_seconds"] == "9.5" and flags["config.warm_start.init_from"]
 """
 
 
@@ -330,6 +332,12 @@ def test_a_stopped_stage_of_the_small_result_starts_no_other(project: pathlib.Pa
     monkeypatch.delenv("STOP")
     log.unlink()
     assert run(project, "multihop_small.sh", str(out)) == (0, "")
-    names = ("warm_start", "grpo", "ppo_token", "ppo_step", "reinforce_pp", "gigpo")
+    names = ("warm_start", "grpo", "ppo_token", "ppo_step", "reinforce_pp", "gigpo", "more_imitation")
     stages = [f"{kind} {name}" for name in names for kind in ("train", "evaluate")]
     assert log.read_text().splitlines() == [*stages, "table table.md"]
+
+    monkeypatch.setenv("ALGORITHMS", "ppo_step")
+    log.unlink()
+    assert run(project, "multihop_small.sh", str(project / "other")) == (0, "")
+    begun = [line for line in log.read_text().splitlines() if line.startswith("train")]
+    assert begun == ["train warm_start", "train ppo_step", "train more_imitation"]
