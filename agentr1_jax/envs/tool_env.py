@@ -90,7 +90,7 @@ class ToolEnv:
             truncated=failed,
             outcome=outcome,
             tool_calls=[_record(call, result) for call, result in zip(calls, results, strict=True)],
-            metrics=self.truncate() if outcome else {},
+            metrics=self.truncate() if outcome and not failed else {},  # A failure says nothing of the answer.
             raw_reward_parts=raw,
             action_key=action_key(calls, turn.answer, NO_ACTION if self.user is None else action.text.strip()),
             info={"errors": self._errors(turn)},

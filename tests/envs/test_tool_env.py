@@ -68,7 +68,7 @@ def play(*texts, tools=TOOLS, weights=WEIGHTS, **how):
     for t in transitions:
         assert math.isclose(t.reward, sum(t.reward_parts.values()), abs_tol=1e-12)
         assert (t.observation is None) == (t.outcome is not None) == (t.terminated or t.truncated)
-        assert bool(t.metrics) == (t.outcome is not None)
+        assert bool(t.metrics) == (t.outcome not in (None, Outcome.TOOL_FAILURE))
         json.dumps([t.tool_calls, t.info, t.reward_parts, t.metrics], allow_nan=False)
     return transitions, env
 
@@ -101,7 +101,8 @@ def test_a_tool_that_is_down_ends_the_episode_beside_calls_that_are_not():
     tools = [wrap_tool(tool, ToolsConfig(max_attempts=2, backoff_seconds=0.001), ToolMetrics()) for tool in TOOLS]
     calls = search("Glass Harbor") + render_call("faulty", {}) + "<tool_call>{</tool_call>"
     (only,), env = play(calls, tools=tools)
-    assert only.outcome is Outcome.TOOL_FAILURE and only.truncated and not only.terminated and only.reward_parts == {}
+    assert only.outcome is Outcome.TOOL_FAILURE and only.truncated and not only.terminated
+    assert only.reward_parts == only.metrics == {}
     assert only.info["errors"] == {"exception": 1, "bad_json": 1}
     assert [call["ok"] for call in only.tool_calls] == [True, False, False]
     assert env.truncate() == {"em": 0, "f1": 0, "tool_calls": 3, "gold_recall": 1}
