@@ -5,12 +5,13 @@
 The whole loop is compiled (`lab/training.py`): rollouts, the library's credit and loss, updates; exact values of the
 processes (`lab/processes.py`) give J, A and Q*. Each scheme chooses its hyper-parameters among the same number of
 candidates, on seeds of their own; then `--seeds` fresh trainings are compared. All schemes on all processes take about
-a quarter of an hour on two cores (docs/results/credit.md), and leave `lab.html`, `lab.csv` (a line for each training)
-and `curves.csv` in `--out`.
+a quarter of an hour on two cores (docs/results/credit.md), and leave `lab.html`, `lab.csv` (a line for each training),
+`curves.csv` and `pairs.csv` (every two schemes, with corrected p) in `--out`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import time
@@ -162,6 +163,7 @@ def write(
     os.makedirs(folder, exist_ok=True)
     write_csv(os.path.join(folder, "lab.csv"), list(trainings(results)))
     write_csv(os.path.join(folder, "curves.csv"), list(mean_curves(results, plan.groups * plan.samples)))
+    write_csv(os.path.join(folder, "pairs.csv"), [dataclasses.asdict(pair) for pair in pairs])
     names = list(dict.fromkeys(r.scheme for r in results))
     places = list(dict.fromkeys(r.process for r in results))
     areas = np.full((len(names), len(places), plan.seeds), np.nan)
@@ -253,7 +255,9 @@ def main(argv: Sequence[str]) -> None:
     for line in markdown_table([describe_process(name, results, pairs) for name in processes]).splitlines():
         console.print(line, markup=False, soft_wrap=True)
     console.print(
-        "\n".join([*notes, f"Look at {page}; figures: lab.csv and curves.csv beside it"]), markup=False, soft_wrap=True
+        "\n".join([*notes, f"Look at {page}; figures: lab.csv, curves.csv and pairs.csv beside it"]),
+        markup=False,
+        soft_wrap=True,
     )
 
 

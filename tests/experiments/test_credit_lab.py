@@ -207,7 +207,8 @@ def test_the_page_has_every_scheme_and_process(tmp_path):
         for name in names
         if (name, place) != ("remax", "stop_or_go")
     ]
-    page = credit_lab.write(str(tmp_path), plan, results, study.compare(results), ["a note <b>"], 60.0)
+    pairs = study.compare(results)
+    page = credit_lab.write(str(tmp_path), plan, results, pairs, ["a note <b>"], 60.0)
     with open(page) as file:
         text = file.read()
     assert all(name in text for name in (*names, *places, "2604.09459", "lam 0.9", "a note &lt;b&gt;"))
@@ -216,6 +217,8 @@ def test_the_page_has_every_scheme_and_process(tmp_path):
     assert len(lines) == 5 * 8 and float(lines[0]["area"]) == pytest.approx(results[0].area[0])
     with open(tmp_path / "curves.csv") as file:
         assert len(list(csv.DictReader(file))) == 5 * 5
+    with open(tmp_path / "pairs.csv") as file:
+        assert [float(line["p"]) for line in csv.DictReader(file)] == pytest.approx([pair.p for pair in pairs])
 
 
 @pytest.mark.slow
