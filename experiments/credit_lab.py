@@ -254,11 +254,8 @@ def main(argv: Sequence[str]) -> None:
     page = write(OUT.value, plan, results, pairs, notes, time.monotonic() - started)
     for line in markdown_table([describe_process(name, results, pairs) for name in processes]).splitlines():
         console.print(line, markup=False, soft_wrap=True)
-    console.print(
-        "\n".join([*notes, f"Look at {page}; figures: lab.csv, curves.csv and pairs.csv beside it"]),
-        markup=False,
-        soft_wrap=True,
-    )
+    look = f"Look at {page}; figures: lab.csv, curves.csv and pairs.csv beside it"
+    console.print("\n".join([*notes, look]), markup=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

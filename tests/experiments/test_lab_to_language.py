@@ -6,11 +6,13 @@ import csv
 
 import numpy as np
 import pytest
+from plays import play, play_expert
 
 from agentr1_jax.errors import UserError
 from agentr1_jax.tasks import make_task
 from agentr1_jax.tasks.keydoor import WORTH
 from experiments import lab_to_language as study
+from experiments.lab import inquiry
 
 
 def test_the_contrast_is_what_grpo_loses_more_than_schemes_of_returns_to_go():
@@ -37,6 +39,19 @@ def test_the_best_return_takes_the_best_of_each_room_and_opens_the_door():
         1 + sum(max(WORTH[thing] for thing in room) for room in task.row("eval", i)["rooms"][:5]) for i in range(20)
     ]
     assert study.best_return("before", 5, "eval", 20) == pytest.approx(np.mean(best))
+
+
+def test_an_inquiry_is_answered_from_what_is_seen():
+    task = inquiry.make_inquiry(inquiry.InquiryConfig(mistakes=0.0), None)
+    for i in range(20):
+        row = task.row("eval", i)
+        (name,) = row["answers"]
+        assert set(row["seen"][0]) & set(row["seen"][1]) == {name} and name in row["question"]
+        *looks, end = play_expert(task, row, limit=6, seed=i)
+        assert [t.action_key for t in looks] == ["look left", "look right"]
+        assert end.action_key == f"say {name.lower()}" and end.metrics["return"] == pytest.approx(inquiry.BEST_RETURN)
+    *_, wrong = play(task, row, [f"say {next(p for p in row['people'] if p != name).lower()}"])
+    assert wrong.terminated and wrong.metrics["em"] == wrong.reward == 0
 
 
 def test_equal_orders_correlate():
