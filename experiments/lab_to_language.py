@@ -36,6 +36,7 @@ from rich.console import Console
 from agentr1_jax import files
 from agentr1_jax.envs.tabular import action_values
 from agentr1_jax.errors import UserError
+from agentr1_jax.report.lab import plot_regrets
 from agentr1_jax.report.statistics import holm, paired_t, t_interval
 from agentr1_jax.report.tables import markdown_table, write_csv
 from agentr1_jax.runtime.metrics import read_metrics
@@ -227,6 +228,12 @@ def late_key(out: str) -> list[str]:
                     {**place, "seed": seed, "regret": r, "em": e} for seed, r, e in zip(SEEDS, regret, em, strict=True)
                 ]
     write_csv(os.path.join(out, "late_key.csv"), csv_rows)
+    cells = {
+        f"rooms {layout} the keys, ± {noise:g}": {scheme: regrets[layout, noise, scheme] for scheme in LATE_KEY}
+        for layout in LAYOUTS
+        for noise in NOISES
+    }
+    plot_regrets(os.path.join(out, "late_key.png"), cells)
     return [markdown_table(rows) for rows in (tuned, lines, contrast_rows(regrets))]
 
 

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.lines import Line2D
 
-from agentr1_jax.report.drawing import BLUE, GREEN, INK, ORANGE, SOFT, new_figure, save, tidy
+from agentr1_jax.report.drawing import BLUE, FAINT, GREEN, INK, ORANGE, SOFT, new_figure, save, tidy
 from agentr1_jax.report.page import write_page
 from agentr1_jax.report.statistics import interquartile_mean, stratified_bootstrap, t_interval
 
@@ -158,6 +158,29 @@ def plot_alignment(path: str | os.PathLike[str], rows: Sequence[tuple[str, str, 
         axes.plot([x for _, x, _ in points], [y for *_, y in points], color=BLUE, marker="o", ms=4, ls="")
         _name_points(axes, points)
         tidy(axes, title=process, x_label="rank correlation with A of the policy", grid="both")
+    save(figure, path)
+
+
+def plot_regrets(path: str | os.PathLike[str], cells: Mapping[str, Mapping[str, Float[np.ndarray, "seeds"]]]) -> None:
+    """Draw the regret of every training: a panel for each cell, a line for each scheme, its mean and 95 % interval.
+
+    Args:
+      path: where the picture goes.
+      cells: title of the cell -> scheme -> regrets; the same schemes in all.
+    """
+    names = list(next(iter(cells.values())))
+    figure = new_figure(1.6 + 3.1 * len(cells), 0.9 + 0.42 * len(names))
+    panels = figure.subplots(1, len(cells), sharex=True, sharey=True, squeeze=False).ravel()
+    for axes, (title, of_scheme) in zip(panels, cells.items(), strict=True):
+        for i, name in enumerate(names):
+            mean, low, high = t_interval(of_scheme[name])
+            axes.plot(of_scheme[name], np.full(len(of_scheme[name]), i), color=FAINT, marker="o", ms=4, ls="")
+            axes.plot([low, high], [i, i], color=BLUE, lw=1.6)
+            axes.plot([mean], [i], color=BLUE, marker="o", ms=6, ls="")
+        tidy(axes, title=title, x_label="regret", grid="x")
+    panels[0].set_yticks(range(len(names)), names)
+    panels[0].set_ylim(len(names) - 0.5, -0.5)
+    panels[0].set_xlim(left=0)
     save(figure, path)
 
 
