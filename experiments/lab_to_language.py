@@ -7,9 +7,9 @@ Both parts are grids of `experiments.ablate` on configs/keydoor.py; the same com
 are finished only counts anew. All runs of a layout start from one warm start. What is compared is the regret: the best
 expected return less that of the policy, sampled, over 256 questions that no run was trained on and no choice has seen.
 
-late_key: noisy rooms before the keys or after them, with payments of ± 0 or ± 1.5, five schemes, eight seeds. Each
-scheme chooses its learning rate for each layout on `dev`, with noise and two other seeds, and is then run with both
-noises. What is asked was written down before the first run: `CONTRASTS`.
+late_key: noisy rooms before the keys or after them, with payments of ± 0 or ± 1.5, five schemes, eight seeds. In each
+of these four cells each scheme chooses its learning rate on `dev`, with two other seeds. What is asked was written down
+before the first run: `CONTRASTS`.
 
 order: schemes in the order of the lab's areas against their order in words, on the two processes on which those areas
 differ most, `noise_before` and `inquiry`. Arguments of schemes are those that the lab chose; the learning rate is the
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ast
 import csv
+import itertools
 import os
 import shlex
 import subprocess
@@ -202,31 +203,29 @@ def late_key(out: str) -> list[str]:
     """Run the two by two, return its tables."""
     tuned, lines, regrets = [], [], dict[tuple[str, float, str], Any]()
     csv_rows = []
-    for layout in LAYOUTS:
+    for noise, layout in itertools.product(NOISES, LAYOUTS):
         start = warm_start(os.path.join(out, f"warm_start_{layout}_{ROOMS}"), rooms_flags(layout, ROOMS, 0.0))
         folder = os.path.join(out, "late_key", layout)
-        tuning = os.path.join(folder, "tuning")
+        tuning, cell = (os.path.join(folder, f"{name}_{noise:g}") for name in ("tuning", "noise"))
+        changes = rooms_flags(layout, ROOMS, noise)
         arms = [arm_of(scheme, rate) for scheme in LATE_KEY for rate in RATES]
-        changes = rooms_flags(layout, ROOMS, max(NOISES))
         run_grid(tuning, arms, TUNING_SEEDS, start, *changes, "--config.eval.split=dev")
         best = best_return(layout, ROOMS, "dev", 256)
         chosen = {}
         for scheme in LATE_KEY:
             chosen[scheme], line = choose_rate(tuning, scheme, best)
-            tuned.append({"layout": layout, **line})
+            tuned.append({"rooms": layout, "noise": noise, **line})
+        arms = [arm_of(scheme, rate) for scheme, rate in chosen.items()]
+        run_grid(cell, arms, SEEDS, start, *changes)
         best = best_return(layout, ROOMS, "eval", 256)
-        for noise in NOISES:
-            cell = os.path.join(folder, f"noise_{noise:g}")
-            arms = [arm_of(scheme, rate) for scheme, rate in chosen.items()]
-            run_grid(cell, arms, SEEDS, start, *rooms_flags(layout, ROOMS, noise))
-            for scheme, arm in zip(LATE_KEY, arms, strict=True):
-                regret, em = scores(cell, arm, SEEDS, best)
-                regrets[layout, noise, scheme] = regret
-                place = {"rooms": layout, "noise": noise, "scheme": scheme}
-                lines.append({**place, "regret [95 %]": interval(regret), "em": interval(em)})
-                csv_rows += [
-                    {**place, "seed": seed, "regret": r, "em": e} for seed, r, e in zip(SEEDS, regret, em, strict=True)
-                ]
+        for scheme, arm in zip(LATE_KEY, arms, strict=True):
+            regret, em = scores(cell, arm, SEEDS, best)
+            regrets[layout, noise, scheme] = regret
+            place = {"rooms": layout, "noise": noise, "scheme": scheme}
+            lines.append({**place, "regret [95 %]": interval(regret), "em": interval(em)})
+            csv_rows += [
+                {**place, "seed": seed, "regret": r, "em": e} for seed, r, e in zip(SEEDS, regret, em, strict=True)
+            ]
     write_csv(os.path.join(out, "late_key.csv"), csv_rows)
     cells = {
         f"rooms {layout} the keys, ± {noise:g}": {scheme: regrets[layout, noise, scheme] for scheme in LATE_KEY}
