@@ -8,24 +8,25 @@ are finished only counts anew. All runs of a layout start from one warm start. W
 expected return less that of the policy, sampled, over 256 questions that no run was trained on and no choice has seen.
 
 late_key: noisy rooms before the keys or after them, with payments of ± 0 or ± 1.5, five schemes, eight seeds. In each
-of these four cells each scheme chooses its learning rate on `dev`, with two other seeds. What is asked was written down
-before the first run: `CONTRASTS`.
+of these four cells each scheme chooses its learning rate on `dev`, with two other seeds; where the best rate is the
+lowest or the highest that was tried, one beyond it is tried, too. `CONTRASTS` were written down before the first run.
 
-order: schemes in the order of the lab's areas against their order in words, on the two processes on which those areas
-differ most, `noise_before` and `inquiry`. Arguments of schemes are those that the lab chose; the learning rate is the
-config's for all, since that of a table of logits means nothing to a decoder.
+order: schemes in the order of the lab's areas against their order in words, on `noise_before` and `inquiry`, on which
+most of the lab's schemes differ by more than a few hundredths. Arguments of schemes are those that the lab chose, and
+so are learning rates, times one factor that makes their geometric mean the config's.
 """
 
 from __future__ import annotations
 
 import ast
 import csv
+import functools
 import itertools
 import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,6 +63,9 @@ TO_GO = ("reinforce", "step_gae", "state_baseline")
 """Schemes whose credit is the return from the step on."""
 LATE_KEY = ("grpo", "gigpo", *TO_GO)
 RATES = (2.5e-4, 5e-4, 1e-3)
+LIMITS = 3e-5, 8e-3
+"""Rates beyond these are not tried."""
+CONFIG_RATE = 5e-4
 TUNING_SEEDS, SEEDS = (100, 101), tuple(range(8))
 ROOMS = 5
 CONTRASTS: Mapping[str, Mapping[tuple[str, float], float]] = {
@@ -125,10 +129,17 @@ def call(module: str, *arguments: str) -> None:
 
 
 def warm_start(folder: str, changes: Sequence[str]) -> str:
-    """Make a warm start where there is none; return its folder."""
+    """Make a warm start where there is none; return its folder. Raises UserError where it was stopped."""
     if not is_finished(folder):
         call("experiments.train", f"--config={CONFIG}", *changes, "--config.updates=0", f"--config.run_dir={folder}")
+    check_finished(folder)
     return folder
+
+
+def check_finished(folder: str) -> None:
+    """Raise UserError where a run was stopped: programs that are stopped end with status 0."""
+    if not is_finished(folder):
+        raise UserError(f"{folder} is not finished; the same command goes on with it")
 
 
 def run_grid(out: str, arms: Sequence[str], seeds: Sequence[int], start: str, *changes: str) -> None:
@@ -148,8 +159,11 @@ def run_grid(out: str, arms: Sequence[str], seeds: Sequence[int], start: str, *c
 
 def score(out: str, arm: str, seed: int, best: float) -> Score:
     """Read the last sampled evaluation of a run."""
-    path = os.path.join(out, folder_name(arm), f"seed{seed}", "metrics.jsonl")
-    last = [record for record in read_metrics(path) if record["phase"] == "eval_sampled"][-1]
+    folder = os.path.join(out, folder_name(arm), f"seed{seed}")
+    check_finished(folder)
+    last = [
+        record for record in read_metrics(os.path.join(folder, "metrics.jsonl")) if record["phase"] == "eval_sampled"
+    ][-1]
     return Score(best - float(last["eval/expected_return"]), float(last["eval/em"]))
 
 
@@ -158,21 +172,51 @@ def scores(out: str, arm: str, seeds: Sequence[int], best: float) -> Float[np.nd
     return np.array([score(out, arm, seed, best) for seed in seeds]).T
 
 
-def choose_rate(out: str, scheme: str, best: float) -> tuple[float, dict[str, Any]]:
-    """Return the learning rate with the least regret on dev, and a line of the table."""
-    regrets = {rate: scores(out, arm_of(scheme, rate), TUNING_SEEDS, best)[0].mean() for rate in RATES}
-    chosen = min(regrets, key=lambda rate: regrets[rate])
-    return chosen, {"scheme": scheme, **{f"{rate:g}": f"{x:.3f}" for rate, x in regrets.items()}, "chosen": chosen}
+def choose_rates(
+    regret: Callable[[Mapping[str, Sequence[float]]], Mapping[str, Mapping[float, float]]],
+) -> dict[str, dict[float, float]]:
+    """Try learning rates until the best of each scheme lies between others, or at a limit.
+
+    Args:
+      regret: (scheme -> rates) -> scheme -> rate -> mean regret.
+
+    Returns:
+      scheme -> rate -> mean regret, the best rate first.
+    """
+    tried = {scheme: list(RATES) for scheme in LATE_KEY}
+    while True:
+        found = {scheme: sorted(of_rate.items(), key=lambda pair: pair[1]) for scheme, of_rate in regret(tried).items()}
+        beyond = {}
+        for scheme, ((best, _), *_) in found.items():
+            ends = {min(tried[scheme]): best / 2, max(tried[scheme]): best * 2}
+            if best in ends and LIMITS[0] <= ends[best] <= LIMITS[1]:
+                beyond[scheme] = ends[best]
+        if not beyond:
+            return {scheme: dict(pairs) for scheme, pairs in found.items()}
+        for scheme, rate in beyond.items():
+            tried[scheme].append(rate)
+
+
+def regrets_on_dev(
+    folder: str, start: str, changes: Sequence[str], best: float, tried: Mapping[str, Sequence[float]]
+) -> dict[str, dict[float, float]]:
+    """Train each scheme with each of its rates; return scheme -> rate -> mean regret on `dev`, where `best` is best."""
+    arms = [arm_of(scheme, rate) for scheme, rates in tried.items() for rate in rates]
+    run_grid(folder, arms, TUNING_SEEDS, start, *changes, "--config.eval.split=dev")
+    return {
+        scheme: {rate: float(scores(folder, arm_of(scheme, rate), TUNING_SEEDS, best)[0].mean()) for rate in rates}
+        for scheme, rates in tried.items()
+    }
 
 
 def arm_of(scheme: str, rate: float) -> str:
     """Return a scheme with a learning rate as an arm."""
-    return f"{scheme}+optimizer.lr={rate:g}"
+    return f"{scheme}+optimizer.lr={rate:.3g}"
 
 
 def contrast_rows(regrets: Mapping[tuple[str, float, str], Float[np.ndarray, "seeds"]]) -> list[dict[str, Any]]:
     """Return a line for each of `CONTRASTS`, from the regrets of each layout, noise and scheme."""
-    lines, p_values = [], []
+    lines, p_values = list[dict[str, Any]](), list[float]()
     for name, weights in CONTRASTS.items():
         gain = np.sum(
             [
@@ -182,14 +226,16 @@ def contrast_rows(regrets: Mapping[tuple[str, float, str], Float[np.ndarray, "se
             axis=0,
         )
         p_values.append(float(paired_t(gain, np.zeros_like(gain))[-1]))
-        lines.append({"contrast": name, "mean [95 %]": interval(gain), "would have been seen": smallest_seen(gain)})
+        level = 0.05 if len(lines) == 0 else 0.05 / (len(CONTRASTS) - 1)
+        seen = smallest_seen(gain, level)
+        lines.append({"contrast": name, "mean [95 %]": interval(gain), "would have been seen": seen})
     corrected = [p_values[0], *holm(np.array(p_values[1:]))]
     return [{**line, "p": f"{p:.2g}"} for line, p in zip(lines, corrected, strict=True)]
 
 
-def smallest_seen(x: Float[np.ndarray, "n"], power: float = 0.8) -> float:
-    """Return the smallest mean that a t test at .05 finds with a probability of about `power`, from the spread of x."""
-    quantiles = scipy.stats.t.ppf(0.975, len(x) - 1) + scipy.stats.t.ppf(power, len(x) - 1)
+def smallest_seen(x: Float[np.ndarray, "n"], level: float, power: float = 0.8) -> float:
+    """Return the smallest mean that a t test at `level` finds with probability `power`, by the spread of x."""
+    quantiles = scipy.stats.t.ppf(1 - level / 2, len(x) - 1) + scipy.stats.t.ppf(power, len(x) - 1)
     return float(quantiles * x.std(ddof=1) / len(x) ** 0.5)
 
 
@@ -208,14 +254,12 @@ def late_key(out: str) -> list[str]:
         folder = os.path.join(out, "late_key", layout)
         tuning, cell = (os.path.join(folder, f"{name}_{noise:g}") for name in ("tuning", "noise"))
         changes = rooms_flags(layout, ROOMS, noise)
-        arms = [arm_of(scheme, rate) for scheme in LATE_KEY for rate in RATES]
-        run_grid(tuning, arms, TUNING_SEEDS, start, *changes, "--config.eval.split=dev")
-        best = best_return(layout, ROOMS, "dev", 256)
-        chosen = {}
-        for scheme in LATE_KEY:
-            chosen[scheme], line = choose_rate(tuning, scheme, best)
-            tuned.append({"rooms": layout, "noise": noise, **line})
-        arms = [arm_of(scheme, rate) for scheme, rate in chosen.items()]
+        on_dev = functools.partial(regrets_on_dev, tuning, start, changes, best_return(layout, ROOMS, "dev", 256))
+        arms = []
+        for scheme, regret_of in choose_rates(on_dev).items():
+            arms.append(arm_of(scheme, next(iter(regret_of))))
+            shown = ", ".join(f"{rate:g}: {regret_of[rate]:.3f}" for rate in sorted(regret_of))
+            tuned.append({"rooms": layout, "noise": noise, "scheme": scheme, "regrets on dev": shown})
         run_grid(cell, arms, SEEDS, start, *changes)
         best = best_return(layout, ROOMS, "eval", 256)
         for scheme, arm in zip(LATE_KEY, arms, strict=True):
@@ -237,23 +281,29 @@ def late_key(out: str) -> list[str]:
 
 
 def read_lab(folder: str, process: str) -> dict[str, tuple[str, Float[np.ndarray, "seeds"]]]:
-    """Read each scheme of `ORDER` as the lab chose it, and the areas of its trainings.
+    """Read each scheme of `ORDER` as the lab chose it, as an arm, and the areas of its trainings.
 
     Raises:
       UserError: the lab has not run such a scheme or process.
     """
-    path, found = os.path.join(folder, "lab.csv"), dict[str, tuple[str, list[float]]]()
+    path, areas = os.path.join(folder, "lab.csv"), dict[str, list[float]]()
     if not os.path.exists(path):
         raise UserError(f"--lab={folder}: no lab.csv there; run python -m experiments.credit_lab --out={folder}")
+    chosen = dict[str, tuple[float, Mapping[str, float]]]()
     with open(path, encoding="utf-8", newline="") as lines:
         for row in csv.DictReader(lines):
-            if row["process"] == process:
-                arguments = ast.literal_eval(row["arguments"])
-                arm = f"{row['scheme']}({','.join(f'{key}={x:g}' for key, x in arguments.items())})"
-                found.setdefault(row["scheme"], (arm if arguments else row["scheme"], []))[1].append(float(row["area"]))
-    if missing := [scheme for scheme in ORDER if scheme not in found]:
+            if row["process"] == process and row["scheme"] in ORDER:
+                areas.setdefault(row["scheme"], []).append(float(row["area"]))
+                chosen[row["scheme"]] = float(row["lr"]), ast.literal_eval(row["arguments"])
+    if missing := [scheme for scheme in ORDER if scheme not in chosen]:
         raise UserError(f"{path}: {', '.join(missing)} not run on {process}; run the lab with them")
-    return {scheme: (found[scheme][0], np.array(found[scheme][1])) for scheme in ORDER}
+    factor = CONFIG_RATE / scipy.stats.gmean([rate for rate, _ in chosen.values()])
+    out = {}
+    for scheme in ORDER:
+        rate, arguments = chosen[scheme]
+        given = ",".join(f"{key}={x:g}" for key, x in arguments.items())
+        out[scheme] = arm_of(f"{scheme}({given})" if given else scheme, factor * rate), np.array(areas[scheme])
+    return out
 
 
 def rank_correlation(
@@ -261,7 +311,9 @@ def rank_correlation(
 ) -> dict[str, str]:
     """Return Spearman's correlation of the lab's areas with the regrets in words, sign turned, over schemes.
 
-    Two intervals: seeds drawn anew (for these schemes), and schemes and seeds drawn anew (for others like them).
+    Two intervals: seeds drawn anew (for these schemes), and schemes and seeds drawn anew (for others like them). Means
+    of drawn seeds scatter more than the means do, which pulls both towards 0; schemes that are near copies of each
+    other count as several.
     """
 
     rng, n = np.random.default_rng(0), len(lab)

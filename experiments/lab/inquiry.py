@@ -58,7 +58,8 @@ def draw(rng: random.Random) -> Row:
     named = ", ".join(sorted(people))
     return {
         "question": f"One of {named} is meant. Say {LOOKS[0]}, {LOOKS[1]}, or say a name.",
-        "layout": f"{', '.join(people)}: {meant}",
+        # Of what is told, not of how the people were dealt: another dealing may tell the same.
+        "layout": f"{named}: {', '.join(sorted(left))}; {', '.join(sorted(right))}",
         "people": sorted(people),
         "answers": [people[meant]],
         "seen": [sorted(left), sorted(right)],

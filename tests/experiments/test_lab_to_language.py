@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 
 import numpy as np
 import pytest
@@ -50,6 +51,10 @@ def test_an_inquiry_is_answered_from_what_is_seen():
         *looks, end = play_expert(task, row, limit=6, seed=i)
         assert [t.action_key for t in looks] == ["look left", "look right"]
         assert end.action_key == f"say {name.lower()}" and end.metrics["return"] == pytest.approx(inquiry.BEST_RETURN)
+    told = [
+        {str([row["question"], row["seen"]]) for row in map(task.row, [s] * 4000, range(4000))} for s in task.splits
+    ]
+    assert all(not one & other for one, other in itertools.combinations(told, 2))
     *_, wrong = play(task, row, [f"say {next(p for p in row['people'] if p != name).lower()}"])
     assert wrong.terminated and wrong.metrics["em"] == wrong.reward == 0
 
@@ -64,13 +69,36 @@ def test_equal_orders_correlate():
 
 def test_the_labs_choices_become_arms(tmp_path):
     with open(tmp_path / "lab.csv", "w", newline="") as out:
-        lines = csv.DictWriter(out, ["process", "scheme", "area", "arguments"])
+        lines = csv.DictWriter(out, ["process", "scheme", "area", "lr", "arguments"])
         lines.writeheader()
         for scheme in study.ORDER[1:]:
-            lines.writerow({"process": "noise_before", "scheme": scheme, "area": 0.5, "arguments": "{}"})
+            lines.writerow({"process": "noise_before", "scheme": scheme, "area": 0.5, "lr": 0.1, "arguments": "{}"})
     with pytest.raises(UserError, match="grpo not run on noise_before"):
         study.read_lab(tmp_path, "noise_before")
     with open(tmp_path / "lab.csv", "a", newline="") as out:
-        csv.writer(out).writerows([["noise_before", "grpo", x, "{'lam': 0.9}"] for x in (0.25, 0.75)])
-    arm, areas = study.read_lab(tmp_path, "noise_before")["grpo"]
-    assert arm == "grpo(lam=0.9)" and areas.tolist() == [0.25, 0.75]
+        csv.writer(out).writerows([["noise_before", "grpo", x, 0.1 * 2**8, "{'lam': 0.9}"] for x in (0.25, 0.75)])
+    found = study.read_lab(tmp_path, "noise_before")
+    # The geometric mean of 7 times .1 and once .1·2⁸ is .2, which stands for the config's 5e-4.
+    assert found["rloo"][0] == "rloo+optimizer.lr=0.00025"
+    assert found["grpo"][0] == "grpo(lam=0.9)+optimizer.lr=0.064" and found["grpo"][1].tolist() == [0.25, 0.75]
+
+
+def test_rates_are_tried_until_the_best_is_between_others():
+    best = {"grpo": 1.25e-4, "gigpo": 5e-4, "reinforce": 1e-3, "step_gae": 4e-3, "state_baseline": 1.0}
+    asked = []
+
+    def regret(tried):
+        asked.append({scheme: len(rates) for scheme, rates in tried.items()})
+        return {s: {rate: abs(np.log(rate / best[s])) for rate in rates} for s, rates in tried.items()}
+
+    found = study.choose_rates(regret)
+    chosen = {scheme: next(iter(regrets)) for scheme, regrets in found.items()}
+    assert chosen == {**best, "state_baseline": 8e-3}  # The limit.
+    assert sorted(found["grpo"]) == [6.25e-5, 1.25e-4, 2.5e-4, 5e-4, 1e-3] and len(found["gigpo"]) == 3
+    assert len(asked) == 4
+
+
+def test_a_stopped_run_is_no_result(tmp_path):
+    (tmp_path / "grpo" / "seed0").mkdir(parents=True)
+    with pytest.raises(UserError, match="seed0 is not finished"):
+        study.score(str(tmp_path), "grpo", 0, 1.0)
