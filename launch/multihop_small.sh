@@ -7,8 +7,8 @@
 # shellcheck source=launch/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 config=${CONFIG:-multihop_small}
-out=${1:-runs/$config}
 seed=${SEED:-0}
+out=${1:-runs/$config/seed$seed}
 read -ra algorithms <<<"${ALGORITHMS:-grpo ppo_token ppo_step reinforce_pp gigpo}"
 
 # Both programs save and exit with status 0 when they are stopped: the files of a run tell whether it has finished.
@@ -45,13 +45,14 @@ for name in "${algorithms[@]}"; do
   if [[ $name == ppo_* ]]; then flags+=(--config.optimizer.critic_warmup=4); fi # Its value head begins with nothing.
   train "$run" --config="configs/presets/$name.py:$config" --config.warm_start.init_from="$out/warm_start" "${flags[@]}"
   evaluate "$run" --modes=agent
-  rows+=("${names[$name]}=$run/evaluation:agent")
+  rows+=("${names[$name]:-$name}=$run/evaluation:agent")
 done
 
-# The control of equal compute: imitation from the warm start on, for as long as the first algorithm took.
+# The control of equal compute: imitation from the warm start on, of questions as RL draws them, for as long as the first
+# algorithm took.
 seconds=$("$VENV_PYTHON" -c 'import json, sys; print(json.load(open(sys.argv[1]))["seconds"])' "$out/${algorithms[0]}/summary.json")
 train "$out/more_imitation" --config="configs/$config.py" --config.warm_start.init_from="$out/warm_start" \
-  --config.warm_start.control_seconds="$seconds"
+  --config.warm_start.control_seconds="$seconds" "${rl[0]}"
 evaluate "$out/more_imitation" --modes=agent
 rows+=("more imitation=$out/more_imitation/evaluation:agent")
 "$VENV_PYTHON" -m experiments.evaluation.table --base="warm start" --out="$out/table.md" "${rows[@]}"

@@ -111,7 +111,7 @@ class EnvLoop:
                 return
             last = index + 1 == steps
             async with time_limit(budget.step_seconds, "budget.step_seconds"):
-                completion = await self.respond(session, prompt, min(budget.response_tokens, room))
+                completion = await self.respond(session, prompt, min(budget.response_tokens, room), last)
                 truncated = completion.finish_reason == "length"
                 text = self._parse(completion, at.tools)
                 action = Action(completion.ids, text, truncated=truncated, final=last, lenient=self.lenient)
@@ -165,8 +165,8 @@ class EnvLoop:
             at = after
         session.finish(Outcome.MAX_STEPS, self._next(history, last_sequence), env.truncate())
 
-    async def respond(self, session: Session, prompt: np.ndarray, max_tokens: int) -> Completion:
-        """Sample the response of a step; what a subclass returns otherwise stands in later prompts."""
+    async def respond(self, session: Session, prompt: np.ndarray, max_tokens: int, last: bool) -> Completion:
+        """Sample the response of a step, `last` or not; what a subclass returns otherwise stands in later prompts."""
         return await session.generate(prompt, max_tokens, stop=self._stops)
 
     def _count_observation_tokens(self, history: History, prompt: np.ndarray) -> int | None:

@@ -17,7 +17,7 @@ from agentr1_jax.tasks.rag import RagEnv, searches
 from agentr1_jax.text.call_formats import hermes
 from agentr1_jax.text.chat import chat_format
 from agentr1_jax.text.tokenizer import Tokenizer
-from agentr1_jax.text.tool_calls import extract_answer, render_call
+from agentr1_jax.text.tool_calls import extract_answer, parse_tool_calls, render_call
 from agentr1_jax.train import build
 from agentr1_jax.train.settings import Settings
 
@@ -115,10 +115,11 @@ class InstructedEnv:
 
 @dataclasses.dataclass(frozen=True)
 class SearchMore(EnvLoop):
-    """An agent that is made to search once more where it first answers, if its budget has a step for that.
+    """An agent that is made to search once more where it first answers, if its budget has room for that.
 
     The answer is dropped, and the response begins with the opening of a call instead; the policy writes the query. A
-    control for what more searches alone bring. The opening is recorded at the end of the step's prompt.
+    control for what more searches alone bring. The opening is recorded at the end of the step's prompt. Not forced are
+    an answer in the last step, and one whose prompt leaves no room for a query, its results and an answer.
 
     Attributes:
       opening: ids of a call of `search` up to its query.
@@ -126,21 +127,23 @@ class SearchMore(EnvLoop):
 
     opening: tuple[int, ...] = ()
 
-    async def respond(self, session: Session, prompt: np.ndarray, max_tokens: int) -> Completion:
+    async def respond(self, session: Session, prompt: np.ndarray, max_tokens: int, last: bool) -> Completion:
         """Sample the response of a step, or the query of the search that stands in its place."""
-        completion = await super().respond(session, prompt, max_tokens)
-        opening = np.asarray(self.opening, np.int32)
+        completion = await super().respond(session, prompt, max_tokens, last)
+        opening, b = np.asarray(self.opening, np.int32), self.budget
         done = any(np.array_equal(step.prompt_ids[-len(opening) :], opening) for step in session.steps)
-        last = len(session.steps) + 1 >= self.budget.max_steps
-        room = max_tokens - len(opening)
-        if done or last or room < 1 or extract_answer(self._parse(completion, ())) is None:
+        fits = len(prompt) + 2 * b.response_tokens + b.observation_tokens <= b.context_tokens
+        if done or last or not fits or len(opening) >= max_tokens or not self._answers(completion):
             return completion
         session.retract()
-        query = await super().respond(session, np.concatenate([prompt, opening]), room)
-        nothing = np.zeros(len(opening), np.float32)
-        return dataclasses.replace(
-            query, ids=np.concatenate([opening, query.ids]), logprobs=np.concatenate([nothing, query.logprobs])
-        )
+        query = await super().respond(session, np.concatenate([prompt, opening]), max_tokens - len(opening), last)
+        # The loop reads the ids alone; what was sampled is in the session.
+        logprobs = np.concatenate([np.zeros(len(opening), np.float32), query.logprobs])
+        return dataclasses.replace(query, ids=np.concatenate([opening, query.ids]), logprobs=logprobs)
+
+    def _answers(self, completion: Completion) -> bool:
+        text = self._parse(completion, ())
+        return extract_answer(text) is not None and not parse_tool_calls(text)
 
 
 def _make_react(settings: Settings, task: Task, tokenizer: Tokenizer) -> EnvLoop:

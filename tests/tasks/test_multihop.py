@@ -189,6 +189,11 @@ def test_texts_are_of_the_training_data_sets(folder):
     assert all(text.split(": ")[0].endswith("of hotpotqa") for text in passages)
     assert "- film 3 of hotpotqa: This is film number 3." in passages and task.texts(5) == texts[:5]
     assert {row["question"] for row in task._splits["train"]} == set(texts) - set(passages)
+    path = folder / "multihop/corpus_hotpotqa.jsonl.gz"
+    with gzip.open(path, "rt") as lines:
+        corpus = [json.loads(line) for line in lines]
+    write(path, [*corpus, {**corpus[12], "id": "twin"}])  # Of film 6: it has one id in the task.
+    assert multihop_task(folder, datasets=("hotpotqa",)).texts(1000) == texts
 
 
 def test_instruction_passages_and_retriever_are_given_on(folder):
@@ -241,9 +246,8 @@ def test_figures_of_the_whole_data(data_dir):
     assert task.counts == {"train": {"same_as_evaluation": 0}, "eval": {}}
     kinds = collections.Counter(task.row("held_out", i)["kind"] for i in range(400))
     assert len(task.corpus) == 32_130 + 10_899 + 9_247 and len(kinds) > 2
-    assert (
-        sum(text.startswith("- ") for text in task.texts(10**6)) == 32_130 + 10_899 - 1_686
-    )  # Gold of evaluation alone.
+    # Without what is gold for questions of evaluation alone.
+    assert sum(text.startswith("- ") for text in task.texts(10**6)) == 32_130 + 10_899 - 1_687
 
 
 def configured(folder, **changes):
@@ -292,6 +296,7 @@ def test_every_key_reaches_the_task(folder, files):
         ({"mixture": ("hotpotqa(weight=1)",)}, "task.multihop.mixture has no weight of '2wikimultihopqa'"),
         ({"mixture": ("hotpot(weight=1)",)}, "data set of task.multihop.mixture 'hotpot'; did you mean 'hotpotqa'"),
         ({"held_out": 5}, r"held_out is 5, and 'hotpotqa' has 5 training questions"),
+        ({"held_out_after": 5}, "held_out_after is 5, and held_out is 0"),
         ({"held_out": 1, "held_out_datasets": ("nq",)}, "data set of task.multihop.held_out_datasets 'nq'"),
         ({"passage_characters": 2}, "passage_characters is 2"),
         ({"files__corpus": ("{data}",)}, "no such corpus"),

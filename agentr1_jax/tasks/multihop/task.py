@@ -125,6 +125,8 @@ class MultihopConfig:
     """what finds passages; see docs/search.md"""
 
     def __post_init__(self) -> None:
+        if self.held_out_after and not self.held_out:
+            raise ValueError(f"held_out_after is {self.held_out_after}, and held_out is 0; set how many are held out")
         for split, key in (("train", "datasets"), ("eval", "eval_datasets")):
             default = type(self).__dataclass_fields__[key].default
             if getattr(self.files, split) and getattr(self, key) != default:
@@ -229,8 +231,9 @@ class MultihopTask:
         """
         gold = {split: {i for row in rows for i in row["gold_ids"]} for split, rows in self._splits.items()}
         unread = set[str]().union(*(ids for split, ids in gold.items() if split != "train")) - gold["train"]
+        lines = {passage.line for passage in self.corpus if passage.id in unread}  # `_documents` may have other ids.
         questions = (row["question"] for row in self._splits["train"])
-        passages = (passage.line for passage in self._documents if passage.id not in unread)
+        passages = (passage.line for passage in self._documents if passage.line not in lines)
         both = itertools.chain.from_iterable(itertools.zip_longest(questions, passages))
         return list(itertools.islice((text for text in both if text is not None), count))
 
