@@ -46,7 +46,6 @@ from agentr1_jax.tasks import make_task
 from agentr1_jax.tasks.keydoor import game
 from experiments.ablation.arms import folder_name
 from experiments.ablation.grid import is_finished
-from experiments.lab.inquiry import BEST_RETURN
 from experiments.setup import run_main
 
 PART = flags.DEFINE_enum("part", "late_key", ["late_key", "order"], "what is run")
@@ -132,11 +131,11 @@ def warm_start(folder: str, changes: Sequence[str]) -> str:
     """Make a warm start where there is none; return its folder. Raises UserError where it was stopped."""
     if not is_finished(folder):
         call("experiments.train", f"--config={CONFIG}", *changes, "--config.updates=0", f"--config.run_dir={folder}")
-    check_finished(folder)
+    check_result(folder)
     return folder
 
 
-def check_finished(folder: str) -> None:
+def check_result(folder: str) -> None:
     """Raise UserError where a run was stopped: programs that are stopped end with status 0."""
     if not is_finished(folder):
         raise UserError(f"{folder} is not finished; the same command goes on with it")
@@ -160,7 +159,7 @@ def run_grid(out: str, arms: Sequence[str], seeds: Sequence[int], start: str, *c
 def score(out: str, arm: str, seed: int, best: float) -> Score:
     """Read the last sampled evaluation of a run."""
     folder = os.path.join(out, folder_name(arm), f"seed{seed}")
-    check_finished(folder)
+    check_result(folder)
     last = [
         record for record in read_metrics(os.path.join(folder, "metrics.jsonl")) if record["phase"] == "eval_sampled"
     ][-1]
@@ -227,13 +226,13 @@ def contrast_rows(regrets: Mapping[tuple[str, float, str], Float[np.ndarray, "se
         )
         p_values.append(float(paired_t(gain, np.zeros_like(gain))[-1]))
         level = 0.05 if len(lines) == 0 else 0.05 / (len(CONTRASTS) - 1)
-        seen = smallest_seen(gain, level)
+        seen = visible_mean(gain, level)
         lines.append({"contrast": name, "mean [95 %]": interval(gain), "would have been seen": seen})
     corrected = [p_values[0], *holm(np.array(p_values[1:]))]
     return [{**line, "p": f"{p:.2g}"} for line, p in zip(lines, corrected, strict=True)]
 
 
-def smallest_seen(x: Float[np.ndarray, "n"], level: float, power: float = 0.8) -> float:
+def visible_mean(x: Float[np.ndarray, "n"], level: float, power: float = 0.8) -> float:
     """Return the smallest mean that a t test at `level` finds with probability `power`, by the spread of x."""
     quantiles = scipy.stats.t.ppf(1 - level / 2, len(x) - 1) + scipy.stats.t.ppf(power, len(x) - 1)
     return float(quantiles * x.std(ddof=1) / len(x) ** 0.5)
@@ -343,6 +342,8 @@ def spearman(x: Float[np.ndarray, "... n"], y: Float[np.ndarray, "... n"]) -> Fl
 
 def order(out: str, lab: str) -> list[str]:
     """Run the schemes with the lab's arguments in words, return the tables of both orders."""
+    from experiments.lab.inquiry import BEST_RETURN  # Registers its task, which nothing else asks for.
+
     lines, found, csv_rows = [], [], []
     in_words = {
         "noise_before": (rooms_flags("before", LAB_ROOMS, max(NOISES)), best_return("before", LAB_ROOMS, "eval", 256)),
