@@ -178,6 +178,8 @@ def warm_start(
         phase = phases.warm_start(setup, builder.optimizer, builder.layout)
         examples = Examples(demonstrations, c.batch // processes.process_count(), setup.settings.run.seed)
         state, progress = run_phase(setup, phase, examples, state, progress, logger)
+        if not progress.update:
+            raise UserError(f"warm_start.control_seconds ({c.control_seconds:g}) were over before an update; raise it")
         logger.save(state, progress)
         progress = progress.replace(warm_start_seconds=logger.seconds)
     state, progress = builder.restart(state.params), progress.enter("rl")

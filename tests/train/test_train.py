@@ -194,6 +194,8 @@ def test_a_control_run_learns_from_demonstrations_until_its_time_is_up(tmp_path:
         assert not any(key.startswith(("em_before", "em_after")) for key in summary)
         phases = [phase for _, phase, _ in in_order(run)]
         assert set(phases[:-2]) == {"warm_start"} and phases[-2:] == ["eval_sampled", "eval"]
+    short = train("quickstart", tmp_path / "short", warm_start__control_seconds=0.01, warm_start__demonstrations=64)
+    assert short.returncode == 2 and "were over before an update" in short.stderr
 
 
 @pytest.mark.slow
