@@ -5,7 +5,8 @@
 
 Both parts are grids of `experiments.ablate` on configs/keydoor.py; the same command resumes them, and where all runs
 are finished only counts anew. All runs of a layout start from one warm start. What is compared is the regret: the best
-expected return less that of the policy, sampled, over 256 questions that no run was trained on and no choice has seen.
+expected return less that of the policy, sampled, over 256 questions on which no run was
+trained and no rate was chosen.
 
 late_key: noisy rooms before the keys or after them, with payments of ± 0 or ± 1.5, five schemes, eight seeds. In each
 of these four cells each scheme chooses its learning rate on `dev`, with two other seeds; where the best rate is the
@@ -95,9 +96,10 @@ CONSOLE = Console(soft_wrap=True, highlight=False)
 
 
 class Score(NamedTuple):
-    """A finished run: regret and share of opened doors of the sampled policy."""
+    """A finished run: regret of the sampled and of the greedy policy, and share of opened doors, sampled."""
 
     regret: float
+    greedy: float
     em: float
 
 
@@ -157,17 +159,16 @@ def run_grid(out: str, arms: Sequence[str], seeds: Sequence[int], start: str, *c
 
 
 def score(out: str, arm: str, seed: int, best: float) -> Score:
-    """Read the last sampled evaluation of a run."""
+    """Read the last evaluations of a run."""
     folder = os.path.join(out, folder_name(arm), f"seed{seed}")
     check_result(folder)
-    last = [
-        record for record in read_metrics(os.path.join(folder, "metrics.jsonl")) if record["phase"] == "eval_sampled"
-    ][-1]
-    return Score(best - float(last["eval/expected_return"]), float(last["eval/em"]))
+    last = {record["phase"]: record for record in read_metrics(os.path.join(folder, "metrics.jsonl"))}
+    regret, greedy = (best - float(last[phase]["eval/expected_return"]) for phase in ("eval_sampled", "eval"))
+    return Score(regret, greedy, float(last["eval_sampled"]["eval/em"]))
 
 
 def scores(out: str, arm: str, seeds: Sequence[int], best: float) -> Float[np.ndarray, "score seeds"]:
-    """Read the scores of an arm: regrets and shares of opened doors of all seeds."""
+    """Read the scores of an arm: each field of `Score`, of all seeds."""
     return np.array([score(out, arm, seed, best) for seed in seeds]).T
 
 
@@ -199,7 +200,7 @@ def choose_rates(
 def regrets_on_dev(
     folder: str, start: str, changes: Sequence[str], best: float, tried: Mapping[str, Sequence[float]]
 ) -> dict[str, dict[float, float]]:
-    """Train each scheme with each of its rates; return scheme -> rate -> mean regret on `dev`, where `best` is best."""
+    """Train each scheme with each rate; return scheme -> rate -> mean regret on `dev`, whose best return is `best`."""
     arms = [arm_of(scheme, rate) for scheme, rates in tried.items() for rate in rates]
     run_grid(folder, arms, TUNING_SEEDS, start, *changes, "--config.eval.split=dev")
     return {
@@ -262,10 +263,11 @@ def late_key(out: str) -> list[str]:
         run_grid(cell, arms, SEEDS, start, *changes)
         best = best_return(layout, ROOMS, "eval", 256)
         for scheme, arm in zip(LATE_KEY, arms, strict=True):
-            regret, em = scores(cell, arm, SEEDS, best)
+            regret, greedy, em = scores(cell, arm, SEEDS, best)
             regrets[layout, noise, scheme] = regret
             place = {"rooms": layout, "noise": noise, "scheme": scheme}
-            lines.append({**place, "regret [95 %]": interval(regret), "em": interval(em)})
+            figures = {"regret [95 %]": interval(regret), "greedy": interval(greedy), "em": interval(em)}
+            lines.append({**place, **figures})
             csv_rows += [
                 {**place, "seed": seed, "regret": r, "em": e} for seed, r, e in zip(SEEDS, regret, em, strict=True)
             ]
@@ -357,10 +359,10 @@ def order(out: str, lab: str) -> list[str]:
         run_grid(folder, arms, ORDER_SEEDS, start, *changes)
         regrets = []
         for scheme, (arm, area) in of_lab.items():
-            regret, em = scores(folder, arm, ORDER_SEEDS, best)
+            regret, greedy, em = scores(folder, arm, ORDER_SEEDS, best)
             regrets.append(regret)
             place = {"process": process, "scheme": arm}
-            intervals = {"regret [95 %]": interval(regret), "em": interval(em)}
+            intervals = {"regret [95 %]": interval(regret), "greedy": interval(greedy), "em": interval(em)}
             lines.append({**place, "area in the lab": interval(area), **intervals})
             csv_rows += [
                 {"process": process, "scheme": scheme, "arm": arm, "seed": seed, "regret": r, "em": e}

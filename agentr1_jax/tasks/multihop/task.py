@@ -106,7 +106,7 @@ class MultihopConfig:
     held_out: Whole = 0
     """training questions of each data set below that are the split held_out instead"""
     held_out_after: Whole = 0
-    """questions of lower hash that stay in training: another split held_out, for questions that nobody looked at"""
+    """questions of lower hash that stay in training: another held_out, on which no choice was evaluated"""
     held_out_datasets: tuple[str, ...] = ()
     """data sets of the split held_out; () for all training data sets"""
     instruction: str = ""
