@@ -126,7 +126,7 @@ def test_the_last_box_pays_and_ends_the_episode():
     row = {"id": "two", "question": "?", "layout": "____/@$._/____/.$__"}
     *_, done = play(TASK, row, ["right", "down", "right", "down", "left"])
     assert (done.reward, done.terminated, done.outcome, done.observation) == (1, True, Outcome.ENV_DONE, None)
-    assert done.metrics == pytest.approx({"em": 1, "success": 1, "return": 1.1})
+    assert done.metrics == pytest.approx({"em": 1, "success": 1, "return": 1.1, "expected_return": 1.1})
 
 
 def test_the_potential_counts_moves_and_a_deadlock_is_farther_than_all():
