@@ -5,8 +5,7 @@
 
 Both parts are grids of `experiments.ablate` on configs/keydoor.py; the same command resumes them, and where all runs
 are finished only counts anew. All runs of a layout start from one warm start. What is compared is the regret: the best
-expected return less that of the policy, sampled, over 256 questions on which no run was
-trained and no rate was chosen.
+expected return less that of the policy, sampled, over 256 questions on which no run was trained and no rate was chosen.
 
 late_key: noisy rooms before the keys or after them, with payments of ± 0 or ± 1.5, five schemes, eight seeds. In each
 of these four cells each scheme chooses its learning rate on `dev`, with two other seeds; where the best rate is the
