@@ -2,7 +2,10 @@
 
     python -m experiments.train --config=configs/presets/dr_grpo.py[:keydoor]
 
-The argument names the config of `configs/` that it is applied to.
+The argument names the config of `configs/` that it is applied to. The loss is divided by a constant: all tokens that
+the trajectories of a minibatch may have. It is computed here: a command line that changes the size of a batch, the
+number of steps or `budget.response_tokens` should set `loss.fixed_denominator`, too, or it changes the length of the
+gradient.
 """
 
 from __future__ import annotations
