@@ -21,6 +21,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from agentr1_jax.policy.config import DecoderConfig
@@ -70,12 +71,14 @@ class CacheView:
         length; in decoding a position ≥ length marks an idle row, which writes nothing.
       block: positions per attention block.
       group_size: slots per attention group in decoding.
+      tensor: devices over which heads are sharded, inside of a `shard_map` over the other axes of the mesh.
     """
 
     slot: Int[Any, "rows"] | None
     position: Int[Any, "rows length"]
     block: int = flax.struct.field(pytree_node=False)
     group_size: int = flax.struct.field(pytree_node=False, default=1)
+    tensor: int = flax.struct.field(pytree_node=False, default=1)
 
     def attend(
         self,
@@ -88,8 +91,14 @@ class CacheView:
         """Write the new keys and values and attend to the cache; see `policy.attention.Memory.attend`."""
         copies = state.keys.shape[2] // key.shape[2]
         key, value = (jnp.repeat(jnp.swapaxes(x, 1, 2), copies, axis=1) for x in (key, value))
-        attend = self._attend_decode if self.slot is None else self._attend_prefill
-        return attend(query, (key, value), layer, state)
+        attend = CacheView._attend_decode if self.slot is None else CacheView._attend_prefill
+        if self.tensor > 1:
+            # By hand: a device writes and reads its own heads. Left to the compiler, the write gathers those of all.
+            heads, cached = P(None, None, "tensor"), P(None, "tensor")
+            in_specs, out_specs = (P(), heads, cached, P(), heads), (heads, heads)
+            names = {"fsdp", "tensor"}
+            attend = jax.shard_map(attend, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=False)
+        return attend(self, query, (key, value), layer, state)
 
     def _attend_decode(self, query: Array, new: KeyAndValue, layer: Array, cache: KVCache) -> tuple[Array, KVCache]:
         """Attend from one more token in each decode slot."""

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Decoder, Params, output_logits
@@ -139,10 +139,18 @@ class Programs:
 
 
 def prefill(
-    decoder: Decoder, params: Params, cache: KVCache, tokens: Array, slot: Array, start: Array, *, block: int
+    decoder: Decoder,
+    params: Params,
+    cache: KVCache,
+    tokens: Array,
+    slot: Array,
+    start: Array,
+    *,
+    block: int,
+    tensor: int,
 ) -> KVCache:
     """Write the keys and values of new prompt tokens. There are no logits: `decode` feeds the last prompt token."""
-    view = CacheView(slot=slot, position=start[:, None] + jnp.arange(tokens.shape[1]), block=block)
+    view = CacheView(slot=slot, position=start[:, None] + jnp.arange(tokens.shape[1]), block=block, tensor=tensor)
     result: Any = decoder.apply({"params": params}, tokens, view.position, view, cache)
     return result[1]
 
@@ -155,6 +163,7 @@ def decode(
     updates: UInt32[Array, "slots words"],
     early_exit_after: Int[Array, "1"],
     config: EngineConfig,
+    tensor: int,
 ) -> tuple[KVCache, SlotState, Sampled]:
     """Apply the updates of the host, then sample up to `decode_chunk` tokens for every active slot.
 
@@ -184,11 +193,11 @@ def decode(
         cache, state, out = carry
         # A position beyond the cache: idle slots write nothing.
         position = jnp.where(state.active, state.position, cache.keys.shape[3])
-        view = CacheView(slot=None, position=position[:, None], block=config.attention_block, group_size=group_size)
+        view = CacheView(None, position[:, None], config.attention_block, group_size, tensor)
         result: Any = decoder.apply({"params": params}, state.token[:, None], view.position, view, cache)
         hidden, cache = result
         active = state.active
-        # The last request of an idle slot must not keep the sort of `sample` going.
+        # The last request of an idle slot must not keep the truncation of `sample` going.
         truncation = jnp.where(active, state.top_k, 0), jnp.where(active, state.top_p, 1.0)
         ids, logprobs = sample(
             output_logits(params, hidden[:, 0]), state.temperature, *truncation, state.key, state.sampled
@@ -237,7 +246,7 @@ def sample(
     greedy = temperature == 0
     scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
     some = ((top_k > 0) | (top_p < 1)) & ~greedy
-    # The sort is a branch of its own, which costs nothing where no slot needs it.
+    # A branch of its own, which costs nothing where no slot needs it.
     scaled = jax.lax.cond(some.any(), truncate_logits, lambda scaled, k, p: scaled, scaled, top_k, top_p)
     logprobs = jax.nn.log_softmax(scaled)
     noise = jax.vmap(lambda k, i: jax.random.gumbel(jax.random.fold_in(k, i), logits.shape[1:], logits.dtype))(
@@ -251,16 +260,40 @@ def sample(
 def truncate_logits(
     logits: Float[Array, "slots vocab"], top_k: Int[Array, "slots"], top_p: Float[Array, "slots"]
 ) -> Float[Array, "slots vocab"]:
-    """Return the logits with −inf outside the k most likely ids, and outside the nucleus of mass p among those."""
+    """Return the logits with −inf outside the k most likely ids, and outside the nucleus of mass p among those.
+
+    Ids as likely as the last one stay, and so does the most likely id, also where p rounds to 0.
+    """
+    # Unsigned integers in the order of the floats: the bits of a negative one turned, of another one the sign.
+    bits = jax.lax.bitcast_convert_type(logits, jnp.uint32)
+    order = bits ^ jnp.where(bits >> 31 != 0, jnp.uint32(0xFFFFFFFF), jnp.uint32(0x80000000))
     vocab = logits.shape[1]
-    ranked = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
-    allowed = jnp.arange(vocab) < jnp.where(top_k > 0, top_k, vocab)[:, None]
-    probabilities = jax.nn.softmax(jnp.where(allowed, ranked, -jnp.inf), axis=-1)
-    before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    allowed &= (before < top_p[:, None]) | (top_p >= 1)[:, None]
-    # The most likely id stays, also where p rounds to 0 in float32.
-    last = jnp.take_along_axis(ranked, jnp.maximum(allowed.sum(-1, keepdims=True), 1) - 1, axis=-1)
-    return jnp.where(logits >= last, logits, -jnp.inf)
+    most = jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab)
+    last = _threshold(order, jnp.ones_like(logits), most)
+    # Of the ids as likely as the k-th, those beyond k have no part in the nucleus's mass.
+    above, level = order > last[:, None], order == last[:, None]
+    part = (most - above.sum(axis=-1)) / level.sum(axis=-1)
+    weights = jnp.exp(logits - logits.max(axis=-1, keepdims=True)) * jnp.where(level, part[:, None], above)
+    weights /= weights.sum(axis=-1, keepdims=True)
+    nucleus = jnp.minimum(_threshold(order, weights, top_p), order.max(axis=-1))
+    last = jnp.where(top_p < 1, jnp.maximum(last, nucleus), last)
+    return jnp.where(order >= last[:, None], logits, -jnp.inf)
+
+
+def _threshold(
+    order: UInt32[Array, "slots vocab"], weights: Float[Array, "slots vocab"], least: Shaped[Array, "slots"]
+) -> UInt32[Array, "slots"]:
+    """Return the largest number t of each slot for which the weights of `order` ≥ t sum to `least` or more.
+
+    Bit by bit from the highest. Where the vocabulary is sharded, only these sums are exchanged; a sort would gather it.
+    """
+
+    def body(i: Array, found: UInt32[Array, "slots"]) -> UInt32[Array, "slots"]:
+        tried = found | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
+        total = jnp.sum(jnp.where(order >= tried[:, None], weights, 0), axis=-1)
+        return jnp.where(total >= least, tried, found)
+
+    return jax.lax.fori_loop(0, 32, body, jnp.zeros(order.shape[0], jnp.uint32))
 
 
 def matches_stop(tail: Int[Array, "slots width"], stops: Int[Array, "slots stops width"]) -> Bool[Array, "slots"]:
@@ -272,7 +305,7 @@ def matches_stop(tail: Int[Array, "slots width"], stops: Int[Array, "slots stops
 
 def build_programs(policy: DecoderConfig, config: EngineConfig, mesh: Mesh) -> Programs:
     """Jit the programs for a mesh: slots over `data`, heads over `tensor`. The cache is donated."""
-    decoder = Decoder(policy)
+    decoder, tensor = Decoder(policy), mesh.shape["tensor"]
     by_row, by_slot = P("data"), P(None, "data")
     # Explicit: on one device the inferred sharding would be P(), another entry of jit's cache.
     layout, rows = cache_sharding(policy, mesh), NamedSharding(mesh, by_row)
@@ -281,12 +314,12 @@ def build_programs(policy: DecoderConfig, config: EngineConfig, mesh: Mesh) -> P
         return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={"data"}, check_vma=False)
 
     run_prefill = over_shards(
-        functools.partial(prefill, decoder, block=config.attention_block),
+        functools.partial(prefill, decoder, block=config.attention_block, tensor=tensor),
         (P(), by_slot, by_row, by_row, by_row),
         by_slot,
     )
     run_decode = over_shards(
-        functools.partial(decode, decoder, config=config),
+        functools.partial(decode, decoder, config=config, tensor=tensor),
         (P(), by_slot, by_row, by_row, by_row),
         (by_slot, by_row, by_row),
     )
