@@ -295,6 +295,7 @@ def _learner(c: ConfigDict) -> None:
     c.learner.advantage_mask = True  # False lets credit count observation tokens as actions (an ablation).
     c.learner.minibatches = 1  # Updates per pass over a batch.
     c.learner.epochs = 1  # Passes over a batch.
+    c.learner.reduce_dtype = placeholder(str)  # Of sums of layers' gradients over mesh.fsdp; unset: policy.param_dtype.
 
     c.optimizer = ConfigDict()
     c.optimizer.name = "adamw"  # An optimizer: adamw, muon (for kernels; AdamW for the rest), or another one of optax.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import tempfile
-import time
 from collections.abc import Sequence
 
 import jax
@@ -17,8 +15,8 @@ from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.train import build
 from agentr1_jax.train.settings import Settings
-from experiments import topology
 from experiments.checks import first_prompt
+from experiments.estimate import estimates_table
 from experiments.plan import (
     Plan,
     activation_bytes,
@@ -61,7 +59,7 @@ def show(settings: Settings, topology_name: str = "", speeds: Sequence[str] = ()
     console.print(cost, markup=False, highlight=False, soft_wrap=True)
     if not topology_name:
         return
-    table, failed = compiled_table(plan, topology_name)
+    table, failed = estimates_table(plan, topology_name, programs(plan))
     console.print(table)
     if failed:
         raise UserError(f"{', '.join(failed)}: not accepted by the compiler for {topology_name}; see the table")
@@ -161,47 +159,6 @@ def programs_table(plan: Plan) -> Table:
     return table
 
 
-def compiled_table(plan: Plan, topology_name: str) -> tuple[Table, list[str]]:
-    """Compile the large programs (of prefill the largest) for a TPU slice.
-
-    Returns:
-      a table of memory and arithmetic; the names of the programs that the compiler refused.
-    """
-    table = _table(
-        f"Compiled for {topology_name}, not run; GiB on each device",
-        *("program", "arguments", "outputs", "aliased", "temporary", "in all", "Gflop *", "GB moved *", "seconds"),
-    )
-    table.caption = (
-        "* the body of a loop (layers, tokens of a decode chunk, microbatches, chunks of logits) counts once"
-    )
-    failed = []
-    for program in programs(plan):
-        if program.lower is None:
-            continue
-        started = time.perf_counter()
-        try:
-            with topology.no_compile_cache():
-                compiled = program.lower().compile()
-        except jax.errors.JaxRuntimeError as error:
-            failed.append(program.name)
-            table.add_row(program.name, str(error).strip().splitlines()[0])
-            continue
-        memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
-        arguments, outputs, aliased, temporary = (
-            getattr(memory, f"{kind}_size_in_bytes") for kind in ("argument", "output", "alias", "temp")
-        )
-        table.add_row(
-            program.name,
-            *(
-                f"{count / 2**30:,.2f}"
-                for count in (arguments, outputs, aliased, temporary, arguments + outputs - aliased + temporary)
-            ),
-            *(f"{cost.get(key, math.nan) / 1e9:,.1f}" for key in ("flops", "bytes accessed")),
-            f"{time.perf_counter() - started:.0f}",
-        )
-    return table, failed
-
-
 def size(count: float) -> str:
     """Write a number of bytes in GiB, or in MiB below a tenth of a GiB."""
     return f"{count / 2**30:,.2f} GiB" if count >= 2**30 / 10 else f"{count / 2**20:,.2f} MiB"
@@ -210,6 +167,6 @@ def size(count: float) -> str:
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", show_header=any(columns))
     for i, column in enumerate(columns):
-        number = column in ("in all", "per device", "arguments", "outputs", "aliased", "temporary", "seconds")
-        table.add_column(column, justify="right" if number or column.endswith("*") else "left", no_wrap=i == 0)
+        number = column in ("in all", "per device")
+        table.add_column(column, justify="right" if number else "left", no_wrap=i == 0)
     return table

@@ -10,6 +10,7 @@ from annotated_types import Ge, Gt, Lt
 from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
 
+from agentr1_jax.policy.config import Dtype
 from agentr1_jax.validation import STRICT, Count, Decay, Fraction, NonNegative, Positive, Whole
 
 PackingMode = Literal["per_step_padded", "per_step", "trajectory", "prefix_tree"]
@@ -60,6 +61,7 @@ class LearnerConfig:
     advantage_mask: bool = True
     minibatches: Count = 1
     epochs: Count = 1
+    reduce_dtype: Dtype | None = None
 
     @property
     def packing_config(self) -> PackingConfig:

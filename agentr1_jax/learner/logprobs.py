@@ -11,14 +11,14 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from agentr1_jax.policy.sharding import ROWS, constrain, fit
+from agentr1_jax.policy.sharding import gather, scatter_sum
 
 
 def token_logprobs(
     hidden: Float[Array, "rows tokens width"],
     target: Int[Array, "rows tokens"],
     used: Bool[Array, "rows tokens"],
-    head: Float[Array, "width vocab"],
+    head: Float[Array, "columns vocab"],
     *,
     temperature: float,
     chunk: int,
@@ -27,41 +27,28 @@ def token_logprobs(
 ) -> tuple[Float[Array, "rows tokens"], Float[Array, "rows tokens"]]:
     """Return log softmax(h·W/τ)[target] and the entropy of that softmax, in float32 or wider.
 
-    Used tokens, wherever they lie, are moved together, and each device computes only the chunks that its own used
-    tokens need: time follows their number. Memory is O(chunk · vocab), since the backward pass computes the logits of a
-    chunk again. Matrices are multiplied in the dtype of `hidden`; sums, the head's gradient among them, are float32 or
-    wider.
+    Used tokens, wherever they lie, are moved together, and only the chunks that used tokens need are computed: time
+    follows their number. Memory is O(chunk · vocab), since the backward pass computes the logits of a chunk again.
+    Matrices are multiplied in the dtype of `hidden`; sums, the head's gradient among them, are float32 or wider.
 
     Args:
       hidden: hidden states that predict the targets.
       target: ids.
       used: False for padding, whose inputs are not read and whose results are 0.
-      head: output head W.
+      head: output head W, or, inside of `sharding.over_rows`, its shard over `fsdp`. Its gradient is summed over this
+        device's chunks first, and exchanged once.
       temperature: τ, the sampler's.
       chunk: tokens per chunk on each device.
-      mesh: rows are sharded over its `data` and `fsdp`, the vocabulary over its `tensor`; None leaves that to the
-        compiler.
+      mesh: the vocabulary is sharded over its `tensor`, inside of `sharding.over_rows`; None for one device.
       entropy_gradient: False where the entropy is only a metric: its gradient is then 0 and costs nothing.
 
     Returns:
       log-probabilities and entropies in nats.
     """
-    static = _Static(temperature, chunk, entropy_gradient, shard_vocab=False)
-    if mesh is None:
-        return _shard_logprobs(static, hidden, target, used, head)
-    static = static._replace(shard_vocab=head.shape[1] % mesh.shape["tensor"] == 0)
-    # By hand over the rows: each device sums the head's gradient over its own chunks, and devices exchange it once. The
-    # compiler would gather the head and reduce its gradient for every chunk.
-    own = P(*fit((ROWS,), (target.shape[0],), mesh).spec)
-    by_rows = jax.shard_map(
-        functools.partial(_shard_logprobs, static),
-        mesh=mesh,
-        in_specs=(own, own, own, P()),
-        out_specs=(own, own),
-        axis_names=set(ROWS),
-        check_vma=False,
-    )
-    return by_rows(hidden, target, used, constrain(head, mesh, None, "tensor"))
+    by_vocab = mesh is not None and mesh.shape["tensor"] > 1 and head.shape[1] % mesh.shape["tensor"] == 0
+    static = _Static(temperature, chunk, entropy_gradient, by_vocab)
+    logprob, entropy = _logprobs(static, hidden.reshape(-1, hidden.shape[-1]), target.ravel(), used.ravel(), head)
+    return logprob.reshape(target.shape), entropy.reshape(target.shape)
 
 
 class _Static(NamedTuple):
@@ -71,12 +58,6 @@ class _Static(NamedTuple):
     chunk: int
     entropy_gradient: bool
     shard_vocab: bool
-
-
-def _shard_logprobs(static: _Static, hidden: Array, target: Array, used: Array, head: Array) -> tuple[Array, Array]:
-    """`token_logprobs` of the rows of one shard."""
-    logprob, entropy = _logprobs(static, hidden.reshape(-1, hidden.shape[-1]), target.ravel(), used.ravel(), head)
-    return logprob.reshape(target.shape), entropy.reshape(target.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -90,7 +71,7 @@ def _forward(
 ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
     """Return both results, and the residuals of the backward pass."""
     order, chunks = _compact(used, static.chunk)
-    kernel = head.astype(hidden.dtype)
+    kernel = gather(head, (hidden.shape[1], head.shape[1]), hidden.dtype)
 
     def body(i: Array, out: tuple[Array, ...]) -> tuple[Array, ...]:
         ids = _pick(target, order[i])
@@ -107,7 +88,7 @@ def _forward(
 
     empty = jnp.zeros(order.shape, _wide(hidden))
     logprob, entropy, *normalizers = jax.lax.fori_loop(0, chunks, body, (empty,) * 4)
-    residuals = (hidden, target, used, head, entropy, *normalizers)
+    residuals = (hidden, target, used, head, kernel, entropy, *normalizers)
     return (_spread(logprob, used), _spread(entropy, used)), residuals
 
 
@@ -118,9 +99,9 @@ def _backward(
 
     The target's column is found by comparing ids: the transpose of a gather would be a scatter into a chunk's logits.
     """
-    hidden, target, used, head, entropy, largest, log_total = residuals
+    hidden, target, used, head, kernel, entropy, largest, log_total = residuals
     order, chunks = _compact(used, static.chunk)
-    kernel, wide = head.astype(hidden.dtype), _wide(hidden)
+    wide = _wide(hidden)
 
     def body(i: Array, grads: tuple[Array, Array]) -> tuple[Array, Array]:
         h, ids = _pick(hidden, order[i]), _pick(target, order[i])
@@ -137,8 +118,10 @@ def _backward(
         return _put(grads[0], i, d_h.astype(hidden.dtype)), _constrain_vocab(static, grads[1] + d_kernel)
 
     empty = jnp.zeros((*order.shape, hidden.shape[-1]), hidden.dtype)
-    no_gradient = _constrain_vocab(static, jnp.zeros(head.shape, wide))
+    no_gradient = _constrain_vocab(static, jnp.zeros(kernel.shape, wide))
     d_hidden, d_head = jax.lax.fori_loop(0, chunks, body, (empty, no_gradient))
+    if head.shape != kernel.shape:
+        d_head = scatter_sum(d_head, 0, head.dtype)
     return _spread(d_hidden, used), None, None, d_head.astype(head.dtype)
 
 

@@ -2,7 +2,8 @@
 that some ratios need before each update.
 
 They loop over microbatches of one fixed shape whose number is data, so that batches of any size run one program. Loss
-weights carry the global denominators, hence gradients of microbatches and shards are summed, never averaged.
+weights carry the global denominators, hence gradients of microbatches and shards are summed, never averaged: over
+`data` once, behind the loop.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
 from agentr1_jax.learner.batch import Batch, LossTokens
@@ -27,8 +29,11 @@ from agentr1_jax.policy.attention import PackedRows
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Decoder, Params, head_kernel
 from agentr1_jax.policy.params import join, values
+from agentr1_jax.policy.sharding import ROWS, over_rows, row_specs, sum_over_devices
 from agentr1_jax.runtime.compile_cache import cached_jit
 
+BY_ROW = P(None, ROWS)
+"""Spec of batches, whose leaves have shape [microbatches, rows, ...]."""
 CLIP_BIAS = "clip_bias"
 """Key of the part of the loss whose gradient the clip took away, among the metrics of a microbatch."""
 
@@ -82,7 +87,7 @@ def forward(
     Args:
       policy: shape of the decoder.
       objective: its temperature, chunk and entropy bonus are used.
-      mesh: of the batch; None leaves layouts to the compiler.
+      mesh: of the batch, inside of `sharding.over_rows`; None for one device.
       params: trained and frozen parameters together.
       batch: leaves of shape [rows, ...].
     """
@@ -189,7 +194,7 @@ def _microbatch(batch: Batch, i: Array | int) -> Batch:
 def _batch_outputs(policy: DecoderConfig, objective: Objective, mesh: Mesh | None) -> Callable[..., TokenOutputs]:
     """Forward pass of `make_token_outputs`."""
 
-    def token_outputs(
+    def own_outputs(
         trained: Params, frozen: Params, reference: Params | None, batch: Batch, count: Array
     ) -> TokenOutputs:
         params = join(trained, frozen)
@@ -208,6 +213,16 @@ def _batch_outputs(policy: DecoderConfig, objective: Objective, mesh: Mesh | Non
         rows = batch.loss_tokens.target.shape
         empty = jax.tree.map(lambda s: jnp.zeros(rows, s.dtype), jax.eval_shape(outputs_of, 0))
         return jax.lax.fori_loop(0, count, body, empty)
+
+    def token_outputs(
+        trained: Params, frozen: Params, reference: Params | None, batch: Batch, count: Array
+    ) -> TokenOutputs:
+        if mesh is None:
+            return own_outputs(trained, frozen, reference, batch, count)
+        parameters = (row_specs(tree, mesh) for tree in (trained, frozen, reference))
+        return over_rows(own_outputs, mesh, (*parameters, BY_ROW, P()), BY_ROW)(
+            trained, frozen, reference, batch, count
+        )
 
     return token_outputs
 
@@ -270,7 +285,9 @@ def batch_gradient(
         slots = range(len(values))
         return [pull([jnp.asarray(i == j, x.dtype) for j, x in enumerate(values)])[0] for i in slots], metrics
 
-    def gradient(trained: Params, frozen: Params, batch: Batch, count: Array) -> tuple[Params, dict[str, Array]]:
+    def own_gradient(
+        trained: Params, frozen: Params, batch: Batch, count: Array
+    ) -> tuple[list[Params], dict[str, Array]]:
         def body(i: Array, carry: tuple[list[Params], dict[str, Array]]) -> tuple[list[Params], dict[str, Array]]:
             grads, metrics = carry
             new_grads, new_metrics = microbatch_gradients(trained, frozen, _microbatch(batch, i))
@@ -283,7 +300,22 @@ def batch_gradient(
         shapes = jax.eval_shape(microbatch_loss, trained, frozen, _microbatch(batch, 0))[1]
         no_metrics = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
         empty = [jax.tree.map(jnp.zeros_like, trained) for _ in range(1 + normalize)]
-        grads, metrics = jax.lax.fori_loop(0, count, body, (empty, no_metrics))
+        return jax.lax.fori_loop(0, count, body, (empty, no_metrics))
+
+    def gradient(trained: Params, frozen: Params, batch: Batch, count: Array) -> tuple[Params, dict[str, Array]]:
+        if mesh is None:
+            grads, metrics = own_gradient(trained, frozen, batch, count)
+        else:
+            specs = row_specs(trained, mesh)
+
+            def sums(*arguments: Any) -> tuple[list[Params], dict[str, Array]]:
+                grads, metrics = own_gradient(*arguments)
+                most, total = (functools.partial(f, axis_name=ROWS) for f in (jax.lax.pmax, jax.lax.psum))
+                reduced = {key: (most if key.startswith("max/") else total)(x) for key, x in metrics.items()}
+                return [sum_over_devices(each, specs) for each in grads], reduced
+
+            inputs, outputs = (specs, row_specs(frozen, mesh), BY_ROW, P()), ([specs] * (1 + normalize), P())
+            grads, metrics = over_rows(sums, mesh, inputs, outputs)(trained, frozen, batch, count)
         if normalize:
             norm = optax.tree.norm(grads[1]["decoder"])
             del metrics[CLIP_BIAS]

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from agentr1_jax.policy.config import DecoderConfig
-from agentr1_jax.policy.sharding import on_shards
+from agentr1_jax.policy.sharding import ROWS, on_shards, over_rows
 
 BLOCK = 64
 """Measured on CPU: larger blocks leave the cache, smaller ones are mostly loop."""
@@ -58,7 +58,7 @@ class PackedRows:
       implementation: `xla` (visible blocks, on any backend), `dense` (all scores at once, the reference), `splash`
         (TPU, any packing mode but `prefix_tree`: all tokens of a segment have one subtree end, which serves as its
         segment id) or `splash_tree` (TPU, any mode).
-      mesh: of the rows; `xla` and `splash` run in a `shard_map` over it.
+      mesh: heads are sharded over its `tensor`, inside of `sharding.over_rows`; None for one device.
     """
 
     subtree_end: Int[Any, "rows length"]
@@ -267,9 +267,12 @@ def _tiny_call(policy: DecoderConfig, mesh: Mesh) -> Array:
     """Return the sum of gradients of one short row per shard, made within the program: no process holds an input."""
     rows, length = mesh.shape["data"] * mesh.shape["fsdp"], SPLASH_BLOCK
 
-    def loss(query: Array, key: Array, value: Array) -> Array:
-        memory = PackedRows(jnp.full((rows, length), length), policy.attention, mesh)
-        return memory.attend(query, key, value, jnp.zeros((), jnp.int32), None)[0].astype(jnp.float32).sum()
+    def attend(query: Array, key: Array, value: Array) -> Array:
+        memory = PackedRows(jnp.full((query.shape[0], length), length), policy.attention, mesh)
+        return memory.attend(query, key, value, jnp.zeros((), jnp.int32), None)[0]
+
+    def loss(*inputs: Array) -> Array:
+        return over_rows(attend, mesh, (P(ROWS),) * 3, P(ROWS))(*inputs).astype(jnp.float32).sum()
 
     def call() -> Array:
         heads = (policy.heads, policy.kv_heads, policy.kv_heads)

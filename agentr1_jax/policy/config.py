@@ -74,6 +74,7 @@ class DecoderConfig:
       max_positions: longest context it was made for; 0 if unknown.
       dtype: of activations and matmuls; norms, softmax and logits are float32 in any case.
       param_dtype: of parameters.
+      reduce_dtype: in which gradients of the layers are summed over the devices of `fsdp`; None: that of parameters.
       remat: what the backward pass computes again: `none`, `dots` (all but matmuls with weights), `full` (each block).
       attention: implementation for packed rows in training; see `attention.PackedRows`.
       lora: low-rank adapters, which are then all that is trained of the decoder.
@@ -95,6 +96,7 @@ class DecoderConfig:
     max_positions: Whole = 0
     dtype: Dtype = "float32"
     param_dtype: Dtype = "float32"
+    reduce_dtype: Dtype | None = None
     remat: Remat = "none"
     attention: Attention = "xla"
     lora: LoraConfig = LoraConfig()

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from agentr1_jax.policy.attention import Memory
 from agentr1_jax.policy.config import DecoderConfig, RopeScaling
-from agentr1_jax.policy.sharding import ROWS, constrain
+from agentr1_jax.policy.sharding import GATHERED, constrain, gather, look_up
 
 Params = Any
 
@@ -33,6 +33,13 @@ class RMSNorm(nn.Module):
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         normed = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.config.norm_eps)
         return (normed * scale).astype(x.dtype)
+
+
+def parameter(module: nn.Module, name: str, init: Any, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Return a parameter of a module, or the shard of it that `over_rows` left: flax's own `param` refuses a shard."""
+    if module.is_initializing() or not module.has_variable("params", name):
+        return module.param(name, init, shape, dtype)
+    return module.get_variable("params", name)
 
 
 class Projection(nn.Module):
@@ -58,18 +65,20 @@ class Projection(nn.Module):
                 variance, "fan_in", "truncated_normal", in_axis=axes[:inputs], out_axis=axes[inputs:]
             )
 
-        kernel = self.param(
-            "kernel", fan_in(self.variance, n, len(self.outputs)), (*self.inputs, *self.outputs), c.param_dtype
-        )
-        y = jnp.tensordot(x, kernel.astype(dtype), axes=n)
+        def whole(name: str, init: Any, *shape: int) -> Array:
+            found = parameter(self, name, init, shape, c.param_dtype)
+            return gather(found, shape, dtype, c.reduce_dtype)
+
+        kernel = whole("kernel", fan_in(self.variance, n, len(self.outputs)), *self.inputs, *self.outputs)
+        y = jnp.tensordot(x, kernel, axes=n)
         if self.bias:
             y = y + self.param("bias", nn.initializers.zeros, self.outputs, c.param_dtype).astype(dtype)
         if c.lora.rank and self.name in c.lora.targets:
             # B starts at zero: an adapter that was never trained changes nothing.
-            a = self.param("lora_a", fan_in(1.0, n, 1), (*self.inputs, c.lora.rank), c.param_dtype)
-            b = self.param("lora_b", nn.initializers.zeros, (c.lora.rank, *self.outputs), c.param_dtype)
-            low = jnp.tensordot(x, a.astype(dtype), axes=n)
-            y = y + c.lora.alpha / c.lora.rank * jnp.tensordot(low, b.astype(dtype), axes=1)
+            a = whole("lora_a", fan_in(1.0, n, 1), *self.inputs, c.lora.rank)
+            b = whole("lora_b", nn.initializers.zeros, c.lora.rank, *self.outputs)
+            low = jnp.tensordot(x, a, axes=n)
+            y = y + c.lora.alpha / c.lora.rank * jnp.tensordot(low, b, axes=1)
         return y
 
 
@@ -126,7 +135,7 @@ class Block(nn.Module):
 
         def heads(name: str, count: int, y: Array) -> Array:
             split = Projection(c, (c.width,), (count, c.head_dim), bias=c.qkv_bias, name=name)(y)
-            return constrain(split, self.mesh, ROWS, None, "tensor", None)
+            return constrain(split, self.mesh, None, None, "tensor", None)
 
         y = RMSNorm(c, name="attention_norm")(x)
         query, key, value = heads("query", c.heads, y), heads("key", c.kv_heads, y), heads("value", c.kv_heads, y)
@@ -135,27 +144,28 @@ class Block(nn.Module):
         query, key = rotate(query, position, frequency), rotate(key, position, frequency)
         mixed, state = memory.attend(query, key, value, layer, state)
         x = x + Projection(c, (c.heads, c.head_dim), (c.width,), variance=residual, name="out")(mixed)
-        x = constrain(x, self.mesh, ROWS, None, None)
+        x = constrain(x, self.mesh, None, None, None)
 
         y = RMSNorm(c, name="mlp_norm")(x)
-        gate = Projection(c, (c.width,), (c.hidden,), name="gate")(y)
-        gated = constrain(
-            nn.silu(gate) * Projection(c, (c.width,), (c.hidden,), name="up")(y), self.mesh, ROWS, None, "tensor"
-        )
+        gate, up = (Projection(c, (c.width,), (c.hidden,), name=name)(y) for name in ("gate", "up"))
+        gated = constrain(nn.silu(gate) * up, self.mesh, None, None, "tensor")
         x = x + Projection(c, (c.hidden,), (c.width,), variance=residual, name="down")(gated)
-        return (constrain(x, self.mesh, ROWS, None, None), state), None
+        return (constrain(x, self.mesh, None, None, None), state), None
 
 
-def _remat(config: DecoderConfig) -> type[Block]:
-    if config.remat == "none":
-        return Block
+def _remat(config: DecoderConfig, mesh: Mesh | None) -> type[Block]:
     policies = jax.checkpoint_policies
-    policy = policies.dots_with_no_batch_dims_saveable if config.remat == "dots" else policies.nothing_saveable
+    if config.remat == "none":
+        if mesh is None or mesh.shape["fsdp"] == 1:
+            return Block
+        policy = policies.save_anything_except_these_names(GATHERED)
+    else:
+        policy = policies.dots_with_no_batch_dims_saveable if config.remat == "dots" else policies.nothing_saveable
     return nn.remat(Block, prevent_cse=False, policy=policy)
 
 
 class Decoder(nn.Module):
-    """Token ids to final hidden states; a mesh of None leaves layouts to the compiler."""
+    """Token ids to final hidden states; with a mesh, inside of `sharding.over_rows`."""
 
     config: DecoderConfig
     mesh: Mesh | None = None
@@ -174,17 +184,17 @@ class Decoder(nn.Module):
         """
         c = self.config
         init = nn.initializers.normal(c.width**-0.5)
-        embedding = self.param("embed", init, (c.vocab_size, c.width), c.param_dtype)
+        embedding = parameter(self, "embed", init, (c.vocab_size, c.width), c.param_dtype)
         if not c.tied:
-            self.param("head", init, (c.width, c.vocab_size), c.param_dtype)
+            parameter(self, "head", init, (c.width, c.vocab_size), c.param_dtype)
         layers = nn.scan(
-            _remat(c),
+            _remat(c, self.mesh),
             variable_axes={"params": 0},
             split_rngs={"params": True},
             in_axes=(0, nn.broadcast, nn.broadcast),
             length=c.layers,
         )
-        x = constrain(jnp.take(embedding, tokens, axis=0).astype(c.dtype), self.mesh, ROWS, None, None)
+        x = constrain(look_up(embedding, tokens, c.width, c.dtype), self.mesh, None, None, None)
         (x, state), _ = layers(c, self.mesh, name="layers")((x, state), jnp.arange(c.layers), position, memory)
         return RMSNorm(c, name="final_norm")(x), state
 

@@ -40,7 +40,7 @@ def splash_attention(
     Args:
       query, key, value: `length` is a multiple of the last of `BLOCKS`.
       subtree_end: of each token; more than its own index, so that every token sees itself.
-      mesh: of the rows, sharded as in `sharding.on_shards`; None for one device.
+      mesh: heads are sharded over its `tensor`, as in `sharding.on_shards`; None for one device.
       tree: False if the tokens of a segment all have one subtree end, as in all packing modes but `prefix_tree`.
       interpret: run the kernel on any backend, slowly, for tests.
 

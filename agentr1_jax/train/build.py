@@ -215,6 +215,7 @@ def make_policy(settings: Settings, tokenizer: Tokenizer | None) -> DecoderConfi
     c = settings.policy
     source = c.weights or c.preset
     shape = decoder_config(c, -(-tokenizer.vocab_size // 128) * 128 if tokenizer else 0)
+    shape = dataclasses.replace(shape, reduce_dtype=settings.learner.reduce_dtype)
     if tokenizer:
         check_vocabulary(tokenizer, shape, c)
     if 0 < shape.max_positions < settings.budget.context_tokens:

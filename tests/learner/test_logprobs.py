@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from agentr1_jax.learner import logprobs
 from agentr1_jax.learner.logprobs import token_logprobs
-from agentr1_jax.policy.sharding import ROWS
+from agentr1_jax.policy.sharding import ROWS, over_rows
 from agentr1_jax.runtime.mesh import AXES
 from experiments import topology
 
@@ -65,6 +65,11 @@ def test_chunked_logprobs_equal_the_whole_softmax(reads, chunk):
         check(got, expected, 1e-12)
 
 
+def by_rows(compute, mesh):
+    """On each device's own rows, and its own shard of the head over `fsdp`."""
+    return over_rows(compute, mesh, (P(ROWS), P(ROWS), P(ROWS), P("fsdp")), P(ROWS))
+
+
 def test_an_entropy_that_is_only_looked_at_has_no_gradient():
     with jax.enable_x64(True):
         hidden, target, used, head, weights = inputs(np.random.default_rng(0), 3, 7)
@@ -84,7 +89,7 @@ def test_shards_of_rows_and_vocabulary_do_not_change_results(vocab):
     mesh = tiny.mesh(2, 2, 2)
     with jax.enable_x64(True):
         hidden, target, used, head, weights = inputs(np.random.default_rng(1), 8, 5, vocab)
-        sharded = functools.partial(token_logprobs, temperature=0.7, chunk=3, mesh=mesh)
+        sharded = by_rows(functools.partial(token_logprobs, temperature=0.7, chunk=3, mesh=mesh), mesh)
         rows = NamedSharding(mesh, P(ROWS))
         hidden, target, used = jax.device_put((hidden, target, used), rows)
         got = results_and_gradients(lambda h, w: sharded(h, target, used, w), hidden, head, weights)
@@ -172,7 +177,8 @@ def gradient_program(chunk, vocab, width=64, reads=LONG, mesh=None):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)) if mesh else None)
 
     def loss(hidden, head, target, used):
-        logprob, entropy = token_logprobs(hidden, target, used, head, temperature=1.0, chunk=chunk, mesh=mesh)
+        compute = by_rows(functools.partial(token_logprobs, temperature=1.0, chunk=chunk, mesh=mesh), mesh)
+        logprob, entropy = compute(hidden, target, used, head)
         return jnp.sum(logprob) + jnp.sum(entropy)
 
     rows = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]

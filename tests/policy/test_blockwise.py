@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
 
+from agentr1_jax.policy import sharding
 from agentr1_jax.policy.attention import blockwise_attention, grouped_attention, visible_blocks
-from agentr1_jax.policy.sharding import on_shards
+from agentr1_jax.policy.sharding import on_shards, over_rows
 from agentr1_jax.runtime.mesh import learner_mesh
 
 ROWS, LENGTH, HEADS, KV_HEADS, DIM = 2, 22, 4, 2, 6
@@ -114,7 +116,9 @@ def test_devices_attend_to_their_own_rows_and_heads(shape):
     ends = jnp.asarray(np.stack([forest_ends(rng, LENGTH) for _ in range(4)]))
     query, key, value = (jnp.asarray(rng.normal(size=(4, LENGTH, h, DIM)), jnp.float32) for h in (4, 2, 2))
     whole = jax.jit(lambda *x: on_shards(blockwise_attention, *x, None))(query, key, value, ends)
-    dealt = jax.jit(lambda *x: on_shards(blockwise_attention, *x, mesh))(query, key, value, ends)
+    rows = P(sharding.ROWS)
+    by_rows = over_rows(lambda *x: on_shards(blockwise_attention, *x, mesh), mesh, (rows,) * 4, rows)
+    dealt = jax.jit(by_rows)(query, key, value, ends)
     np.testing.assert_allclose(dealt, whole, atol=1e-6)
 
 

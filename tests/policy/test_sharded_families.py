@@ -12,6 +12,8 @@ import optax
 import pytest
 import tiny
 from examples import POLICY, example, objective
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from schedules import MANY, Planned, all_ids, assert_exact
 
 from agentr1_jax.agents.session import Identity
@@ -23,7 +25,7 @@ from agentr1_jax.policy.attention import PackedRows, check_attention
 from agentr1_jax.policy.config import RopeScaling
 from agentr1_jax.policy.decoder import Decoder, head_kernel
 from agentr1_jax.policy.params import cast_for_compute, init_params
-from agentr1_jax.policy.sharding import ROWS, fit, shardings
+from agentr1_jax.policy.sharding import ROWS, gather, over_rows, row_specs, shardings
 from agentr1_jax.rollout.cache import cache_shape
 from agentr1_jax.rollout.config import EngineConfig, SamplingConfig
 from agentr1_jax.rollout.engine import Engine
@@ -57,16 +59,17 @@ def logits(family, shape):
     policy, mesh = FAMILIES[family], tiny.mesh(*shape)
     tokens = np.random.default_rng(0).integers(0, policy.vocab_size, (8, 48)).astype(np.int32)
 
-    @jax.jit
     def forward(params, tokens):
         position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         memory = PackedRows(jnp.full(tokens.shape, tokens.shape[1]), policy.attention, mesh)
         hidden, _ = Decoder(policy, mesh).apply({"params": params}, tokens, position, memory)
-        return hidden @ head_kernel(params)
+        head = head_kernel(params)
+        return hidden @ gather(head, (policy.width, policy.vocab_size), head.dtype)
 
     params = parameters(family)["decoder"]
+    by_rows = over_rows(forward, mesh, (row_specs(params, mesh), P(ROWS)), P(ROWS))
     params = jax.device_put(params, shardings(params, mesh))
-    return np.asarray(forward(params, jax.device_put(tokens, fit((ROWS, None), tokens.shape, mesh))))
+    return np.asarray(jax.jit(by_rows)(params, jax.device_put(tokens, NamedSharding(mesh, P(ROWS)))))
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from agentr1_jax.policy.attention import grouped_attention
-from agentr1_jax.policy.sharding import ROWS
+from agentr1_jax.policy.sharding import ROWS, over_rows
 from agentr1_jax.policy.splash import splash_attention
 from agentr1_jax.runtime.mesh import AXES
 from experiments import topology
@@ -78,7 +78,8 @@ def compiled(kind, mesh_shape=None):
             if kind == "dense":
                 out = dense(query, key, value, ends)
             else:
-                out = splash_attention(query, key, value, ends, mesh, tree=kind == "trees", interpret=True)
+                splash = functools.partial(splash_attention, mesh=mesh, tree=kind == "trees", interpret=True)
+                out = over_rows(splash, mesh, (P(ROWS),) * 4, P(ROWS))(query, key, value, ends)
         return (out * weight).sum(), out
 
     def run(query, key, value, weight, ends):
@@ -152,8 +153,10 @@ def tpu_temporaries(length, tree, dtype=jnp.bfloat16, head_dim=128):
     def shape(*tail, dtype=dtype):
         return jax.ShapeDtypeStruct((4 * devices.size, length, *tail), dtype, sharding=sharding)
 
+    attention = over_rows(lambda *x: splash_attention(*x, mesh, tree=tree), mesh, (P(ROWS),) * 4, P(ROWS))
+
     def loss(query, key, value, ends):
-        return splash_attention(query, key, value, ends, mesh, tree=tree).astype(jnp.float32).sum()
+        return attention(query, key, value, ends).astype(jnp.float32).sum()
 
     arrays = [shape(heads, head_dim) for heads in (16, 2, 2)]
     with topology.no_compile_cache():

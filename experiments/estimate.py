@@ -1,0 +1,249 @@
+"""Estimate of a compiled program: its time, what it exchanges and copies, and its memory, without the chip.
+
+The TPU compiler writes into each fusion how many cycles it expects. Summed, each times the trips of the loops that it
+lies in, they compare two forms of one program. They leave out kernels (attention by splash), waits for collectives and
+the host: ratios can be trusted, absolute times cannot.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from rich.table import Table
+
+from agentr1_jax.policy.config import DecoderConfig
+from experiments import topology
+from experiments.hlo import Execution, Instruction, parse
+from experiments.plan import Plan, Program, device_bytes
+
+MIB = 2**20
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
+RING = "windowed_dot_general"
+"""What the compiler calls the loop of a product whose operand goes round the devices."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """Peak of a chip, as its maker tells it: bf16 FLOP/s, bytes/s of its memory; and the clock of the estimates, Hz."""
+
+    flops: float
+    bandwidth: float
+    clock: float
+
+
+# https://cloud.google.com/tpu/docs/v5e, /v5p, /v6e.
+CHIPS: Mapping[str, Chip] = {
+    "v5e": Chip(197e12, 819e9, 1.5e9),
+    "v5p": Chip(459e12, 2765e9, 1.75e9),
+    "v6e": Chip(918e12, 1640e9, 1.75e9),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """A collective: its kind, how many loops it lies in, bytes of its result, how often it runs, where it came from."""
+
+    kind: str
+    depth: int
+    bytes: int
+    times: float
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """What a compiled program says of itself; bytes and seconds of each device.
+
+    Attributes:
+      seconds: of all that the compiler gives cycles for; NaN where the chip is unknown.
+      exchanges: collectives, once for each place in the program.
+      rings: loops that multiply while an operand goes round the devices.
+      entry_copies: bytes of each copy outside of loops that is larger than 1 MiB: an argument in another layout.
+      loop_copies: the same inside of loops.
+      sorts: sorts, once for each place.
+      kernels: executions of kernels, whose time is not in `seconds`.
+      untold_loops: sources of loops whose trips the program does not tell; they were assumed.
+      peak_bytes: most memory at one time, as the compiler tells it.
+      sum_bytes: arguments, results and temporaries, less what is shared: at least as much.
+    """
+
+    seconds: float
+    exchanges: tuple[Exchange, ...]
+    rings: int
+    entry_copies: tuple[int, ...]
+    loop_copies: tuple[int, ...]
+    sorts: int
+    kernels: int
+    untold_loops: tuple[str, ...]
+    peak_bytes: int
+    sum_bytes: int
+
+    def exchanges_at(self, depth: int, kind: str = "") -> list[Exchange]:
+        """Return the collectives in exactly so many loops, of one kind or of all."""
+        return [x for x in self.exchanges if x.depth == depth and kind in ("", x.kind)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """What a program cannot do without, on each device: FLOPs of the model, and bytes of weights and live KV."""
+
+    flops: float
+    bytes: float
+
+
+def estimate(compiled: jax.stages.Compiled, clock: float, assumed: Mapping[str, float]) -> Estimate:
+    """Read the estimate off a compiled program.
+
+    Args:
+      compiled: a program compiled for TPU.
+      clock: cycles a second.
+      assumed: trips of the loops that the program does not tell, by a regular expression of their source.
+    """
+    program = parse(compiled.as_text() or "")
+    executions = list(program.executions(assumed))
+    loops = [v for v in executions if v.instruction.opcode == "while"]
+    m: Any = compiled.memory_analysis()
+    whole = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
+    copies = [v for v in executions if v.instruction.opcode == "copy" and not v.in_fusion and v.instruction.bytes > MIB]
+    return Estimate(
+        seconds=sum(v.times * v.instruction.cycles for v in executions if not v.in_fusion) / clock,
+        exchanges=_exchanges(executions),
+        rings=sum(RING in v.instruction.computations()[0] for v in loops),
+        entry_copies=tuple(v.instruction.bytes for v in copies if not v.loops),
+        loop_copies=tuple(v.instruction.bytes for v in copies if v.loops),
+        sorts=sum(v.instruction.opcode == "sort" for v in executions),
+        kernels=round(sum(v.times for v in executions if _is_kernel(v.instruction))),
+        untold_loops=tuple(loop.source for loop in program.untold_loops()),
+        peak_bytes=m.peak_memory_in_bytes,
+        sum_bytes=whole,
+    )
+
+
+def _is_kernel(instruction: Instruction) -> bool:
+    return instruction.opcode == "custom-call" and "tpu_custom_call" in instruction.attributes
+
+
+def _exchanges(executions: Iterable[Execution]) -> tuple[Exchange, ...]:
+    """Return the collectives; one that the compiler has split into pieces, which share a channel, counts once."""
+    seen, fusion = dict[tuple[str, ...], Exchange](), None
+    for execution in executions:
+        x = execution.instruction
+        if not execution.in_fusion:
+            fusion = x
+        kind = x.opcode.removesuffix("-start")
+        if kind not in COLLECTIVES:
+            continue
+        # A started one returns its operand, too.
+        size = x.bytes // 2 if x.opcode.endswith("-start") else x.bytes
+        if kind == "all-reduce" and execution.in_fusion and fusion is not None:  # Fused with the slice that it is for.
+            kind, size = "reduce-scatter", fusion.bytes
+        loops = tuple(loop.name for loop in execution.loops)
+        piece = x.attribute("channel_id") if execution.in_fusion else ""
+        seen.setdefault((kind, piece or x.name, *loops), Exchange(kind, len(loops), size, execution.times, x.source))
+    return tuple(seen.values())
+
+
+def assumed_trips(plan: Plan) -> dict[str, float]:
+    """Return the trips of loops that depend on data, at their most: full batches, contexts and decode calls."""
+    settings = plan.setup.settings
+    c, e, mesh = settings.learner, settings.engine, plan.setup.learner_mesh.shape
+    microbatches = max((phase.microbatches for phase in plan.phases), default=1)
+    loss_tokens = -(-c.rows // (mesh["data"] * mesh["fsdp"])) * c.row_loss_tokens
+    return {
+        r"^jit\(decode\).*/layers/.*while$": -(-e.slot_tokens // e.attention_block),
+        r"^jit\(prefill\).*/layers/.*while$": -(-e.slot_tokens // e.attention_block),
+        r"^jit\(decode\)/(shard_map/)?while$": e.decode_chunk,
+        r"^jit\(\w+\)/(shard_map/)?while$": microbatches,
+        r"^jit\(\w+\)/(shard_map/)?while/body/.*while$": -(-loss_tokens // min(settings.loss.chunk, loss_tokens)),
+    }
+
+
+def need(plan: Plan, program: Program) -> Need:
+    """Return what a program needs at the least, with full batches and contexts of half their most tokens.
+
+    A backward pass counts twice its forward pass, and what `remat` computes again does not count.
+    """
+    settings, policy = plan.setup.settings, plan.setup.policy
+    c, e, devices = settings.learner, settings.engine, plan.setup.learner_mesh.size
+    kind = program.name.split()[0]
+    if kind in ("decode", "prefill"):
+        share = e.slots / e.kv_slots(plan.rollout_mesh.shape["data"])
+        reads = device_bytes(plan.rollout_params) + device_bytes(plan.cache) * share / 2
+        if kind == "decode":
+            return Need(math.nan, e.decode_chunk * reads)
+        rows = e.prefill_rows[-1] / plan.rollout_mesh.shape["tensor"]
+        return Need(2 * rows * e.prefill_width * token_flops(policy, e.slot_tokens / 2), math.nan)
+    passes = {"update": 3, "token": 1, "log": 1}.get(kind, math.nan)
+    microbatches = max(phase.microbatches for phase in plan.phases)
+    body = c.rows * c.row_tokens * token_flops(policy, c.row_tokens / 2)
+    head = c.rows * c.row_loss_tokens * policy.width * policy.vocab_size
+    return Need(2 * passes * microbatches * (body + head) / devices, math.nan)
+
+
+def token_flops(policy: DecoderConfig, context: float) -> float:
+    """Return the multiplications of one token in all layers, attending to so many positions; without the head."""
+    heads = (2 * policy.heads + 2 * policy.kv_heads) * policy.head_dim
+    return policy.layers * (policy.width * (heads + 3 * policy.hidden) + 2 * context * policy.heads * policy.head_dim)
+
+
+def estimates_table(plan: Plan, topology_name: str, programs: Iterable[Program]) -> tuple[Table, list[str]]:
+    """Compile the large programs (of prefill the largest) for a TPU slice.
+
+    Returns:
+      a table of their estimates; the names of the programs that the compiler refused.
+    """
+    chip = CHIPS.get(topology_name.rpartition("*")[2].partition(":")[0], Chip(math.nan, math.nan, math.nan))
+    table = Table(title=f"Compiled for {topology_name}, not run; of each device", title_justify="left")
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column == "program" else "right", no_wrap=True)
+    table.caption = CAPTION
+    failed, assumed = [], assumed_trips(plan)
+    for program in programs:
+        if program.lower is None:
+            continue
+        try:
+            with topology.no_compile_cache():
+                compiled = program.lower().compile()
+        except jax.errors.JaxRuntimeError as error:
+            failed.append(program.name)
+            table.add_row(program.name, str(error).strip().splitlines()[0])
+            continue
+        found, least = estimate(compiled, chip.clock, assumed), need(plan, program)
+        table.add_row(program.name, *_cells(found, least, chip))
+    return table, failed
+
+
+COLUMNS = "program, peak GiB, sum, ms, MFU, HBM, rings, collectives *, copies *, sorts, kernels, open".split(", ")
+CAPTION = (
+    "ms: the compiler's cycles, each times its trips, without kernels and waits; loops that depend on data at their "
+    "most: full batches, contexts, chunks. MFU, HBM: shares of the chip's peak that the least work would be, with "
+    "contexts half full. * their number in as many loops, and MiB; copies: MiB of those above 1 outside and inside of "
+    "loops. open: loops whose trips depend on data"
+)
+
+
+def _cells(found: Estimate, least: Need, chip: Chip) -> list[str]:
+    def share(amount: float, peak: float) -> str:
+        x = amount / peak / found.seconds if found.seconds else math.nan
+        return f"{100 * x:.0f} %" if np.isfinite(x) else ""
+
+    depths = range(1 + max((x.depth for x in found.exchanges), default=0))
+    exchanged = [(depth, found.exchanges_at(depth)) for depth in depths]
+    return [
+        f"{found.peak_bytes / 2**30:.2f}",
+        f"{found.sum_bytes / 2**30:.2f}",
+        f"{1e3 * found.seconds:,.1f}" if np.isfinite(found.seconds) else "",
+        share(least.flops, chip.flops),
+        share(least.bytes, chip.bandwidth),
+        str(found.rings),
+        "\n".join(f"{depth}: {len(each)}, {sum(x.bytes for x in each) / MIB:,.1f}" for depth, each in exchanged),
+        " / ".join(f"{sum(copies) / MIB:,.0f}" for copies in (found.entry_copies, found.loop_copies)),
+        str(found.sorts),
+        str(found.kernels),
+        str(len(found.untold_loops)),
+    ]
