@@ -60,7 +60,7 @@ class Estimate:
     """What a compiled program says of itself; bytes and seconds of each device.
 
     Attributes:
-      seconds: of all that the compiler gives cycles for; NaN where the chip is unknown.
+      seconds: of all that has cycles, all branches of a conditional among it; NaN where the chip is unknown.
       exchanges: collectives, once for each place in the program.
       rings: loops that multiply while an operand goes round the devices.
       entry_copies: bytes of each copy outside of loops that is larger than 1 MiB: an argument in another layout.

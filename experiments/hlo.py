@@ -146,7 +146,7 @@ class Program:
         return int(made.operands[0])
 
     def executions(self, assumed: Mapping[str, float]) -> Iterator[Execution]:
-        """Yield every instruction that runs, with the number of times.
+        """Yield every instruction that may run, of a conditional those of all branches, with the number of times.
 
         Args:
           assumed: trips of loops that the program does not tell, by a regular expression of their `source`; the first

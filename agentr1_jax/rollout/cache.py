@@ -93,7 +93,8 @@ class CacheView:
         key, value = (jnp.repeat(jnp.swapaxes(x, 1, 2), copies, axis=1) for x in (key, value))
         attend = CacheView._attend_decode if self.slot is None else CacheView._attend_prefill
         if self.tensor > 1:
-            # By hand: a device writes and reads its own heads. Left to the compiler, the write gathers those of all.
+            # By hand over all axes that are left: a device writes and reads its own heads. Left to the compiler, the
+            # write gathers those of all.
             heads, cached = P(None, None, "tensor"), P(None, "tensor")
             in_specs, out_specs = (P(), heads, cached, P(), heads), (heads, heads)
             names = {"fsdp", "tensor"}

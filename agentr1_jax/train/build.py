@@ -85,10 +85,18 @@ class Setup:
 
 
 def make_learner_mesh(settings: Settings, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Make the learner's mesh over all devices (None: those there are) but those for rollouts alone."""
+    """Make the learner's mesh over all devices (None: those there are) but those for rollouts alone.
+
+    Raises:
+      UserError: gradients are to be summed over CPU devices in half precision, at which XLA's CPU compiler aborts.
+    """
     c = settings.mesh
     learner_devices, _ = meshes.split_devices(jax.devices() if devices is None else devices, c.rollout_devices)
-    return meshes.learner_mesh(c.data, c.fsdp, c.tensor, learner_devices)
+    mesh = meshes.learner_mesh(c.data, c.fsdp, c.tensor, learner_devices)
+    dtype = settings.learner.reduce_dtype
+    if dtype in ("bfloat16", "float16") and mesh.shape["fsdp"] > 1 and mesh.devices.flat[0].platform == "cpu":
+        raise UserError(f"learner.reduce_dtype is {dtype}: sums over CPU devices need float32; leave it unset")
+    return mesh
 
 
 def make_rollout_mesh(settings: Settings) -> Mesh:

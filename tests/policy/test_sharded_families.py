@@ -88,6 +88,23 @@ def step(family, shape):
     return np.concatenate(jax.tree.leaves(change))
 
 
+@pytest.mark.parametrize(("reduce_dtype", "error"), [(None, 1e-15), ("float32", 1e-6)])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_the_gradient_of_a_gathered_parameter_is_summed_in_the_dtype_asked_for(reduce_dtype, error, axis):
+    """In two stages over eight devices, each of which has weights of its own."""
+    mesh, rng = tiny.mesh(1, 8, 1), np.random.default_rng(0)
+    shard = P(*(None,) * axis, "fsdp")
+
+    def gradient(x, weights):
+        return jax.grad(lambda x: jnp.sum(gather(x, (16, 16), x.dtype, reduce_dtype) * weights[0]))(x)
+
+    with jax.enable_x64(True):
+        x, weights = jnp.zeros((16, 16), jnp.float64), jnp.asarray(rng.normal(size=(8, 16, 16)))
+        found = jax.jit(over_rows(gradient, mesh, (shard, P(ROWS)), shard))(x, weights)
+        off = np.abs(np.asarray(found) - np.asarray(weights).sum(0)).max()
+    assert off < 10 * error and (reduce_dtype is None or off > 1e-9)
+
+
 @pytest.mark.parametrize(("family", "shape"), CASES)
 def test_logits_agree_on_one_and_on_eight_devices(family, shape):
     one, eight = logits(family, (1, 1, 1)), logits(family, shape)

@@ -128,6 +128,11 @@ def test_query_heads_that_the_tensor_axis_does_not_divide_are_refused(key, tenso
         make_plan(read_settings(config))
 
 
+def test_sums_in_half_precision_over_cpu_devices_are_refused(tmp_path):
+    with pytest.raises(UserError, match=r"learner.reduce_dtype is bfloat16: .* need float32"):
+        make_plan(small(tmp_path, learner__reduce_dtype="bfloat16"))
+
+
 def test_attention_that_cannot_run_is_refused_with_the_remedy(tmp_path):
     config = small(tmp_path, policy__attention="splash")
     with pytest.raises(UserError, match=r"needs a TPU.*policy.attention=xla"):
@@ -169,8 +174,13 @@ def test_the_tpu_compiler_takes_the_engine_of_qwen2_5_3b_and_it_fits():
     plan = make_plan(read_settings(config), "v5e:4x4")
     learner, view, cache = device_bytes(plan.state), device_bytes(plan.rollout_params), device_bytes(plan.cache)
     for program in ("prefill", "decode", "copy"):
-        m = compile_memory(plan, program)
+        compiled = compile_program(plan, program)
+        m = compiled.memory_analysis()
         assert m.alias_size_in_bytes >= cache, program
+        if program == "decode":
+            found = estimate(compiled, clock=1.0, assumed={})
+            in_a_layer = [x.kind for x in found.exchanges if "/layers/" in x.source]
+            assert in_a_layer == ["all-reduce", "all-reduce"] and not found.sorts
         if program != "prefill":
             assert m.temp_size_in_bytes < 0.1 * cache
         total = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
@@ -197,7 +207,6 @@ def test_the_tpu_compiler_takes_what_the_table_of_hardware_says_and_it_fits():
         # Sums of gradients are scattered as they are made, but for a few whose parts do not fill the compiler's tiles.
         whole = sum(x.bytes * x.times for x in found.exchanges if x.kind == "all-reduce" and x.depth)
         assert whole < 0.25 * total_bytes(plan.state.params), program
-        assert program != "decode" or (found.sorts == 0 and len(found.exchanges_at(2)) <= 2)
 
 
 @needs_libtpu
