@@ -198,6 +198,9 @@ def _rollout(c: ConfigDict) -> None:
     c.rollout.prefill_rows = placeholder(tuple)  # Sizes that a prefill call can have, in rows per device.
     c.rollout.attention_block = placeholder(int)  # Positions read at once in decoding; at most a quarter of a context.
     c.rollout.attention_group = placeholder(int)  # Decode slots per attention group; see docs/rollout.md.
+    c.rollout.cache = "slots"  # (slots | pages) How the KV cache is laid out; see docs/rollout.md.
+    c.rollout.page_tokens = placeholder(int)  # Positions of a page; divides rollout.attention_block.
+    c.rollout.pages = placeholder(int)  # Pages of each process; unset: as much memory as the KV slots would take.
     c.rollout.prefix_reuse = "all"  # (all | own | none) KV slots whose prefixes are reused; the last two to compare.
 
 

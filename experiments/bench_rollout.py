@@ -1,4 +1,4 @@
-"""Time the rollout engine against lockstep samplers on simulated tool episodes, all with the same compiled programs.
+"""Time the rollout engine against lockstep samplers on simulated tool episodes.
 
     python -m experiments.bench_rollout [--episodes=256 --slots=16 --json=FILE]
 
@@ -6,6 +6,7 @@
                          whole history is prefilled again
     lockstep_cached      the same, but what a slot's cache holds is kept
     engine               each trajectory at its own pace
+    engine_pages         the same with the KV cache in pages, as many as the slots of the others take
 
 Episodes have 1 to 6 steps, prompts of 128 tokens in groups of 8, responses of log-normal lengths (median 24, at most
 64), observations of 16 to 96 tokens and tools that take 50 ± 30 ms. Lengths are forced, so that all modes sample as
@@ -35,6 +36,7 @@ from agentr1_jax.policy.sharding import shardings
 from agentr1_jax.rollout.config import EngineConfig, SamplingConfig
 from agentr1_jax.rollout.device import Counters, ResponseRequest
 from agentr1_jax.rollout.engine import Engine
+from agentr1_jax.rollout.programs import Programs
 from agentr1_jax.rollout.runner import BackgroundEngine, TaskGroup, run_groups
 from agentr1_jax.runtime.compile_cache import CompileCounter
 from agentr1_jax.runtime.mesh import learner_mesh
@@ -163,7 +165,7 @@ def run_lockstep(engine: Engine, params: Params, episodes: Sequence[Episode]) ->
 
 
 def engines() -> Iterator[tuple[str, Engine]]:
-    """An engine for each mode; they share their programs."""
+    """An engine for each mode; those of one kind of cache share their programs."""
     shapes = EngineConfig(
         slots=SLOTS.value,
         swap_slots=16,
@@ -182,11 +184,12 @@ def engines() -> Iterator[tuple[str, Engine]]:
         "lockstep_reprefill": dataclasses.replace(lockstep, prefix_reuse="none"),
         "lockstep_cached": dataclasses.replace(lockstep, prefix_reuse="own"),
         "engine": shapes,
+        "engine_pages": dataclasses.replace(shapes, cache="pages", page_tokens=16),
     }
-    programs = None
+    programs: dict[str, Programs] = {}
     for name, config in configs.items():
         engine = Engine(POLICY, config, mesh)
-        engine.device.programs = programs = programs or engine.device.programs
+        engine.device.programs = programs.setdefault(config.cache, engine.device.programs)
         yield name, engine
 
 
@@ -219,8 +222,8 @@ def main(argv: Sequence[str]) -> None:
     shapes = jax.eval_shape(lambda: init_decoder(POLICY, jax.random.key(0)))
     layout = shardings(shapes, learner_mesh(-1, 1, 1))
     params = jax.jit(lambda: init_decoder(POLICY, jax.random.key(0)), out_shardings=layout)()
-    runs = [(name, engine, run_engine if name == "engine" else run_lockstep) for name, engine in engines()]
-    compiled = runs[0][1].compile(params)
+    runs = [(name, engine, run_engine if name.startswith("engine") else run_lockstep) for name, engine in engines()]
+    compiled = runs[0][1].compile(params) + runs[-1][1].compile(params)
     for _, engine, run in runs:
         run(engine, params, episodes[: 2 * SLOTS.value])  # Warm-up.
         engine.reset_counters()

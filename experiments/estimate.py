@@ -90,10 +90,18 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """What a program cannot do without, on each device: FLOPs of the model, and bytes of weights and live KV."""
+    """What a program cannot do without, on each device.
 
-    flops: float
-    bytes: float
+    Attributes:
+      flops: of the model.
+      bytes: of weights and live KV.
+      kernel_flops, kernel_bytes: what kernels do that attend to pages: their time is not in the compiler's cycles.
+    """
+
+    flops: float = math.nan
+    bytes: float = math.nan
+    kernel_flops: float = 0.0
+    kernel_bytes: float = 0.0
 
 
 def estimate(compiled: jax.stages.Compiled, clock: float, assumed: Mapping[str, float]) -> Estimate:
@@ -149,12 +157,17 @@ def _exchanges(executions: Iterable[Execution]) -> tuple[Exchange, ...]:
 
 
 def assumed_trips(plan: Plan) -> dict[str, float]:
-    """Return the trips of loops that depend on data, at their most: full batches, contexts and decode calls."""
+    """Return the trips of loops that depend on data, at their most: full batches, contexts and decode calls.
+
+    The branch of `sample` for top-k and top-p is taken only where the run truncates.
+    """
     settings = plan.setup.settings
     c, e, mesh = settings.learner, settings.engine, plan.setup.learner_mesh.shape
     microbatches = max((phase.microbatches for phase in plan.phases), default=1)
     loss_tokens = -(-c.rows // (mesh["data"] * mesh["fsdp"])) * c.row_loss_tokens
+    truncates = settings.sampling.top_k > 0 or settings.sampling.top_p < 1
     return {
+        r"^jit\(decode\)/(shard_map/)?while/body/cond$": float(truncates),
         r"^jit\(decode\).*/layers/.*while$": -(-e.slot_tokens // e.attention_block),
         r"^jit\(prefill\).*/layers/.*while$": -(-e.slot_tokens // e.attention_block),
         r"^jit\(decode\)/(shard_map/)?while$": e.decode_chunk,
@@ -172,17 +185,28 @@ def need(plan: Plan, program: Program) -> Need:
     c, e, devices = settings.learner, settings.engine, plan.setup.learner_mesh.size
     kind = program.name.split()[0]
     if kind in ("decode", "prefill"):
-        share = e.slots / e.kv_slots(plan.rollout_mesh.shape["data"])
-        reads = device_bytes(plan.rollout_params) + device_bytes(plan.cache) * share / 2
+        shards, tensor = plan.rollout_mesh.shape["data"], plan.rollout_mesh.shape["tensor"]
+        paged = e.cache == "pages"
+        held = e.page_count(shards) * e.page_tokens if paged else e.kv_slots(shards) * e.slot_tokens
+        token_bytes = device_bytes(plan.cache) * shards / held
         if kind == "decode":
-            return Need(math.nan, e.decode_chunk * reads)
-        rows = e.prefill_rows[-1] / plan.rollout_mesh.shape["tensor"]
-        return Need(2 * rows * e.prefill_width * token_flops(policy, e.slot_tokens / 2), math.nan)
+            live = e.slots / shards * e.slot_tokens / 2 * token_bytes
+            # The kernel reads whole blocks.
+            read = live + e.slots / shards * e.attention_block / 2 * token_bytes
+            reads = device_bytes(plan.rollout_params) + live
+            return Need(bytes=e.decode_chunk * reads, kernel_bytes=e.decode_chunk * read if paged else 0.0)
+        tokens = e.prefill_rows[-1] * e.prefill_width
+        mixing = 4 * tokens / tensor * policy.layers * e.slot_tokens / 2 * policy.heads * policy.head_dim
+        return Need(
+            2 * tokens / tensor * token_flops(policy, e.slot_tokens / 2),
+            kernel_flops=mixing if paged else 0.0,
+            kernel_bytes=e.prefill_rows[-1] * e.slot_tokens / 2 * token_bytes if paged else 0.0,
+        )
     passes = {"update": 3, "token": 1, "log": 1}.get(kind, math.nan)
     microbatches = max(phase.microbatches for phase in plan.phases)
     body = c.rows * c.row_tokens * token_flops(policy, c.row_tokens / 2)
     head = c.rows * c.row_loss_tokens * policy.width * policy.vocab_size
-    return Need(2 * passes * microbatches * (body + head) / devices, math.nan)
+    return Need(2 * passes * microbatches * (body + head) / devices)
 
 
 def token_flops(policy: DecoderConfig, context: float) -> float:
@@ -220,16 +244,18 @@ def estimates_table(plan: Plan, topology_name: str, programs: Iterable[Program])
 
 COLUMNS = "program, peak GiB, sum, ms, MFU, HBM, rings, collectives *, copies *, sorts, kernels, open".split(", ")
 CAPTION = (
-    "ms: the compiler's cycles, each times its trips, without kernels and waits; loops that depend on data at their "
-    "most: full batches, contexts, chunks. MFU, HBM: shares of the chip's peak that the least work would be, with "
-    "contexts half full. * their number in as many loops, and MiB; copies: MiB of those above 1 outside and inside of "
-    "loops. open: loops whose trips depend on data"
+    "ms: the compiler's cycles, each times its trips, without waits and kernels (those that attend to pages are in it, "
+    "at the chip's peak); loops that depend on data at their most: full batches, contexts, chunks. MFU, HBM: shares of "
+    "the chip's peak that the least work would be, with contexts half full. * their number in as many loops, and MiB; "
+    "copies: MiB of those above 1 outside and inside of loops. open: loops whose trips depend on data"
 )
 
 
 def _cells(found: Estimate, least: Need, chip: Chip) -> list[str]:
+    seconds = found.seconds + max(least.kernel_bytes / chip.bandwidth, least.kernel_flops / chip.flops)
+
     def share(amount: float, peak: float) -> str:
-        x = amount / peak / found.seconds if found.seconds else math.nan
+        x = amount / peak / seconds if seconds else math.nan
         return f"{100 * x:.0f} %" if np.isfinite(x) else ""
 
     depths = range(1 + max((x.depth for x in found.exchanges), default=0))
@@ -237,7 +263,7 @@ def _cells(found: Estimate, least: Need, chip: Chip) -> list[str]:
     return [
         f"{found.peak_bytes / 2**30:.2f}",
         f"{found.sum_bytes / 2**30:.2f}",
-        f"{1e3 * found.seconds:,.1f}" if np.isfinite(found.seconds) else "",
+        f"{1e3 * seconds:,.1f}" if np.isfinite(seconds) else "",
         share(least.flops, chip.flops),
         share(least.bytes, chip.bandwidth),
         str(found.rings),

@@ -149,8 +149,8 @@ class Program:
         """Yield every instruction that may run, of a conditional those of all branches, with the number of times.
 
         Args:
-          assumed: trips of loops that the program does not tell, by a regular expression of their `source`; the first
-            that matches counts, and 1 where none does.
+          assumed: trips of loops that the program does not tell, and times that a conditional takes each of its
+            branches, by a regular expression of their `source`; the first that matches counts, and 1 where none does.
         """
         yield from self._executions(self.entry, 1.0, (), False, assumed)
 
@@ -159,17 +159,18 @@ class Program:
     ) -> Iterator[Execution]:
         for instruction in self.computations[name].values():
             yield Execution(instruction, times, loops, in_fusion)
+            open_times = next((n for text, n in assumed.items() if re.search(text, instruction.source)), 1.0)
             if instruction.opcode == "while":
-                trips: float | None = self.trips(instruction, name)
-                if trips is None:
-                    trips = next((n for text, n in assumed.items() if re.search(text, instruction.source)), 1.0)
+                told = self.trips(instruction, name)
+                trips = open_times if told is None else told
                 yield from self._executions(
                     instruction.computations()[0], times * trips, (*loops, instruction), in_fusion, assumed
                 )
             elif instruction.opcode in ("fusion", "call", "conditional", "async-start"):
                 fused = in_fusion or instruction.opcode == "fusion"
+                inner_times = times * open_times if instruction.opcode == "conditional" else times
                 for inner in instruction.computations():
-                    yield from self._executions(inner, times, loops, fused, assumed)
+                    yield from self._executions(inner, inner_times, loops, fused, assumed)
 
     def untold_loops(self) -> list[Instruction]:
         """Return the loops whose trips the program does not tell."""

@@ -22,9 +22,8 @@ from agentr1_jax.policy.config import DecoderConfig, LoraConfig
 from agentr1_jax.policy.params import cast_for_compute, init_decoder
 from agentr1_jax.policy.presets import PRESETS
 from agentr1_jax.policy.sharding import shardings
-from agentr1_jax.rollout.cache import cache_sharding, empty_cache
 from agentr1_jax.rollout.device import COPIES_PER_CALL
-from agentr1_jax.rollout.programs import encode_updates, idle_slot_state
+from agentr1_jax.rollout.programs import cache_maker, encode_updates, idle_slot_state
 from agentr1_jax.runtime import mesh as meshes
 from agentr1_jax.runtime.checkpoint import sharded_shapes
 from agentr1_jax.tools.wrappers import ToolMetrics
@@ -100,10 +99,7 @@ def make_plan(settings: Settings, topology_name: str = "") -> Plan:
         base = functools.partial(init_decoder, dataclasses.replace(policy, lora=LoraConfig()))
         frozen = _with_shardings({"decoder": jax.eval_shape(base, jax.random.key(0))}, learner_mesh)
     rollout_params = jax.eval_shape(functools.partial(build.rollout_params, policy), builder.shapes.params, frozen)
-    c, tensor = settings.engine, settings.rollout.tensor
-    cache = jax.eval_shape(
-        functools.partial(empty_cache, policy, c.kv_slots(rollout_mesh.shape["data"]), c.slot_tokens, tensor)
-    )
+    empty_cache, cache_shardings = cache_maker(policy, settings.engine, rollout_mesh)
     nothing: Any = None
     setup = Setup(
         settings=settings,
@@ -123,7 +119,7 @@ def make_plan(settings: Settings, topology_name: str = "") -> Plan:
         phases=_make_phases(setup, builder),
         state=builder.shapes,
         rollout_params=_with_shardings(rollout_params, rollout_mesh),
-        cache=_with_sharding(cache, cache_sharding(policy, rollout_mesh)),
+        cache=jax.tree.map(_with_sharding, jax.eval_shape(empty_cache), cache_shardings),
     )
 
 
@@ -307,9 +303,10 @@ def _engine_programs(plan: Plan) -> Iterator[Program]:
     run: Any = plan.setup.engine.device.programs
     slots = idle_slot_state(c)
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    yield Program(
-        "empty cache", f"{c.kv_slots(shards)} KV slots x {c.slot_tokens} tokens: {c.slots} decode, {c.swap_slots} swap"
-    )
+    shape = f"{c.kv_slots(shards)} KV slots x {c.slot_tokens} tokens: {c.slots} decode, {c.swap_slots} swap"
+    if c.cache == "pages":
+        shape = f"{c.page_count(shards)} pages x {c.page_tokens} tokens"
+    yield Program("empty cache", shape)
     for rows in c.prefill_rows:
         tokens, starts = ints((shards * rows, c.prefill_width)), ints((shards * rows,))
         prefill = functools.partial(run.prefill.lower, plan.rollout_params, plan.cache, tokens, starts, starts)
@@ -320,6 +317,8 @@ def _engine_programs(plan: Plan) -> Iterator[Program]:
     updates = encode_updates(slots, np.zeros(c.slots, bool))
     decode = functools.partial(run.decode.lower, plan.rollout_params, plan.cache, slots, updates, ints((shards,)))
     yield Program("decode", f"{c.slots} slots x {c.decode_chunk} tokens", decode)
+    if c.cache == "pages":
+        return
     copies = ints((shards * COPIES_PER_CALL,))
     copy = functools.partial(run.copy.lower, plan.cache, copies, copies, ints((shards,)))
     yield Program("copy", f"{shards * COPIES_PER_CALL} KV slots", copy)

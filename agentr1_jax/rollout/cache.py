@@ -15,6 +15,7 @@ to the end of the longest sequence.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -33,20 +34,31 @@ KeyAndValue = tuple[Array, Array]
 
 @flax.struct.dataclass
 class KVCache:
-    """Keys and values of all KV slots. The positions of a head are contiguous, as attention reads them."""
+    """Keys and values of all KV slots, [layers, slots, cached heads, length, dim] each; or the sharding of each.
 
-    keys: Float[Any, "layers slots cached_heads length dim"]
-    values: Float[Any, "layers slots cached_heads length dim"]
+    The positions of a head are contiguous, as attention reads them.
+    """
+
+    keys: Any
+    values: Any
+
+    @property
+    def length(self) -> int:
+        """Positions that a slot can hold."""
+        return self.keys.shape[3]
+
+
+def cached_heads(config: DecoderConfig, tensor: int) -> int:
+    """Key heads in the cache. Those that `tensor` devices cannot share evenly are repeated.
+
+    So each device holds exactly the key heads of its query heads: 2 heads on 4 devices are 4 in the cache, one each.
+    """
+    return math.lcm(config.kv_heads, tensor) if config.heads % tensor == 0 else config.kv_heads
 
 
 def cache_shape(config: DecoderConfig, slots: int, length: int, tensor: int) -> tuple[int, int, int, int, int]:
-    """Shape of the keys (and values): [layers, slots, cached heads, length, head_dim].
-
-    Key heads that `tensor` devices cannot share evenly are repeated, so that each device holds exactly the key heads of
-    its query heads: 2 heads on 4 devices are 4 in the cache, one for each device.
-    """
-    heads = math.lcm(config.kv_heads, tensor) if config.heads % tensor == 0 else config.kv_heads
-    return config.layers, slots, heads, length, config.head_dim
+    """Shape of the keys (and values): [layers, slots, cached heads, length, head_dim]."""
+    return config.layers, slots, cached_heads(config, tensor), length, config.head_dim
 
 
 def cache_sharding(config: DecoderConfig, mesh: Mesh) -> NamedSharding:
@@ -114,7 +126,9 @@ class CacheView:
 
         def group(_: None, group: tuple[Array, Array, Array, Array]) -> tuple[None, Array]:
             first, query, position, reach = group
-            return None, self._by_blocks(query, position, cache, layer, first, reach.max())
+            return None, attend_by_blocks(
+                query, position, reach.max(), self.block, self._reader(cache, layer, first, len(query))
+            )
 
         def split(x: Array) -> Array:
             return x.reshape(-1, self.group_size, *x.shape[1:])
@@ -139,57 +153,65 @@ class CacheView:
                 for x, y in zip((cache.keys, cache.values), new, strict=True)
             )
             cache = KVCache(keys=keys, values=values)
-            return cache, self._by_blocks(query[None], position[None], cache, layer, slot, position[-1] + 1)[0]
+            read = self._reader(cache, layer, slot, 1)
+            return cache, attend_by_blocks(query[None], position[None], position[-1] + 1, self.block, read)[0]
 
         cache, mixed = jax.lax.scan(put, cache, (query, self.slot, self.position, new))
         return mixed, cache
 
-    def _by_blocks(
-        self,
-        query: Float[Array, "rows length heads dim"],
-        position: Int[Array, "rows length"],
-        cache: KVCache,
-        layer: Array,
-        first: Array | int,
-        reach: Int[Array, ""],
-    ) -> Float[Array, "rows length heads dim"]:
-        """Attention of the rows to positions [0, reach) of the slots `first`, `first + 1`, ..., with a running softmax.
+    def _reader(self, cache: KVCache, layer: Array, first: Array, rows: int) -> Callable[[Array], KeyAndValue]:
+        """Return what reads a block of the slots `first`, `first + 1`, ..."""
+        _, _, heads, _, dim = cache.keys.shape
 
-        Each block rescales the sums of the earlier blocks to the new maximum (Milakov and Gimelshein, 2018).
-        """
-        rows, length, heads, dim = query.shape
-        kv_heads = cache.keys.shape[2]
-        q = (
-            query.reshape(rows, length, kv_heads, heads // kv_heads, dim)
-            .swapaxes(1, 2)
-            .reshape(rows, kv_heads, -1, dim)
-        )
-        q = q.astype(jnp.float32) * dim**-0.5
-        limit = jnp.repeat(position, heads // kv_heads, axis=1)[:, None, :, None]
-        size = (1, rows, kv_heads, self.block, dim)
+        def read(b: Array) -> KeyAndValue:
+            at, size = (layer, first, 0, b * self.block, 0), (1, rows, heads, self.block, dim)
+            keys, values = (jax.lax.dynamic_slice(x, at, size)[0] for x in (cache.keys, cache.values))
+            return keys, values
 
-        def add(b: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            most, total, mixed = carry
-            at = b * self.block
-            keys, values = (
-                jax.lax.dynamic_slice(x, (layer, first, 0, at, 0), size)[0] for x in (cache.keys, cache.values)
-            )
-            scores = jnp.einsum("rhqd,rhkd->rhqk", q.astype(keys.dtype), keys, preferred_element_type=jnp.float32)
-            visible = at + jnp.arange(self.block) <= limit
-            scores = jnp.where(visible, scores, -jnp.inf)
-            new_most = jnp.maximum(most, scores.max(3))
-            weights = jnp.exp(scores - new_most[..., None])
-            keep = jnp.exp(most - new_most)
-            part = jnp.einsum(
-                "rhqk,rhkd->rhqd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
-            )
-            return new_most, total * keep + weights.sum(3), mixed * keep[..., None] + part
+        return read
 
-        lowest = jnp.full(q.shape[:3], jnp.finfo(jnp.float32).min)
-        start = lowest, jnp.zeros(q.shape[:3]), jnp.zeros(q.shape)
-        _, total, mixed = jax.lax.fori_loop(0, -(-reach // self.block), add, start)
-        out = (mixed / total[..., None]).astype(query.dtype)
-        return out.reshape(rows, kv_heads, length, -1, dim).swapaxes(1, 2).reshape(query.shape)
+
+def attend_by_blocks(
+    query: Float[Array, "rows length heads dim"],
+    position: Int[Array, "rows length"],
+    reach: Int[Array, ""],
+    block: int,
+    read: Callable[[Array], KeyAndValue],
+) -> Float[Array, "rows length heads dim"]:
+    """Attention of each row to its positions up to `position`, block by block up to `reach`, with a running softmax.
+
+    Each block rescales the sums of the earlier blocks to the new maximum (Milakov and Gimelshein, 2018).
+
+    Args:
+      query: queries of the rows' tokens.
+      position: position of each token; it sees itself and what lies before it.
+      reach: positions to read, at least one.
+      block: positions per block.
+      read: index of a block -> its keys and values, [rows, cached heads, block, dim] each.
+    """
+    rows, length, heads, dim = query.shape
+    kv_heads = jax.eval_shape(read, jnp.int32(0))[0].shape[1]
+    q = query.reshape(rows, length, kv_heads, heads // kv_heads, dim).swapaxes(1, 2).reshape(rows, kv_heads, -1, dim)
+    q = q.astype(jnp.float32) * dim**-0.5
+    limit = jnp.repeat(position, heads // kv_heads, axis=1)[:, None, :, None]
+
+    def add(b: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        most, total, mixed = carry
+        keys, values = read(b)
+        scores = jnp.einsum("rhqd,rhkd->rhqk", q.astype(keys.dtype), keys, preferred_element_type=jnp.float32)
+        visible = b * block + jnp.arange(block) <= limit
+        scores = jnp.where(visible, scores, -jnp.inf)
+        new_most = jnp.maximum(most, scores.max(3))
+        weights = jnp.exp(scores - new_most[..., None])
+        keep = jnp.exp(most - new_most)
+        part = jnp.einsum("rhqk,rhkd->rhqd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+        return new_most, total * keep + weights.sum(3), mixed * keep[..., None] + part
+
+    lowest = jnp.full(q.shape[:3], jnp.finfo(jnp.float32).min)
+    start = lowest, jnp.zeros(q.shape[:3]), jnp.zeros(q.shape)
+    _, total, mixed = jax.lax.fori_loop(0, -(-reach // block), add, start)
+    out = (mixed / total[..., None]).astype(query.dtype)
+    return out.reshape(rows, kv_heads, length, -1, dim).swapaxes(1, 2).reshape(query.shape)
 
 
 def copy_slots(

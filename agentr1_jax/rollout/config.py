@@ -43,9 +43,14 @@ class EngineConfig:
       attention_block: positions per attention block; divides `slot_tokens`.
       attention_group: decode slots per attention group, which attends as far as its longest sequence; lowered where it
         does not divide the decode slots of a data shard.
-      swap_slots: further KV slots, for sequences that are swapped out while their tool runs.
+      swap_slots: further KV slots, for sequences that are swapped out while their tool runs; with pages, which a
+        sequence keeps then, only the number of further sequences.
       early_exit_after: a decode call ends early once this many responses of a data shard have ended in it; 0: never.
       fetch_lag: 0: the host fetches a chunk before it dispatches the next one; 1: it dispatches the next one first.
+      cache: `slots`: each trajectory has a KV slot of its own; `pages`: they share a pool of pages.
+      page_tokens: positions of a page; divides `attention_block`.
+      pages: pages of this process, with one of each data shard that holds nothing; None: as much memory as the KV slots
+        would take.
       prefix_reuse: cached prefixes that are not computed again: those of `all` KV slots, or, for comparison, those of
         the `own` slot of the sequence or `none`.
       deterministic: wait for all running tools before each cycle, so that device calls depend on seeds alone.
@@ -61,6 +66,9 @@ class EngineConfig:
     swap_slots: Whole = 0
     early_exit_after: Whole = 1
     fetch_lag: Literal[0, 1] = 0
+    cache: Literal["slots", "pages"] = "slots"
+    page_tokens: Count = 64
+    pages: Count | None = None
     prefix_reuse: Literal["all", "own", "none"] = "all"
     deterministic: bool = False
 
@@ -72,6 +80,15 @@ class EngineConfig:
             raise ValueError(f"attention_block ({self.attention_block}) must divide slot_tokens ({self.slot_tokens})")
         if self.prefill_width > self.slot_tokens:
             raise ValueError(f"prefill_width ({self.prefill_width}) exceeds slot_tokens ({self.slot_tokens})")
+        if self.cache == "pages" and self.attention_block % self.page_tokens:
+            raise ValueError(
+                f"page_tokens ({self.page_tokens}) must divide attention_block ({self.attention_block}), which divides "
+                f"slot_tokens ({self.slot_tokens})"
+            )
+        if self.cache == "pages" and self.prefix_reuse != "all":
+            raise ValueError(
+                f"prefix_reuse={self.prefix_reuse} compares KV slots; set cache=slots, or prefix_reuse=all"
+            )
 
     def check_shards(self, shards: int) -> None:
         """Raise ValueError unless decode and swap slots spread evenly over the data shards of the engine's mesh."""
@@ -81,6 +98,14 @@ class EngineConfig:
                     f"rollout.{name} ({getattr(self, name)}) must be a multiple of the {shards} data shards of the "
                     "rollout mesh (devices of a process over rollout.tensor)"
                 )
+        if self.cache == "pages":
+            pages, needed = self.page_count(shards), self.slot_tokens // self.page_tokens + 1
+            if pages % shards or pages // shards < needed:
+                raise ValueError(
+                    f"rollout.pages is {pages}; it must be a multiple of the {shards} data shards of the rollout mesh, "
+                    f"and at least {shards * needed}: one trajectory of rollout.slot_tokens ({self.slot_tokens}) takes "
+                    f"{needed - 1} pages of rollout.page_tokens ({self.page_tokens}), and one page of a shard is empty"
+                )
 
     def attention_group_size(self, shards: int) -> int:
         """Decode slots per attention group, a divisor of the decode slots of a data shard."""
@@ -89,6 +114,12 @@ class EngineConfig:
     def kv_slots(self, shards: int) -> int:
         """Number of KV slots: decode slots, swap slots, and one spare slot for each data shard."""
         return self.slots + self.swap_slots + shards
+
+    def page_count(self, shards: int) -> int:
+        """Number of pages, with the one of each data shard that holds nothing."""
+        if self.pages is not None:
+            return self.pages
+        return self.kv_slots(shards) * (self.slot_tokens // self.page_tokens)
 
 
 @dataclass(frozen=True, config=STRICT)

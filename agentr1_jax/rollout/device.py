@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,11 +18,9 @@ from jax.sharding import PartitionSpec as P
 
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
-from agentr1_jax.rollout.cache import KVCache, cache_sharding, empty_cache
-from agentr1_jax.rollout.config import EngineConfig, SamplingConfig
+from agentr1_jax.rollout.config import STOP_WIDTH, EngineConfig, SamplingConfig
 from agentr1_jax.rollout.programs import NO_TOKEN, Sampled, SlotState, build_programs, encode_updates, idle_slot_state
 from agentr1_jax.rollout.scheduler import CacheCopy, Prefill
-from agentr1_jax.runtime.compile_cache import cached_jit
 
 COPIES_PER_CALL = 16
 """Most copies in one call of the copy program, per data shard."""
@@ -121,7 +118,6 @@ class Device:
     """Parameters, KV cache and slot states on a mesh, with one method per call of a compiled program.
 
     Attributes:
-      new_cache: compiled function that allocates an empty cache.
       in_flight: outputs of the decode calls that were not fetched yet, with their times of dispatch.
     """
 
@@ -130,25 +126,20 @@ class Device:
         config.check_shards(self.shards)
         self.counters = Counters()
         self.programs = build_programs(policy, config, mesh)
-        self.new_cache = cached_jit(
-            functools.partial(
-                empty_cache, policy, config.kv_slots(self.shards), config.slot_tokens, mesh.shape["tensor"]
-            ),
-            mesh,
-            out_shardings=cache_sharding(policy, mesh),
-        )
-        self._config = config
-        self._kv_slots_per_shard = config.kv_slots(self.shards) // self.shards
+        self._config, self._paged = config, config.cache == "pages"
+        # Of what prefills and copies name.
+        self._slots_per_shard = (config.slots if self._paged else config.kv_slots(self.shards)) // self.shards
         self._by_slot = NamedSharding(mesh, P("data"))
         self._params: Params = None
-        self._cache: KVCache | None = None
+        self._cache: Any = None
         self._state: SlotState | None = None
         self.close()
 
     def open(self, params: Params) -> None:
         """Allocate the cache; the decoder parameters are on the mesh."""
         c = self._config
-        self._params, self._cache = params, self.new_cache()
+        self._params, self._cache = params, self.programs.new_cache()
+        self._table = np.zeros((c.slots, c.slot_tokens // c.page_tokens), np.int32)
         self._next_state, self._changed = idle_slot_state(c), np.zeros(c.slots, bool)
         self._state = self._put(idle_slot_state(c))  # Not `_next_state`: a device array may alias the memory of numpy.
         self._no_updates = self._put(encode_updates(self._next_state, self._changed))
@@ -170,23 +161,26 @@ class Device:
         nothing: list[list[Prefill]] = [[] for _ in range(self.shards)]
         for rows in c.prefill_rows:
             self._prefill_call(nothing, rows, [0] * self.shards)
-        self._copy_call([[] for _ in range(self.shards)])
+        if not self._paged:
+            self._copy_call([[] for _ in range(self.shards)])
         self.decode()
         self.wait()
-        return len(c.prefill_rows) + 2
+        return len(c.prefill_rows) + (1 if self._paged else 2)
 
     def wait(self) -> None:
         """Wait until all programs dispatched so far have run."""
         jax.block_until_ready((self._cache, self._state))
 
-    def start(self, slot: int, request: ResponseRequest) -> None:
-        """Have the next decode call begin a response in a decode slot."""
+    def start(self, slot: int, request: ResponseRequest, sampled: np.ndarray) -> None:
+        """Have the next decode call begin a response in a decode slot, or go on after the ids that were sampled."""
         s, r = self._next_state, request
-        s.token[slot], s.position[slot] = r.prompt[-1], len(r.prompt) - 1
-        s.sampled[slot], s.budget[slot] = 0, r.max_tokens
+        tokens = np.concatenate([r.prompt, sampled])
+        s.token[slot], s.position[slot] = tokens[-1], len(tokens) - 1
+        s.sampled[slot], s.budget[slot] = len(sampled), r.max_tokens - len(sampled)
         s.temperature[slot], s.top_k[slot], s.top_p[slot] = r.sampling.temperature, r.sampling.top_k, r.sampling.top_p
         s.key[slot], s.active[slot] = r.key, True
         s.tail[slot] = s.stops[slot] = NO_TOKEN
+        s.tail[slot, STOP_WIDTH - min(len(sampled), STOP_WIDTH) :] = sampled[-STOP_WIDTH:]
         for row, ids in zip(s.stops[slot], r.stop, strict=False):
             row[-len(ids) :] = ids
         self._changed[slot] = True
@@ -195,12 +189,18 @@ class Device:
         """Have the next decode call drop the response of a decode slot."""
         self._next_state.active[slot], self._changed[slot] = False, True
 
+    def set_table(self, table: np.ndarray) -> None:
+        """Have the pages of each decode slot read by the calls from now on; see `pages.PageCache`."""
+        if not np.array_equal(table, self._table):
+            self._table = table.copy()
+            self._cache = dataclasses.replace(self._cache, table=self._put(self._table.copy()))
+
     def copy(self, copies: Sequence[CacheCopy]) -> None:
         """Copy KV slots, in order."""
         self.counters.copied_tokens += sum(copy.tokens for copy in copies)
         shards: list[list[CacheCopy]] = [[] for _ in range(self.shards)]
         for copy in copies:
-            shards[copy.source // self._kv_slots_per_shard].append(copy)
+            shards[copy.source // self._slots_per_shard].append(copy)
         for at in range(0, max(map(len, shards)), COPIES_PER_CALL):
             self._copy_call([own[at : at + COPIES_PER_CALL] for own in shards])
 
@@ -208,45 +208,47 @@ class Device:
         table = np.zeros((2, self.shards, COPIES_PER_CALL), np.int32)
         for shard, copies in enumerate(shards):
             for i, copy in enumerate(copies):
-                table[:, shard, i] = copy.source % self._kv_slots_per_shard, copy.target % self._kv_slots_per_shard
+                table[:, shard, i] = copy.source % self._slots_per_shard, copy.target % self._slots_per_shard
         count = np.asarray([len(copies) for copies in shards], np.int32)
         self._note_dispatch()
         source, target = table.reshape(2, -1)
+        assert self.programs.copy is not None
         self._cache = self.programs.copy(self._cache, source, target, count)
 
-    def prefill(self, prefills: Sequence[Prefill], spare: Sequence[int]) -> None:
-        """Compute new tokens, in calls of rows of `prefill_width`; the rows of a KV slot in order.
+    def prefill(self, prefills: Sequence[Prefill], padding: Sequence[int]) -> None:
+        """Compute new tokens, in calls of rows of `prefill_width`; the rows of a slot in order.
 
         Args:
-          prefills: tokens to compute, each KV slot at most once.
-          spare: for each shard a KV slot that holds nothing, written by padding rows.
+          prefills: tokens to compute, each slot at most once.
+          padding: for each shard the slot that padding rows name, numbered within the shard; nothing it holds is read.
         """
         shards: list[list[Prefill]] = [[] for _ in range(self.shards)]
-        for new in sorted(prefills, key=lambda p: len(p.ids)):  # Sequences of similar length attend alike.
-            shards[new.kv_slot // self._kv_slots_per_shard] += self._rows(new)
+        for new in prefills:
+            shards[new.slot // self._slots_per_shard] += self._rows(new)
             self.counters.prefill_tokens += len(new.ids) - new.start
         while left := max(map(len, shards)):
             count = next_bucket(left, self._config.prefill_rows)
             call = [own[:count] for own in shards]
-            self._prefill_call(call, count, spare)
+            self._prefill_call(call, count, padding)
             shards = [own[count:] for own in shards]
 
     def _rows(self, new: Prefill) -> Iterator[Prefill]:
         width = self._config.prefill_width
         for at in range(new.start, len(new.ids), width):
-            # A row ends within the slot: the last may begin with tokens that the row before it computed.
-            at = min(at, self._config.slot_tokens - width)
+            # A row ends within the KV slot: the last may begin with tokens that the row before it computed.
+            if not self._paged:
+                at = min(at, self._config.slot_tokens - width)
             yield dataclasses.replace(new, start=at, ids=new.ids[: at + width])
 
-    def _prefill_call(self, shards: list[list[Prefill]], count: int, spare: Sequence[int]) -> None:
+    def _prefill_call(self, shards: list[list[Prefill]], count: int, padding: Sequence[int]) -> None:
         tokens = np.zeros((self.shards, count, self._config.prefill_width), np.int32)
-        slot = np.repeat(np.asarray(spare, np.int32)[:, None] % self._kv_slots_per_shard, count, axis=1)
+        slot = np.repeat(np.asarray(padding, np.int32)[:, None], count, axis=1)
         start = np.zeros((self.shards, count), np.int32)
         for shard, rows in enumerate(shards):
             for i, row in enumerate(rows):
                 ids = row.ids[row.start :]
                 tokens[shard, i, : len(ids)] = ids
-                slot[shard, i], start[shard, i] = row.kv_slot % self._kv_slots_per_shard, row.start
+                slot[shard, i], start[shard, i] = row.slot % self._slots_per_shard, row.start
         self._note_dispatch()
         arrays = tokens.reshape(-1, tokens.shape[-1]), slot.ravel(), start.ravel()
         self._cache = self.programs.prefill(self._params, self._cache, *arrays)

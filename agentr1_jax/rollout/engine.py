@@ -26,9 +26,11 @@ from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.rollout.config import MOST_STOP_SEQUENCES, STOP_WIDTH, EngineConfig
 from agentr1_jax.rollout.device import Counters, Device, ResponseRequest
-from agentr1_jax.rollout.scheduler import CacheCopy, Scheduler, SlotLease
+from agentr1_jax.rollout.page_scheduler import PageScheduler
+from agentr1_jax.rollout.scheduler import Lease, Scheduler
 from agentr1_jax.runtime.processes import Dispatcher
 
+NO_IDS = np.zeros(0, np.int32)
 TIMELINE_SPANS = 20_000
 """Most spans of a timeline."""
 
@@ -41,12 +43,17 @@ class RequestError(ValueError):
 class PendingResponse:
     """A response that a trajectory waits for, with the tokens sampled so far."""
 
-    lease: SlotLease
+    lease: Lease
     request: ResponseRequest
     done: asyncio.Future[Completion]
     ids: list[np.ndarray] = dataclasses.field(default_factory=list)
     logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)
     stopped: bool = False
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Prompt and sampled ids, int32."""
+        return np.concatenate([self.request.prompt, *self.ids])
 
     def completion(self, version: int) -> Completion:
         """Return the complete response, as sampled by a policy version."""
@@ -115,13 +122,15 @@ class Engine:
 
     def _reset(self) -> None:
         self.device.close()
-        self._scheduler = Scheduler(self.config, self.device.shards)
+        kind = PageScheduler if self.config.cache == "pages" else Scheduler
+        self._scheduler = kind(self.config, self.device.shards)
         self._waiting: list[PendingResponse] = []  # For a decode slot.
+        self._starting: dict[int, PendingResponse] = {}  # By decode slot: their prompts are being computed.
         self._decoding: dict[int, PendingResponse] = {}  # By decode slot.
         self._chunks: collections.deque[Chunk] = collections.deque()  # In flight.
         self._free_leases = self.config.slots + self.config.swap_slots
         self._admission_queue: collections.deque[asyncio.Future[None]] = collections.deque()
-        self._leases_to_release: list[SlotLease] = []
+        self._leases_to_release: list[Lease] = []
         self._in_tools = 0  # Trajectories with a lease that wait for no response, but for their tools.
         self._cycle = 0
         self._next_policy: tuple[Params, int] | None = None
@@ -170,7 +179,7 @@ class Engine:
         self._reset()
         return count
 
-    async def acquire(self, order: tuple[int, ...] = ()) -> SlotLease:
+    async def acquire(self, order: tuple[int, ...] = ()) -> Lease:
         """Wait until one more trajectory can be admitted: until a KV slot, for decoding or swapping, is free.
 
         The order, (group, sample), is that of the requests of one cycle in deterministic mode.
@@ -178,7 +187,7 @@ class Engine:
         if self._free_leases:
             self._free_leases -= 1
             self._in_tools += 1
-            return SlotLease(order)
+            return Lease(order)
         admission: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._admission_queue.append(admission)
         try:
@@ -187,9 +196,9 @@ class Engine:
             if not admission.cancelled():
                 self._admit_next()
             raise
-        return SlotLease(order)
+        return Lease(order)
 
-    def release(self, lease: SlotLease) -> None:
+    def release(self, lease: Lease) -> None:
         """End a lease. The slot keeps its contents, for prompts that begin with them."""
         self._leases_to_release.append(lease)
         self._admit_next()
@@ -210,7 +219,7 @@ class Engine:
         if self._wake_up is not None:
             self._wake_up.set()
 
-    async def generate(self, lease: SlotLease, request: ResponseRequest) -> Completion:
+    async def generate(self, lease: Lease, request: ResponseRequest) -> Completion:
         """Sample a response. Raises RequestError where the request does not fit the engine."""
         self._check(request)
         done = asyncio.get_running_loop().create_future()
@@ -257,10 +266,11 @@ class Engine:
             self._drop_cancellations()
             if self.timeline is not None:
                 self.timeline.set_tool_slots(self._scheduler.tool_slots())
-            if self._next_policy and not self._decoding and not self._chunks:
+            busy = bool(self._decoding or self._chunks or self._scheduler.queue_length)
+            if self._next_policy and not busy:
                 await self.dispatcher(self._change_policy)
             ready = not (self.config.deterministic and self._in_tools)
-            if ready and (self._waiting or self._decoding or self._chunks):
+            if ready and (self._waiting or busy):
                 self._cycle += 1
                 waiting = [] if self._next_policy else self._waiting
                 self._waiting = self._waiting[len(waiting) :]
@@ -283,64 +293,100 @@ class Engine:
     def _drop_cancellations(self) -> None:
         """Drop responses that no trajectory waits for any more, and end the leases that were released."""
         self._waiting = [r for r in self._waiting if not r.done.done()]
-        for slot in [slot for slot, r in self._decoding.items() if r.done.done()]:
-            self._decoding.pop(slot).lease.idle_since = self._cycle
-            self.device.stop(slot)
+        for responses in (self._starting, self._decoding):
+            for slot in [slot for slot, r in responses.items() if r.done.done()]:
+                responses.pop(slot).lease.idle_since = self._cycle
+                self._scheduler.finish(slot, None)
+                self.device.stop(slot)
         leases, self._leases_to_release = self._leases_to_release, []
         for lease in leases:
             self._scheduler.release(lease)
 
     def _device_cycle(self, waiting: list[PendingResponse]) -> tuple[list[PendingResponse], list[PendingResponse]]:
         """Assign slots, prefill, dispatch a chunk and fetch one; return the still unassigned and complete responses."""
+        complete: list[PendingResponse] = []
         unassigned = self._assign(waiting)
+        self._prefill()
+        unassigned = self._make_room(complete) + unassigned
         if self._decoding:
             others_wait = bool(unassigned or self._admission_queue)
             self._chunks.append(Chunk(dict(self._decoding), others_wait, time.perf_counter()))
             self.device.decode()
         if len(self._chunks) > (self.config.fetch_lag if self._decoding else 0):
-            return unassigned, self._fetch()
-        return unassigned, []
+            complete += self._fetch()
+        return unassigned, complete
 
     def _assign(self, waiting: list[PendingResponse]) -> list[PendingResponse]:
-        """Assign decode slots and fill them with their prompts; return the responses for which there is no slot."""
+        """Assign decode slots; return the responses for which there is none."""
         if self.config.deterministic:
             waiting = sorted(waiting, key=lambda r: r.lease.order)
         for r in waiting:
             r.lease.idle_since = None
-        copies: list[CacheCopy] = []
-        prompts: dict[int, np.ndarray] = {}
         unassigned = []
         for r in waiting:
-            prompt = r.request.prompt
-            own_copies = self._scheduler.assign(r.lease, prompt)
-            if own_copies is None or r.lease.kv_slot is None:
+            tokens = r.tokens
+            # Decode feeds the last token, because it needs its logits.
+            slot = self._scheduler.assign(r.lease, tokens[:-1], self._room(r, len(tokens), 1))
+            if slot is None:
                 unassigned.append(r)
-                continue
-            copies += own_copies
-            # Decode feeds the last prompt token, because it needs its logits.
-            prompts[r.lease.kv_slot] = prompt[:-1]
-            slot = self._scheduler.decode_slot(r.lease.kv_slot)
-            self.device.start(slot, r.request)
-            self._decoding[slot] = r
+            else:
+                self._starting[slot] = r
         if self.timeline is not None:
             self.timeline.set_tool_slots(self._scheduler.tool_slots())
-        if prompts:
-            self._prefill(copies, prompts)
         return unassigned
 
-    def _prefill(self, copies: list[CacheCopy], prompts: dict[int, np.ndarray]) -> None:
-        """Execute the copies of the scheduler, then bring each KV slot to hold its prompt."""
-        passes, saved = self._scheduler.plan_prefill(prompts)
-        self.counters.prefill_tokens_saved += saved
-        started = time.perf_counter()
-        self.device.copy(copies)
-        for each in passes:
-            self.device.copy(each.copies)
-            self.device.prefill(each.prefills, self._scheduler.spare)
-        if self.timeline is not None:
-            self.device.wait()
-            slots = [self._scheduler.decode_slot(slot) for slot in prompts]
-            self.timeline.add(slots, "prefill", started, time.perf_counter())
+    def _room(self, r: PendingResponse, tokens: int, chunks: int) -> int:
+        """Positions that a response of so many tokens with its prompt needs for further decode calls."""
+        return min(tokens + chunks * self.config.decode_chunk, len(r.request.prompt) + r.request.max_tokens)
+
+    def _prefill(self) -> None:
+        """Compute prompts: one call, and further ones while more decode slots wait for their prompts than decode."""
+        while self._scheduler.queue_length:
+            passes, ready, saved = self._scheduler.advance()
+            self.counters.prefill_tokens_saved += saved
+            started = time.perf_counter()
+            if isinstance(self._scheduler, PageScheduler):
+                self.device.set_table(self._scheduler.table)
+            for each in passes:
+                self.device.copy(each.copies)
+                self.device.prefill(each.prefills, self._scheduler.padding)
+            if self.timeline is not None:
+                self.device.wait()
+                self.timeline.add(ready, "prefill", started, time.perf_counter())
+            for slot in ready:
+                r = self._decoding[slot] = self._starting.pop(slot)
+                self.device.start(slot, r.request, np.concatenate([NO_IDS, *r.ids]))
+            if self._scheduler.queue_length <= len(self._decoding):
+                break
+
+    def _make_room(self, complete: list[PendingResponse]) -> list[PendingResponse]:
+        """Have pages for the next chunk of each response, those of the oldest trajectories first.
+
+        Where they run out, the response of the trajectory admitted last gives up its slot, and goes on later.
+
+        Args:
+          complete: takes the responses that ended meanwhile.
+
+        Returns:
+          the responses that gave way.
+        """
+        gave_way = []
+        for slot in self._scheduler.by_age(self._decoding):
+            while (r := self._decoding.get(slot)) is not None:
+                in_flight = sum(chunk.responses.get(slot) is r for chunk in self._chunks)
+                if self._scheduler.extend(slot, self._room(r, len(r.tokens), 1 + in_flight)):
+                    break
+                if self._chunks:  # Their tokens are not here yet.
+                    complete += self._fetch()
+                    continue
+                last = self._scheduler.by_age(self._decoding)[-1]
+                r = self._decoding.pop(last)
+                self._scheduler.finish(last, r.tokens[:-1])
+                self.device.stop(last)
+                gave_way.append(r)
+        if isinstance(self._scheduler, PageScheduler):
+            self.device.set_table(self._scheduler.table)
+        return gave_way
 
     def _fetch(self) -> list[PendingResponse]:
         """Wait for the oldest chunk in flight; return the responses that it completed."""
@@ -356,8 +402,7 @@ class Engine:
                 del self._decoding[slot]
                 complete.append(r)
                 # All but the last sampled token were fed, so their keys and values are in the cache.
-                cached = np.concatenate([r.request.prompt, *r.ids])[:-1]
-                self._scheduler.set_cached_ids(self._scheduler.kv_slot(slot), cached)
+                self._scheduler.finish(slot, r.tokens[:-1])
                 r.lease.idle_since = self._cycle
         if chunk.others_wait:
             self.counters.waiting_tokens += int(out.count.sum())

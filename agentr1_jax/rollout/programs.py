@@ -22,12 +22,17 @@ from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Decoder, Params, output_logits
-from agentr1_jax.rollout.cache import CacheView, KVCache, cache_sharding, copy_slots
+from agentr1_jax.rollout.cache import CacheView, KVCache, cache_sharding, copy_slots, empty_cache
 from agentr1_jax.rollout.config import MOST_STOP_SEQUENCES, STOP_WIDTH, EngineConfig
+from agentr1_jax.rollout.pages import PageCache, PageView, empty_pages, page_sharding
 from agentr1_jax.runtime.compile_cache import cached_jit
 
 NO_TOKEN = -1
 """Padding of ids and stop sequences."""
+KERNEL_HEAD_DIM = 128
+"""The kernel for pages takes heads of multiples of this size."""
+
+Cache = KVCache | PageCache
 
 
 @flax.struct.dataclass
@@ -123,56 +128,65 @@ class Sampled:
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """The jitted programs. KV slots are numbered within their data shard.
+    """The jitted programs. KV slots and pages are numbered within their data shard.
 
     Attributes:
+      new_cache: () -> an empty cache.
       prefill: (params, cache, tokens[rows, width], slot[rows], start[rows]) -> cache. There are `prefill_rows` rows per
-        shard; row i holds the tokens from position start[i] on of its slot.
+        shard; row i holds the tokens from position start[i] on of its KV slot (of its decode slot, for pages).
       decode: (params, cache, state, updates[slots, words], early_exit_after[shards]) -> (cache, state, sampled); see
         `encode_updates` for the updates.
-      copy: (cache, source[copies], target[copies], count[shards]) -> cache.
+      copy: (cache, source[copies], target[copies], count[shards]) -> cache; None for pages.
     """
 
-    prefill: Callable[..., KVCache]
-    decode: Callable[..., tuple[KVCache, SlotState, Sampled]]
-    copy: Callable[..., KVCache]
+    new_cache: Callable[[], Cache]
+    prefill: Callable[..., Cache]
+    decode: Callable[..., tuple[Cache, SlotState, Sampled]]
+    copy: Callable[..., KVCache] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """How the programs attend to a cache; see `CacheView` and `PageView`."""
+
+    block: int
+    group_size: int
+    tensor: int
+    kernel: bool
+
+    def view(self, cache: Cache, slot: Array | None, position: Array) -> CacheView | PageView:
+        """Return the memory of the new tokens of some slots, or of one more token in each."""
+        if isinstance(cache, PageCache):
+            return PageView(slot, position, self.block, self.group_size, self.tensor, self.kernel)
+        return CacheView(slot, position, self.block, self.group_size, self.tensor)
 
 
 def prefill(
-    decoder: Decoder,
-    params: Params,
-    cache: KVCache,
-    tokens: Array,
-    slot: Array,
-    start: Array,
-    *,
-    block: int,
-    tensor: int,
-) -> KVCache:
+    decoder: Decoder, params: Params, cache: Cache, tokens: Array, slot: Array, start: Array, *, attention: Attention
+) -> Cache:
     """Write the keys and values of new prompt tokens. There are no logits: `decode` feeds the last prompt token."""
-    view = CacheView(slot=slot, position=start[:, None] + jnp.arange(tokens.shape[1]), block=block, tensor=tensor)
-    result: Any = decoder.apply({"params": params}, tokens, view.position, view, cache)
+    position = start[:, None] + jnp.arange(tokens.shape[1])
+    result: Any = decoder.apply({"params": params}, tokens, position, attention.view(cache, slot, position), cache)
     return result[1]
 
 
 def decode(
     decoder: Decoder,
     params: Params,
-    cache: KVCache,
+    cache: Cache,
     state: SlotState,
     updates: UInt32[Array, "slots words"],
     early_exit_after: Int[Array, "1"],
-    config: EngineConfig,
-    tensor: int,
-) -> tuple[KVCache, SlotState, Sampled]:
-    """Apply the updates of the host, then sample up to `decode_chunk` tokens for every active slot.
+    *,
+    chunk: int,
+    attention: Attention,
+) -> tuple[Cache, SlotState, Sampled]:
+    """Apply the updates of the host, then sample up to `chunk` tokens for every active slot.
 
     The loop ends early when no slot is active, or when `early_exit_after` > 0 responses have ended.
     """
-    chunk = config.decode_chunk
     state = apply_updates(updates, state)
     n = state.token.shape[0]
-    group_size = config.attention_group_size(shards=config.slots // n)
     active_at_start = state.active.sum()
     empty = Sampled(
         ids=jnp.full((n, chunk), NO_TOKEN, jnp.int32),
@@ -183,18 +197,18 @@ def decode(
         iterations=jnp.zeros(1, jnp.int32),
     )
 
-    def keep_going(carry: tuple[KVCache, SlotState, Sampled]) -> Array:
+    def keep_going(carry: tuple[Cache, SlotState, Sampled]) -> Array:
         _, state, out = carry
         active = state.active.sum()
         exit_early = (early_exit_after[0] > 0) & (active_at_start - active >= early_exit_after[0])
         return (out.iterations[0] < chunk) & (active > 0) & ~exit_early
 
-    def body(carry: tuple[KVCache, SlotState, Sampled]) -> tuple[KVCache, SlotState, Sampled]:
+    def body(carry: tuple[Cache, SlotState, Sampled]) -> tuple[Cache, SlotState, Sampled]:
         cache, state, out = carry
         # A position beyond the cache: idle slots write nothing.
-        position = jnp.where(state.active, state.position, cache.keys.shape[3])
-        view = CacheView(None, position[:, None], config.attention_block, group_size, tensor)
-        result: Any = decoder.apply({"params": params}, state.token[:, None], view.position, view, cache)
+        position = jnp.where(state.active, state.position, cache.length)[:, None]
+        view = attention.view(cache, None, position)
+        result: Any = decoder.apply({"params": params}, state.token[:, None], position, view, cache)
         hidden, cache = result
         active = state.active
         # The last request of an idle slot must not keep the truncation of `sample` going.
@@ -303,29 +317,43 @@ def matches_stop(tail: Int[Array, "slots width"], stops: Int[Array, "slots stops
     return jnp.any(equal.all(-1) & used.any(-1), axis=-1)
 
 
+def cache_maker(policy: DecoderConfig, config: EngineConfig, mesh: Mesh) -> tuple[Callable[[], Cache], Any]:
+    """Return the function of an empty cache, and its shardings on a mesh."""
+    shards, tensor = mesh.shape["data"], mesh.shape["tensor"]
+    if config.cache == "slots":
+        new = functools.partial(empty_cache, policy, config.kv_slots(shards), config.slot_tokens, tensor)
+        each = cache_sharding(policy, mesh)
+        return new, KVCache(keys=each, values=each)
+    table = config.slots, config.slot_tokens // config.page_tokens
+    pages = functools.partial(empty_pages, policy, config.page_count(shards), config.page_tokens)
+    return functools.partial(pages, tensor=tensor, table=table), page_sharding(policy, mesh)
+
+
 def build_programs(policy: DecoderConfig, config: EngineConfig, mesh: Mesh) -> Programs:
-    """Jit the programs for a mesh: slots over `data`, heads over `tensor`. The cache is donated."""
-    decoder, tensor = Decoder(policy), mesh.shape["tensor"]
+    """Jit the programs for a mesh: slots and pages over `data`, heads over `tensor`. The cache is donated."""
+    decoder, shards, tensor = Decoder(policy), mesh.shape["data"], mesh.shape["tensor"]
+    kernel = mesh.devices.flat[0].platform == "tpu" and policy.head_dim % KERNEL_HEAD_DIM == 0
+    attention = Attention(config.attention_block, config.attention_group_size(shards), tensor, kernel)
     by_row, by_slot = P("data"), P(None, "data")
+    caches: Any = PageCache(pages=by_slot, table=by_row) if config.cache == "pages" else by_slot
     # Explicit: on one device the inferred sharding would be P(), another entry of jit's cache.
-    layout, rows = cache_sharding(policy, mesh), NamedSharding(mesh, by_row)
+    new, layout, rows = *cache_maker(policy, config, mesh), NamedSharding(mesh, by_row)
 
     def over_shards(f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={"data"}, check_vma=False)
 
     run_prefill = over_shards(
-        functools.partial(prefill, decoder, block=config.attention_block, tensor=tensor),
-        (P(), by_slot, by_row, by_row, by_row),
-        by_slot,
+        functools.partial(prefill, decoder, attention=attention), (P(), caches, by_row, by_row, by_row), caches
     )
     run_decode = over_shards(
-        functools.partial(decode, decoder, config=config, tensor=tensor),
-        (P(), by_slot, by_row, by_row, by_row),
-        (by_slot, by_row, by_row),
+        functools.partial(decode, decoder, chunk=config.decode_chunk, attention=attention),
+        (P(), caches, by_row, by_row, by_row),
+        (caches, by_row, by_row),
     )
     run_copy = over_shards(copy_slots, (by_slot, by_row, by_row, by_row), by_slot)
     return Programs(
+        new_cache=cached_jit(new, mesh, out_shardings=layout),
         prefill=cached_jit(run_prefill, mesh, donate_argnums=1, out_shardings=layout),
         decode=cached_jit(run_decode, mesh, donate_argnums=1, out_shardings=(layout, rows, rows)),
-        copy=cached_jit(run_copy, mesh, donate_argnums=0, out_shardings=layout),
+        copy=None if config.cache == "pages" else cached_jit(run_copy, mesh, donate_argnums=0, out_shardings=layout),
     )

@@ -23,7 +23,7 @@ from agentr1_jax.policy.decoder import Params
 from agentr1_jax.rollout.config import AttemptLimits, SamplingConfig
 from agentr1_jax.rollout.device import ResponseRequest
 from agentr1_jax.rollout.engine import Engine, RequestError
-from agentr1_jax.rollout.scheduler import SlotLease
+from agentr1_jax.rollout.scheduler import Lease
 from agentr1_jax.trajectory import POLICIES, Outcome, Trajectory
 
 RETRIED = (Outcome.TOOL_FAILURE, Outcome.ENV_FAILURE)
@@ -151,7 +151,7 @@ class AgentTimeout(Exception):
 class EngineSession(Session):
     """A session whose responses come from the engine."""
 
-    def __init__(self, engine: Engine, lease: SlotLease, identity: Identity, sampling: SamplingConfig) -> None:
+    def __init__(self, engine: Engine, lease: Lease, identity: Identity, sampling: SamplingConfig) -> None:
         super().__init__(identity)
         self._engine = engine
         self._lease = lease

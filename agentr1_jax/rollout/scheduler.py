@@ -10,7 +10,8 @@ are numbered over all shards, and so are decode slots; `decode_slot` and `kv_slo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from agentr1_jax.rollout.config import EngineConfig
 
 
 @dataclasses.dataclass(eq=False)
-class SlotLease:
+class Lease:
     """Right of a trajectory to one KV slot, from its admission to its release.
 
     Attributes:
@@ -44,9 +45,9 @@ class CacheCopy:
 
 @dataclasses.dataclass(frozen=True)
 class Prefill:
-    """Tokens to compute: `ids[start:]`, in a KV slot that holds `ids[:start]`."""
+    """Tokens to compute: `ids[start:]`, in a slot that holds `ids[:start]`: a KV slot, or with pages a decode slot."""
 
-    kv_slot: int
+    slot: int
     ids: np.ndarray
     start: int
 
@@ -57,6 +58,20 @@ class PrefillPass:
 
     copies: list[CacheCopy]
     prefills: list[Prefill]
+
+
+class Advance(NamedTuple):
+    """What prefill is to do now.
+
+    Attributes:
+      passes: to dispatch, in order.
+      ready: decode slots whose prompts are whole after that.
+      saved: prompt tokens of new responses that need not be computed.
+    """
+
+    passes: list[PrefillPass]
+    ready: list[int]
+    saved: int
 
 
 def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
@@ -83,11 +98,13 @@ class Scheduler:
         self._min_copy = max(config.prefill_width // 2, 1)
         self._ids = np.zeros((config.kv_slots(shards), config.slot_tokens), np.int32)
         self._count = np.zeros(config.kv_slots(shards), np.int32)
-        self._leases: list[SlotLease | None] = [None] * len(self._count)
+        self._leases: list[Lease | None] = [None] * len(self._count)
         self._open = [0] * shards
+        self._copies: list[CacheCopy] = []  # Of new assignments, not taken by `advance` yet; as are the prompts.
+        self._prompts: dict[int, np.ndarray] = {}
         self.spare = [shard * self.kv_slots_per_shard + self.kv_slots_per_shard - 1 for shard in range(shards)]
 
-    def release(self, lease: SlotLease) -> None:
+    def release(self, lease: Lease) -> None:
         """End a lease. The slot keeps its ids, for prompts that begin with them."""
         if lease.shard is not None:
             self._open[lease.shard] -= 1
@@ -126,12 +143,62 @@ class Scheduler:
         """Mark all KV slots as empty, because new weights make their contents void."""
         self._count[:] = 0
 
-    def assign(self, lease: SlotLease, prompt: np.ndarray) -> list[CacheCopy] | None:
+    @property
+    def padding(self) -> list[int]:
+        """For each shard the slot that padding of a prefill call writes, numbered within the shard."""
+        return [slot % self.kv_slots_per_shard for slot in self.spare]
+
+    @property
+    def queue_length(self) -> int:
+        """Number of decode slots whose prompt is not computed yet."""
+        return len(self._prompts)
+
+    def assign(self, lease: Lease, ids: np.ndarray, room: int) -> int | None:
         """Assign a decode slot: its own, a free one, or that of a sequence whose tool is running, which is swapped out.
 
-        Sets `shard` and `kv_slot` of the lease. Returns the cache copies that this needs, or None if every slot of its
-        shard is decoding.
+        Sets `shard` and `kv_slot` of the lease.
+
+        Args:
+          lease: of the sequence.
+          ids: int32, the prompt without its last id, which decoding feeds.
+          room: positions that it needs at once; a KV slot has them all.
+
+        Returns:
+          the decode slot; None if every slot of its shard is decoding.
         """
+        copies = self._take_slot(lease, ids)
+        if copies is None or lease.kv_slot is None:
+            return None
+        self._copies += copies
+        self._prompts[lease.kv_slot] = ids
+        return self.decode_slot(lease.kv_slot)
+
+    def extend(self, slot: int, room: int) -> bool:
+        """Return True: a KV slot has room for every position."""
+        return True
+
+    def by_age(self, slots: Iterable[int]) -> list[int]:
+        """Return decode slots in any order: none needs to give way."""
+        return list(slots)
+
+    def advance(self) -> Advance:
+        """Return the passes that bring each new decode slot to hold its prompt."""
+        copies, self._copies = self._copies, []
+        prompts, self._prompts = self._prompts, {}
+        passes, saved = self._plan_prefill(prompts)
+        return Advance([PrefillPass(copies, []), *passes], [self.decode_slot(slot) for slot in prompts], saved)
+
+    def finish(self, slot: int, ids: np.ndarray | None) -> None:
+        """End the response of a decode slot, which its sequence keeps.
+
+        Args:
+          ids: ids whose keys and values it holds; None where the response was dropped: those of the prompt.
+        """
+        if ids is not None:
+            self.set_cached_ids(self.kv_slot(slot), ids)
+
+    def _take_slot(self, lease: Lease, prompt: np.ndarray) -> list[CacheCopy] | None:
+        """Assign a KV slot; return the cache copies that this needs, or None if every slot of its shard is decoding."""
         if lease.kv_slot is not None and self.is_decode_slot(lease.kv_slot):
             return []
         if lease.shard is None:
@@ -157,7 +224,7 @@ class Scheduler:
         others = [slot for slot in group if slot != kv_slot and self._leases[slot] is not None]
         return abs(tokens - max((int(self._count[slot]) for slot in others), default=tokens))
 
-    def _resume_in(self, kv_slot: int, lease: SlotLease) -> list[CacheCopy]:
+    def _resume_in(self, kv_slot: int, lease: Lease) -> list[CacheCopy]:
         """Give a free slot to a sequence that has none or is swapped out."""
         copies = []
         if lease.kv_slot is not None:
@@ -167,7 +234,7 @@ class Scheduler:
         lease.kv_slot = kv_slot
         return copies
 
-    def _swap(self, victim: SlotLease, lease: SlotLease) -> list[CacheCopy]:
+    def _swap(self, victim: Lease, lease: Lease) -> list[CacheCopy]:
         """Swap the victim out to the spare slot and give its slot to the lease; a slot that becomes free is spare."""
         slot, swapped = victim.kv_slot, lease.kv_slot
         assert slot is not None
@@ -192,7 +259,7 @@ class Scheduler:
         self.set_cached_ids(target, ids)
         return [CacheCopy(source, target, len(ids))] if len(ids) else []
 
-    def plan_prefill(self, prompts: Mapping[int, np.ndarray]) -> tuple[list[PrefillPass], int]:
+    def _plan_prefill(self, prompts: Mapping[int, np.ndarray]) -> tuple[list[PrefillPass], int]:
         """Plan passes after which each KV slot of `prompts` holds its ids; a shared prefix is computed once.
 
         Also return the number of tokens that need not be computed.
@@ -215,6 +282,7 @@ class Scheduler:
                 planned[slot] = ids
             for slot, ids in planned.items():
                 self.set_cached_ids(slot, ids)
+            this.prefills.sort(key=lambda p: len(p.ids))  # Sequences of similar length attend alike.
             passes.append(this)
             prompts = {slot: ids for slot, ids in prompts.items() if slot not in planned}
         return passes, saved

@@ -57,6 +57,7 @@ _CPU = {
     "rollout.prefill_rows": (8, 32),
     "rollout.attention_block": 64,
     "rollout.attention_group": 8,
+    "rollout.page_tokens": 16,
     "mesh.tensor": 1,
 }
 _ACCELERATOR = {
@@ -72,6 +73,7 @@ _ACCELERATOR = {
     "rollout.prefill_rows": (4, 16),
     "rollout.attention_block": 1024,
     "rollout.attention_group": 32,
+    "rollout.page_tokens": 64,
     "mesh.tensor": 1,
 }
 _LARGE = _ACCELERATOR | {"rollout.slots": 256, "rollout.swap_slots": 64, "rollout.attention_group": 128}
@@ -196,6 +198,8 @@ def _fill_attention(filled: dict[str, Any], row: Hardware, budget: Budget) -> No
         _fill(filled, "rollout.attention_block", math.gcd(own, slot_tokens))
     quarter = 2 ** int(math.log2(max(budget.context_tokens // 4, 1)))  # Little of a short context may be padding.
     block = _fill(filled, "rollout.attention_block", min(own, max(quarter, 64)))
+    if isinstance(block, int) and block > 0:
+        _fill(filled, "rollout.page_tokens", math.gcd(row.values["rollout.page_tokens"], block))
     _fill(filled, "rollout.slot_tokens", _round_up(budget.context_tokens, block))
     row_tokens = _get(filled, "learner.row_tokens")
     if row.values["policy.attention"] == "splash" and _get(filled, "learner.packing") == "prefix_tree":

@@ -124,7 +124,7 @@ def test_the_donated_cache_is_written_in_place(program):
     policy = dataclasses.replace(POLICY, layers=32)
     config = dataclasses.replace(CONFIG, slots=4, slot_tokens=2048, attention_block=512, prefill_rows=(1,))
     engine = Engine(policy, config, tiny.mesh())
-    cache, params = engine.device.new_cache(), tiny.decoder_params(policy)
+    cache, params = engine.device.programs.new_cache(), tiny.decoder_params(policy)
     programs = engine.device.programs
     if program == "decode":
         slots = idle_slot_state(config)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from schedules import CONFIG
 
-from agentr1_jax.rollout.scheduler import CacheCopy, Scheduler, SlotLease
+from agentr1_jax.rollout.scheduler import CacheCopy, Lease, Scheduler
 
 GARBAGE = -7
 LENGTH = 32
@@ -61,16 +61,15 @@ class Cache:
         """Check that rows continue what is there; later positions become garbage, as padding makes them."""
         for row in rows:
             assert row.start < len(row.ids)
-            np.testing.assert_array_equal(self.ids[row.kv_slot, : row.start], row.ids[: row.start])
-            self.ids[row.kv_slot, row.start : len(row.ids)] = row.ids[row.start :]
-            self.ids[row.kv_slot, len(row.ids) :] = GARBAGE
+            np.testing.assert_array_equal(self.ids[row.slot, : row.start], row.ids[: row.start])
+            self.ids[row.slot, row.start : len(row.ids)] = row.ids[row.start :]
+            self.ids[row.slot, len(row.ids) :] = GARBAGE
 
-    def execute(self, copies, passes, spare):
-        self.copy(copies)
+    def execute(self, passes, spare):
         for step in passes:
             self.copy(step.copies)
             self.compute(step.prefills)
-            written = [row.kv_slot for row in step.prefills]
+            written = [row.slot for row in step.prefills]
             assert len(written) == len(set(written))
             # Padding of prefill calls.
             self.ids[spare] = GARBAGE
@@ -91,15 +90,15 @@ class Trajectories(RuleBasedStateMachine):
         self.cache = Cache(slots + swap_slots + shards, shards)
         self.cycle = 0
         self.opened = 0
-        self.leases: list[SlotLease] = []
-        self.asking: dict[SlotLease, np.ndarray] = {}
-        self.decoding: dict[SlotLease, np.ndarray] = {}
+        self.leases: list[Lease] = []
+        self.asking: dict[Lease, np.ndarray] = {}
+        self.decoding: dict[Lease, np.ndarray] = {}
 
     @precondition(lambda self: len(self.leases) < self.room)
     @rule(many=st.integers(1, 4))
     def arrive(self, many):
         for _ in range(min(many, self.room - len(self.leases))):
-            self.leases.append(SlotLease((self.opened,)))
+            self.leases.append(Lease((self.opened,)))
             self.opened += 1
 
     @precondition(lambda self: self.leases)
@@ -118,24 +117,25 @@ class Trajectories(RuleBasedStateMachine):
 
     @rule()
     def run_a_cycle(self):
-        """As `Engine._assign` and `_prefill`."""
+        """As `Engine._assign` and `Engine._prefill`."""
         self.cycle += 1
         before = self.wanted
         for lease in self.asking:
             lease.idle_since = None
         decoding_at = {t: t.kv_slot for t in self.decoding}
-        copies, held_by, assigned = [], {}, {}
+        held_by, assigned = {}, {}
         for lease, prompt in self.asking.items():
-            taken = self.scheduler.assign(lease, prompt)
-            if taken is None:
+            slot = self.scheduler.assign(lease, prompt[:-1], len(prompt))
+            if slot is None:
                 continue
-            assert self.scheduler.is_decode_slot(lease.kv_slot)
-            copies += taken
+            assert self.scheduler.is_decode_slot(lease.kv_slot) and self.scheduler.kv_slot(slot) == lease.kv_slot
             assert lease.kv_slot not in held_by
             held_by[lease.kv_slot] = prompt[:-1]
             assigned[lease] = prompt
-        passes, saved = self.scheduler.plan_prefill(held_by)
-        self.cache.execute(copies, passes, self.scheduler.spare)
+        assert self.scheduler.queue_length == len(held_by)
+        passes, ready, saved = self.scheduler.advance()
+        assert ready == [self.scheduler.decode_slot(slot) for slot in held_by] and not self.scheduler.queue_length
+        self.cache.execute(passes, self.scheduler.spare)
         assert {t: t.kv_slot for t in self.decoding} == decoding_at, "a trajectory was moved while it decoded"
         assert computed_by(passes) + saved == sum(map(len, held_by.values()))
         if self.reuse == "none":
@@ -206,6 +206,15 @@ TestTrajectories = Trajectories.TestCase
 TestTrajectories.settings = settings(max_examples=40, stateful_step_count=40)
 
 
+def prefill_of(scheduler, leases, prompts):
+    """Passes for prompts that all find a slot without a copy, and the tokens saved."""
+    for lease, ids in zip(leases, prompts, strict=True):
+        assert scheduler.assign(lease, ids, len(ids)) is not None
+    (assigned, *passes), _, saved = scheduler.advance()
+    assert not assigned.copies and not assigned.prefills
+    return passes, saved
+
+
 def trie(sequences):
     """Distinct prefixes, the empty one left out."""
     return len({tuple(ids[: n + 1]) for ids in sequences for n in range(len(ids))})
@@ -216,10 +225,9 @@ def trie(sequences):
 def test_what_prompts_share_is_computed_once(group, attention_group):
     scheduler = scheduler_of(6, 0, group=attention_group)
     cache = Cache(7, 1)
-    leases = [SlotLease((i,)) for i in range(len(group))]
-    assert all(scheduler.assign(t, ids) == [] for t, ids in zip(leases, group, strict=True))
-    passes, saved = scheduler.plan_prefill({t.kv_slot: ids for t, ids in zip(leases, group, strict=True)})
-    cache.execute([], passes, scheduler.spare)
+    leases = [Lease((i,)) for i in range(len(group))]
+    passes, saved = prefill_of(scheduler, leases, group)
+    cache.execute(passes, scheduler.spare)
     for t, ids in zip(leases, group, strict=True):
         np.testing.assert_array_equal(cache.ids[t.kv_slot, : len(ids)], ids)
     computed = computed_by(passes)
@@ -232,9 +240,8 @@ def test_a_group_computes_its_prompt_once_in_each_shard():
     prompt = np.arange(20, dtype=np.int32)
     for shards in (1, 2):
         scheduler = scheduler_of(8, 0, shards)
-        leases = [SlotLease((0, i)) for i in range(8)]
-        assert all(scheduler.assign(t, prompt) == [] for t in leases)
-        (first, second), saved = scheduler.plan_prefill({t.kv_slot: prompt for t in leases})
+        leases = [Lease((0, i)) for i in range(8)]
+        (first, second), saved = prefill_of(scheduler, leases, [prompt] * 8)
         assert computed_by([first, second]) == 20 * shards and saved == 20 * (8 - shards)
         assert len(first.prefills) == shards and not first.copies and not second.prefills
         assert collections.Counter(t.shard for t in leases) == dict.fromkeys(range(shards), 8 // shards)
@@ -245,13 +252,12 @@ def test_lesser_reuse_computes_more(reuse, computed):
     """One slot continues its own 16 ids; another begins like the first."""
     scheduler = scheduler_of(2, 0, reuse=reuse)
     own = np.arange(20, dtype=np.int32)
-    first, second = SlotLease((0,)), SlotLease((1,))
-    scheduler.assign(first, own)
-    scheduler.set_cached_ids(first.kv_slot, own[:16])
-    other = np.concatenate([own[:7], own[:13]])
-    scheduler.assign(second, other)
-    scheduler.set_cached_ids(second.kv_slot, other[:7])
-    passes, saved = scheduler.plan_prefill({first.kv_slot: own, second.kv_slot: own})
+    first, second = Lease((0,)), Lease((1,))
+    for lease, ids in ((first, own[:16]), (second, np.concatenate([own[:7], own[:13]])[:7])):
+        slot = scheduler.assign(lease, ids, len(ids))
+        scheduler.advance()
+        scheduler.finish(slot, ids)
+    passes, saved = prefill_of(scheduler, [first, second], [own, own])
     assert computed_by(passes) == computed and saved == 40 - computed
     assert any(step.copies for step in passes) == (reuse == "all")
 
@@ -263,27 +269,28 @@ def test_a_slot_that_is_overwritten_is_no_source():
     for slot, ids in ((0, x), (2, y)):
         scheduler.set_cached_ids(slot, ids)
         cache.ids[slot, :9] = ids
-    passes, _ = scheduler.plan_prefill({0: y, 1: x})
-    cache.execute([], passes, scheduler.spare)
+    passes, _ = prefill_of(scheduler, [Lease((0,)), Lease((1,))], [y, x])
+    cache.execute(passes, scheduler.spare)
     assert cache.ids[0, :9].tolist() == y.tolist() and cache.ids[1, :9].tolist() == x.tolist()
 
 
 def test_the_last_tool_call_is_swapped_out_first_and_a_decoding_sequence_never():
     scheduler = scheduler_of(2, 2)
     prompt = np.arange(9, dtype=np.int32)
-    leases = [SlotLease((i,)) for i in range(4)]
+    leases = [Lease((i,)) for i in range(4)]
     for cycle, lease in enumerate(leases[:2]):
-        assert scheduler.assign(lease, prompt) == []
-        scheduler.set_cached_ids(lease.kv_slot, prompt)
+        prefill_of(scheduler, [lease], [prompt])
         lease.idle_since = cycle
-    assert [m.source for m in scheduler.assign(leases[2], prompt)] == [1]
+    assert scheduler.assign(leases[2], prompt, 9) == 1
+    assert [m.source for m in scheduler.advance().passes[0].copies] == [1]
     assert not scheduler.is_decode_slot(leases[1].kv_slot) and leases[2].kv_slot == 1 and leases[0].kv_slot == 0
     leases[0].idle_since = None
-    assert scheduler.assign(leases[3], prompt) is None and leases[3].kv_slot is None
+    assert scheduler.assign(leases[3], prompt, 9) is None and leases[3].kv_slot is None
     assert scheduler.tool_slots() == set()
     leases[0].idle_since = 5
     assert scheduler.tool_slots() == {0}
     leases[1].idle_since = None
     (spare,), swapped = scheduler.spare, leases[1].kv_slot
-    assert scheduler.assign(leases[1], prompt) == [CacheCopy(0, spare, 9), CacheCopy(swapped, 0, 9)]
+    assert scheduler.assign(leases[1], prompt, 9) == 0
+    assert scheduler.advance().passes[0].copies == [CacheCopy(0, spare, 9), CacheCopy(swapped, 0, 9)]
     assert (leases[0].kv_slot, leases[1].kv_slot, scheduler.spare) == (spare, 0, [swapped])

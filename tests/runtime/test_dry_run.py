@@ -63,7 +63,7 @@ def test_what_it_says_is_what_a_run_holds(tmp_path):
     assert shapes(plan.state) == shapes(builder.shapes) == shapes(state)
     rollout_params = build.make_rollout_params(policy, mesh, plan.rollout_mesh)(state.params, frozen)
     assert device_bytes(plan.rollout_params) == held(rollout_params)
-    cache = plan.setup.engine.device.new_cache()
+    cache = plan.setup.engine.device.programs.new_cache()
     assert device_bytes(plan.cache) == held(cache) > 0
     assert total_bytes(plan.cache) == sum(x.nbytes for x in jax.tree.leaves(cache))
 
