@@ -170,6 +170,7 @@ class Step:
         before; all of them where the prompt holds nothing that was sampled. None where nobody said: then they are what
         the prompt adds to the previous prompt + response, if it extends these (see `observation_tokens`).
       policy_version: number of updates the sampling parameters had seen.
+      version_changes: pairs (index of a response token, version) where it went on with other parameters.
       info: JSON for people; nothing is computed from it.
 
     Raises:
@@ -199,7 +200,14 @@ class Step:
     context_rule: str = "append"
     observation_tokens: int | None = None
     policy_version: int = 0
+    version_changes: Sequence[tuple[int, int]] = ()
     info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def tokens_by_version(self) -> dict[int, int]:
+        """Return the number of response tokens that each policy version sampled."""
+        starts = [(0, self.policy_version), *self.version_changes]
+        ends = [*(at for at, _ in self.version_changes), len(self.response_ids)]
+        return {version: end - at for (at, version), end in zip(starts, ends, strict=True)}
 
     def __post_init__(self) -> None:
         per_token = {"log-probability": self.logprobs, "advantage": self.advantages}

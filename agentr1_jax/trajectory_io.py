@@ -113,6 +113,7 @@ def from_json(record: Mapping[str, Any]) -> Trajectory:
         fields["logprobs"] = _floats(fields["logprobs"])
         fields["account"] = {name: Term(**term) for name, term in fields.get("account", {}).items()}
         fields |= {name: _unpack(fields.get(name), len(fields["response_ids"])) for name in PACKED}
+        fields["version_changes"] = tuple((int(at), int(v)) for at, v in fields.get("version_changes", ()))
         steps.append(Step(**fields))
         previous = np.concatenate([steps[-1].prompt_ids, steps[-1].response_ids])
     out = dict(record)

@@ -201,6 +201,7 @@ def _rollout(c: ConfigDict) -> None:
     c.rollout.cache = "slots"  # (slots | pages) How the KV cache is laid out; see docs/rollout.md.
     c.rollout.page_tokens = placeholder(int)  # Positions of a page; divides rollout.attention_block.
     c.rollout.pages = placeholder(int)  # Pages of each process; unset: as much memory as the KV slots would take.
+    c.rollout.adopt = "drain"  # (drain | in_flight) How rollouts ahead of the learner take new weights.
     c.rollout.prefix_reuse = "all"  # (all | own | none) KV slots whose prefixes are reused; the last two to compare.
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from rich.table import Table
 
 from agentr1_jax.policy.config import DecoderConfig
+from agentr1_jax.rollout.pages import DECODE_BLOCK
 from experiments import topology
 from experiments.hlo import Execution, Instruction, parse
 from experiments.plan import Plan, Program, device_bytes
@@ -192,7 +193,7 @@ def need(plan: Plan, program: Program) -> Need:
         if kind == "decode":
             live = e.slots / shards * e.slot_tokens / 2 * token_bytes
             # The kernel reads whole blocks.
-            read = live + e.slots / shards * e.attention_block / 2 * token_bytes
+            read = live + e.slots / shards * min(e.attention_block, DECODE_BLOCK) / 2 * token_bytes
             reads = device_bytes(plan.rollout_params) + live
             return Need(bytes=e.decode_chunk * reads, kernel_bytes=e.decode_chunk * read if paged else 0.0)
         tokens = e.prefill_rows[-1] * e.prefill_width

@@ -21,7 +21,7 @@ from agentr1_jax.learner.config import PackingConfig
 from agentr1_jax.policy.config import DecoderConfig, LoraConfig
 from agentr1_jax.policy.params import cast_for_compute, init_decoder
 from agentr1_jax.policy.presets import PRESETS
-from agentr1_jax.policy.sharding import shardings
+from agentr1_jax.policy.sharding import engine_formats, shardings
 from agentr1_jax.rollout.device import COPIES_PER_CALL
 from agentr1_jax.rollout.programs import cache_maker, encode_updates, idle_slot_state
 from agentr1_jax.runtime import mesh as meshes
@@ -118,7 +118,7 @@ def make_plan(settings: Settings, topology_name: str = "") -> Plan:
         rollout_mesh=rollout_mesh,
         phases=_make_phases(setup, builder),
         state=builder.shapes,
-        rollout_params=_with_shardings(rollout_params, rollout_mesh),
+        rollout_params=sharded_shapes(rollout_params, engine_formats(rollout_params, rollout_mesh)),
         cache=jax.tree.map(_with_sharding, jax.eval_shape(empty_cache), cache_shardings),
     )
 

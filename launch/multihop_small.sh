@@ -34,7 +34,7 @@ train "$out/warm_start" --config="configs/$config.py" --config.updates=0
 evaluate "$out/warm_start" --modes=agent,rag,search_more --baselines=checkpoint
 # Of RL alone: three questions of 2Wiki for one of HotpotQA; less noise of mistyped names in what is sampled; and, where
 # there is a KL, enough of it to keep the policy from drifting by noise.
-rl=(--config.task.multihop.mixture="('hotpotqa=1', '2wikimultihopqa=3')" --config.rollout.temperature=0.85 --config.kl.coef=0.01)
+rl=(--config.task.multihop.mixture="('hotpotqa(weight=1)', '2wikimultihopqa(weight=3)')" --config.rollout.temperature=0.85 --config.kl.coef=0.01)
 rows=("Naive RAG=$out/warm_start/evaluation:rag" "warm start=$out/warm_start/evaluation:agent")
 rows+=("one search more=$out/warm_start/evaluation:search_more")
 declare -A names=([grpo]=GRPO [ppo_token]=PPO [ppo_step]=StepPO [reinforce_pp]=REINFORCE++ [gigpo]=GiGPO)

@@ -35,12 +35,14 @@ class Completion:
       logprobs: float32 [R], log-probabilities under the distribution that was sampled from.
       finish_reason: `stop` (a stop token or sequence) or `length` (the token limit).
       policy_version: number of updates that the sampling parameters had seen.
+      version_changes: see `Step`.
     """
 
     ids: np.ndarray
     logprobs: np.ndarray
     finish_reason: Literal["stop", "length"]
     policy_version: int = 0
+    version_changes: Sequence[tuple[int, int]] = ()
 
 
 class Session:
@@ -102,6 +104,7 @@ class Session:
             response_ids=completion.ids,
             logprobs=completion.logprobs,
             policy_version=completion.policy_version,
+            version_changes=completion.version_changes,
         )
         return completion
 

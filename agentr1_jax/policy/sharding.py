@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
@@ -82,6 +83,21 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
         return fit(spec_of(jax.tree_util.keystr(path, simple=True, separator="/")), leaf.shape, mesh)
 
     return jax.tree_util.tree_map_with_path(sharding, tree)
+
+
+def engine_formats(tree: Any, mesh: Mesh, *, always: bool = False) -> Any:
+    """Return `shardings`, on TPU (or always) with the memory layout in which the engine multiplies: heads before width.
+
+    With the default layout its programs lay the kernels of query, key and value anew in every call.
+    """
+    if not always and mesh.devices.flat[0].platform != "tpu":
+        return shardings(tree, mesh)
+
+    def format_of(path: Any, sharding: NamedSharding) -> NamedSharding | Format:
+        heads = re.search(r"layers/(query|key|value)/kernel$", jax.tree_util.keystr(path, simple=True, separator="/"))
+        return Format(Layout((0, 2, 1, 3)), sharding) if heads else sharding
+
+    return jax.tree_util.tree_map_with_path(format_of, shardings(tree, mesh))
 
 
 def row_specs(tree: Any, mesh: Mesh) -> Any:

@@ -117,7 +117,7 @@ def _step_data(step: Step) -> dict[str, Any]:
         ],
         "state_key": plain(step.state_key),
         "rule": step.context_rule,
-        "version": step.policy_version,
+        "version": max(step.tokens_by_version()),
         "info": plain({**{name: value for name, value in facts.items() if value is not None}, **step.info}),
     }
 

@@ -48,6 +48,7 @@ class PendingResponse:
     done: asyncio.Future[Completion]
     ids: list[np.ndarray] = dataclasses.field(default_factory=list)
     logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)
+    versions: list[int] = dataclasses.field(default_factory=list)  # Of the policy, one for each array.
     stopped: bool = False
 
     @property
@@ -55,16 +56,19 @@ class PendingResponse:
         """Prompt and sampled ids, int32."""
         return np.concatenate([self.request.prompt, *self.ids])
 
-    def completion(self, version: int) -> Completion:
-        """Return the complete response, as sampled by a policy version."""
+    def completion(self) -> Completion:
+        """Return the complete response."""
         ids, logprobs = np.concatenate(self.ids), np.concatenate(self.logprobs)
-        return Completion(ids, logprobs, "stop" if self.stopped else "length", version)
+        version = np.repeat(self.versions, [len(part) for part in self.ids])
+        changes = tuple((int(at), int(version[at])) for at in np.flatnonzero(np.diff(version)) + 1)
+        return Completion(ids, logprobs, "stop" if self.stopped else "length", int(version[0]), changes)
 
 
 class Chunk(NamedTuple):
     """A decode call in flight, dispatched at the time `started`: the responses that it samples, by decode slot."""
 
     responses: dict[int, PendingResponse]
+    version: int
     others_wait: bool
     started: float
 
@@ -234,8 +238,10 @@ class Engine:
     def adopt(self, params: Params, version: int) -> None:
         """Sample with other parameters from now on; called in the loop in which the engine is open.
 
-        Responses in progress end first, and until then none begins: a response has one policy. The contents of the
-        cache, computed with the old parameters, become void.
+        With `config.adopt` = `drain` responses in progress end first, and until then none begins: a response has one
+        policy. The contents of the cache, computed with the old parameters, become void. With `in_flight` the next
+        decode call has the new parameters, whatever it goes on with; each trajectory keeps what it has in the cache,
+        and those that begin later share nothing with it.
         """
         self._next_policy = params, version
         self._notify()
@@ -267,7 +273,7 @@ class Engine:
             if self.timeline is not None:
                 self.timeline.set_tool_slots(self._scheduler.tool_slots())
             busy = bool(self._decoding or self._chunks or self._scheduler.queue_length)
-            if self._next_policy and not busy:
+            if self._next_policy and (self.config.adopt == "in_flight" or not busy):
                 await self.dispatcher(self._change_policy)
             ready = not (self.config.deterministic and self._in_tools)
             if ready and (self._waiting or busy):
@@ -278,7 +284,7 @@ class Engine:
                 self._waiting = unassigned + self._waiting  # Longest wait first.
                 for response in complete:
                     if not response.done.done():
-                        response.done.set_result(response.completion(self.version))
+                        response.done.set_result(response.completion())
                         self._in_tools += 1
                 continue
             self._wake_up.clear()
@@ -288,7 +294,10 @@ class Engine:
         assert self._next_policy is not None
         (params, self.version), self._next_policy = self._next_policy, None
         self.device.set_params(params)
-        self._scheduler.invalidate()
+        if self.config.adopt == "drain":
+            self._scheduler.invalidate()
+        else:
+            self._scheduler.seal()
 
     def _drop_cancellations(self) -> None:
         """Drop responses that no trajectory waits for any more, and end the leases that were released."""
@@ -310,7 +319,7 @@ class Engine:
         unassigned = self._make_room(complete) + unassigned
         if self._decoding:
             others_wait = bool(unassigned or self._admission_queue)
-            self._chunks.append(Chunk(dict(self._decoding), others_wait, time.perf_counter()))
+            self._chunks.append(Chunk(dict(self._decoding), self.version, others_wait, time.perf_counter()))
             self.device.decode()
         if len(self._chunks) > (self.config.fetch_lag if self._decoding else 0):
             complete += self._fetch()
@@ -397,6 +406,7 @@ class Engine:
                 continue  # It was dropped, or an older chunk completed it.
             r.ids.append(out.ids[slot, : out.count[slot]])
             r.logprobs.append(out.logprobs[slot, : out.count[slot]])
+            r.versions.append(chunk.version)
             if not out.active[slot]:
                 r.stopped = bool(out.stopped[slot])
                 del self._decoding[slot]

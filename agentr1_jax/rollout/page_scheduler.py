@@ -6,6 +6,9 @@ Each data shard has its own pages. Full pages form a tree: a page hangs below th
 own, so that a prompt finds what it shares with others by walking down. What a trajectory has beyond full pages is its
 own. A page that no trajectory holds stays in the tree until its place is needed.
 
+New weights in flight seal the tree: a trajectory goes on with what the old ones computed, and shares it with those of
+its time only.
+
 Where pages run out, those in use by nobody go first, the longest unused first. Then the trajectory admitted last among
 those at their tools loses its pages, and computes its context again when it comes back. Then a response waits; one in
 progress, which cannot, makes the engine take the decode slot of the trajectory admitted last.
@@ -53,9 +56,9 @@ class Pool:
         # the first one always is a leaf.
         self.unused: dict[Node, None] = {}
 
-    def find(self, pages: list[bytes]) -> list[Node]:
+    def find(self, root: Node, pages: list[bytes]) -> list[Node]:
         """Return the nodes of the longest known beginning of a sequence of full pages."""
-        found, node = [], self.root
+        found, node = [], root
         for ids in pages:
             child = node.children.get(ids)
             if child is None:
@@ -64,12 +67,11 @@ class Pool:
             node = child
         return found
 
-    def add(self, parent: Node | None, ids: bytes, page: int) -> Node:
-        """Enter a full page below a node, or the root for None, and hold it.
+    def add(self, parent: Node, ids: bytes, page: int) -> Node:
+        """Enter a full page below a node, and hold it.
 
         Where a page of the same ids is there already it is held instead, and the given one is free.
         """
-        parent = parent or self.root
         node = parent.children.get(ids)
         if node is None:
             node = parent.children[ids] = Node(page, ids, parent)
@@ -108,6 +110,7 @@ class Holding:
 
     Attributes:
       order: number of its admission.
+      root: of the tree in which it finds pages; see `PageScheduler.seal`.
       shared: full pages, from the root down.
       own: further pages, which it alone writes.
       ids: ids whose keys and values these pages hold, or will once its prefill has run.
@@ -120,6 +123,7 @@ class Holding:
 
     shard: int
     order: int
+    root: Node
     shared: list[Node] = dataclasses.field(default_factory=list)
     own: list[int] = dataclasses.field(default_factory=list)
     ids: np.ndarray = dataclasses.field(default_factory=lambda: NO_IDS)
@@ -168,6 +172,11 @@ class PageScheduler:
             while pool.evict():
                 pass
 
+    def seal(self) -> None:
+        """Keep what there is for the trajectories of today: those that come later begin a tree of their own."""
+        for pool in self._pools:
+            pool.root = Node(0, b"", None)
+
     def release(self, lease: Lease) -> None:
         """End a lease. Its full pages stay in the tree, for prompts that begin with them."""
         holding = self._holdings.pop(lease, None)
@@ -193,7 +202,7 @@ class PageScheduler:
         if holding is None:
             count = collections.Counter(each.shard for each in self._holdings.values())
             shard = min(range(len(self._pools)), key=lambda i: count[i])
-            holding = self._holdings[lease] = Holding(shard, next(self._orders))
+            holding = self._holdings[lease] = Holding(shard, next(self._orders), self._pools[shard].root)
         first = holding.shard * self.decode_slots_per_shard
         slots = range(first, first + self.decode_slots_per_shard)
         slot = next((slot for slot in slots if self._slots[slot] is None), None)
@@ -298,7 +307,7 @@ class PageScheduler:
     def _take_prefix(self, holding: Holding, ids: np.ndarray, pages: list[bytes]) -> None:
         """Exchange the pages of a holding for those in the tree that a prompt begins with, and its own that go on."""
         pool, t = self._pools[holding.shard], self.page_tokens
-        found = pool.find(pages)
+        found = pool.find(holding.root, pages)
         same, before = common_prefix(holding.ids, ids), len(holding.shared)
         goes_on = [i >= len(found) and i * t < same for i in range(before, before + len(holding.own))]
         pool.hold(found)
@@ -312,7 +321,7 @@ class PageScheduler:
         """Enter own pages that are full into the tree."""
         pool = self._pools[holding.shard]
         for ids in pages[len(holding.shared) :]:
-            parent = holding.shared[-1] if holding.shared else None
+            parent = holding.shared[-1] if holding.shared else holding.root
             holding.shared.append(pool.add(parent, ids, holding.own.pop(0)))
         if holding.slot is not None:
             self._write_table(holding)

@@ -23,8 +23,12 @@ from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.sharding import fit
 from agentr1_jax.rollout.cache import KeyAndValue, attend_by_blocks, cached_heads
 
-DECODE_QUERIES = 8
+DECODE_TOKENS = 8
 """Tokens, each of another sequence, that one step of the kernel takes in decoding."""
+DECODE_BLOCK = 512
+"""Most positions that one step of the kernel reads in decoding; it reads whole blocks, to the end of the last one."""
+PREFILL_QUERIES = 1024
+"""Most queries (tokens x heads) that one step of the kernel takes in prefill: as many as fit the fast memory."""
 
 
 @flax.struct.dataclass
@@ -150,6 +154,8 @@ class PageView:
 
         rows, length, heads, dim = query.shape
         layers, pages, tokens = cache.pages.shape[:3]
+        decodes = self.slot is None
+        block = min(self.block, max(DECODE_BLOCK, tokens)) if decodes else self.block
         out = ragged_paged_attention(
             query.reshape(rows * length, heads, dim),
             cache.pages.reshape(layers * pages, *cache.pages.shape[2:]),
@@ -158,7 +164,7 @@ class PageView:
             jnp.arange(rows + 1, dtype=jnp.int32) * length,
             jnp.full(1, rows, jnp.int32),
             sm_scale=dim**-0.5,
-            num_kv_pages_per_block=min(self.block // tokens, table.shape[1]),
-            num_queries_per_block=min(length, 128) if length > 1 else min(DECODE_QUERIES, rows),
+            num_kv_pages_per_block=min(block // tokens, table.shape[1]),
+            num_queries_per_block=DECODE_TOKENS if decodes else min(length, max(PREFILL_QUERIES // heads, 1)),
         )
         return out.reshape(query.shape)

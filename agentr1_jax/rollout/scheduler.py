@@ -25,12 +25,14 @@ class Lease:
     Attributes:
       order: (group, sample), which breaks ties.
       shard, kv_slot: its KV slot and the data shard of that; None before its first response.
+      era: number of times that the cache was sealed before its first response; None before that.
       idle_since: cycle of the engine in which its last response ended; None while a response is requested.
     """
 
     order: tuple[int, ...]
     shard: int | None = None
     kv_slot: int | None = None
+    era: int | None = None
     idle_since: int | None = None
 
 
@@ -99,6 +101,8 @@ class Scheduler:
         self._ids = np.zeros((config.kv_slots(shards), config.slot_tokens), np.int32)
         self._count = np.zeros(config.kv_slots(shards), np.int32)
         self._leases: list[Lease | None] = [None] * len(self._count)
+        self._era = 0
+        self._eras = np.zeros(len(self._count), np.int32)  # Of what each slot holds.
         self._open = [0] * shards
         self._copies: list[CacheCopy] = []  # Of new assignments, not taken by `advance` yet; as are the prompts.
         self._prompts: dict[int, np.ndarray] = {}
@@ -139,6 +143,10 @@ class Scheduler:
         self._ids[kv_slot, : len(ids)] = ids
         self._count[kv_slot] = len(ids)
 
+    def seal(self) -> None:
+        """Keep what there is for the trajectories of today: those that come later share nothing with them."""
+        self._era += 1
+
     def invalidate(self) -> None:
         """Mark all KV slots as empty, because new weights make their contents void."""
         self._count[:] = 0
@@ -169,6 +177,9 @@ class Scheduler:
         copies = self._take_slot(lease, ids)
         if copies is None or lease.kv_slot is None:
             return None
+        if self._eras[lease.kv_slot] != lease.era:
+            self._count[lease.kv_slot] = 0
+            self._eras[lease.kv_slot] = lease.era or 0
         self._copies += copies
         self._prompts[lease.kv_slot] = ids
         return self.decode_slot(lease.kv_slot)
@@ -205,6 +216,7 @@ class Scheduler:
             # Not earlier: leases released before this cycle must have ended, or a shard would exceed its slots.
             lease.shard = int(np.argmin(self._open))
             self._open[lease.shard] += 1
+            lease.era = self._era
         first = lease.shard * self.kv_slots_per_shard
         slots = range(first, first + self.decode_slots_per_shard)
         free = [slot for slot in slots if self._leases[slot] is None]
@@ -257,6 +269,7 @@ class Scheduler:
     def _copy(self, source: int, target: int) -> list[CacheCopy]:
         ids = self.cached_ids(source).copy()
         self.set_cached_ids(target, ids)
+        self._eras[target] = self._eras[source]
         return [CacheCopy(source, target, len(ids))] if len(ids) else []
 
     def _plan_prefill(self, prompts: Mapping[int, np.ndarray]) -> tuple[list[PrefillPass], int]:
@@ -292,14 +305,15 @@ class Scheduler:
         if self._prefix_reuse != "all":
             return 0
         shard = kv_slot // self.kv_slots_per_shard
-        same_shard = (other for slot, other in planned.items() if slot // self.kv_slots_per_shard == shard)
-        return max((common_prefix(ids, other) for other in same_shard), default=0)
+        slots = (s for s in planned if s // self.kv_slots_per_shard == shard and self._eras[s] == self._eras[kv_slot])
+        return max((common_prefix(ids, planned[slot]) for slot in slots), default=0)
 
     def _longest_prefix(self, kv_slot: int, ids: np.ndarray, excluded: Container[int]) -> tuple[int, int]:
         """Other slot of the shard, not excluded, that shares the longest prefix with some ids, and its length."""
         first = kv_slot // self.kv_slots_per_shard * self.kv_slots_per_shard
         shard = range(first, first + self.kv_slots_per_shard)
-        slots = [slot for slot in shard if slot != kv_slot and slot not in excluded]
+        same = (slot for slot in shard if slot != kv_slot and self._eras[slot] == self._eras[kv_slot])
+        slots = [slot for slot in same if slot not in excluded]
         if self._prefix_reuse != "all" or not slots:
             return kv_slot, 0
         count = np.minimum(self._count[slots], len(ids))

@@ -155,7 +155,11 @@ def _engine_mesh(own: Sequence[jax.Device], tensor: int) -> Mesh:
 
 
 def make_rollout_view(
-    learner: Mesh, rollout: Mesh, shardings: Callable[[Any, Mesh], Any], prepare: Callable[..., Any]
+    learner: Mesh,
+    rollout: Mesh,
+    shardings: Callable[[Any, Mesh], Any],
+    prepare: Callable[..., Any],
+    formats: Callable[[Any, Mesh], Any] | None = None,
 ) -> Callable[..., Any]:
     """Return a function that turns parameters on the learner's mesh into those of this process's engine.
 
@@ -168,7 +172,9 @@ def make_rollout_view(
       shardings: function (tree, mesh) -> shardings of the tree's leaves.
       prepare: function of the parameters that the engine computes with, e.g. a cast to the compute dtype; the returned
         function has the same arguments.
+      formats: `shardings`, of the result also with memory layouts; None: without.
     """
+    formats = formats or shardings
     by_process = _by_process(list(learner.devices.flat))
     tensor = math.gcd(rollout.shape["tensor"], learner.size // len(by_process))
     every = {process: _engine_mesh(own, tensor) for process, own in by_process.items()}
@@ -178,19 +184,22 @@ def make_rollout_view(
     everywhere = Mesh(stacked, ("engine", *AXES), axis_types=(AxisType.Auto,) * stacked.ndim)
 
     @functools.cache
-    def reshard(structure: Any, avals: Sequence[Any]) -> Callable[..., Any]:
+    def reshard(structure: Any, avals: Sequence[Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
         # The compiler ignores a sharding constraint inside the program: some results come out replicated.
         result = jax.eval_shape(prepare, *jax.tree.unflatten(structure, avals))
-        return jax.jit(prepare, out_shardings=shardings(result, everywhere))
+        # Laid last: a copy to other devices takes the default layout for granted (JAX 0.10.2 on CPU mixes up numbers).
+        lay = jax.jit(lambda params: params, out_shardings=formats(result, rollout), donate_argnums=0)
+        return jax.jit(prepare, out_shardings=(shardings if apart else formats)(result, everywhere)), lay
 
     def view(*args: Any) -> Any:
         def own(x: jax.Array, sharding: NamedSharding) -> jax.Array:
             return jax.make_array_from_single_device_arrays(x.shape, sharding, [s.data for s in x.addressable_shards])
 
         leaves, structure = jax.tree.flatten(args)
-        resharded = reshard(structure, tuple(map(jax.typeof, leaves)))(*args)
+        prepared, lay = reshard(structure, tuple(map(jax.typeof, leaves)))
+        resharded = prepared(*args)
         local = jax.tree.map(own, resharded, shardings(resharded, own_mesh))
-        return jax.device_put(local, shardings(local, rollout)) if apart else local
+        return lay(jax.device_put(local, shardings(local, rollout))) if apart else local
 
     return view
 

@@ -36,7 +36,7 @@ from agentr1_jax.policy.params import (
     with_critic,
 )
 from agentr1_jax.policy.presets import decoder_config
-from agentr1_jax.policy.sharding import shardings
+from agentr1_jax.policy.sharding import engine_formats, shardings
 from agentr1_jax.rollout.config import MOST_STOP_SEQUENCES
 from agentr1_jax.rollout.engine import Engine
 from agentr1_jax.runtime import checkpoint, processes
@@ -315,7 +315,7 @@ def make_rollout_params(
         params = rollout_params(policy, trained, frozen)
         return jax.tree.map(jnp.copy, params) if copy else params
 
-    return meshes.make_rollout_view(learner, rollout, shardings, prepare)
+    return meshes.make_rollout_view(learner, rollout, shardings, prepare, engine_formats)
 
 
 def make_frozen(settings: Settings, policy: DecoderConfig, mesh: Mesh) -> Params:

@@ -205,7 +205,8 @@ def policy_ages(trajectories: Sequence[Trajectory], update: int, staleness: int)
     counts = [0] * (staleness + 1)
     for t in trajectories:
         for step in t.steps:
-            counts[update - step.policy_version] += len(step.response_ids)
+            for version, tokens in step.tokens_by_version().items():
+                counts[update - version] += tokens
     total = [sum(of_age) for of_age in zip(*processes.all_gather_json(counts), strict=True)]
     return {f"rollout/age_{age}": count / max(sum(total), 1) for age, count in enumerate(total)}
 

@@ -421,6 +421,11 @@ def _check_sampling(s: Settings) -> None:
             f"rollout.staleness is {staleness} and rollout.deterministic is set: when a rollout meets the next policy "
             "depends on how long things take; set one of them only"
         )
+    if s.engine.adopt == "in_flight" and not staleness:
+        raise UserError(
+            "rollout.adopt is in_flight and rollout.staleness is 0: no rollout meets another policy; set "
+            "rollout.staleness to 1 or more, or rollout.adopt=drain"
+        )
     if staleness and s.scheme.needs_greedy:
         raise UserError(
             f"credit.name={s.scheme.name} samples a greedy rollout of each row with the policy that is trained; set "

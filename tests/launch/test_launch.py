@@ -1,5 +1,6 @@
 """The shell scripts, on a copy of the project with a training script of a few lines and no requirements."""
 
+import ast
 import os
 import pathlib
 import shlex
@@ -11,6 +12,8 @@ import time
 
 import pytest
 from clusters import PYTHON
+
+from agentr1_jax.registry import parse_call
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MINOR = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -308,6 +311,8 @@ if kind == "evaluate":
     (done.parent / "request.json").touch()
 if os.environ.get("STOP") != f"{kind} {run.name}":
     done.write_text('{"seconds": 9.5}')
+if mixture := flags.get("config.task.multihop.mixture"):
+    (run / "mixture").write_text(mixture)
 if kind == "train" and run.name == "more_imitation":
     assert flags["config.warm_start.control_seconds"] == "9.5" and flags["config.warm_start.init_from"]
 """
@@ -335,6 +340,8 @@ def test_a_stopped_stage_of_the_small_result_starts_no_other(project: pathlib.Pa
     names = ("warm_start", "grpo", "ppo_token", "ppo_step", "reinforce_pp", "gigpo", "more_imitation")
     stages = [f"{kind} {name}" for name in names for kind in ("train", "evaluate")]
     assert log.read_text().splitlines() == [*stages, "table table.md"]
+    mixture = ast.literal_eval((out / "grpo" / "mixture").read_text())
+    assert [parse_call(text, "mixture").name for text in mixture] == ["hotpotqa", "2wikimultihopqa"]
 
     monkeypatch.setenv("ALGORITHMS", "ppo_step")
     log.unlink()

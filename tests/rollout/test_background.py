@@ -5,7 +5,10 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 
+import flax.struct
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import tiny
 from hypothesis import given, settings
@@ -15,8 +18,11 @@ from jax.sharding import PartitionSpec as P
 from schedules import MANY, POLICY, Planned, all_ids, assert_exact, engine_of, episodes, planned, sampled
 
 from agentr1_jax.agents.session import Identity
+from agentr1_jax.policy.attention import grouped_attention
+from agentr1_jax.policy.decoder import Decoder, output_logits
 from agentr1_jax.rollout.config import SamplingConfig
 from agentr1_jax.rollout.runner import BackgroundEngine, GroupBatch, TaskGroup, start_batch, wait
+from agentr1_jax.trajectory import Outcome
 
 
 def params_of(version: int):
@@ -51,6 +57,84 @@ def test_it_samples_what_the_foreground_samples_and_adopts_a_policy_also_while_n
     assert_exact(adopted, version=5, seed=5)
     assert total == 3 and thread.startswith("dispatch")
     assert not [thread for thread in threading.enumerate() if thread.name == "rollouts"]
+
+
+@flax.struct.dataclass
+class GrowingMemory:
+    """Memory of one sequence that is fed token by token: all keys and values so far, [layers, length, heads, dim]."""
+
+    at: jax.Array
+
+    def attend(self, query, key, value, layer, state):
+        keys, values = (x.at[layer, self.at].set(new[0, 0]) for x, new in zip(state, (key, value), strict=True))
+        visible = (jnp.arange(keys.shape[1]) <= self.at)[None, None]
+        return grouped_attention(query, keys[layer][None], values[layer][None], visible), (keys, values)
+
+
+@jax.jit
+def feed(params, token, at, state):
+    hidden, state = Decoder(POLICY).apply(
+        {"params": params}, token[None, None], at[None, None], GrowingMemory(at), state
+    )
+    return output_logits(params, hidden[0, 0]), state
+
+
+def mixed_logprobs(steps):
+    """Log-probs of the responses of steps whose contexts append, each token fed once, by the policy of its time."""
+    empty = jnp.zeros((POLICY.layers, 128, POLICY.kv_heads, POLICY.head_dim))
+    at, state, out = 0, (empty, empty), []
+    for step in steps:
+        versions = np.repeat(list(step.tokens_by_version()), list(step.tokens_by_version().values()))
+        context = np.concatenate([step.prompt_ids, step.response_ids])
+        out.append([])
+        for i, version in enumerate(versions):
+            while at < len(step.prompt_ids) + i:
+                logits, state = feed(params_of(int(version)), context[at], jnp.int32(at), state)
+                at += 1
+            out[-1].append(float(jax.nn.log_softmax(logits)[step.response_ids[i]]))
+    return out
+
+
+class AdoptingLater(Planned):
+    """The short one of two trajectories has the engine adopt a policy after its first step."""
+
+    def __init__(self, background):
+        self.background = background
+
+    async def run(self, session, row):
+        if row.get("adopts"):
+            done = await session.generate(np.asarray(row["opening"], np.int32), 2, ())
+            session.record(0.0, info={"reason": done.finish_reason})
+            self.background.engine.adopt(params_of(1), 1)
+            session.finish(Outcome.ENV_DONE)
+        else:
+            await super().run(session, row)
+
+
+@pytest.mark.parametrize("cache", [{}, {"cache": "pages", "page_tokens": 8}, {"fetch_lag": 1}])
+def test_in_flight_a_response_goes_on_with_new_weights_and_its_cache(cache):
+    engine, params = engine_of(3, adopt="in_flight", **cache)
+    long = planned(list(range(20)), {"max_tokens": 40, "observation": [1, 2]}, {"max_tokens": 5})
+    rows = [long, {"opening": [5], "adopts": True}]
+    with BackgroundEngine(engine, params, version=0) as background:
+        undisturbed, _ = trajectories(begin(background, [long, planned([5], {"max_tokens": 2})]))
+        engine.reset_counters()
+        out, _ = trajectories(begin(background, rows, AdoptingLater(background)))
+        computed = engine.counters.prefill_tokens
+        later, _ = trajectories(begin(background, [long, planned([5], {})]))
+    first, second = out.steps
+    ((at, version),) = first.version_changes
+    assert first.policy_version == 0 and version == 1 and 0 < at < 40 and second.policy_version == 1
+    before = undisturbed.steps[0]
+    assert first.response_ids[:at].tolist() == before.response_ids[:at].tolist()
+    np.testing.assert_array_equal(first.logprobs[:at], before.logprobs[:at])
+    assert first.response_ids.tolist() != before.response_ids.tolist()
+    for step, expected in zip(out.steps, mixed_logprobs(out.steps), strict=True):
+        np.testing.assert_allclose(step.logprobs, expected, atol=1e-4)
+    # The prompt was in the cache from before. Of the second step only the observation and the token never fed are new.
+    assert computed <= 8 + 3
+    assert not later.steps[0].version_changes
+    assert_exact([later], version=1, seed=1)
 
 
 class Adopting(Planned):

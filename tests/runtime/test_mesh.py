@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 
 import jax
@@ -13,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from agentr1_jax.errors import UserError
-from agentr1_jax.policy.sharding import shardings
+from agentr1_jax.policy.sharding import engine_formats, shardings
 from agentr1_jax.runtime import mesh as meshes
 
 
@@ -80,6 +81,22 @@ def test_devices_for_rollouts_alone_get_a_copy(apart, learner, tensor):
     for seen, original in zip(jax.tree.leaves(view), jax.tree.leaves(params), strict=True):
         assert seen.sharding.mesh == rollout
         np.testing.assert_array_equal(seen, original)
+
+
+@pytest.mark.parametrize("apart", [0, 4])
+def test_the_engine_has_its_kernels_in_the_memory_layout_that_its_programs_want(apart):
+    """As on TPU. Without the layout a program would lay them anew in every call."""
+    learning, rolling = meshes.split_devices(jax.devices(), apart)
+    mesh, rollout = meshes.learner_mesh(-1, 1, 2, learning), meshes.rollout_mesh(rolling, 2)
+    params = tiny.decoder_params()
+    formats = functools.partial(engine_formats, always=True)
+    sharded = jax.device_put(params, shardings(params, mesh))
+    view = meshes.make_rollout_view(mesh, rollout, shardings, lambda params: params, formats)(sharded)
+    for seen, original in zip(jax.tree.leaves(view), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(seen, original)
+    program = jax.jit(lambda params: params["layers"]["query"]["kernel"].sum()).lower(view).compile()
+    wanted = program.input_formats[0][0]["layers"]["query"]["kernel"].layout.major_to_minor
+    assert wanted == view["layers"]["query"]["kernel"].format.layout.major_to_minor == (0, 2, 1, 3)
 
 
 def test_devices_that_serve_both_are_all_of_them():
