@@ -76,7 +76,12 @@ _ACCELERATOR = {
     "rollout.page_tokens": 64,
     "mesh.tensor": 1,
 }
-_LARGE = _ACCELERATOR | {"rollout.slots": 256, "rollout.swap_slots": 64, "rollout.attention_group": 128}
+_LARGE = _ACCELERATOR | {
+    "rollout.slots": 256,
+    "rollout.swap_slots": 64,
+    "rollout.attention_group": 128,
+    "rollout.early_exit_after": 16,
+}
 _GPU = _LARGE | {"policy.attention": "xla", "rollout.attention_group": 64}
 
 HARDWARE: Mapping[str, Hardware] = types.MappingProxyType(
@@ -84,7 +89,9 @@ HARDWARE: Mapping[str, Hardware] = types.MappingProxyType(
         "cpu": Hardware(0, _CPU, 8, 1024),
         "v5e-8": Hardware(8, _ACCELERATOR, 1, 512),  # 16 GiB a chip.
         "v5e-16": Hardware(16, _ACCELERATOR, 1, 512),
-        "v6e-8": Hardware(8, _ACCELERATOR | {"rollout.slots": 128, "rollout.swap_slots": 32}, 2, 512),  # 32 GiB.
+        "v6e-8": Hardware(
+            8, _ACCELERATOR | {"rollout.slots": 128, "rollout.swap_slots": 32, "rollout.early_exit_after": 8}, 2, 512
+        ),  # 32 GiB.
         "v5p-8": Hardware(4, _LARGE, 2, 1024),  # 8 cores are 4 chips of 95 GiB.
         "h100x8": Hardware(8, _GPU, 2, 1024),  # 80 GiB.
     }

@@ -168,19 +168,22 @@ def compile_memory(plan, name):
 
 @needs_libtpu
 @pytest.mark.nightly
-def test_the_tpu_compiler_takes_the_engine_of_qwen2_5_3b_and_it_fits():
+@pytest.mark.parametrize("kind", ["slots", "pages"])
+def test_the_tpu_compiler_takes_the_engine_of_qwen2_5_3b_and_it_fits(kind):
     """The update of that size is compiled by `test_configs`."""
-    config = changed(scale_qwen2_5_3b.get_config(), critic="shared_trunk", credit__name="step_gae")
+    config = changed(scale_qwen2_5_3b.get_config(), critic="shared_trunk", credit__name="step_gae", rollout__cache=kind)
     plan = make_plan(read_settings(config), "v5e:4x4")
     learner, view, cache = device_bytes(plan.state), device_bytes(plan.rollout_params), device_bytes(plan.cache)
-    for program in ("prefill", "decode", "copy"):
+    for program in ("prefill", "decode") if kind == "pages" else ("prefill", "decode", "copy"):
         compiled = compile_program(plan, program)
         m = compiled.memory_analysis()
         assert m.alias_size_in_bytes >= cache, program
+        found = estimate(compiled, clock=1.0, assumed={})
+        assert not found.entry_copies, f"{program} lays its arguments anew"
         if program == "decode":
-            found = estimate(compiled, clock=1.0, assumed={})
             in_a_layer = [x.kind for x in found.exchanges if "/layers/" in x.source]
             assert in_a_layer == ["all-reduce", "all-reduce"] and not found.sorts
+            assert bool(found.kernels) == (kind == "pages")
         if program != "prefill":
             assert m.temp_size_in_bytes < 0.1 * cache
         total = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
