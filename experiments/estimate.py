@@ -19,7 +19,7 @@ from rich.table import Table
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.rollout.pages import DECODE_BLOCK
 from experiments import topology
-from experiments.hlo import Execution, Instruction, parse
+from experiments.hlo import Execution, parse
 from experiments.plan import Plan, Program, device_bytes
 
 MIB = 2**20
@@ -37,11 +37,13 @@ class Chip:
     clock: float
 
 
-# https://cloud.google.com/tpu/docs/v5e, /v5p, /v6e.
+# https://cloud.google.com/tpu/docs/v5e, /v5p, /v6e; the data sheets of H100 SXM and H200. GPU compilers tell no cycles.
 CHIPS: Mapping[str, Chip] = {
     "v5e": Chip(197e12, 819e9, 1.5e9),
     "v5p": Chip(459e12, 2765e9, 1.75e9),
     "v6e": Chip(918e12, 1640e9, 1.75e9),
+    "h100": Chip(989e12, 3352e9, math.nan),
+    "h200": Chip(989e12, 4800e9, math.nan),
 }
 
 
@@ -67,7 +69,7 @@ class Estimate:
       entry_copies: bytes of each copy outside of loops that is larger than 1 MiB: an argument in another layout.
       loop_copies: the same inside of loops.
       sorts: sorts, once for each place.
-      kernels: executions of kernels, whose time is not in `seconds`.
+      kernels: on TPU executions of kernels, whose time is not in `seconds`; on GPU launches of any kernel.
       untold_loops: sources of loops whose trips the program does not tell; they were assumed.
       peak_bytes: most memory at one time, as the compiler tells it.
       sum_bytes: arguments, results and temporaries, less what is shared: at least as much.
@@ -118,6 +120,7 @@ def estimate(compiled: jax.stages.Compiled, clock: float, assumed: Mapping[str, 
     loops = [v for v in executions if v.instruction.opcode == "while"]
     m: Any = compiled.memory_analysis()
     whole = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
+    on_gpu = not any(v.instruction.cycles for v in executions)
     copies = [v for v in executions if v.instruction.opcode == "copy" and not v.in_fusion and v.instruction.bytes > MIB]
     return Estimate(
         seconds=sum(v.times * v.instruction.cycles for v in executions if not v.in_fusion) / clock,
@@ -126,15 +129,21 @@ def estimate(compiled: jax.stages.Compiled, clock: float, assumed: Mapping[str, 
         entry_copies=tuple(v.instruction.bytes for v in copies if not v.loops),
         loop_copies=tuple(v.instruction.bytes for v in copies if v.loops),
         sorts=sum(v.instruction.opcode == "sort" for v in executions),
-        kernels=round(sum(v.times for v in executions if _is_kernel(v.instruction))),
+        kernels=round(sum(v.times for v in executions if (_is_launch if on_gpu else _is_kernel)(v))),
         untold_loops=tuple(loop.source for loop in program.untold_loops()),
         peak_bytes=m.peak_memory_in_bytes,
         sum_bytes=whole,
     )
 
 
-def _is_kernel(instruction: Instruction) -> bool:
-    return instruction.opcode == "custom-call" and "tpu_custom_call" in instruction.attributes
+def _is_kernel(execution: Execution) -> bool:
+    return execution.instruction.opcode == "custom-call" and "tpu_custom_call" in execution.instruction.attributes
+
+
+def _is_launch(execution: Execution) -> bool:
+    return (
+        execution.instruction.opcode in ("fusion", "custom-call", "copy", "sort", "scatter") and not execution.in_fusion
+    )
 
 
 def _exchanges(executions: Iterable[Execution]) -> tuple[Exchange, ...]:
@@ -217,7 +226,7 @@ def token_flops(policy: DecoderConfig, context: float) -> float:
 
 
 def estimates_table(plan: Plan, topology_name: str, programs: Iterable[Program]) -> tuple[Table, list[str]]:
-    """Compile the large programs (of prefill the largest) for a TPU slice.
+    """Compile the large programs (of prefill the largest) for a TPU slice or GPUs.
 
     Returns:
       a table of their estimates; the names of the programs that the compiler refused.
@@ -248,7 +257,8 @@ CAPTION = (
     "ms: the compiler's cycles, each times its trips, without waits and kernels (those that attend to pages are in it, "
     "at the chip's peak); loops that depend on data at their most: full batches, contexts, chunks. MFU, HBM: shares of "
     "the chip's peak that the least work would be, with contexts half full. * their number in as many loops, and MiB; "
-    "copies: MiB of those above 1 outside and inside of loops. open: loops whose trips depend on data"
+    "copies: MiB of those above 1 outside and inside of loops. open: loops whose trips depend on data. Of a GPU the "
+    "kernels are all launches, and there are no ms"
 )
 
 

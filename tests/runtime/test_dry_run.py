@@ -149,6 +149,14 @@ def test_a_missing_libtpu_is_one_message(monkeypatch):
         topology.devices("v5e:4x4")
 
 
+def test_a_missing_cuda_compiler_and_a_strange_number_of_gpus_are_one_message(monkeypatch):
+    with pytest.raises(UserError, match="--topology=h200:many: write the number of GPUs, e.g. h200:8"):
+        topology.devices("h200:many")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=rf"--topology=h200 needs .*jax-cuda13-pjrt=={jax.__version__}"):
+        topology.devices("h200")
+
+
 @needs_libtpu
 def test_an_unknown_topology_is_one_message():
     with pytest.raises(UserError, match=r"--topology=v9z:4x4: .*examples: v5e:4x4"):
