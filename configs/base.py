@@ -168,6 +168,9 @@ def _policy(c: ConfigDict) -> None:
     c.policy.param_dtype = "float32"  # (float32 | bfloat16) Of parameters.
     c.policy.remat = placeholder(str)  # (none | dots | full) What the backward pass computes again.
     c.policy.attention = placeholder(str)  # (xla | dense | splash | splash_tree) The last two need a TPU.
+    c.policy.yarn = ConfigDict()  # Contexts longer than those of the first training.
+    c.policy.yarn.factor = 1.0  # How many times as long; 1 for none.
+    c.policy.yarn.original_positions = placeholder(int)  # Context of the first training; unset: as published.
     c.policy.lora = ConfigDict()  # Low-rank adapters; they are then all that is trained of the decoder.
     c.policy.lora.rank = 0  # Rank of the adapters; 0 for none.
     c.policy.lora.alpha = 16.0  # The adapters' output is scaled by alpha / rank.

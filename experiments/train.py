@@ -46,9 +46,7 @@ CONFIG = configs.define_config_flag()
 DRY_RUN = flags.DEFINE_bool("dry_run", False, "print sizes and programs of the run, and leave")
 CHECK = flags.DEFINE_string("check", "", "check the run for PROCESSESxDEVICES elsewhere, e.g. v5e:4x4, and leave")
 SPEEDS = flags.DEFINE_list("tokens_per_second", [], "DECODED,LEARNED: with --dry_run or --check, estimates the hours")
-TOPOLOGY = flags.DEFINE_string(
-    "topology", "", "with --dry_run: compile for devices that are not here: v5e:4x4, h200:8"
-)
+TOPOLOGY = flags.DEFINE_string("topology", "", "with --dry_run: compile for devices that are not here: v5e:4x4, h200:8")
 MOST_SKIPPED = 3
 """Updates in a row that may be skipped because they were not finite."""
 IMITATION_LOG_EVERY = 10

@@ -63,6 +63,12 @@ CASES = {
         "head_dim": 16,
         "rope_scaling": _LLAMA3,
     },
+    "qwen3_yarn": {
+        "model_type": "qwen3",
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    },
 }
 CASES = {name: _BASE | case for name, case in CASES.items()}
 

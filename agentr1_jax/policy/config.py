@@ -24,18 +24,37 @@ class RopeScaling:
     """Stretching of rotary frequencies for long contexts; see `decoder.frequencies`.
 
     Attributes:
-      kind: `linear`, or `llama3` (Llama 3.1, https://arxiv.org/abs/2407.21783).
+      kind: `linear`, `llama3` (Llama 3.1, https://arxiv.org/abs/2407.21783) or `yarn` (https://arxiv.org/abs/2309.00071).
       factor: how much longer the slow waves become.
-      low_frequency, high_frequency: of `llama3`: waves of which fewer (or more) than this number fit into
+      low_frequency, high_frequency: not of `linear`: waves of which fewer (or more) than this number fit into
         `original_positions` are stretched whole (or not at all).
-      original_positions: of `llama3`: context length of the first training.
+      original_positions: not of `linear`: context length of the first training.
+      magnitude: of `yarn`: factor of rotated queries and keys.
     """
 
-    kind: Literal["linear", "llama3"]
+    kind: Literal["linear", "llama3", "yarn"]
     factor: Positive
     low_frequency: Positive = 1.0
     high_frequency: Positive = 4.0
     original_positions: Count = 8192
+    magnitude: Positive = 1.0
+
+
+@dataclass(frozen=True, config=STRICT)
+class YarnConfig:
+    """Section `policy.yarn`: contexts longer than those of the first training, by YaRN with the values of its paper.
+
+    Attributes:
+      factor: how many times as long; 1 for none.
+      original_positions: context length of the first training; None: `max_positions` of the preset or the weights.
+    """
+
+    factor: Positive = 1.0
+    original_positions: Count | None = None
+
+    def __post_init__(self) -> None:
+        if self.factor < 1:
+            raise ValueError(f"factor is {self.factor}; contexts can be made longer only")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -118,6 +137,7 @@ class PolicyConfig:
       width, layers, heads, kv_heads, head_dim, hidden, rope_theta, norm_eps, tied, qkv_bias, qk_norm: see
         `DecoderConfig`; None for that of the preset or the weights.
       dtype, param_dtype, remat, attention, lora: see `DecoderConfig`.
+      yarn: longer contexts.
     """
 
     weights: str = ""
@@ -138,6 +158,7 @@ class PolicyConfig:
     remat: Remat = "none"
     attention: Attention = "xla"
     lora: LoraConfig = LoraConfig()
+    yarn: YarnConfig = YarnConfig()
 
     def __post_init__(self) -> None:
         if bool(self.weights) == bool(self.preset):
@@ -147,4 +168,4 @@ class PolicyConfig:
     def changes(self) -> dict[str, Any]:
         """Fields of `DecoderConfig` that differ from those of the preset or the weights."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {k: v for k, v in values.items() if k not in ("weights", "preset") and v is not None}
+        return {k: v for k, v in values.items() if k not in ("weights", "preset", "yarn") and v is not None}

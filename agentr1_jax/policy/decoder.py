@@ -89,6 +89,7 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None)
 
     `llama3` leaves waves shorter than original/high_frequency positions as they are, stretches those longer than
     original/low_frequency by `factor`, and interpolates linearly (in the number of waves that fit) between the two.
+    `yarn` does the same, linearly in i.
     """
     plain = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if scaling is None:
@@ -96,19 +97,29 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None)
     stretched = plain / scaling.factor
     if scaling.kind == "linear":
         return stretched
+    if scaling.kind == "yarn":
+        # The (fractional) pairs of which so many waves fit; rounded outwards, as in the published code.
+        waves = np.asarray([scaling.high_frequency, scaling.low_frequency])
+        pair = head_dim * np.log(scaling.original_positions / (waves * 2 * np.pi)) / (2 * np.log(theta))
+        first, last = max(np.floor(pair[0]), 0), min(np.ceil(pair[1]), head_dim - 1)
+        share = 1 - np.clip((np.arange(head_dim // 2) - first) / max(last - first, 0.001), 0, 1)
+        return share * plain + (1 - share) * stretched
     waves = scaling.original_positions * plain / (2 * np.pi)
     share = np.clip((waves - scaling.low_frequency) / (scaling.high_frequency - scaling.low_frequency), 0, 1)
     return share * plain + (1 - share) * stretched
 
 
 def rotate(
-    x: Float[Array, "rows length heads dim"], position: Int[Array, "rows length"], frequency: np.ndarray
+    x: Float[Array, "rows length heads dim"],
+    position: Int[Array, "rows length"],
+    frequency: np.ndarray,
+    magnitude: float = 1.0,
 ) -> Float[Array, "rows length heads dim"]:
     """Rotate dimensions (i, i + dim/2) by position · frequency[i]: the half-split layout of Hugging Face weights."""
     half = x.shape[-1] // 2
     wide = jnp.promote_types(x.dtype, jnp.float32)
     angle = position[..., None, None].astype(wide) * jnp.asarray(frequency, wide)
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    cos, sin = magnitude * jnp.cos(angle), magnitude * jnp.sin(angle)
     first, second = x[..., :half].astype(wide), x[..., half:].astype(wide)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
@@ -141,7 +152,8 @@ class Block(nn.Module):
         query, key, value = heads("query", c.heads, y), heads("key", c.kv_heads, y), heads("value", c.kv_heads, y)
         if c.qk_norm:
             query, key = RMSNorm(c, name="query_norm")(query), RMSNorm(c, name="key_norm")(key)
-        query, key = rotate(query, position, frequency), rotate(key, position, frequency)
+        magnitude = c.rope_scaling.magnitude if c.rope_scaling else 1.0
+        query, key = (rotate(x, position, frequency, magnitude) for x in (query, key))
         mixed, state = memory.attend(query, key, value, layer, state)
         x = x + Projection(c, (c.heads, c.head_dim), (c.width,), variance=residual, name="out")(mixed)
         x = constrain(x, self.mesh, None, None, None)

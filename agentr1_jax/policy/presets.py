@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
+from typing import Any
 
 from agentr1_jax.errors import UserError
-from agentr1_jax.policy.config import DecoderConfig, PolicyConfig, RopeScaling
+from agentr1_jax.policy.config import DecoderConfig, PolicyConfig, RopeScaling, YarnConfig
 from agentr1_jax.policy.weights import read_config
 from agentr1_jax.validation import from_section
 
@@ -51,7 +53,19 @@ def decoder_config(config: PolicyConfig, vocab_size: int) -> DecoderConfig:
         shape = read_config(config.weights) if config.weights else PRESETS[config.preset]
     except (ValueError, FileNotFoundError) as error:
         raise UserError(f"policy.weights: {error}") from error
-    fields = {f.name: getattr(shape, f.name) for f in dataclasses.fields(shape)}
+    fields = {f.name: getattr(shape, f.name) for f in dataclasses.fields(shape)} | _stretch(shape, config.yarn)
     return from_section(
         DecoderConfig, "policy", fields | {"vocab_size": shape.vocab_size or vocab_size} | config.changes
     )
+
+
+def _stretch(shape: DecoderConfig, yarn: YarnConfig) -> dict[str, Any]:
+    """Return the fields of a decoder that YaRN changes."""
+    if yarn.factor == 1:
+        return {}
+    original = yarn.original_positions or shape.max_positions
+    if shape.rope_scaling or not original:
+        fault = "is stretched already" if shape.rope_scaling else "does not tell its longest context"
+        raise UserError(f"policy.yarn.factor is {yarn.factor}, and the policy {fault}; set policy.yarn.factor=1")
+    scaling = RopeScaling("yarn", yarn.factor, 1.0, 32.0, original, 0.1 * math.log(yarn.factor) + 1)
+    return {"rope_scaling": scaling, "max_positions": int(yarn.factor * original)}

@@ -11,9 +11,10 @@ import pytest
 import tiny
 from checkpoints import check_equal, checkpoint, layout, read
 
+from agentr1_jax.errors import UserError
 from agentr1_jax.policy import weights
-from agentr1_jax.policy.config import RopeScaling
-from agentr1_jax.policy.presets import PRESETS
+from agentr1_jax.policy.config import PolicyConfig, RopeScaling, YarnConfig
+from agentr1_jax.policy.presets import PRESETS, decoder_config
 from agentr1_jax.policy.weights import files, names
 
 CASES = golden.CASES
@@ -37,9 +38,10 @@ CASES = golden.CASES
         ("qwen2_tied", {"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types is \["),
         (
             "llama",
-            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-            r"rope_scaling has rope_type 'yarn'; known .* take",
+            {"rope_scaling": {"type": "longrope", "factor": 4.0}},
+            r"rope_scaling has rope_type 'longrope'; known .* take",
         ),
+        ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": 0.7}}, "mscale of yarn is not known"),
         ("llama", {"rope_scaling": {"type": "linear"}}, r"rope_scaling: factor is missing"),
         (
             "llama",
@@ -238,3 +240,14 @@ def test_saving_refuses_what_does_not_belong_together(tmp_path):
     with pytest.raises(ValueError, match=r"dtype is 'int8'; choose one of"):
         weights.save(tmp_path / "out", config, params, dtype="int8")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_preset_is_stretched_as_the_published_config_says_to():
+    """https://huggingface.co/Qwen/Qwen3-8B#processing-long-texts"""
+    published = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    read = weights.from_hf(CASES["qwen3_tied"] | {"rope_scaling": published}, "config.json")
+    stretched = decoder_config(PolicyConfig(preset="qwen3-8b", yarn=YarnConfig(4.0, 32768)), 0)
+    assert stretched.rope_scaling == read.rope_scaling and stretched.max_positions == 131_072
+    assert decoder_config(PolicyConfig(preset="qwen2.5-3b", yarn=YarnConfig(2.0)), 0).max_positions == 65_536
+    with pytest.raises(UserError, match="policy.yarn.factor is 2.0, and the policy is stretched already"):
+        decoder_config(PolicyConfig(preset="llama-3.1-8b", yarn=YarnConfig(2.0)), 0)

@@ -6,6 +6,7 @@ with half of its config ignored is a silent error.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,7 +21,7 @@ FAMILIES: Mapping[str, Mapping[str, bool]] = {
 }
 """`model_type` -> fields that differ between families. Qwen2.5 is `qwen2`; all Llamas are `llama`."""
 
-ROPE_KINDS = ("default", "linear", "llama3")
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 THETA = 10_000.0
 NORM_EPS = 1e-6
 QWEN3_HEAD_DIM = 128
@@ -172,6 +173,19 @@ def _rope(record: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | 
         return theta, RopeScaling("linear", factor)
     original = "original_max_position_embeddings"
     trained = count(record, "max_position_embeddings", source, 0) or None
+    if kind == "yarn":
+        strange = [name for name in ("mscale", "mscale_all_dim") if rope.get(name)]
+        if strange or rope.get("truncate") is False:
+            names = ", ".join(strange) or "truncate"
+            raise ValueError(f"{where}: {names} of yarn is not known; choose another checkpoint")
+        return theta, RopeScaling(
+            "yarn",
+            factor,
+            low_frequency=number(rope, "beta_slow", where, 1.0),
+            high_frequency=number(rope, "beta_fast", where, 32.0),
+            original_positions=count(rope, original, where, trained),
+            magnitude=number(rope, "attention_factor", where, 0.1 * math.log(max(factor, 1.0)) + 1),
+        )
     return theta, RopeScaling(
         "llama3",
         factor,
@@ -186,6 +200,15 @@ def _scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
         return None
     if scaling.kind == "linear":
         return {"rope_type": "linear", "factor": scaling.factor}
+    if scaling.kind == "yarn":
+        return {
+            "rope_type": "yarn",
+            "factor": scaling.factor,
+            "beta_slow": scaling.low_frequency,
+            "beta_fast": scaling.high_frequency,
+            "original_max_position_embeddings": scaling.original_positions,
+            "attention_factor": scaling.magnitude,
+        }
     return {
         "rope_type": "llama3",
         "factor": scaling.factor,
