@@ -222,7 +222,7 @@ def activation_bytes(plan: Plan) -> int:
     scores = 2 * 4 * rows * c.row_tokens**2 * p.heads // tensor if p.attention == "dense" else 0
     layer = matmuls + tokens * size * (p.heads * p.head_dim + p.hidden) // tensor + 2 * stream + scores
     saved = {"full": stream, "dots": stream + matmuls, "none": layer}[p.remat]
-    logits = 3 * 4 * max(plan.setup.settings.loss.chunk // c.rows, 1) * rows * p.vocab_size // tensor
+    logits = 3 * 4 * min(plan.setup.settings.loss.chunk, rows * c.row_loss_tokens) * p.vocab_size // tensor
     head = (size + 3 * 4) * p.vocab_size * p.width // tensor
     trunks = 2 if "critic" in plan.state.params else 1
     return trunks * p.layers * saved + layer + logits + head
