@@ -273,7 +273,7 @@ def _loss(c: ConfigDict) -> None:
     c.loss.value_coef = 0.5  # Weight of the value loss.
     c.loss.value_clip = 0.5  # Largest change of a value for which the value loss falls.
     c.loss.entropy_coef = 0.0  # Weight of the entropy bonus.
-    c.loss.chunk = placeholder(int)  # Loss tokens per chunk of logits; fewer take less memory.
+    c.loss.chunk = placeholder(int)  # Loss tokens per chunk of logits on each device; fewer take less memory.
 
     c.kl = ConfigDict()  # KL to the policy that RL starts from.
     c.kl.kind = "none"  # (none | k1 | k2 | k3 | abs | k1+ | k3+) Estimate. k1 has no gradient in the loss.

@@ -35,13 +35,13 @@ class Hardware:
       chips: devices of the whole run; 0 for any number.
       values: dotted key -> value.
       rows_per_shard: `learner.rows` for each shard of a batch; in all where any number of chips goes.
-      loss_tokens_per_shard: `loss.chunk`, likewise.
+      loss_chunk: `loss.chunk`, which is that of each device.
     """
 
     chips: int
     values: Mapping[str, Any]
     rows_per_shard: int
-    loss_tokens_per_shard: int
+    loss_chunk: int
 
 
 _CPU = {
@@ -238,7 +238,7 @@ def _fill_mesh(filled: dict[str, Any], row: Hardware, processes: int) -> None:
         _fill(filled, "mesh.fsdp", max(shards // max(mesh.data, 1), 1))
     _fill(filled, "mesh.fsdp", 1)
     _fill(filled, "learner.rows", row.rows_per_shard * shards)
-    _fill(filled, "loss.chunk", row.loss_tokens_per_shard * shards)
+    _fill(filled, "loss.chunk", row.loss_chunk)
 
 
 def _fill_denominator(filled: dict[str, Any]) -> None:

@@ -162,7 +162,7 @@ def test_hardware_fills_what_is_unset():
     tpu, _ = filled(hardware="v5e-16", policy__remat="dots", rollout__slots=96)
     assert (tpu.policy.dtype, tpu.policy.attention, tpu.mesh.fsdp, tpu.learner.rows) == ("bfloat16", "splash", 16, 16)
     assert (tpu.policy.remat, tpu.rollout.slots) == ("dots", 96)  # As they were set.
-    assert tpu.loss.chunk == 16 * 512
+    assert tpu.loss.chunk == 512
     assert typing.get_args(typing.get_type_hints(RunConfig)["hardware"]) == (*defaults.HARDWARE, defaults.AUTO)
     for mesh, fsdp in (({"mesh__tensor": 4}, 4), ({"mesh__data": 2}, 8), ({"mesh__data": 2, "mesh__tensor": 2}, 4)):
         assert filled(hardware="v5e-16", **mesh)[0].mesh.fsdp == fsdp
