@@ -33,7 +33,7 @@ def reduce_to_one_slot(settings: Settings) -> Settings:
     engine = settings.engine
     return dataclasses.replace(
         settings,
-        engine=dataclasses.replace(engine, slots=1, swap_slots=0, prefill_rows=engine.prefill_rows[:1]),
+        engine=dataclasses.replace(engine, slots=1, swap_slots=0, pages=None, prefill_rows=engine.prefill_rows[:1]),
     )
 
 

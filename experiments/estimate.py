@@ -18,6 +18,7 @@ from rich.table import Table
 
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.rollout.pages import DECODE_BLOCK
+from agentr1_jax.rollout.programs import KERNEL_HEAD_DIM
 from experiments import topology
 from experiments.hlo import Execution, parse
 from experiments.plan import Plan, Program, device_bytes
@@ -197,6 +198,7 @@ def need(plan: Plan, program: Program) -> Need:
     if kind in ("decode", "prefill"):
         shards, tensor = plan.rollout_mesh.shape["data"], plan.rollout_mesh.shape["tensor"]
         paged = e.cache == "pages"
+        kernel = paged and policy.head_dim % KERNEL_HEAD_DIM == 0
         held = e.page_count(shards) * e.page_tokens if paged else e.kv_slots(shards) * e.slot_tokens
         token_bytes = device_bytes(plan.cache) * shards / held
         if kind == "decode":
@@ -204,13 +206,13 @@ def need(plan: Plan, program: Program) -> Need:
             # The kernel reads whole blocks.
             read = live + e.slots / shards * min(e.attention_block, DECODE_BLOCK) / 2 * token_bytes
             reads = device_bytes(plan.rollout_params) + live
-            return Need(bytes=e.decode_chunk * reads, kernel_bytes=e.decode_chunk * read if paged else 0.0)
+            return Need(bytes=e.decode_chunk * reads, kernel_bytes=e.decode_chunk * read if kernel else 0.0)
         tokens = e.prefill_rows[-1] * e.prefill_width
         mixing = 4 * tokens / tensor * policy.layers * e.slot_tokens / 2 * policy.heads * policy.head_dim
         return Need(
             2 * tokens / tensor * token_flops(policy, e.slot_tokens / 2),
-            kernel_flops=mixing if paged else 0.0,
-            kernel_bytes=e.prefill_rows[-1] * e.slot_tokens / 2 * token_bytes if paged else 0.0,
+            kernel_flops=mixing if kernel else 0.0,
+            kernel_bytes=e.prefill_rows[-1] * e.slot_tokens / 2 * token_bytes if kernel else 0.0,
         )
     passes = {"update": 3, "token": 1, "log": 1}.get(kind, math.nan)
     microbatches = max(phase.microbatches for phase in plan.phases)

@@ -43,8 +43,8 @@ class EngineConfig:
       attention_block: positions per attention block; divides `slot_tokens`.
       attention_group: decode slots per attention group, which attends as far as its longest sequence; lowered where it
         does not divide the decode slots of a data shard.
-      swap_slots: further KV slots, for sequences that are swapped out while their tool runs; with pages, which a
-        sequence keeps then, only the number of further sequences.
+      swap_slots: further KV slots, for sequences that are swapped out while their tool runs; with pages the
+        number of further sequences, which keep theirs.
       early_exit_after: a decode call ends early once this many responses of a data shard have ended in it; 0: never.
       fetch_lag: 0: the host fetches a chunk before it dispatches the next one; 1: it dispatches the next one first.
       cache: `slots`: each trajectory has a KV slot of its own; `pages`: they share a pool of pages.

@@ -129,6 +129,7 @@ class Engine:
         kind = PageScheduler if self.config.cache == "pages" else Scheduler
         self._scheduler = kind(self.config, self.device.shards)
         self._waiting: list[PendingResponse] = []  # For a decode slot.
+        self._requests: dict[Lease, asyncio.Future[Completion]] = {}  # The last one of each trajectory.
         self._starting: dict[int, PendingResponse] = {}  # By decode slot: their prompts are being computed.
         self._decoding: dict[int, PendingResponse] = {}  # By decode slot.
         self._chunks: collections.deque[Chunk] = collections.deque()  # In flight.
@@ -204,6 +205,7 @@ class Engine:
 
     def release(self, lease: Lease) -> None:
         """End a lease. The slot keeps its contents, for prompts that begin with them."""
+        self._abandon(lease)
         self._leases_to_release.append(lease)
         self._admit_next()
 
@@ -226,14 +228,24 @@ class Engine:
     async def generate(self, lease: Lease, request: ResponseRequest) -> Completion:
         """Sample a response. Raises RequestError where the request does not fit the engine."""
         self._check(request)
+        self._abandon(lease)  # Only what an agent left behind can be in progress.
         done = asyncio.get_running_loop().create_future()
         self._waiting.append(PendingResponse(lease, request, done))
+        self._requests[lease] = done
         self._in_tools -= 1
         self._notify()
         try:
             return await done
         finally:
+            if self._requests.get(lease) is done:
+                self._abandon(lease)
             self._in_tools += done.cancelled()  # Otherwise `_run_cycles` counted it when it set the result.
+
+    def _abandon(self, lease: Lease) -> None:
+        """Have the response that a trajectory asked for last dropped, if it is still in progress."""
+        done = self._requests.pop(lease, None)
+        if done is not None:
+            done.cancel()
 
     def adopt(self, params: Params, version: int) -> None:
         """Sample with other parameters from now on; called in the loop in which the engine is open.
@@ -272,14 +284,15 @@ class Engine:
             self._drop_cancellations()
             if self.timeline is not None:
                 self.timeline.set_tool_slots(self._scheduler.tool_slots())
-            busy = bool(self._decoding or self._chunks or self._scheduler.queue_length)
+            begun = [r for r in self._waiting if r.ids]  # They gave way, and have the policy of their first tokens.
+            busy = bool(begun or self._decoding or self._chunks or self._scheduler.queue_length)
             if self._next_policy and (self.config.adopt == "in_flight" or not busy):
                 await self.dispatcher(self._change_policy)
             ready = not (self.config.deterministic and self._in_tools)
             if ready and (self._waiting or busy):
                 self._cycle += 1
-                waiting = [] if self._next_policy else self._waiting
-                self._waiting = self._waiting[len(waiting) :]
+                waiting = begun if self._next_policy else self._waiting
+                self._waiting = [r for r in self._waiting if r not in waiting]
                 unassigned, complete = await self.dispatcher(functools.partial(self._device_cycle, waiting))
                 self._waiting = unassigned + self._waiting  # Longest wait first.
                 for response in complete:
@@ -388,7 +401,9 @@ class Engine:
                 if self._chunks:  # Their tokens are not here yet.
                     complete += self._fetch()
                     continue
-                last = self._scheduler.by_age(self._decoding)[-1]
+                per_shard = self._scheduler.decode_slots_per_shard
+                shard = [other for other in self._decoding if other // per_shard == slot // per_shard]
+                last = self._scheduler.by_age(shard)[-1]
                 r = self._decoding.pop(last)
                 self._scheduler.finish(last, r.tokens[:-1])
                 self.device.stop(last)

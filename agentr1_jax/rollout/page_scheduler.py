@@ -333,7 +333,9 @@ class PageScheduler:
             return True
         same_shard = (h for h in self._holdings.values() if h.shard == holding.shard and h is not holding)
         others = sorted((h for h in same_shard if h.slot is None), key=lambda h: h.order)
-        most = len(pool.free) + len(pool.unused) + sum(len(h.shared) + len(h.own) for h in others)
+        held = collections.Counter(node for h in others for node in h.shared)
+        most = len(pool.free) + len(pool.unused) + sum(len(h.own) for h in others)
+        most += sum(node.holders == count for node, count in held.items())
         while most >= pages > len(pool.free):
             if not pool.evict():
                 if not others:

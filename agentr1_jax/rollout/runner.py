@@ -82,7 +82,7 @@ class BackgroundEngine(contextlib.AbstractContextManager["BackgroundEngine"]):
         return future
 
     def adopt(self, params: Params, version: int) -> None:
-        """Sample with other parameters as soon as no response is in progress; see `Engine.adopt`."""
+        """Sample with other parameters as `EngineConfig.adopt` says; see `Engine.adopt`."""
         self._call(lambda: self.engine.adopt(params, version))
 
     def _call(self, function: Callable[[], object]) -> None:

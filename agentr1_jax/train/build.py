@@ -229,7 +229,7 @@ def make_policy(settings: Settings, tokenizer: Tokenizer | None) -> DecoderConfi
     if 0 < shape.max_positions < settings.budget.context_tokens:
         raise UserError(
             f"budget.context_tokens ({settings.budget.context_tokens}) exceeds the {shape.max_positions} positions "
-            f"that {source} was made for; policy.yarn.factor makes them longer"
+            f"that {source} was made for{'' if shape.rope_scaling else '; policy.yarn.factor makes them longer'}"
         )
     for key, tensor in (("mesh.tensor", settings.mesh.tensor), ("rollout.tensor", settings.rollout.tensor)):
         if shape.heads % tensor:

@@ -245,7 +245,9 @@ def test_saving_refuses_what_does_not_belong_together(tmp_path):
 def test_a_preset_is_stretched_as_the_published_config_says_to():
     """https://huggingface.co/Qwen/Qwen3-8B#processing-long-texts"""
     published = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-    read = weights.from_hf(CASES["qwen3_tied"] | {"rope_scaling": published}, "config.json")
+    record = CASES["qwen3_tied"] | {"rope_scaling": published, "max_position_embeddings": 40960}
+    read = weights.from_hf(record, "config.json")
+    assert read.max_positions == 131_072
     stretched = decoder_config(PolicyConfig(preset="qwen3-8b", yarn=YarnConfig(4.0, 32768)), 0)
     assert stretched.rope_scaling == read.rope_scaling and stretched.max_positions == 131_072
     assert decoder_config(PolicyConfig(preset="qwen2.5-3b", yarn=YarnConfig(2.0)), 0).max_positions == 65_536

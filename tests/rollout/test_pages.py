@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import types
@@ -122,8 +123,7 @@ class Trajectories(RuleBasedStateMachine):
                 room = min(len(self.decoding[slot][1]) + CHUNK, LENGTH)
                 if self.scheduler.extend(slot, room):
                     break
-                last = self.scheduler.by_age(self.decoding)[-1]
-                assert last != self.scheduler.by_age(self.decoding)[0] or self.scheduler.queue_length
+                last = self.scheduler.by_age(s for s in self.decoding if self.shard(s) == self.shard(slot))[-1]
                 lease, ids = self.decoding.pop(last)
                 self.scheduler.finish(last, ids[:-1])
                 self.asking[lease] = ids
@@ -186,12 +186,19 @@ class Trajectories(RuleBasedStateMachine):
             for node in nodes:
                 assert node.holders == sum(node in h.shared for h in here)
                 assert (node in pool.unused) == (node.holders == 0)
+        # A response that ends may take a page that another one is about to fill with the same ids: who reads it comes
+        # behind that one in the queue.
+        coming = {(h.shard, page) for h in queued for page in self.held(h)[h.computed // TOKENS :]}
         for holding in self.scheduler._holdings.values():
-            if not holding.queued:
-                held = [node.page for node in holding.shared] + holding.own
-                np.testing.assert_array_equal(
-                    self.pages[holding.shard, held].ravel()[: len(holding.ids)], holding.ids, "pages hold other ids"
-                )
+            for i, page in enumerate(() if holding.queued else self.held(holding)):
+                if (holding.shard, page) not in coming:
+                    ids = holding.ids[i * TOKENS : (i + 1) * TOKENS]
+                    found = self.pages[holding.shard, page, : len(ids)]
+                    np.testing.assert_array_equal(found, ids, "a page holds other ids")
+
+    @staticmethod
+    def held(holding):
+        return [node.page for node in holding.shared] + holding.own
 
 
 TestTrajectories = Trajectories.TestCase
@@ -238,6 +245,20 @@ def test_where_pages_run_out_the_last_admitted_gives_way_first():
     assert not scheduler.extend(slot, 14 * TOKENS), "a trajectory that could not fit alone is refused by the config"
 
 
+def test_what_cannot_be_served_takes_no_pages_from_those_at_their_tools():
+    """Of ten pages one decodes with seven, three of which another at its tools holds, too; a third needs four."""
+    scheduler = scheduler_of(3, 11)
+    prompt = np.arange(12, dtype=np.int32)
+    first, second, third = (Lease((i,)) for i in range(3))
+    for lease in (first, second):
+        slot = scheduler.assign(lease, prompt, 12 if lease is second else 7 * TOKENS)
+        while scheduler.queue_length:
+            scheduler.advance()
+    scheduler.finish(slot, prompt)
+    assert scheduler.assign(third, 50 + np.arange(16, dtype=np.int32), 16) is None
+    assert len(scheduler._holdings[second].ids) == 12
+
+
 def request_of(prompt, max_tokens):
     return ResponseRequest(np.asarray(prompt, np.int32), max_tokens, SamplingConfig(), np.uint32([5, 6]))
 
@@ -263,6 +284,31 @@ def test_a_response_that_gave_way_goes_on_as_if_it_had_not():
     assert counters.prefill_tokens == sum(len(prompt) - 1 for prompt, _ in work)
     few, counters = sampled(swap_slots=6, pages=20, fetch_lag=1)
     assert few == plenty and counters.prefill_tokens > 100
+
+
+@pytest.mark.parametrize("cache", [{}, {"cache": "pages", "page_tokens": 8}])
+def test_a_response_that_an_agent_left_behind_ends_with_its_lease_and_harms_no_other(cache):
+    engine, params = engine_of(3, **cache)
+
+    async def careless():
+        lease = await engine.acquire()
+        left = asyncio.create_task(engine.generate(lease, request_of([1, 2], 100)))
+        await asyncio.sleep(0.05)
+        again = await engine.generate(lease, request_of([3], 3))
+        other = asyncio.create_task(engine.generate(lease, request_of([1, 2], 100)))
+        await asyncio.sleep(0.05)
+        engine.release(lease)
+        assert left.cancelled() or (await asyncio.wait([left, other], timeout=10))[0]
+        return again.ids.tolist()
+
+    async def careful():
+        lease = await engine.acquire()
+        ids = (await engine.generate(lease, request_of([3], 60))).ids.tolist()
+        engine.release(lease)
+        return ids
+
+    again, ids = run_work(engine, params, [careless(), careful()])
+    assert ids[:3] == again and len(ids) == 60
 
 
 HEADS, KV_HEADS, LAYERS, MOST = 4, 2, 2, 4

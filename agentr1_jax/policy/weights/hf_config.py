@@ -64,7 +64,7 @@ def from_hf(record: Mapping[str, Any], source: str) -> DecoderConfig:
         "rope_scaling": scaling,
         "norm_eps": number(record, "rms_norm_eps", source, NORM_EPS),
         "tied": bool(record.get("tie_word_embeddings", False)),
-        "max_positions": count(record, "max_position_embeddings", source, 0),
+        "max_positions": _max_positions(count(record, "max_position_embeddings", source, 0), scaling),
         **FAMILIES[family],
     }
     try:
@@ -147,6 +147,13 @@ def _head_dim(record: Mapping[str, Any], family: str, width: int, heads: int, so
     if record.get("head_dim") is None and default * heads != width and family != "qwen3":
         raise ValueError(f"{source}: num_attention_heads ({heads}) does not divide hidden_size ({width}); set head_dim")
     return count(record, "head_dim", source, default)
+
+
+def _max_positions(written: int, scaling: RopeScaling | None) -> int:
+    """Return the longest context: where YaRN was added to a config, its authors may have left the old one there."""
+    if written and scaling is not None and scaling.kind == "yarn":
+        return max(written, int(scaling.factor * scaling.original_positions))
+    return written
 
 
 def _rope(record: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | None]:
