@@ -290,16 +290,17 @@ def batch_faults(run: Path, config: Mapping[str, Any], finished: Sequence[Trajec
         expected = sorted(f"rl/{prompt:06d}/{sample}" for prompt in prompts for sample in range(c["samples"]))
         if sorted(t.uid for t in batch) != expected:
             faults.append(f"{run}: batch {update} has {sorted(t.uid for t in batch)}")
-        if ages := {update - s.policy_version for t in batch for s in t.steps} - set(range(c["staleness"] + 1)):
+        versions = {version for t in batch for s in t.steps for version in s.tokens_by_version()}
+        if ages := {update - version for version in versions} - set(range(c["staleness"] + 1)):
             faults.append(f"{run}: batch {update} has steps {ages} updates old")
         trained |= {t.uid: t for t in batch}
     again = {t.uid for t in finished if t.uid not in trained or sampled_tokens(t) != sampled_tokens(trained[t.uid])}
     return faults + [f"{run}: {uid} was finished, and is lost or was sampled again" for uid in sorted(again)]
 
 
-def sampled_tokens(trajectory: Trajectory) -> list[tuple[bytes, bytes, int]]:
-    """Return the ids and log-probs of every response, and the version of its policy."""
-    return [(s.response_ids.tobytes(), s.logprobs.tobytes(), s.policy_version) for s in trajectory.steps]
+def sampled_tokens(trajectory: Trajectory) -> list[tuple[bytes, bytes, dict[int, int]]]:
+    """Return the ids and log-probs of every response, and the versions of its policies."""
+    return [(s.response_ids.tobytes(), s.logprobs.tobytes(), s.tokens_by_version()) for s in trajectory.steps]
 
 
 if __name__ == "__main__":

@@ -293,8 +293,13 @@ def with_weights(config: ml_collections.ConfigDict, source: str) -> ml_collectio
 
 
 def differing_policy_keys(here: ml_collections.ConfigDict, there: Mapping[str, Any]) -> list[str]:
-    """Return the keys that make two runs' policies or tokenizers different, a line each; `there` is plain JSON."""
-    ours, theirs = dict(configs.flatten(configs.resolve(here))), dict(configs.flatten(there))
+    """Return the keys that make two runs' policies or tokenizers different, a line each; `there` is plain JSON.
+
+    A key that is newer than the run there has its default there.
+    """
+    before = configs.flatten(base.get_config().to_dict())
+    ours, theirs = (dict(configs.flatten(x)) for x in (configs.resolve(here), there))
+    theirs = dict(before) | theirs
     policy = {key for key in ours.keys() | theirs.keys() if key.startswith(("policy.", "tokenizer."))}
     keys = sorted(policy - set(COMPUTED_OTHERWISE))
     if ours.get("policy.lora.rank") and not ours.get("policy.weights"):

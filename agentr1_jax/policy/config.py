@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
+from annotated_types import Ge
 from pydantic.dataclasses import dataclass
 
 from agentr1_jax.validation import STRICT, Count, NonNegative, Positive, Whole
@@ -49,12 +50,8 @@ class YarnConfig:
       original_positions: context length of the first training; None: `max_positions` of the preset or the weights.
     """
 
-    factor: Positive = 1.0
+    factor: Annotated[float, Ge(1)] = 1.0
     original_positions: Count | None = None
-
-    def __post_init__(self) -> None:
-        if self.factor < 1:
-            raise ValueError(f"factor is {self.factor}; contexts can be made longer only")
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -139,7 +139,7 @@ class Device:
         """Allocate the cache; the decoder parameters are on the mesh."""
         c = self._config
         self._params, self._cache = params, self.programs.new_cache()
-        self._table = np.zeros((c.slots, c.slot_tokens // c.page_tokens), np.int32)
+        self._table: np.ndarray | None = None
         self._next_state, self._changed = idle_slot_state(c), np.zeros(c.slots, bool)
         self._state = self._put(idle_slot_state(c))  # Not `_next_state`: a device array may alias the memory of numpy.
         self._no_updates = self._put(encode_updates(self._next_state, self._changed))
@@ -171,10 +171,10 @@ class Device:
         """Wait until all programs dispatched so far have run."""
         jax.block_until_ready((self._cache, self._state))
 
-    def start(self, slot: int, request: ResponseRequest, sampled: np.ndarray) -> None:
-        """Have the next decode call begin a response in a decode slot, or go on after the ids that were sampled."""
+    def start(self, slot: int, request: ResponseRequest, tokens: np.ndarray) -> None:
+        """Have the next decode call begin a response, or go on with it: `tokens` are prompt and sampled ids."""
         s, r = self._next_state, request
-        tokens = np.concatenate([r.prompt, sampled])
+        sampled = tokens[len(r.prompt) :]
         s.token[slot], s.position[slot] = tokens[-1], len(tokens) - 1
         s.sampled[slot], s.budget[slot] = len(sampled), r.max_tokens - len(sampled)
         s.temperature[slot], s.top_k[slot], s.top_p[slot] = r.sampling.temperature, r.sampling.top_k, r.sampling.top_p
@@ -189,9 +189,9 @@ class Device:
         """Have the next decode call drop the response of a decode slot."""
         self._next_state.active[slot], self._changed[slot] = False, True
 
-    def set_table(self, table: np.ndarray) -> None:
-        """Have the pages of each decode slot read by the calls from now on; see `pages.PageCache`."""
-        if not np.array_equal(table, self._table):
+    def set_table(self, table: np.ndarray | None) -> None:
+        """Set the pages of each decode slot for the calls from now on, see `pages.PageCache`; None with KV slots."""
+        if table is not None and (self._table is None or not np.array_equal(table, self._table)):
             self._table = table.copy()
             self._cache = dataclasses.replace(self._cache, table=self._put(self._table.copy()))
 

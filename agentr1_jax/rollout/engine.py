@@ -30,7 +30,6 @@ from agentr1_jax.rollout.page_scheduler import PageScheduler
 from agentr1_jax.rollout.scheduler import Lease, Scheduler
 from agentr1_jax.runtime.processes import Dispatcher
 
-NO_IDS = np.zeros(0, np.int32)
 TIMELINE_SPANS = 20_000
 """Most spans of a timeline."""
 
@@ -55,6 +54,11 @@ class PendingResponse:
     def tokens(self) -> np.ndarray:
         """Prompt and sampled ids, int32."""
         return np.concatenate([self.request.prompt, *self.ids])
+
+    def room(self, tokens: int) -> int:
+        """Positions that it needs for so many tokens more."""
+        known = len(self.request.prompt) + sum(map(len, self.ids))
+        return min(known + tokens, len(self.request.prompt) + self.request.max_tokens)
 
     def completion(self) -> Completion:
         """Return the complete response."""
@@ -262,8 +266,8 @@ class Engine:
         c, prompt = self.config, r.prompt
         if not 1 <= len(prompt) or not 1 <= r.max_tokens or len(prompt) + r.max_tokens > c.slot_tokens:
             raise RequestError(
-                f"a prompt of {len(prompt)} and {r.max_tokens} new tokens do not fit a KV slot of {c.slot_tokens} "
-                "tokens; raise rollout.slot_tokens or lower the budget"
+                f"a prompt of {len(prompt)} and {r.max_tokens} new tokens do not fit "
+                f"rollout.slot_tokens={c.slot_tokens}; raise it or lower the budget"
             )
         if np.min(prompt) < 0 or np.max(prompt) >= self._vocab_size:
             raise RequestError(
@@ -291,8 +295,10 @@ class Engine:
             ready = not (self.config.deterministic and self._in_tools)
             if ready and (self._waiting or busy):
                 self._cycle += 1
-                waiting = begun if self._next_policy else self._waiting
-                self._waiting = [r for r in self._waiting if r not in waiting]
+                waiting, later = self._waiting, list[PendingResponse]()
+                if self._next_policy:
+                    waiting, later = begun, [r for r in self._waiting if not r.ids]
+                self._waiting = later
                 unassigned, complete = await self.dispatcher(functools.partial(self._device_cycle, waiting))
                 self._waiting = unassigned + self._waiting  # Longest wait first.
                 for response in complete:
@@ -346,9 +352,8 @@ class Engine:
             r.lease.idle_since = None
         unassigned = []
         for r in waiting:
-            tokens = r.tokens
             # Decode feeds the last token, because it needs its logits.
-            slot = self._scheduler.assign(r.lease, tokens[:-1], self._room(r, len(tokens), 1))
+            slot = self._scheduler.assign(r.lease, r.tokens[:-1], r.room(self.config.decode_chunk))
             if slot is None:
                 unassigned.append(r)
             else:
@@ -357,18 +362,13 @@ class Engine:
             self.timeline.set_tool_slots(self._scheduler.tool_slots())
         return unassigned
 
-    def _room(self, r: PendingResponse, tokens: int, chunks: int) -> int:
-        """Positions that a response of so many tokens with its prompt needs for further decode calls."""
-        return min(tokens + chunks * self.config.decode_chunk, len(r.request.prompt) + r.request.max_tokens)
-
     def _prefill(self) -> None:
         """Compute prompts: one call, and further ones while more decode slots wait for their prompts than decode."""
         while self._scheduler.queue_length:
             passes, ready, saved = self._scheduler.advance()
             self.counters.prefill_tokens_saved += saved
             started = time.perf_counter()
-            if isinstance(self._scheduler, PageScheduler):
-                self.device.set_table(self._scheduler.table)
+            self.device.set_table(self._scheduler.table)
             for each in passes:
                 self.device.copy(each.copies)
                 self.device.prefill(each.prefills, self._scheduler.padding)
@@ -377,7 +377,7 @@ class Engine:
                 self.timeline.add(ready, "prefill", started, time.perf_counter())
             for slot in ready:
                 r = self._decoding[slot] = self._starting.pop(slot)
-                self.device.start(slot, r.request, np.concatenate([NO_IDS, *r.ids]))
+                self.device.start(slot, r.request, r.tokens)
             if self._scheduler.queue_length <= len(self._decoding):
                 break
 
@@ -396,7 +396,7 @@ class Engine:
         for slot in self._scheduler.by_age(self._decoding):
             while (r := self._decoding.get(slot)) is not None:
                 in_flight = sum(chunk.responses.get(slot) is r for chunk in self._chunks)
-                if self._scheduler.extend(slot, self._room(r, len(r.tokens), 1 + in_flight)):
+                if self._scheduler.extend(slot, r.room((1 + in_flight) * self.config.decode_chunk)):
                     break
                 if self._chunks:  # Their tokens are not here yet.
                     complete += self._fetch()
@@ -408,8 +408,7 @@ class Engine:
                 self._scheduler.finish(last, r.tokens[:-1])
                 self.device.stop(last)
                 gave_way.append(r)
-        if isinstance(self._scheduler, PageScheduler):
-            self.device.set_table(self._scheduler.table)
+        self.device.set_table(self._scheduler.table)
         return gave_way
 
     def _fetch(self) -> list[PendingResponse]:

@@ -109,7 +109,7 @@ class Holding:
     """What a trajectory holds.
 
     Attributes:
-      order: number of its admission.
+      order: number of its first assignment: the lower, the older.
       root: of the tree in which it finds pages; see `PageScheduler.seal`.
       shared: full pages, from the root down.
       own: further pages, which it alone writes.
@@ -118,7 +118,8 @@ class Holding:
       slot: decode slot, numbered over all shards; None while it decodes nothing.
       queued: whether its prefill was not dispatched whole. Others may rely on the pages that it fills: whatever becomes
         of the trajectory, they are filled first.
-      dropped, released: what became of it meanwhile: its response is not wanted any more; its lease has ended.
+      dropped: whether, while queued, its response was given up.
+      released: whether, while queued, its lease ended.
     """
 
     shard: int
@@ -173,7 +174,7 @@ class PageScheduler:
                 pass
 
     def seal(self) -> None:
-        """Keep what there is for the trajectories of today: those that come later begin a tree of their own."""
+        """Keep what there is for the trajectories that have begun: those that begin later have a tree of their own."""
         for pool in self._pools:
             pool.root = Node(0, b"", None)
 
@@ -225,8 +226,7 @@ class PageScheduler:
 
     def extend(self, slot: int, room: int) -> bool:
         """Give the sequence of a decode slot pages for so many positions; return False if there are too few."""
-        holding = self._slots[slot]
-        assert holding is not None
+        holding = self._holding(slot)
         missing = -(-room // self.page_tokens) - len(holding.shared) - len(holding.own)
         if missing > 0:
             if not self._make_room(holding, missing):

@@ -68,7 +68,7 @@ class Advance(NamedTuple):
     Attributes:
       passes: to dispatch, in order.
       ready: decode slots whose prompts are whole after that.
-      saved: prompt tokens of new responses that need not be computed.
+      saved: prompt tokens of the responses assigned since then that need not be computed.
     """
 
     passes: list[PrefillPass]
@@ -89,7 +89,10 @@ class Scheduler:
     Attributes:
       spare: for each shard, the KV slot that belongs to no sequence and holds nothing: the target of the next swap, and
         of the padding of prefill calls.
+      table: None; see `PageScheduler`.
     """
+
+    table = None
 
     def __init__(self, config: EngineConfig, shards: int) -> None:
         self.shards = shards
@@ -144,7 +147,7 @@ class Scheduler:
         self._count[kv_slot] = len(ids)
 
     def seal(self) -> None:
-        """Keep what there is for the trajectories of today: those that come later share nothing with them."""
+        """Keep what there is for the trajectories that have begun: those that begin later share nothing with them."""
         self._era += 1
 
     def invalidate(self) -> None:

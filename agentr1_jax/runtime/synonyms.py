@@ -147,7 +147,7 @@ NO_COUNTERPART: Mapping[str, str] = types.MappingProxyType(
         "mini_batch_size": "learner.minibatches is the number of updates per batch, not their size",
         "gradient_accumulation_steps": "microbatches are accumulated as the batch needs it; learner.rows is their size",
         "gradient_accumulation": "microbatches are accumulated as the batch needs it; learner.rows is their size",
-        "gpu_memory_utilization": "the KV cache is as large as rollout.slots and rollout.swap_slots make it",
+        "gpu_memory_utilization": "the KV cache is as large as rollout.slots and swap_slots, or rollout.pages, make it",
         "max_steps": "updates is the number of batches, budget.max_steps that of the steps of a trajectory",
         "total_epochs": "a run ends after `updates` batches of rollout.groups task rows each",
         "num_train_epochs": "a run ends after `updates` batches of rollout.groups task rows each",

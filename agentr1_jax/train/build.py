@@ -111,6 +111,7 @@ def fit_devices(settings: Settings) -> Settings:
     tensor = math.gcd(settings.rollout.tensor, devices)
     shards = devices // tensor
     engine = settings.engine
+    pages = engine.pages and max(-(-engine.pages // shards), engine.slot_tokens // engine.page_tokens + 1) * shards
     return dataclasses.replace(
         settings,
         mesh=dataclasses.replace(settings.mesh, tensor=1),
@@ -119,6 +120,7 @@ def fit_devices(settings: Settings) -> Settings:
             engine,
             slots=-(-engine.slots // shards) * shards,
             swap_slots=-(-engine.swap_slots // shards) * shards,
+            pages=pages,
         ),
     )
 

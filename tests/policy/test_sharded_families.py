@@ -127,7 +127,7 @@ def test_one_update_agrees_on_one_and_on_eight_devices(family, shape):
 
 
 @functools.cache
-def greedy(policy, shape):
+def greedy(policy, shape, cache="slots"):
     """What an engine on such a mesh samples greedily for `MANY`."""
     mesh = tiny.mesh(*shape)
     config = EngineConfig(
@@ -139,6 +139,8 @@ def greedy(policy, shape):
         prefill_rows=(2,),
         attention_block=32,
         attention_group=1,
+        cache=cache,
+        page_tokens=16,
     )
     engine = Engine(policy, config, mesh)
     params = cast_for_compute(policy, tiny.decoder_params(policy))
@@ -159,6 +161,7 @@ def test_greedy_tokens_agree_whether_heads_are_shared_by_devices_or_not(policy, 
     assert cache_shape(policy, 8, 128, shape[2])[2] == cached, "each device holds the key heads of its query heads"
     spread = greedy(policy, shape)
     assert all_ids(spread) == all_ids(greedy(policy, (1, 1, 1)))
+    assert all_ids(spread) == all_ids(greedy(policy, shape, cache="pages"))
     assert_exact(spread, temperature=0.0, policy=policy)
 
 

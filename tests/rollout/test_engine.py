@@ -80,7 +80,7 @@ def test_a_stop_sequence_never_begins_in_the_prompt_or_in_an_earlier_response():
     [
         ([], {}, "a prompt of 0 and 10 new tokens do not fit"),
         ([1], {"max_tokens": 0}, "a prompt of 1 and 0 new tokens do not fit"),
-        ([1] * 119, {}, "119 and 10 new tokens do not fit a KV slot of 128 tokens; raise rollout.slot_tokens"),
+        ([1] * 119, {}, "119 and 10 new tokens do not fit rollout.slot_tokens=128; raise it"),
         ([1, 64], {}, r"prompt ids must lie in \[0, 64\), got 1\.\.64"),
         ([1, -1], {}, r"prompt ids must lie in \[0, 64\), got -1\.\.1"),
         ([1], {"stop": [[]]}, "at most 4 stop sequences of 1 to 4 ids each"),

@@ -56,6 +56,10 @@ def scheduler_of(slots, pages, shards=1, rows=2):
     return PageScheduler(config, shards)
 
 
+def root_of(node):
+    return node if node.parent is None else root_of(node.parent)
+
+
 class Trajectories(RuleBasedStateMachine):
     """Trajectories arrive, request, decode, give way, call tools, resume and leave in any order, as in the engine."""
 
@@ -168,6 +172,10 @@ class Trajectories(RuleBasedStateMachine):
         self.pages[:] = GARBAGE
         assert all(len(pool.free) == self.pages.shape[1] - 1 for pool in self.scheduler._pools)
 
+    @rule()
+    def adopt_new_weights_in_flight(self):
+        self.scheduler.seal()
+
     @invariant()
     def every_page_has_one_place(self):
         if not hasattr(self, "scheduler"):
@@ -176,10 +184,12 @@ class Trajectories(RuleBasedStateMachine):
         holdings = {id(h): h for h in [*self.scheduler._holdings.values(), *queued]}.values()
         for shard, pool in enumerate(self.scheduler._pools):
             here = [h for h in holdings if h.shard == shard]
-            nodes, open_nodes = [], list(pool.root.children.values())
+            roots = {pool.root, *(h.root for h in here), *map(root_of, pool.unused)}
+            nodes, open_nodes = [], [node for root in roots for node in root.children.values()]
             while open_nodes:
                 nodes.append(open_nodes.pop())
                 open_nodes += nodes[-1].children.values()
+            assert all(root_of(node) is h.root for h in here for node in h.shared), "a page of another policy is shared"
             own = [page for h in here for page in h.own]
             places = [*pool.free, *(node.page for node in nodes), *own]
             assert sorted(places) == list(range(1, self.pages.shape[1])), "a page is lost, or has two places"

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -152,6 +153,17 @@ def test_a_run_that_rl_cannot_start_from_is_refused(
     given = {k: v.format(source=source) if isinstance(v, str) else v for k, v in overrides.items()}
     with pytest.raises(UserError, match=message):
         check_init_from(small_config(**{"run_dir": tmp_path / "run", "warm_start__init_from": str(source), **given}))
+
+
+def test_a_run_that_is_older_than_a_key_has_its_default(tmp_path: Path, source: Path) -> None:
+    older = tmp_path / "older"
+    shutil.copytree(source, older)
+    record = json.loads((older / "config.json").read_text())
+    del record["policy"]["yarn"]
+    (older / "config.json").write_text(json.dumps(record))
+    check_init_from(small_config(tmp_path / "run", warm_start__init_from=str(older)))
+    with pytest.raises(UserError, match=r"policy.yarn.factor: 1.0 there, 4.0 here"):
+        check_init_from(small_config(tmp_path / "run", warm_start__init_from=str(older), policy__yarn__factor=4.0))
 
 
 def test_only_a_whole_run_can_be_started_from(tmp_path: Path, source: Path) -> None:
