@@ -52,14 +52,50 @@ def splash_attention(
 
 
 def _segment_rows(query: Array, key: Array, value: Array, subtree_end: Array, *, interpret: bool) -> Array:
-    """All rows at once: a causal mask, which the kernel knows, and segment ids."""
+    """One row after the other, each with its own tables of the blocks that its segments leave."""
     length, heads = query.shape[1:3]
-    mask = splash.MultiHeadMask([splash.CausalMask((length, length))] * heads)
-    kernel = splash.make_splash_mha(
-        mask, block_sizes=_block_sizes(length), head_shards=1, q_seq_shards=1, interpret=interpret
-    )
-    out = jax.vmap(kernel)(*_heads_first(query, key, value), splash.SegmentIds(subtree_end, subtree_end))
+    sizes = _block_sizes(length)
+    causal = splash.MultiHeadMask([splash.CausalMask((length, length))] * heads)
+
+    def row(query: Array, key: Array, value: Array, end: Array) -> Array:
+        kernel = splash.make_splash_mha(causal, block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=interpret)
+        by_query, by_key, visible = block_tables(end, sizes.block_q)
+        kernel.fwd_mask_info = kernel.fwd_mask_info._replace(data_next=by_query, block_mask=visible)
+        kernel.dq_mask_info = kernel.dq_mask_info._replace(data_next=by_query, block_mask=visible)
+        kernel.dkv_mask_info = kernel.dkv_mask_info._replace(data_next=by_key, block_mask=visible)
+        return kernel(query, key, value, splash.SegmentIds(end, end))
+
+    out = jax.lax.map(lambda x: row(*x), (*_heads_first(query, key, value), subtree_end))
     return jnp.swapaxes(out, 1, 2).astype(query.dtype)
+
+
+def block_tables(
+    subtree_end: Int[Array, "length"], side: int
+) -> tuple[Int[Array, "1 blocks blocks"], Int[Array, "1 blocks blocks"], Int[Array, "1 blocks blocks"]]:
+    """Return which blocks of scores a row of segments needs, and what is fetched for each, as the kernel reads them.
+
+    A row and column of the tables belong to a block of `side` queries and one of `side` keys.
+
+    Args:
+      subtree_end: of each token: that of its segment.
+      side: divides `length`.
+
+    Returns:
+      the block of keys to have where the kernel goes through the keys of each block of queries; the block of queries
+      to have where it goes through the queries of each block of keys; 1 where some query sees some key, else 0.
+    """
+    length = len(subtree_end)
+    index = jnp.arange(length)
+    begins = jnp.concatenate([jnp.ones(1, bool), subtree_end[1:] != subtree_end[:-1]])
+    start = jax.lax.cummax(jnp.where(begins, index, 0))
+    first_key, last_query = start[::side] // side, (subtree_end[side - 1 :: side] - 1) // side
+    query, key = jnp.arange(length // side)[:, None], jnp.arange(length // side)[None, :]
+    visible = (first_key[:, None] <= key) & (key <= query)
+    # Where nothing is computed, what comes next is fetched already, or what is there stays.
+    by_query = jnp.where(key <= query, jnp.maximum(key, first_key[:, None]), jnp.roll(first_key, -1)[:, None])
+    by_key = jnp.clip(query, key, last_query[None, :])
+    small = jnp.int8 if length // side <= 127 else jnp.int16
+    return tuple(table[None].astype(small) for table in (by_query, by_key, visible))
 
 
 def _tree_rows(query: Array, key: Array, value: Array, subtree_end: Array, *, interpret: bool) -> Array:

@@ -12,12 +12,13 @@ import pytest
 import tiny
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from agentr1_jax.policy.attention import grouped_attention
 from agentr1_jax.policy.sharding import ROWS, over_rows
-from agentr1_jax.policy.splash import splash_attention
+from agentr1_jax.policy.splash import _block_sizes, splash_attention
 from agentr1_jax.runtime.mesh import AXES
 from experiments import topology
 
@@ -78,8 +79,8 @@ def compiled(kind, mesh_shape=None):
             if kind == "dense":
                 out = dense(query, key, value, ends)
             else:
-                splash = functools.partial(splash_attention, mesh=mesh, tree=kind == "trees", interpret=True)
-                out = over_rows(splash, mesh, (P(ROWS),) * 4, P(ROWS))(query, key, value, ends)
+                rows = functools.partial(splash_attention, mesh=mesh, tree=kind == "trees", interpret=True)
+                out = over_rows(rows, mesh, (P(ROWS),) * 4, P(ROWS))(query, key, value, ends)
         return (out * weight).sum(), out
 
     def run(query, key, value, weight, ends):
@@ -126,15 +127,44 @@ def test_trees_over_devices_equal_dense_attention(shape):
     assert_equals_dense("trees", ends_of(TREES), mesh_shape=shape)
 
 
-def test_blocks_that_nobody_sees_are_not_computed():
+@pytest.mark.parametrize("kind", ["chains", "trees"])
+def test_blocks_that_nobody_sees_are_not_computed(kind):
     """A NaN times a weight of 0 would show."""
     query, key, value, weight = inputs(4, 2)
     value = value.copy()
     value[:, :128] = np.nan
     ends = ends_of([[(9, 128), (9, 200)]] * 2)
-    out, _ = compiled("trees")(query, key, value, weight, ends)
+    out, _ = compiled(kind)(query, key, value, weight, ends)
     assert np.isnan(out[:, :128]).all()
     assert np.isfinite(out[:, 128:]).all()
+
+
+CHAIN_RUNS = st.lists(st.tuples(st.just(9), st.integers(1, 300)), max_size=8)
+
+
+@settings(max_examples=10)
+@given(first=CHAIN_RUNS, second=CHAIN_RUNS)
+@example(first=[], second=[(0, LENGTH)])
+def test_what_is_skipped_changes_no_bit(first, second):
+    """Against the kernel as it comes, which compares the segments of every block below the diagonal."""
+    ends, (query, key, value, weight) = ends_of([first, second]), inputs(4, 2)
+
+    @jax.jit
+    def whole(query, key, value):
+        mask = splash.MultiHeadMask([splash.CausalMask((LENGTH, LENGTH))] * 4)
+        kernel = splash.make_splash_mha(
+            mask, block_sizes=_block_sizes(LENGTH), head_shards=1, q_seq_shards=1, interpret=True
+        )
+        first = [jnp.swapaxes(x, 1, 2) for x in (query * query.shape[-1] ** -0.5, key, value)]
+        out = jax.lax.map(lambda x: kernel(*x[:3], splash.SegmentIds(x[3], x[3])), (*first, ends))
+        return jnp.swapaxes(out, 1, 2)
+
+    with jax.default_matmul_precision("highest"):
+        expected, pull = jax.vjp(whole, query, key, value)
+    out, grads = compiled("chains")(query, key, value, weight, ends)
+    np.testing.assert_array_equal(out, expected)
+    for grad, expected_grad in zip(grads, pull(weight), strict=True):
+        np.testing.assert_array_equal(grad, expected_grad)
 
 
 @pytest.mark.parametrize("tree", [False, True])
