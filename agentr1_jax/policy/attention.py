@@ -43,7 +43,10 @@ class Memory(Protocol):
         layer: Int[Array, ""],
         state: Any,
     ) -> tuple[Float[Array, "rows length heads dim"], Any]:
-        """Return the attention output, and the state (KV cache) to carry to the next layer."""
+        """Return softmax(q·k) v over what a token sees, and the state (KV cache) to carry to the next layer.
+
+        Queries come scaled by 1/√d, whatever attends: in half precision sampling and training then round them alike.
+        """
         ...
 
 
@@ -91,11 +94,11 @@ def grouped_attention(
     value: Float[Array, "rows keys kv_heads dim"],
     visible: Bool[Array, "rows queries keys"],
 ) -> Float[Array, "rows queries heads dim"]:
-    """Return softmax(q·k/√d) v, `heads / kv_heads` query heads to each key head; softmax in float32 or wider."""
+    """Return softmax(q·k) v, `heads / kv_heads` query heads to each key head; softmax in float32 or wider."""
     rows, queries, heads, dim = query.shape
     grouped = query.reshape(rows, queries, key.shape[2], heads // key.shape[2], dim)
     wide = jnp.promote_types(query.dtype, jnp.float32)
-    scores = jnp.einsum("bqkgd,bskd->bkgqs", grouped, key, preferred_element_type=wide) * dim**-0.5
+    scores = jnp.einsum("bqkgd,bskd->bkgqs", grouped, key, preferred_element_type=wide)
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(wide).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     return jnp.einsum("bkgqs,bskd->bqkgd", weights, value).reshape(query.shape)
@@ -109,7 +112,7 @@ def blockwise_attention(
     *,
     block: int = BLOCK,
 ) -> Float[Array, "rows length heads dim"]:
-    """Return softmax(q·k/√d) v where token i sees token j iff j ≤ i < subtree_end[j]; softmax in float32 or wider.
+    """Return softmax(q·k) v where token i sees token j iff j ≤ i < subtree_end[j]; softmax in float32 or wider.
 
     There are `heads / kv_heads` query heads to each key head, and every token sees itself. A row is padded to a
     multiple of `block` tokens.
@@ -128,7 +131,7 @@ def blockwise_attention(
 
     alone = jnp.broadcast_to(jnp.arange(length, length + pad) + 1, (rows, pad)).astype(subtree_end.dtype)
     ends = jnp.concatenate([subtree_end, alone], axis=1).reshape(rows * blocks, block)
-    out = _attend(in_blocks(query * dim**-0.5), in_blocks(key), in_blocks(value), ends, blocks)
+    out = _attend(in_blocks(query), in_blocks(key), in_blocks(value), ends, blocks)
     out = out.reshape(rows * blocks, kv_heads, heads // kv_heads, block, dim).transpose(0, 3, 1, 2, 4)
     return out.reshape(rows, length + pad, heads, dim)[:, :length].astype(query.dtype)
 

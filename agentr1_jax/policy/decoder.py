@@ -153,7 +153,9 @@ class Block(nn.Module):
         if c.qk_norm:
             query, key = RMSNorm(c, name="query_norm")(query), RMSNorm(c, name="key_norm")(key)
         magnitude = c.rope_scaling.magnitude if c.rope_scaling else 1.0
-        query, key = (rotate(x, position, frequency, magnitude) for x in (query, key))
+        # The scale of scores goes with the rotation, which is in float32: it rounds nothing once more.
+        query = rotate(query, position, frequency, magnitude * c.head_dim**-0.5)
+        key = rotate(key, position, frequency, magnitude)
         mixed, state = memory.attend(query, key, value, layer, state)
         x = x + Projection(c, (c.heads, c.head_dim), (c.width,), variance=residual, name="out")(mixed)
         x = constrain(x, self.mesh, None, None, None)

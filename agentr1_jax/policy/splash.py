@@ -35,7 +35,7 @@ def splash_attention(
     tree: bool,
     interpret: bool = False,
 ) -> Float[Array, "rows length heads dim"]:
-    """Return softmax(q·k/√d) v over the ancestors of each token: token i sees token j iff j ≤ i < subtree_end[j].
+    """Return softmax(q·k) v over the ancestors of each token: token i sees token j iff j ≤ i < subtree_end[j].
 
     Args:
       query, key, value: `length` is a multiple of the last of `BLOCKS`.
@@ -124,9 +124,8 @@ def _tree_rows(query: Array, key: Array, value: Array, subtree_end: Array, *, in
 
 
 def _heads_first(query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
-    """[rows, heads, length, dim] of each; the kernel leaves the scale of the scores to its caller."""
-    scaled = query * query.shape[-1] ** -0.5
-    return jnp.swapaxes(scaled, 1, 2), jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
+    """[rows, heads, length, dim] of each."""
+    return jnp.swapaxes(query, 1, 2), jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
 
 
 def _block_sizes(length: int) -> splash.BlockSizes:

@@ -183,7 +183,7 @@ def attend_by_blocks(
     Each block rescales the sums of the earlier blocks to the new maximum (Milakov and Gimelshein, 2018).
 
     Args:
-      query: queries of the rows' tokens.
+      query: queries of the rows' tokens, scaled.
       position: position of each token; it sees itself and what lies before it.
       reach: positions to read, at least one.
       block: positions per block.
@@ -192,7 +192,6 @@ def attend_by_blocks(
     rows, length, heads, dim = query.shape
     kv_heads = jax.eval_shape(read, jnp.int32(0))[0].shape[1]
     q = query.reshape(rows, length, kv_heads, heads // kv_heads, dim).swapaxes(1, 2).reshape(rows, kv_heads, -1, dim)
-    q = q.astype(jnp.float32) * dim**-0.5
     limit = jnp.repeat(position, heads // kv_heads, axis=1)[:, None, :, None]
 
     def add(b: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:

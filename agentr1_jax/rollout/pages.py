@@ -163,7 +163,6 @@ class PageView:
             table + layer * pages,
             jnp.arange(rows + 1, dtype=jnp.int32) * length,
             jnp.full(1, rows, jnp.int32),
-            sm_scale=dim**-0.5,
             num_kv_pages_per_block=min(block // tokens, table.shape[1]),
             num_queries_per_block=DECODE_TOKENS if decodes else min(length, max(PREFILL_QUERIES // heads, 1)),
         )

@@ -157,7 +157,7 @@ def test_a_token_sees_its_ancestors(parents, seed):
     query, key, value = (rng.normal(size=(1, LENGTH, heads, 8)).astype(np.float32) for heads in (4, 2, 2))
     mixed, state = attend(subtree_end, query, key, value)
     for h in range(4):
-        scores = np.where(ancestor, query[0, :, h] @ key[0, :, h // 2].T / np.sqrt(8), -np.inf)
+        scores = np.where(ancestor, query[0, :, h] @ key[0, :, h // 2].T, -np.inf)
         expected = np.exp(tiny.log_softmax(scores)) @ value[0, :, h // 2]
         np.testing.assert_allclose(mixed[0, :, h], expected, rtol=1e-5, atol=1e-5)
 

@@ -155,7 +155,7 @@ def test_what_is_skipped_changes_no_bit(first, second):
         kernel = splash.make_splash_mha(
             mask, block_sizes=_block_sizes(LENGTH), head_shards=1, q_seq_shards=1, interpret=True
         )
-        first = [jnp.swapaxes(x, 1, 2) for x in (query * query.shape[-1] ** -0.5, key, value)]
+        first = [jnp.swapaxes(x, 1, 2) for x in (query, key, value)]
         out = jax.lax.map(lambda x: kernel(*x[:3], splash.SegmentIds(x[3], x[3])), (*first, ends))
         return jnp.swapaxes(out, 1, 2)
 

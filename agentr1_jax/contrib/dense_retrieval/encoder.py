@@ -67,7 +67,7 @@ class EncoderBlock(nn.Module):
         norm = functools.partial(nn.LayerNorm, c.norm_eps, dtype=c.dtype, use_fast_variance=False)
 
         query, key, value = (dense((c.heads, c.width // c.heads), name=name)(x) for name in ("query", "key", "value"))
-        mixed = grouped_attention(query, key, value, visible)
+        mixed = grouped_attention(query * query.shape[-1] ** -0.5, key, value, visible)
         x = norm(name="attention_norm")(x + dense(c.width, axis=(-2, -1), name="out")(mixed))
         inner = nn.gelu(dense(c.hidden, name="up")(x), approximate=False)
         return norm(name="mlp_norm")(x + dense(c.width, name="down")(inner)), None
