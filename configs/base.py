@@ -166,6 +166,7 @@ def _policy(c: ConfigDict) -> None:
     c.policy.qk_norm = placeholder(bool)  # Query and key heads are normalised (Qwen3).
     c.policy.dtype = placeholder(str)  # (float32 | bfloat16) Of activations and matmuls.
     c.policy.param_dtype = "float32"  # (float32 | bfloat16) Of parameters.
+    c.policy.precision = "default"  # (default | highest) Of matmuls in float32; TPUs and GPUs round by default.
     c.policy.remat = placeholder(str)  # (none | dots | full) What the backward pass computes again.
     c.policy.attention = placeholder(str)  # (xla | dense | splash | splash_tree) The last two need a TPU.
     c.policy.yarn = ConfigDict()  # Contexts longer than those of the first training.

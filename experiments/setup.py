@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Config = ml_collections.ConfigDict
 """A config, which other scripts only hand on to the functions below."""
-COMPUTED_OTHERWISE = ("policy.attention", "policy.remat")
+COMPUTED_OTHERWISE = ("policy.attention", "policy.precision", "policy.remat")
 """Keys that say how a policy is computed, not what it is."""
 IN_BUCKETS = ("run_dir", "warm_start.init_from", "tokenizer.path", "compilation_cache")
 """Keys whose paths may be `gs://`."""
@@ -273,7 +273,7 @@ def change_config(config: ml_collections.ConfigDict, changes: Mapping[str, Any])
 def with_policy_of(config: ml_collections.ConfigDict, run: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
     """Return a copy of a config with the policy, tokenizer and folder of a run; how it is computed stays as it is."""
     config = config.copy_and_resolve_references()
-    computed = {key: config.policy[key] for key in ("attention", "remat", "dtype")}
+    computed = {key: config.policy[key] for key in ("attention", "precision", "remat", "dtype")}
     config.policy, config.tokenizer, config.run_dir = run.policy, run.tokenizer, run.run_dir
     config.policy.update(computed)
     return config

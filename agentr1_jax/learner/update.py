@@ -27,7 +27,7 @@ from agentr1_jax.learner.logprobs import token_logprobs
 from agentr1_jax.learner.losses import kl_estimate, minibatch_log_ratio, policy_loss, value_loss
 from agentr1_jax.policy.attention import PackedRows
 from agentr1_jax.policy.config import DecoderConfig
-from agentr1_jax.policy.decoder import Decoder, Params, head_kernel
+from agentr1_jax.policy.decoder import Decoder, Params, at_precision, head_kernel
 from agentr1_jax.policy.params import join, values
 from agentr1_jax.policy.sharding import ROWS, over_rows, row_specs, sum_over_devices
 from agentr1_jax.runtime.compile_cache import cached_jit
@@ -224,7 +224,7 @@ def _batch_outputs(policy: DecoderConfig, objective: Objective, mesh: Mesh | Non
             trained, frozen, reference, batch, count
         )
 
-    return token_outputs
+    return at_precision(policy, token_outputs)
 
 
 def make_token_outputs(
@@ -324,7 +324,7 @@ def batch_gradient(
             return grads[0] | {"decoder": decoder}, metrics
         return grads[0], metrics
 
-    return gradient
+    return at_precision(policy, gradient)
 
 
 def make_update(

@@ -13,6 +13,7 @@ from agentr1_jax.validation import STRICT, Count, NonNegative, Positive, Whole
 Projection = Literal["query", "key", "value", "out", "gate", "up", "down"]
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
 Remat = Literal["none", "dots", "full"]
+Precision = Literal["default", "highest"]
 Attention = Literal["xla", "dense", "splash", "splash_tree"]
 Critic = Literal["none", "shared_trunk", "separate"]
 
@@ -91,6 +92,7 @@ class DecoderConfig:
       dtype: of activations and matmuls; norms, softmax and logits are float32 in any case.
       param_dtype: of parameters.
       reduce_dtype: in which gradients of the layers are summed over the devices of `fsdp`; None: that of parameters.
+      precision: of matmuls in float32: `highest`, or the device's `default`, which on TPUs and GPUs rounds operands.
       remat: what the backward pass computes again: `none`, `dots` (all but matmuls with weights), `full` (each block).
       attention: implementation for packed rows in training; see `attention.PackedRows`.
       lora: low-rank adapters, which are then all that is trained of the decoder.
@@ -113,11 +115,17 @@ class DecoderConfig:
     dtype: Dtype = "float32"
     param_dtype: Dtype = "float32"
     reduce_dtype: Dtype | None = None
+    precision: Precision = "default"
     remat: Remat = "none"
     attention: Attention = "xla"
     lora: LoraConfig = LoraConfig()
 
     def __post_init__(self) -> None:
+        if self.precision != "default" and self.dtype in ("bfloat16", "float16"):
+            raise ValueError(
+                f"precision={self.precision} is of matmuls in float32, and dtype is {self.dtype}; set dtype=float32 or "
+                "precision=default"
+            )
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads ({self.kv_heads}) must divide heads ({self.heads})")
         if self.head_dim % 2:
@@ -133,7 +141,7 @@ class PolicyConfig:
       preset: name in `policy.presets`; "" with `weights`.
       width, layers, heads, kv_heads, head_dim, hidden, rope_theta, norm_eps, tied, qkv_bias, qk_norm: see
         `DecoderConfig`; None for that of the preset or the weights.
-      dtype, param_dtype, remat, attention, lora: see `DecoderConfig`.
+      dtype, param_dtype, precision, remat, attention, lora: see `DecoderConfig`.
       yarn: longer contexts.
     """
 
@@ -152,6 +160,7 @@ class PolicyConfig:
     qk_norm: bool | None = None
     dtype: Dtype = "float32"
     param_dtype: Dtype = "float32"
+    precision: Precision = "default"
     remat: Remat = "none"
     attention: Attention = "xla"
     lora: LoraConfig = LoraConfig()

@@ -6,6 +6,7 @@ returns hidden states; logits, which dominate memory, are computed where they ar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -211,6 +212,18 @@ class Decoder(nn.Module):
         x = constrain(look_up(embedding, tokens, c.width, c.dtype), self.mesh, None, None, None)
         (x, state), _ = layers(c, self.mesh, name="layers")((x, state), jnp.arange(c.layers), position, memory)
         return RMSNorm(c, name="final_norm")(x), state
+
+
+def at_precision(config: DecoderConfig, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function whose matmuls, those of its gradients among them, have the precision of a policy."""
+    if config.precision == "default":
+        return function
+
+    def precise(*arguments: Any) -> Any:
+        with jax.default_matmul_precision(config.precision):
+            return function(*arguments)
+
+    return precise
 
 
 def output_logits(params: Params, hidden: Float[Array, "... width"]) -> Float[Array, "... vocab"]:

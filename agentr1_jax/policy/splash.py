@@ -1,9 +1,11 @@
 """Attention of packed rows on TPUs, by JAX's splash kernel (`jax.experimental.pallas.ops.tpu.splash_attention`).
 
 Rows of segments (every packing mode but `prefix_tree`) are causal attention within segments: the kernel compares
-segment ids, no mask is stored. In a prefix tree token j is seen by the interval [j, subtree_end[j]), which segment ids
-cannot express. There the kernel reads a mask, made anew in every layer for one row at a time and shared by all heads: 4
-bytes for each pair of tokens of one row. Empty blocks of the mask are neither fetched nor computed.
+segment ids, no mask is stored, and tables made of the segments' ends name the blocks to compute.
+
+In a prefix tree token j is seen by the interval [j, subtree_end[j]), which segment ids cannot express. There the kernel
+reads a mask, made anew in every layer for one row at a time and shared by all heads: 4 bytes for each pair of tokens of
+one row. Empty blocks of the mask are neither fetched nor computed.
 """
 
 from __future__ import annotations
@@ -95,7 +97,8 @@ def block_tables(
     by_query = jnp.where(key <= query, jnp.maximum(key, first_key[:, None]), jnp.roll(first_key, -1)[:, None])
     by_key = jnp.clip(query, key, last_query[None, :])
     small = jnp.int8 if length // side <= 127 else jnp.int16
-    return tuple(table[None].astype(small) for table in (by_query, by_key, visible))
+    by_query, by_key, needed = (table[None].astype(small) for table in (by_query, by_key, visible))
+    return by_query, by_key, needed
 
 
 def _tree_rows(query: Array, key: Array, value: Array, subtree_end: Array, *, interpret: bool) -> Array:

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from agentr1_jax.policy.config import DecoderConfig
-from agentr1_jax.policy.decoder import Decoder, Params, output_logits
+from agentr1_jax.policy.decoder import Decoder, Params, at_precision, output_logits
 from agentr1_jax.rollout.cache import CacheView, KVCache, cache_sharding, copy_slots, empty_cache
 from agentr1_jax.rollout.config import MOST_STOP_SEQUENCES, STOP_WIDTH, EngineConfig
 from agentr1_jax.rollout.pages import PageCache, PageView, empty_pages, page_sharding
@@ -340,6 +340,7 @@ def build_programs(policy: DecoderConfig, config: EngineConfig, mesh: Mesh) -> P
     new, layout, rows = *cache_maker(policy, config, mesh), NamedSharding(mesh, by_row)
 
     def over_shards(f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        f = at_precision(policy, f)
         return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={"data"}, check_vma=False)
 
     run_prefill = over_shards(

@@ -84,6 +84,19 @@ def test_it_names_every_program_of_the_engine_and_of_each_phase(tmp_path):
             assert program.lower().as_text()  # Its shapes fit together.
 
 
+def test_the_precision_asked_for_is_that_of_every_matmul(tmp_path):
+    """Of engine and learner alike, also of gradients that are written by hand."""
+    sizes = {"critic": "separate", "kl__coef": 0.1, "optimizer__name": "adamw"}  # Muon has matmuls of its own.
+    for precision, asked in (("highest", True), ("default", False)):
+        settings = small(tmp_path, policy__precision=precision, **sizes)
+        lowered = [p.lower().as_text() for p in programs(make_plan(settings)) if p.lower is not None]
+        products = [line for text in lowered for line in text.splitlines() if "stablehlo.dot_general" in line]
+        assert len(lowered) > 4 and len(products) > 60
+        assert all(("HIGHEST" in line) == asked for line in products)
+    with pytest.raises(UserError, match=r"precision=highest is of matmuls in float32, and dtype is bfloat16"):
+        make_plan(small(tmp_path, policy__precision="highest", policy__dtype="bfloat16"))
+
+
 def test_batches_have_the_shapes_it_says():
     packing = layout(fixed_batch("append", 0), "trajectory")
     for present in (CRITIC_FIELDS, ()):
