@@ -48,6 +48,15 @@ CHIPS: Mapping[str, Chip] = {
 }
 
 
+UNKNOWN = Chip(math.nan, math.nan, math.nan)
+
+
+def chip_of(kind: str) -> Chip:
+    """Return the peak of a chip, by JAX's `device_kind` or the name of a topology; NaN where it is not known."""
+    said = {"v5e": "v5e", "v5 lite": "v5e", "v5": "v5p", "v6": "v6e", "h100": "h100", "h200": "h200"}
+    return next((CHIPS[name] for part, name in said.items() if part in kind.lower()), UNKNOWN)
+
+
 @dataclasses.dataclass(frozen=True)
 class Exchange:
     """A collective: its kind, how many loops it lies in, bytes of its result, how often it runs, where it came from."""
@@ -233,7 +242,7 @@ def estimates_table(plan: Plan, topology_name: str, programs: Iterable[Program])
     Returns:
       a table of their estimates; the names of the programs that the compiler refused.
     """
-    chip = CHIPS.get(topology_name.rpartition("*")[2].partition(":")[0], Chip(math.nan, math.nan, math.nan))
+    chip = chip_of(topology_name)
     table = Table(title=f"Compiled for {topology_name}, not run; of each device", title_justify="left")
     for column in COLUMNS:
         table.add_column(column, justify="left" if column == "program" else "right", no_wrap=True)
@@ -264,8 +273,20 @@ CAPTION = (
 )
 
 
+def expected_seconds(found: Estimate, least: Need, chip: Chip) -> float:
+    """Return the compiler's estimate, with kernels that attend to pages at the chip's peak; NaN where it tells none."""
+    kernels = max(least.kernel_bytes / chip.bandwidth, least.kernel_flops / chip.flops)
+    return found.seconds + kernels if found.seconds else math.nan
+
+
+def least_seconds(least: Need, chip: Chip) -> float:
+    """Return what the least work would take at the chip's peak; NaN where neither is known."""
+    known = [x for x in (least.flops / chip.flops, least.bytes / chip.bandwidth) if x == x]
+    return max(known, default=math.nan)
+
+
 def _cells(found: Estimate, least: Need, chip: Chip) -> list[str]:
-    seconds = found.seconds + max(least.kernel_bytes / chip.bandwidth, least.kernel_flops / chip.flops)
+    seconds = expected_seconds(found, least, chip)
 
     def share(amount: float, peak: float) -> str:
         x = amount / peak / seconds if seconds else math.nan
