@@ -84,7 +84,7 @@ def _run(c: ConfigDict) -> None:
     c.run_dir = "runs/base"  # Folder of the run, on a disk or gs://BUCKET/FOLDER. The same command resumes it.
     c.updates = 100  # Batches of reinforcement learning. 0 ends after the warm start.
     c.critic = "none"  # (none | shared_trunk | separate) A value head on the policy's trunk, or a decoder of its own.
-    c.hardware = "cpu"  # (cpu | v5e-8 | v5e-16 | v6e-8 | v5p-8 | h100x8 | auto) Fills the keys that depend on it.
+    c.hardware = "cpu"  # (cpu | v5e-8 | v5e-16 | v6e-8 | v5p-8 | h100x8 | h200 | auto) Fills what depends on it.
     c.profile_updates = ""  # "a:b" writes a jax.profiler trace of RL batches a to b-1 to the run folder.
     c.compilation_cache = "{runs}/.programs"  # Folder of compiled programs. "": none. {runs} is the folder of run_dir.
 
@@ -168,7 +168,7 @@ def _policy(c: ConfigDict) -> None:
     c.policy.param_dtype = "float32"  # (float32 | bfloat16) Of parameters.
     c.policy.precision = "default"  # (default | highest) Of matmuls in float32; TPUs and GPUs round by default.
     c.policy.remat = placeholder(str)  # (none | dots | full) What the backward pass computes again.
-    c.policy.attention = placeholder(str)  # (xla | dense | splash | splash_tree) The last two need a TPU.
+    c.policy.attention = placeholder(str)  # (xla | dense | splash | splash_tree | cudnn) splash: TPU; cudnn: GPU.
     c.policy.yarn = ConfigDict()  # Contexts longer than those of the first training.
     c.policy.yarn.factor = 1.0  # How many times as long; 1 for none.
     c.policy.yarn.original_positions = placeholder(int)  # Context of the first training; unset: as published.

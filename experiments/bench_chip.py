@@ -171,7 +171,7 @@ def seconds_of(call: Callable[[], Any], wait: Callable[[Any], Any] = jax.block_u
     return (time.perf_counter() - started) / REPEATS.value
 
 
-def filled(shapes: Any, scale: float) -> Any:
+def random_arrays(shapes: Any, scale: float) -> Any:
     """Return random arrays of these shapes and shardings: normal ones times a scale; integers are 0."""
     leaves, tree = jax.tree.flatten(shapes)
 
@@ -203,7 +203,7 @@ def with_engine(settings: Settings, **changes: Any) -> Settings:
     return dataclasses.replace(settings, engine=engine, budget=budget)
 
 
-def judged(plan: Plan, name: str, seconds: float, also: Mapping[str, float], parts: int = 1) -> Figure:
+def beside_estimate(plan: Plan, name: str, seconds: float, also: Mapping[str, float], parts: int = 1) -> Figure:
     """Return a figure of a program beside what the compiler expects of it; `seconds` are of one of so many parts."""
     chip = chip_of(jax.devices()[0].device_kind)
     if math.isnan(chip.flops):
@@ -254,7 +254,7 @@ def open_device(plan: Plan) -> Device:
     """Return the device of a plan's engine, with random parameters and an empty cache."""
     check_memory(plan.rollout_params, plan.cache)
     device = plan.setup.engine.device
-    device.open(filled(plan.rollout_params, 0.02))
+    device.open(random_arrays(plan.rollout_params, 0.02))
     return device
 
 
@@ -279,7 +279,7 @@ def decode_figure(sized: Callable[[], Settings]) -> Figure:
     device.close()
     chunk = settings.engine.decode_chunk
     also = {"tokens/s of a process": settings.engine.slots * chunk / seconds}
-    return judged(plan, "decode", seconds / chunk, also, chunk)
+    return beside_estimate(plan, "decode", seconds / chunk, also, chunk)
 
 
 def decode_cases(settings: Settings) -> Cases:
@@ -319,7 +319,7 @@ def prefill_figure(settings: Settings, behind: int) -> Figure:
     spare = [settings.engine.slots // shards - 1 if paged else each - 1] * shards
     seconds = seconds_of(lambda: device.prefill(work, spare), lambda _: device.wait())
     device.close()
-    return judged(plan, "prefill", seconds, {"tokens/s of a process": new * shards / seconds})
+    return beside_estimate(plan, "prefill", seconds, {"tokens/s of a process": new * shards / seconds})
 
 
 def prefill_cases(settings: Settings) -> Cases:
@@ -368,8 +368,8 @@ def update_figure(settings: Settings) -> Figure:
         rows=c.rows // jax.process_count(),
     )
     full, phase = global_batch(own, mesh), plan.phases[-1]
-    arrays = dataclasses.replace(filled(state, 0.0), params=filled(state.params, 0.02))
-    weights = filled(frozen, 0.02)
+    arrays = dataclasses.replace(random_arrays(state, 0.0), params=random_arrays(state.params, 0.02))
+    weights = random_arrays(frozen, 0.02)
 
     def call() -> Any:
         nonlocal arrays
@@ -377,7 +377,7 @@ def update_figure(settings: Settings) -> Figure:
         return metrics
 
     seconds = seconds_of(call)
-    figure = judged(plan, "update (RL)", seconds, {"tokens/s": c.rows * c.row_tokens / seconds})
+    figure = beside_estimate(plan, "update (RL)", seconds, {"tokens/s": c.rows * c.row_tokens / seconds})
     several = phase.microbatches
     return dataclasses.replace(figure, expected=figure.expected / several, least=figure.least / several)
 
@@ -411,7 +411,7 @@ def attention_figure(settings: Settings, segments: int) -> Figure:
     def shape(heads: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, length, heads, policy.head_dim), policy.dtype, sharding=by_row)
 
-    inputs = filled([shape(policy.heads), shape(policy.kv_heads), shape(policy.kv_heads)], 1.0)
+    inputs = random_arrays([shape(policy.heads), shape(policy.kv_heads), shape(policy.kv_heads)], 1.0)
     return Figure("", "", seconds_of(functools.partial(jax.jit(jax.grad(loss, argnums=(0, 1, 2))), *inputs)))
 
 
@@ -428,7 +428,7 @@ def weights_figure(settings: Settings, *, adopts: bool) -> Figure:
     """Time the way of new weights to the engine; or a decode call that is the first with them, beside later ones."""
     plan = make_plan(settings)
     check_memory(plan.state.params, plan.setup.frozen, plan.rollout_params, plan.rollout_params, plan.cache)
-    trained, frozen = filled(plan.state.params, 0.02), filled(plan.setup.frozen, 0.02)
+    trained, frozen = random_arrays(plan.state.params, 0.02), random_arrays(plan.setup.frozen, 0.02)
     to_engine = build.make_rollout_params(plan.setup.policy, plan.setup.learner_mesh, plan.rollout_mesh, copy=True)
     size = device_bytes(plan.rollout_params)
     if not adopts:

@@ -183,10 +183,9 @@ def check_placement(settings: Settings, devices: Sequence[jax.Device]) -> None:
 
 def check_attention(settings: Settings, policy: DecoderConfig, mesh: Mesh, *, run: bool = True) -> None:
     """Refuse an attention implementation that the learner's devices or rows do not allow, by a tiny call of it."""
-    if policy.attention in ("xla", "dense"):
-        return  # They work everywhere.
     with user_error():
         attention.check_attention(policy, mesh, settings.learner.row_tokens, settings.learner.packing, call=run)
         if settings.credit.probe != "none":  # Probes branch.
-            tree, rows = dataclasses.replace(policy, attention="splash_tree"), settings.probe_packing
+            tree = dataclasses.replace(policy, attention=attention.for_trees(policy.attention))
+            rows = settings.probe_packing
             attention.check_attention(tree, mesh, rows.row_tokens, rows.mode, call=run)

@@ -95,7 +95,8 @@ HARDWARE_INTRODUCTION = """\
 `hardware` fills these keys where they are unset; `auto` looks at the devices, and takes as many chips as there are. The
 table is `HARDWARE` in `agentr1_jax/train/defaults.py`. For Qwen2.5-0.5B in contexts of 2048 tokens a nightly test
 compiles update and decoding for v5e-8 and v6e-8, and for Qwen2.5-3B for v5e-16. Nobody has run it on a TPU yet.
-`policy.attention` is `splash_tree` with `learner.packing=prefix_tree`. Sizes below are for contexts of 4096 tokens.
+`policy.attention` is `splash_tree` (on GPUs `xla`) with `learner.packing=prefix_tree`. Sizes below are for contexts of
+4096 tokens.
 """
 BUDGET_OF_TABLE = {
     "budget": {"max_steps": 5, "response_tokens": 256, "observation_tokens": 512, "context_tokens": 4096}

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from rich.table import Table
 
+from agentr1_jax.policy.attention import BLOCK, GPU_BLOCK
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.rollout.pages import DECODE_BLOCK
 from agentr1_jax.rollout.programs import KERNEL_HEAD_DIM
@@ -177,20 +178,25 @@ def _exchanges(executions: Iterable[Execution]) -> tuple[Exchange, ...]:
 
 
 def assumed_trips(plan: Plan) -> dict[str, float]:
-    """Return the trips of loops that depend on data, at their most: full batches, contexts and decode calls.
+    """Return the trips of loops that depend on data, at their most: full batches, contexts, rows and decode calls.
 
-    The branch of `sample` for top-k and top-p is taken only where the run truncates.
+    The branch of `sample` for top-k and top-p is taken only where the run truncates, that of `cudnn` for rows of more
+    segments than its tables hold never.
     """
     settings = plan.setup.settings
     c, e, mesh = settings.learner, settings.engine, plan.setup.learner_mesh.shape
     microbatches = max((phase.microbatches for phase in plan.phases), default=1)
     loss_tokens = -(-c.rows // (mesh["data"] * mesh["fsdp"])) * c.row_loss_tokens
+    gpu = plan.setup.learner_mesh.devices.flat[0].platform == "gpu"
+    blocks = -(-c.row_tokens // min(GPU_BLOCK if gpu else BLOCK, c.row_tokens))
     truncates = settings.sampling.top_k > 0 or settings.sampling.top_p < 1
     return {
         r"^jit\(decode\)/(shard_map/)?while/body/cond$": float(truncates),
         r"^jit\(decode\).*/layers/.*while$": -(-e.slot_tokens // e.attention_block),
         r"^jit\(prefill\).*/layers/.*while$": -(-e.slot_tokens // e.attention_block),
         r"^jit\(decode\)/(shard_map/)?while$": e.decode_chunk,
+        r"/layers/cond/branch_0_fun/.*while$": 0.0,
+        r"/layers/.*while$": (blocks + 1) / 2,
         r"^jit\(\w+\)/(shard_map/)?while$": microbatches,
         r"^jit\(\w+\)/(shard_map/)?while/body/.*while$": -(-loss_tokens // min(settings.loss.chunk, loss_tokens)),
     }

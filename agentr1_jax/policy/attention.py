@@ -19,15 +19,22 @@ from typing import Any, Protocol
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from agentr1_jax.policy.config import DecoderConfig
+from agentr1_jax.policy.config import Attention, DecoderConfig
 from agentr1_jax.policy.sharding import ROWS, on_shards, over_rows
 
 BLOCK = 64
 """Measured on CPU: larger blocks leave the cache, smaller ones are mostly loop."""
+GPU_BLOCK = 512
+"""On a GPU every step of a block's loop is some ten launches."""
+MOST_GPU_TOKENS = 16384
+"""Rows of more tokens are more than half a million launches in an update of 36 layers."""
+MOST_ERROR = 0.05
+"""Of a kernel that is tried at the start, relative to the norm."""
 SPLASH_BLOCK = 128
 """Rows for splash attention must be a multiple of this many tokens."""
 
@@ -60,7 +67,7 @@ class PackedRows:
       subtree_end: of each token.
       implementation: `xla` (visible blocks, on any backend), `dense` (all scores at once, the reference), `splash`
         (TPU, any packing mode but `prefix_tree`: all tokens of a segment have one subtree end, which serves as its
-        segment id) or `splash_tree` (TPU, any mode).
+        segment id), `splash_tree` (TPU, any mode) or `cudnn` (GPU, as `splash`).
       mesh: heads are sharded over its `tensor`, inside of `sharding.over_rows`; None for one device.
     """
 
@@ -77,12 +84,18 @@ class PackedRows:
         state: Any,
     ) -> tuple[Float[Array, "rows length heads dim"], Any]:
         if self.implementation == "xla":
-            return on_shards(blockwise_attention, query, key, value, self.subtree_end, self.mesh), state
+            gpu = self.mesh is not None and self.mesh.devices.flat[0].platform == "gpu"
+            blocks = functools.partial(blockwise_attention, block=GPU_BLOCK if gpu else BLOCK)
+            return on_shards(blocks, query, key, value, self.subtree_end, self.mesh), state
         if self.implementation in ("splash", "splash_tree"):
             from agentr1_jax.policy.splash import splash_attention  # Pallas is slow to import, and only TPUs need it.
 
             tree = self.implementation == "splash_tree"
             return splash_attention(query, key, value, self.subtree_end, self.mesh, tree=tree), state
+        if self.implementation == "cudnn":
+            from agentr1_jax.policy.cudnn import cudnn_attention
+
+            return cudnn_attention(query, key, value, self.subtree_end, self.mesh), state
         index = jnp.arange(self.subtree_end.shape[1])
         visible = (index[None, None, :] <= index[None, :, None]) & (index[None, :, None] < self.subtree_end[:, None, :])
         return grouped_attention(query, key, value, visible), state
@@ -226,8 +239,14 @@ def _backward(blocks: int, residuals: tuple[Array, ...], cotangent: Array) -> tu
 _attend.defvjp(_forward, _backward)
 
 
+def for_trees(attention: Attention) -> Attention:
+    """Return the implementation for rows of prefix trees, where another one is chosen for segments."""
+    other: dict[Attention, Attention] = {"splash": "splash_tree", "cudnn": "xla"}
+    return other.get(attention, attention)
+
+
 def check_attention(policy: DecoderConfig, mesh: Mesh, row_tokens: int, packing: str, *, call: bool = True) -> None:
-    """Run `policy.attention` and its gradient once, over one short row for each shard of a batch.
+    """Run `policy.attention` and its gradient over one short row for each shard of a batch, and compare with `xla`.
 
     Args:
       mesh: the learner's; all its processes call this.
@@ -236,50 +255,86 @@ def check_attention(policy: DecoderConfig, mesh: Mesh, row_tokens: int, packing:
       call: False leaves out the call, for a mesh whose devices are not here.
 
     Raises:
-      ValueError: the devices, the rows or the dtype do not suit the implementation, or the call failed.
+      ValueError: the devices, the rows or the dtype do not suit the implementation, or the call failed or is wrong.
     """
     fault = _fault(policy, mesh.devices.flat[0].platform, row_tokens, packing)
     if fault:
-        raise ValueError(f"policy.attention={policy.attention} {fault}; policy.attention=xla works everywhere")
+        raise ValueError(f"policy.attention={policy.attention} {fault}")
     if policy.attention in ("xla", "dense") or not call:
         return
+    what = (
+        f"on {mesh.devices.flat[0].device_kind} with {policy.heads} query heads, {policy.kv_heads} key heads, head_dim "
+        f"{policy.head_dim} and {policy.dtype}"
+    )
     try:
-        jax.block_until_ready(_tiny_call(policy, mesh))
-    except Exception as error:  # A backend may raise anything.
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        error = float(_error_of_short_rows(policy, mesh))
+    except Exception as exception:  # A backend may raise anything.
+        reason = (str(exception).strip().splitlines() or [type(exception).__name__])[0]
         raise ValueError(
-            f"policy.attention={policy.attention} fails on {mesh.devices.flat[0].device_kind} with {policy.heads} "
-            f"query heads, {policy.kv_heads} key heads, head_dim {policy.head_dim} and {policy.dtype}: {reason}; "
-            "policy.attention=xla works everywhere"
-        ) from error
+            f"policy.attention={policy.attention} fails {what}: {reason}; policy.attention=xla works everywhere"
+        ) from exception
+    if not error < MOST_ERROR:
+        raise ValueError(
+            f"policy.attention={policy.attention} {what} is off by {error:.1%} from policy.attention=xla, where "
+            "rounding is less than 2 %; set policy.attention=xla"
+        )
 
 
 def _fault(policy: DecoderConfig, platform: str, row_tokens: int, packing: str) -> str | None:
     """Return why the implementation does not suit, as the end of a sentence, or None."""
+    everywhere = "; policy.attention=xla works everywhere"
     if policy.attention in ("splash", "splash_tree"):
         if platform != "tpu":
-            return f"needs a TPU, and the devices here are of platform {platform!r}"
+            return f"needs a TPU, and the devices here are of platform {platform!r}{everywhere}"
         if row_tokens % SPLASH_BLOCK:
-            return f"needs rows of a multiple of {SPLASH_BLOCK} tokens, and learner.row_tokens is {row_tokens}"
-        if policy.attention == "splash" and packing == "prefix_tree":
-            return "needs segments (learner.packing is prefix_tree); policy.attention=splash_tree takes any rows"
+            return (
+                f"needs rows of a multiple of {SPLASH_BLOCK} tokens, and learner.row_tokens is {row_tokens}{everywhere}"
+            )
+    if policy.attention == "cudnn":
+        if platform != "gpu":
+            return f"needs a GPU, and the devices here are of platform {platform!r}{everywhere}"
+        if policy.dtype not in ("bfloat16", "float16"):
+            return f"needs policy.dtype=bfloat16, and that is {policy.dtype}{everywhere}"
+    if packing == "prefix_tree" and for_trees(policy.attention) != policy.attention:
+        trees = for_trees(policy.attention)
+        return f"needs segments (learner.packing is prefix_tree); policy.attention={trees} takes any rows"
+    if policy.attention == "xla" and platform == "gpu" and row_tokens > MOST_GPU_TOKENS:
+        return (
+            f"launches kernels for every pair of blocks of {GPU_BLOCK} tokens: too many for learner.row_tokens="
+            f"{row_tokens} on a GPU, at most {MOST_GPU_TOKENS}; policy.attention=cudnn is one for each layer"
+        )
     return None
 
 
-def _tiny_call(policy: DecoderConfig, mesh: Mesh) -> Array:
-    """Return the sum of gradients of one short row per shard, made within the program: no process holds an input."""
-    rows, length = mesh.shape["data"] * mesh.shape["fsdp"], SPLASH_BLOCK
+def _error_of_short_rows(policy: DecoderConfig, mesh: Mesh) -> Array:
+    """Return the largest error of output and gradients, relative to their norm; made within the program.
 
-    def attend(query: Array, key: Array, value: Array) -> Array:
-        memory = PackedRows(jnp.full((query.shape[0], length), length), policy.attention, mesh)
-        return memory.attend(query, key, value, jnp.zeros((), jnp.int32), None)[0]
+    No process holds an input. A row has a short segment, one that crosses a block, and padding.
+    """
+    rows, length = mesh.shape["data"] * mesh.shape["fsdp"], 2 * SPLASH_BLOCK
+    ends = np.arange(1, length + 1)
+    ends[:100], ends[100:230] = 100, 230
 
-    def loss(*inputs: Array) -> Array:
-        return over_rows(attend, mesh, (P(ROWS),) * 3, P(ROWS))(*inputs).astype(jnp.float32).sum()
+    def results(attention: str) -> list[Array]:
+        def attend(query: Array, key: Array, value: Array) -> Array:
+            own = jnp.broadcast_to(jnp.asarray(ends, jnp.int32), (query.shape[0], length))
+            return PackedRows(own, attention, mesh).attend(query, key, value, jnp.zeros((), jnp.int32), None)[0]
 
-    def call() -> Array:
-        heads = (policy.heads, policy.kv_heads, policy.kv_heads)
-        inputs = [jnp.ones((rows, length, n, policy.head_dim), policy.dtype) for n in heads]
-        return sum((g.astype(jnp.float32).sum() for g in jax.grad(loss, argnums=(0, 1, 2))(*inputs)), jnp.zeros(()))
+        def loss(*inputs: Array) -> tuple[Array, Array]:
+            out = over_rows(attend, mesh, (P(ROWS),) * 3, P(ROWS))(*inputs).astype(jnp.float32)
+            out = out[:, :230]
+            return (out * jnp.sin(jnp.arange(out.size).reshape(out.shape))).sum(), out
 
-    return jax.jit(call, out_shardings=NamedSharding(mesh, P()))()
+        keys, heads = jax.random.split(jax.random.key(0), 3), (policy.heads, policy.kv_heads, policy.kv_heads)
+        shapes = [(rows, length, n, policy.head_dim) for n in heads]
+        inputs = [jax.random.normal(k, shape).astype(policy.dtype) for k, shape in zip(keys, shapes, strict=True)]
+        inputs[0] *= policy.head_dim**-0.5
+        grads, out = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(*inputs)
+        return [out, *grads]
+
+    def error() -> Array:
+        pairs = zip(results(policy.attention), results("xla"), strict=True)
+        wide = [(one.astype(jnp.float32), other.astype(jnp.float32)) for one, other in pairs]
+        return jnp.stack([jnp.linalg.norm(a - b) / jnp.linalg.norm(b) for a, b in wide]).max()
+
+    return jax.jit(error, out_shardings=NamedSharding(mesh, P()))()

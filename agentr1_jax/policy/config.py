@@ -14,7 +14,7 @@ Projection = Literal["query", "key", "value", "out", "gate", "up", "down"]
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
 Remat = Literal["none", "dots", "full"]
 Precision = Literal["default", "highest"]
-Attention = Literal["xla", "dense", "splash", "splash_tree"]
+Attention = Literal["xla", "dense", "splash", "splash_tree", "cudnn"]
 Critic = Literal["none", "shared_trunk", "separate"]
 
 PROJECTIONS: tuple[Projection, ...] = get_args(Projection)

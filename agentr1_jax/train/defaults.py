@@ -16,7 +16,7 @@ import jax
 
 from agentr1_jax.agents.context import RULES, ContextConfig, ContextRule
 from agentr1_jax.errors import UserError, user_error
-from agentr1_jax.policy.attention import SPLASH_BLOCK
+from agentr1_jax.policy.attention import SPLASH_BLOCK, for_trees
 from agentr1_jax.runtime.mesh import MeshConfig
 from agentr1_jax.trajectory import Budget
 from agentr1_jax.validation import from_section
@@ -82,7 +82,7 @@ _LARGE = _ACCELERATOR | {
     "rollout.attention_group": 128,
     "rollout.early_exit_after": 16,
 }
-_GPU = _LARGE | {"policy.attention": "xla", "rollout.attention_group": 64}
+_GPU = _LARGE | {"policy.attention": "cudnn", "rollout.attention_group": 64}
 
 HARDWARE: Mapping[str, Hardware] = types.MappingProxyType(
     {
@@ -94,6 +94,7 @@ HARDWARE: Mapping[str, Hardware] = types.MappingProxyType(
         ),  # 32 GiB.
         "v5p-8": Hardware(4, _LARGE, 2, 1024),  # 8 cores are 4 chips of 95 GiB.
         "h100x8": Hardware(8, _GPU, 2, 1024),  # 80 GiB.
+        "h200": Hardware(1, _GPU, 4, 1024),  # 141 GB.
     }
 )
 """`hardware` of a config -> what it sets."""
@@ -101,7 +102,7 @@ KINDS: Mapping[str, str] = types.MappingProxyType(
     {"TPU v5 lite": "v5e-8", "TPU v5e": "v5e-8", "TPU v6 lite": "v6e-8", "TPU v6e": "v6e-8", "TPU v5p": "v5p-8"}
     | {"TPU v5": "v5p-8"}
 )
-"""`device_kind` of JAX -> row of the table; other TPUs have that of v5e-8, GPUs that of h100x8."""
+"""`device_kind` of JAX -> row of the table; other TPUs have that of v5e-8, GPUs but the H200 that of h100x8."""
 BY_HARDWARE = (*_CPU, "mesh.fsdp", "learner.rows", "loss.chunk")
 """Keys that the hardware decides where they are unset."""
 DERIVED: Mapping[str, str] = types.MappingProxyType(
@@ -135,7 +136,10 @@ def find_hardware(name: Any, devices: Sequence[jax.Device] | None) -> Hardware |
     first = devices[0]
     if first.platform == "cpu":
         return HARDWARE["cpu"]
-    row = HARDWARE[KINDS.get(first.device_kind, "v5e-8") if first.platform == "tpu" else "h100x8"]
+    if first.platform == "gpu":
+        row = HARDWARE["h200" if "H200" in first.device_kind else "h100x8"]
+    else:
+        row = HARDWARE[KINDS.get(first.device_kind, "v5e-8")]
     return dataclasses.replace(row, chips=len(devices))
 
 
@@ -209,8 +213,8 @@ def _fill_attention(filled: dict[str, Any], row: Hardware, budget: Budget) -> No
         _fill(filled, "rollout.page_tokens", math.gcd(row.values["rollout.page_tokens"], block))
     _fill(filled, "rollout.slot_tokens", _round_up(budget.context_tokens, block))
     row_tokens = _get(filled, "learner.row_tokens")
-    if row.values["policy.attention"] == "splash" and _get(filled, "learner.packing") == "prefix_tree":
-        _fill(filled, "policy.attention", "splash_tree")
+    if _get(filled, "learner.packing") == "prefix_tree":
+        _fill(filled, "policy.attention", for_trees(row.values["policy.attention"]))
     if row.values["policy.attention"] == "splash" and isinstance(row_tokens, int) and row_tokens % SPLASH_BLOCK:
         _fill(filled, "policy.attention", "xla")
 

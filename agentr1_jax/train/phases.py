@@ -20,6 +20,7 @@ from agentr1_jax.credit.scheme import Scheme
 from agentr1_jax.learner.config import PackingConfig
 from agentr1_jax.learner.losses import MINIBATCH_RATIOS
 from agentr1_jax.learner.update import LearnerState, TokenOutputs, make_log_ratio, make_token_outputs, make_update
+from agentr1_jax.policy.attention import for_trees
 from agentr1_jax.policy.decoder import Params
 from agentr1_jax.runtime import processes
 from agentr1_jax.runtime.compile_cache import cached_jit
@@ -111,8 +112,8 @@ def reinforcement(setup: Setup, optimizer: Any, layout: Any, reference: Params |
     reads_policy = critic or settings.kl.kind != "none" or learner.old_logprobs == "learner" or learner.observations
     reads_policy = reads_policy or (prober is not None and prober.scorer == "policy")
     policy = setup.policy
-    if prober and policy.attention == "splash":  # Probes branch.
-        policy = dataclasses.replace(policy, attention="splash_tree")
+    if prober:  # Probes branch.
+        policy = dataclasses.replace(policy, attention=for_trees(policy.attention))
     needs_pass = objective.loss.ratio in MINIBATCH_RATIOS and objective.loss.clip != "none"
     return Phase(
         name="rl",

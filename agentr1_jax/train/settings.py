@@ -54,7 +54,7 @@ class RunConfig:
     run_dir: str = "runs/base"
     updates: Whole = 100
     critic: Literal["none", "shared_trunk", "separate"] = "none"
-    hardware: Literal["cpu", "v5e-8", "v5e-16", "v6e-8", "v5p-8", "h100x8", "auto"] = "cpu"
+    hardware: Literal["cpu", "v5e-8", "v5e-16", "v6e-8", "v5p-8", "h100x8", "h200", "auto"] = "cpu"
     profile_updates: str = ""
     compilation_cache: str = "{runs}/.programs"
 

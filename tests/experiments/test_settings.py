@@ -180,7 +180,8 @@ def test_hardware_fills_what_is_unset():
         (devices_of("TPU v6 lite", 4), "bfloat16", "splash", 4),
         (devices_of("TPU v5p", 4), "bfloat16", "splash", 4),
         (devices_of("TPU v9", 2), "bfloat16", "splash", 2),
-        (devices_of("NVIDIA H200", 1, "gpu"), "bfloat16", "xla", 1),
+        (devices_of("NVIDIA H200", 1, "gpu"), "bfloat16", "cudnn", 1),
+        (devices_of("NVIDIA H100 80GB HBM3", 8, "gpu"), "bfloat16", "cudnn", 8),
     ],
 )
 def test_auto_is_what_the_devices_are(devices, dtype, attention, fsdp):
