@@ -16,7 +16,7 @@ from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.train import build
 from agentr1_jax.train.settings import Settings
 from experiments.checks import first_prompt
-from experiments.estimate import estimates_table
+from experiments.estimate import chip_of, describe_fit, estimates_table
 from experiments.plan import (
     Plan,
     activation_bytes,
@@ -44,7 +44,8 @@ def show(settings: Settings, topology_name: str = "", speeds: Sequence[str] = ()
       speeds: values of `--tokens_per_second`, for an estimate of the time.
 
     Raises:
-      UserError: the settings do not fit the devices, the topology is unknown, or a program does not compile for it.
+      UserError: the settings do not fit the devices or their memory, the topology is unknown, or a program does not
+        compile for it.
     """
     console = Console()
     if not console.is_terminal:
@@ -59,10 +60,17 @@ def show(settings: Settings, topology_name: str = "", speeds: Sequence[str] = ()
     console.print(cost, markup=False, highlight=False, soft_wrap=True)
     if not topology_name:
         return
-    table, failed = estimates_table(plan, topology_name, programs(plan))
+    table, failed, peaks = estimates_table(plan, topology_name, programs(plan))
     console.print(table)
+    lines, fits = describe_fit(plan, peaks, chip_of(topology_name))
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     if failed:
         raise UserError(f"{', '.join(failed)}: not accepted by the compiler for {topology_name}; see the table")
+    if not fits:
+        raise UserError(
+            f"{lines[-1]}: {lines[0]}; lower rollout.slots, swap_slots or pages, share more heads (rollout.tensor, "
+            "mesh.tensor), shorten budget.context_tokens, or take more devices"
+        )
 
 
 def describe_opening(settings: Settings, policy: DecoderConfig) -> str:

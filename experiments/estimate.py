@@ -32,24 +32,27 @@ RING = "windowed_dot_general"
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """Peak of a chip, as its maker tells it: bf16 FLOP/s, bytes/s of its memory; and the clock of the estimates, Hz."""
+    """What its maker tells of a chip: bf16 FLOP/s, bytes/s and bytes of memory; and the clock of the estimates, Hz."""
 
     flops: float
     bandwidth: float
+    memory: float
     clock: float
 
 
 # https://cloud.google.com/tpu/docs/v5e, /v5p, /v6e; the data sheets of H100 SXM and H200. GPU compilers tell no cycles.
 CHIPS: Mapping[str, Chip] = {
-    "v5e": Chip(197e12, 819e9, 1.5e9),
-    "v5p": Chip(459e12, 2765e9, 1.75e9),
-    "v6e": Chip(918e12, 1640e9, 1.75e9),
-    "h100": Chip(989e12, 3352e9, math.nan),
-    "h200": Chip(989e12, 4800e9, math.nan),
+    "v5e": Chip(197e12, 819e9, 16 * 2**30, 1.5e9),
+    "v5p": Chip(459e12, 2765e9, 95 * 2**30, 1.75e9),
+    "v6e": Chip(918e12, 1640e9, 32 * 2**30, 1.75e9),
+    "h100": Chip(989e12, 3352e9, 80e9, math.nan),
+    "h200": Chip(989e12, 4800e9, 141e9, math.nan),
 }
 
 
-UNKNOWN = Chip(math.nan, math.nan, math.nan)
+USABLE = 0.96
+"""Share of a chip's memory that programs can have."""
+UNKNOWN = Chip(math.nan, math.nan, math.nan, math.nan)
 
 
 def chip_of(kind: str) -> Chip:
@@ -242,18 +245,20 @@ def token_flops(policy: DecoderConfig, context: float) -> float:
     return policy.layers * (policy.width * (heads + 3 * policy.hidden) + 2 * context * policy.heads * policy.head_dim)
 
 
-def estimates_table(plan: Plan, topology_name: str, programs: Iterable[Program]) -> tuple[Table, list[str]]:
+def estimates_table(
+    plan: Plan, topology_name: str, programs: Iterable[Program]
+) -> tuple[Table, list[str], dict[str, int]]:
     """Compile the large programs (of prefill the largest) for a TPU slice or GPUs.
 
     Returns:
-      a table of their estimates; the names of the programs that the compiler refused.
+      a table of their estimates; the names of the programs that the compiler refused; the peak bytes of the others.
     """
     chip = chip_of(topology_name)
     table = Table(title=f"Compiled for {topology_name}, not run; of each device", title_justify="left")
     for column in COLUMNS:
         table.add_column(column, justify="left" if column == "program" else "right", no_wrap=True)
     table.caption = CAPTION
-    failed, assumed = [], assumed_trips(plan)
+    failed, assumed, peaks = [], assumed_trips(plan), dict[str, int]()
     for program in programs:
         if program.lower is None:
             continue
@@ -265,8 +270,42 @@ def estimates_table(plan: Plan, topology_name: str, programs: Iterable[Program])
             table.add_row(program.name, str(error).strip().splitlines()[0])
             continue
         found, least = estimate(compiled, chip.clock, assumed), need(plan, program)
+        peaks[program.name] = found.peak_bytes
         table.add_row(program.name, *_cells(found, least, chip))
-    return table, failed
+    return table, failed, peaks
+
+
+def describe_fit(plan: Plan, peaks: Mapping[str, int], chip: Chip) -> tuple[list[str], bool]:
+    """Return lines that say what a device holds while rolling out and while learning, and whether both fit the chip.
+
+    With `rollout.staleness` the engine stays while the learner works.
+    """
+    settings, usable = plan.setup.settings, USABLE * chip.memory
+    in_engine = [x for name, x in peaks.items() if name.split()[0] in ("prefill", "decode", "copy")]
+    in_learner = [x for name, x in peaks.items() if name.split()[0] in ("update", "token", "log")]
+    if not in_engine or not in_learner or math.isnan(usable):
+        return [], True
+    references = [phase.reference for phase in plan.phases if phase.reference is not None]
+    engine, state = max(in_engine), device_bytes((plan.state, plan.setup.frozen, references))
+    beside = device_bytes((plan.rollout_params, plan.cache)) if settings.rollout.staleness else 0
+    rolling_out, learning = engine + state, max(in_learner) + device_bytes(references) + beside
+
+    def gib(count: float) -> str:
+        return f"{count / 2**30:.2f}"
+
+    lines = [
+        f"rolling out: {gib(rolling_out)} GiB on each device, the engine's peak {gib(engine)} and the learner's state "
+        f"{gib(state)}; learning: {gib(learning)}" + (f", {gib(beside)} of it the engine's" if beside else ""),
+    ]
+    e, shards = settings.engine, plan.rollout_mesh.shape["data"]
+    if e.cache == "pages":
+        page = device_bytes(plan.cache.pages) * shards / e.page_count(shards)
+        more = min(usable - rolling_out, usable - learning if beside else math.inf)
+        most = int(e.page_count(shards) // shards + more // page) * shards
+        lines.append(f"rollout.pages: {e.page_count(shards):,} of {e.page_tokens} tokens, {max(most, 0):,} would fit")
+    fits = max(rolling_out, learning) <= usable
+    lines.append(f"{'fits' if fits else 'does not fit'} the {gib(usable)} GiB that programs have of {gib(chip.memory)}")
+    return lines, fits
 
 
 COLUMNS = "program, peak GiB, sum, ms, MFU, HBM, rings, collectives *, copies *, sorts, kernels, open".split(", ")

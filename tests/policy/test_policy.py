@@ -248,7 +248,10 @@ def test_remat_changes_neither_value_nor_gradient():
     [
         ({"kv_heads": 3}, r"kv_heads \(3\) must divide heads \(4\)"),
         ({"head_dim": 7}, r"head_dim is 7; rotary embeddings need an even number"),
-        ({"attention": "flash"}, r"attention is 'flash'; it must be 'xla', 'dense', 'splash' or 'splash_tree'"),
+        (
+            {"attention": "flash"},
+            r"attention is 'flash'; it must be 'xla', 'dense', 'splash', 'splash_tree' or 'cudnn'",
+        ),
     ],
 )
 def test_a_shape_that_cannot_be_is_refused(changes, message):

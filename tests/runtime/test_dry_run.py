@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,10 +24,11 @@ from agentr1_jax.train import build
 from configs import base, multihop_tiny, quickstart, scale_qwen2_5_3b
 from experiments import topology
 from experiments.checks import check_attention
-from experiments.estimate import estimate
+from experiments.estimate import USABLE, Chip, describe_fit, estimate
 from experiments.plan import device_bytes, make_plan, programs, total_bytes
 from experiments.setup import complete, make_task, read_settings
 
+GRPO = {"credit__name": "grpo", "credit__args__lam": None}
 ROOT = Path(__file__).parents[2]
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="no libtpu")
 
@@ -95,6 +97,29 @@ def test_the_precision_asked_for_is_that_of_every_matmul(tmp_path):
         assert all(("HIGHEST" in line) == asked for line in products)
     with pytest.raises(UserError, match=r"precision=highest is of matmuls in float32, and dtype is bfloat16"):
         make_plan(small(tmp_path, policy__precision="highest", policy__dtype="bfloat16"))
+
+
+def test_what_fits_a_chip_is_what_engine_and_learner_hold_together(tmp_path):
+    """Its pages: so many fit, one more for each shard does not."""
+
+    def judge(memory, **changes):
+        settings = small(tmp_path, rollout__cache="pages", rollout__staleness=1, critic="none", **GRPO, **changes)
+        plan = make_plan(settings)
+        cache, weights = device_bytes(plan.cache), device_bytes(plan.rollout_params)
+        state = device_bytes((plan.state, plan.setup.frozen))
+        peaks = {"prefill 32": cache + weights + 1000, "decode": cache + weights, "update (RL)": 2 * state}
+        lines, fits = describe_fit(plan, peaks, Chip(1.0, 1.0, memory, 1.0))
+        least = max(cache + weights + 1000 + state, 2 * state + cache + weights)
+        assert fits == (least <= USABLE * memory)
+        return plan, lines, fits
+
+    plan, lines, fits = judge(2**20, rollout__pages=400)
+    assert not fits and "does not fit the" in lines[-1]
+    plan, lines, fits = judge(64 * 2**20, rollout__pages=400)
+    assert fits
+    most = int(re.search(r"of 16 tokens, ([\d,]+) would fit", lines[1])[1].replace(",", ""))
+    shards = plan.rollout_mesh.shape["data"]
+    assert judge(64 * 2**20, rollout__pages=most)[2] and not judge(64 * 2**20, rollout__pages=most + shards)[2]
 
 
 def test_batches_have_the_shapes_it_says():
