@@ -206,6 +206,7 @@ def _rollout(c: ConfigDict) -> None:
     c.rollout.page_tokens = placeholder(int)  # Positions of a page; divides rollout.attention_block.
     c.rollout.pages = placeholder(int)  # Pages of each process; unset: as much memory as the KV slots would take.
     c.rollout.adopt = "drain"  # (drain | in_flight) How rollouts ahead of the learner take new weights.
+    c.rollout.kv_dtype = placeholder(str)  # (float8_e4m3fn) Of cached keys and values; unset: that of the policy.
     c.rollout.prefix_reuse = "all"  # (all | own | none) KV slots whose prefixes are reused; the last two to compare.
 
 

@@ -67,10 +67,17 @@ def cache_sharding(config: DecoderConfig, mesh: Mesh) -> NamedSharding:
     return fit(spec, cache_shape(config, mesh.shape["data"], 1, mesh.shape["tensor"]), mesh)
 
 
-def empty_cache(config: DecoderConfig, slots: int, length: int, tensor: int) -> KVCache:
-    """Cache of zeros in the compute dtype of the policy; the arguments are those of `cache_shape`."""
+def empty_cache(config: DecoderConfig, slots: int, length: int, tensor: int, dtype: str) -> KVCache:
+    """Cache of zeros; the other arguments are those of `cache_shape`."""
     shape = cache_shape(config, slots, length, tensor)
-    return KVCache(keys=jnp.zeros(shape, config.dtype), values=jnp.zeros(shape, config.dtype))
+    return KVCache(keys=jnp.zeros(shape, dtype), values=jnp.zeros(shape, dtype))
+
+
+def round_to(x: Array, dtype: Any) -> Array:
+    """Cast to the dtype of a cache; what a narrow one cannot hold becomes its largest number, and not NaN."""
+    if jnp.finfo(dtype).bits == 8:
+        x = jnp.clip(x, float(jnp.finfo(dtype).min), float(jnp.finfo(dtype).max))
+    return x.astype(dtype)
 
 
 @flax.struct.dataclass
@@ -102,7 +109,8 @@ class CacheView:
     ) -> tuple[Float[Array, "rows length heads dim"], KVCache]:
         """Write the new keys and values and attend to the cache; see `policy.attention.Memory.attend`."""
         copies = state.keys.shape[2] // key.shape[2]
-        key, value = (jnp.repeat(jnp.swapaxes(x, 1, 2), copies, axis=1) for x in (key, value))
+        new = (round_to(x, state.keys.dtype) for x in (key, value))
+        key, value = (jnp.repeat(jnp.swapaxes(x, 1, 2), copies, axis=1) for x in new)
         attend = CacheView._attend_decode if self.slot is None else CacheView._attend_prefill
         if self.tensor > 1:
             # By hand over all axes that are left: a device writes and reads its own heads. Left to the compiler, the
@@ -180,6 +188,8 @@ def attend_by_blocks(
 ) -> Float[Array, "rows length heads dim"]:
     """Attention of each row to its positions up to `position`, block by block up to `reach`, with a running softmax.
 
+    Products are of the dtype of the queries, whatever that of the cache.
+
     Each block rescales the sums of the earlier blocks to the new maximum (Milakov and Gimelshein, 2018).
 
     Args:
@@ -196,8 +206,8 @@ def attend_by_blocks(
 
     def add(b: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         most, total, mixed = carry
-        keys, values = read(b)
-        scores = jnp.einsum("rhqd,rhkd->rhqk", q.astype(keys.dtype), keys, preferred_element_type=jnp.float32)
+        keys, values = (x.astype(q.dtype) for x in read(b))
+        scores = jnp.einsum("rhqd,rhkd->rhqk", q, keys, preferred_element_type=jnp.float32)
         visible = b * block + jnp.arange(block) <= limit
         scores = jnp.where(visible, scores, -jnp.inf)
         new_most = jnp.maximum(most, scores.max(3))

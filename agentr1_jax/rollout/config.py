@@ -51,6 +51,8 @@ class EngineConfig:
       page_tokens: positions of a page; divides `attention_block`.
       pages: pages of this process, with one of each data shard that holds nothing; None: as much memory as the KV slots
         would take.
+      kv_dtype: of cached keys and values: `float8_e4m3fn` is half of bfloat16, and rounds them by up to 6 %; None: that
+        in which the policy computes.
       adopt: `drain`: new parameters are adopted once no response is in progress, and the cache is void then;
         `in_flight`: they are adopted between two decode calls, and each trajectory keeps its cache.
       prefix_reuse: cached prefixes that are not computed again: those of `all` KV slots, or, for comparison, those of
@@ -71,6 +73,7 @@ class EngineConfig:
     cache: Literal["slots", "pages"] = "slots"
     page_tokens: Count = 64
     pages: Count | None = None
+    kv_dtype: Literal["float8_e4m3fn"] | None = None
     adopt: Literal["drain", "in_flight"] = "drain"
     prefix_reuse: Literal["all", "own", "none"] = "all"
     deterministic: bool = False

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.sharding import fit
-from agentr1_jax.rollout.cache import KeyAndValue, attend_by_blocks, cached_heads
+from agentr1_jax.rollout.cache import KeyAndValue, attend_by_blocks, cached_heads, round_to
 
 DECODE_TOKENS = 8
 """Tokens, each of another sequence, that one step of the kernel takes in decoding."""
@@ -59,11 +59,11 @@ def page_sharding(config: DecoderConfig, mesh: Mesh) -> PageCache:
 
 
 def empty_pages(
-    config: DecoderConfig, pages: int, page_tokens: int, *, tensor: int, table: tuple[int, int]
+    config: DecoderConfig, pages: int, page_tokens: int, *, tensor: int, table: tuple[int, int], dtype: str
 ) -> PageCache:
-    """Cache of zeros in the compute dtype of the policy; `table`: decode slots, and the pages of each."""
+    """Cache of zeros; `table`: decode slots, and the pages of each."""
     shape = config.layers, pages, page_tokens, 2 * cached_heads(config, tensor), config.head_dim
-    return PageCache(pages=jnp.zeros(shape, config.dtype), table=jnp.zeros(table, jnp.int32))
+    return PageCache(pages=jnp.zeros(shape, dtype), table=jnp.zeros(table, jnp.int32))
 
 
 @flax.struct.dataclass
@@ -97,11 +97,12 @@ class PageView:
     ) -> tuple[Float[Array, "rows length heads dim"], PageCache]:
         """Write the new keys and values and attend to the pages; see `policy.attention.Memory.attend`."""
         copies = state.pages.shape[3] // (2 * key.shape[2])
-        new = jnp.repeat(jnp.stack([key, value], axis=3), copies, axis=2)
+        new = round_to(jnp.repeat(jnp.stack([key, value], axis=3), copies, axis=2), state.pages.dtype)
         new = new.reshape(*key.shape[:2], -1, key.shape[3])
         attend = PageView._attend
-        if self.tensor > 1:
-            # By hand over all axes that are left: a device writes and reads its own heads.
+        if self.tensor > 1 or (self.kernel and not jax.sharding.get_abstract_mesh().empty):
+            # By hand over all axes that are left: a device writes and reads its own heads, and no compiler splits a
+            # kernel, not even over axes of one device.
             heads = P(None, None, "tensor")
             cache = PageCache(pages=P(None, None, None, "tensor"), table=P())
             in_specs, out_specs = (P(), heads, heads, P(), cache), (heads, cache)
@@ -156,6 +157,7 @@ class PageView:
         layers, pages, tokens = cache.pages.shape[:3]
         decodes = self.slot is None
         block = min(self.block, max(DECODE_BLOCK, tokens)) if decodes else self.block
+        scale = None if cache.pages.dtype == query.dtype else 1.0  # A scale makes it cast to the dtype of the queries.
         out = ragged_paged_attention(
             query.reshape(rows * length, heads, dim),
             cache.pages.reshape(layers * pages, *cache.pages.shape[2:]),
@@ -163,6 +165,8 @@ class PageView:
             table + layer * pages,
             jnp.arange(rows + 1, dtype=jnp.int32) * length,
             jnp.full(1, rows, jnp.int32),
+            k_scale=scale,
+            v_scale=scale,
             num_kv_pages_per_block=min(block // tokens, table.shape[1]),
             num_queries_per_block=DECODE_TOKENS if decodes else min(length, max(PREFILL_QUERIES // heads, 1)),
         )

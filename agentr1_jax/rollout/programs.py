@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.decoder import Decoder, Params, at_precision, output_logits
-from agentr1_jax.rollout.cache import CacheView, KVCache, cache_sharding, copy_slots, empty_cache
+from agentr1_jax.rollout.cache import CacheView, KVCache, cache_sharding, cached_heads, copy_slots, empty_cache
 from agentr1_jax.rollout.config import MOST_STOP_SEQUENCES, STOP_WIDTH, EngineConfig
 from agentr1_jax.rollout.pages import PageCache, PageView, empty_pages, page_sharding
 from agentr1_jax.runtime.compile_cache import cached_jit
@@ -319,13 +319,13 @@ def matches_stop(tail: Int[Array, "slots width"], stops: Int[Array, "slots stops
 
 def cache_maker(policy: DecoderConfig, config: EngineConfig, mesh: Mesh) -> tuple[Callable[[], Cache], Any]:
     """Return the function of an empty cache, and its shardings on a mesh."""
-    shards, tensor = mesh.shape["data"], mesh.shape["tensor"]
+    shards, tensor, dtype = mesh.shape["data"], mesh.shape["tensor"], config.kv_dtype or policy.dtype
     if config.cache == "slots":
-        new = functools.partial(empty_cache, policy, config.kv_slots(shards), config.slot_tokens, tensor)
+        new = functools.partial(empty_cache, policy, config.kv_slots(shards), config.slot_tokens, tensor, dtype)
         each = cache_sharding(policy, mesh)
         return new, KVCache(keys=each, values=each)
     table = config.slots, config.slot_tokens // config.page_tokens
-    pages = functools.partial(empty_pages, policy, config.page_count(shards), config.page_tokens)
+    pages = functools.partial(empty_pages, policy, config.page_count(shards), config.page_tokens, dtype=dtype)
     return functools.partial(pages, tensor=tensor, table=table), page_sharding(policy, mesh)
 
 
@@ -333,6 +333,11 @@ def build_programs(policy: DecoderConfig, config: EngineConfig, mesh: Mesh) -> P
     """Jit the programs for a mesh: slots and pages over `data`, heads over `tensor`. The cache is donated."""
     decoder, shards, tensor = Decoder(policy), mesh.shape["data"], mesh.shape["tensor"]
     kernel = mesh.devices.flat[0].platform == "tpu" and policy.head_dim % KERNEL_HEAD_DIM == 0
+    if kernel and config.cache == "pages" and config.kv_dtype and cached_heads(policy, tensor) // tensor < 2:
+        raise ValueError(
+            f"rollout.kv_dtype={config.kv_dtype} with pages needs two key heads on each device, and there are "
+            f"{cached_heads(policy, tensor)} over rollout.tensor={tensor}; lower rollout.tensor, or unset kv_dtype"
+        )
     attention = Attention(config.attention_block, config.attention_group_size(shards), tensor, kernel)
     by_row, by_slot = P("data"), P(None, "data")
     caches: Any = PageCache(pages=by_slot, table=by_row) if config.cache == "pages" else by_slot

@@ -103,6 +103,7 @@ SYNONYMS: Mapping[str, str] = types.MappingProxyType(
         "top_p": "rollout.top_p",
         "top_k": "rollout.top_k",
         "max_num_seqs": "rollout.slots",
+        "kv_cache_dtype": "rollout.kv_dtype",
         "max_num_gen_batches": "rollout.dynamic_sampling_groups",
         "max_staleness": "rollout.staleness",
         # Policy, devices and the run.

@@ -416,6 +416,11 @@ def _check_sampling(s: Settings) -> None:
             "log-probs of a distribution without its tail; train with 0 and 1, or correct for the gap "
             "(correction.kind=tis_token learner.old_logprobs=learner)"
         )
+    if s.engine.kv_dtype and correction.kind == "none":
+        raise UserError(
+            f"rollout.kv_dtype is {s.engine.kv_dtype}: the policy that samples then differs from the one that learns; "
+            "correct for the gap (correction.kind=tis_token learner.old_logprobs=learner)"
+        )
     if staleness and s.engine.deterministic:
         raise UserError(
             f"rollout.staleness is {staleness} and rollout.deterministic is set: when a rollout meets the next policy "

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -21,9 +22,10 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from schedules import CONFIG, engine_of, run_work
+from schedules import CONFIG, POLICY, engine_of, run_work
 
 from agentr1_jax.policy.attention import grouped_attention
+from agentr1_jax.rollout.cache import round_to
 from agentr1_jax.rollout.config import SamplingConfig
 from agentr1_jax.rollout.device import ResponseRequest
 from agentr1_jax.rollout.page_scheduler import PageScheduler
@@ -330,11 +332,12 @@ def attend(view, query, key, value, cache):
     return view.attend(query, key, value, jnp.int32(1), cache)
 
 
-def compare_attention(lengths, new, tokens, dim, seed, kernel=False):
+def compare_attention(lengths, new, tokens, dim, seed, kernel=False, dtype=jnp.float32):
     """Attend from the `new` last tokens of sequences to their pages in layer 1, and to the same keys laid flat.
 
-    The last two sequences share their first page where it is full before the new tokens of both. Pages that nobody
-    reads hold NaN; positions beyond a sequence, in a page that it does read, numbers. A length of 0 is an idle slot.
+    In 8 bits, keys and values are rounded as they are written. The last two sequences share their first page where it
+    is full before the new tokens of both. Pages that nobody reads hold NaN; positions beyond a sequence, in a page that
+    it does read, numbers. A length of 0 is an idle slot.
     """
     rng = np.random.default_rng(seed)
     rows = len(lengths)
@@ -345,20 +348,21 @@ def compare_attention(lengths, new, tokens, dim, seed, kernel=False):
         table[-1, 0], flat[-1, :tokens] = table[-2, 0], flat[-2, :tokens]
     pages = np.full((LAYERS, 1 + MOST * rows, tokens, 2 * KV_HEADS, dim), np.nan, np.float32)
     pages[1, np.unique(np.append(table, 0))] = 5.0
+    exact, flat = flat, np.asarray(jnp.asarray(flat, dtype), np.float32)
     position = np.asarray([range(n - new, n) if n else [MOST * tokens] * new for n in lengths], np.int32)
     for row, n in enumerate(lengths):
         for at in range(n - new):
             pages[1, table[row, at // tokens], at % tokens] = flat[row, at]
-    last = np.stack([flat[row, np.minimum(p, MOST * tokens - 1)] for row, p in enumerate(position)])
+    last = np.stack([exact[row, np.minimum(p, MOST * tokens - 1)] for row, p in enumerate(position)])
     query = jnp.asarray(rng.normal(size=(rows, new, HEADS, dim)), jnp.float32)
     view = PageView(None if new == 1 else jnp.arange(rows), jnp.asarray(position), 2 * tokens, kernel=kernel)
-    cache = PageCache(jnp.asarray(pages), jnp.asarray(table))
+    cache = PageCache(jnp.asarray(pages, dtype), jnp.asarray(table))
     out, after = attend(view, query, jnp.asarray(last[..., 0::2, :]), jnp.asarray(last[..., 1::2, :]), cache)
     visible = jnp.arange(MOST * tokens) <= jnp.asarray(position)[:, :, None]
     expected = grouped_attention(query, jnp.asarray(flat[:, :, 0::2]), jnp.asarray(flat[:, :, 1::2]), visible)
     live = [row for row, n in enumerate(lengths) if n]
     np.testing.assert_allclose(np.asarray(out)[live], np.asarray(expected)[live], atol=1e-5)
-    np.testing.assert_array_equal(np.asarray(after.pages)[0], pages[0])
+    np.testing.assert_array_equal(np.asarray(after.pages, np.float32)[0], pages[0])
 
 
 def lengths_of(least, tokens):
@@ -377,6 +381,42 @@ def test_prefill_attends_to_pages_as_to_contiguous_keys(lengths, seed):
     compare_attention(lengths, 3, 8, 16, seed)
 
 
+@pytest.mark.parametrize("new", [1, 3])
+def test_keys_and_values_in_8_bits_are_rounded_and_no_more(new):
+    compare_attention([32, 12, 16, 19], new, 8, 16, 0, dtype=jnp.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("cache", [{}, {"cache": "pages", "page_tokens": 8}])
+def test_a_cache_in_8_bits_samples_nearly_the_policy(cache):
+    """Log-probs are those of the policy but for the rounding, which 16 bits do not have."""
+
+    def sampled(**habits):
+        engine, params = engine_of(3, **cache, **habits)
+
+        async def one(prompt):
+            lease = await engine.acquire()
+            done = await engine.generate(lease, request_of(prompt, 60))
+            engine.release(lease)
+            return np.concatenate([prompt, done.ids]), done.logprobs
+
+        worst = 0.0
+        for ids, logprobs in run_work(engine, params, [one([1, 2, 3]), one([4] * 30)]):
+            logits = tiny.full_logits(POLICY, params, [ids], 128)[0]
+            expected = tiny.log_softmax(logits)[
+                np.arange(len(ids) - len(logprobs), len(ids)) - 1, ids[-len(logprobs) :]
+            ]
+            worst = max(worst, np.abs(logprobs - expected).max())
+        return worst
+
+    assert sampled() < 1e-4 < 1e-3 < sampled(kv_dtype="float8_e4m3fn") < 0.5
+
+
+def test_8_bits_hold_the_largest_number_and_never_nan():
+    x = jnp.asarray([1e4, -1e4, 448.0, 0.5, 0.53])
+    assert round_to(x, jnp.float8_e4m3fn).astype(float).tolist() == [448.0, -448.0, 448.0, 0.5, 0.5]
+    assert round_to(x, jnp.bfloat16).astype(float)[0] > 9e3
+
+
 @pytest.mark.slow
 def test_the_kernel_attends_to_pages_as_to_contiguous_keys(monkeypatch):
     """jax's kernel for TPU, interpreted: a page end within a sequence, whole pages, one token, idle slots."""
@@ -391,4 +431,7 @@ def test_the_kernel_attends_to_pages_as_to_contiguous_keys(monkeypatch):
     rng = np.random.default_rng(0)
     for new in (1, 3):
         for seed, lengths in enumerate([[32, 0, 16, 19], [1, 8, 9, 31], *rng.integers(0, 33, (6, 4)).tolist()]):
-            compare_attention([max(n, new) if n or new > 1 else 0 for n in lengths], new, 8, 128, seed, kernel=True)
+            lengths = [max(n, new) if n or new > 1 else 0 for n in lengths]
+            compare_attention(lengths, new, 8, 128, seed, kernel=True)
+            if seed < 2:
+                compare_attention(lengths, new, 8, 128, seed, kernel=True, dtype=jnp.float8_e4m3fn)

@@ -260,6 +260,25 @@ def test_the_tpu_compiler_takes_what_the_table_of_hardware_says_and_it_fits():
 
 @needs_libtpu
 @pytest.mark.nightly
+@pytest.mark.parametrize("program", ["prefill", "decode"])
+@pytest.mark.parametrize("kv_dtype", [None, "float8_e4m3fn"])
+def test_the_tpu_compiler_takes_pages_whose_heads_are_on_one_device(program, kv_dtype):
+    """It splits no kernel: not even over a mesh axis of one device."""
+    sizes = {
+        "policy__preset": "qwen2.5-1.5b",
+        "rollout__tensor": 1,
+        "rollout__swap_slots": 0,
+        "rollout__cache": "pages",
+    }
+    correct = {"correction__kind": "tis_token", "learner__old_logprobs": "learner", "rollout__kv_dtype": kv_dtype}
+    config = changed(scale_qwen2_5_3b, hardware="auto", **sizes, **correct)
+    plan = make_plan(read_settings(complete(config, topology.devices("v5e:2x2"))), "v5e:2x2")
+    found = estimate(compile_program(plan, program), clock=1.0, assumed={})
+    assert found.kernels and not found.entry_copies and not found.exchanges
+
+
+@needs_libtpu
+@pytest.mark.nightly
 @pytest.mark.parametrize(("program", "tensor"), [("prefill", 4), ("decode", 1)])
 def test_more_cache_needs_no_more_temporaries_on_a_tpu(program, tensor):
     """Weights in another layout and scores of a prefill do not depend on the number of slots; a copied cache would."""
