@@ -175,13 +175,13 @@ def random_arrays(shapes: Any, scale: float) -> Any:
     """Return random arrays of these shapes and shardings: normal ones times a scale; integers are 0."""
     leaves, tree = jax.tree.flatten(shapes)
 
-    def make() -> list[Any]:
-        keys = jax.random.split(jax.random.key(0), len(leaves))
-        return [
-            (scale * jax.random.normal(key, x.shape)).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating)
-            else jnp.zeros(x.shape, x.dtype)
-            for key, x in zip(keys, leaves, strict=True)
-        ]  # fmt: skip
+    def fill(key: jax.Array, x: jax.ShapeDtypeStruct) -> jax.Array:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return jnp.zeros(x.shape, x.dtype)
+        return (scale * jax.random.normal(key, x.shape)).astype(x.dtype)
+
+    def make() -> list[jax.Array]:
+        return [fill(*pair) for pair in zip(jax.random.split(jax.random.key(0), len(leaves)), leaves, strict=True)]
 
     places = [x.format if x.format.layout else x.sharding for x in leaves]
     return jax.tree.unflatten(tree, jax.jit(make, out_shardings=places)())

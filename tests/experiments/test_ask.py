@@ -135,7 +135,7 @@ def test_weights_are_asked_in_their_own_shape():
     policy = config.policy.to_dict()
     assert policy.pop("weights") == config.tokenizer.path == "owner/name"
     assert policy.pop("lora")["rank"] == 0 and policy.pop("dtype") == "bfloat16"
-    assert policy.pop("yarn")["factor"] == 1
+    assert policy.pop("yarn")["factor"] == 1 and policy.pop("precision") == "default"
     assert {key for key, value in policy.items() if value} == {"param_dtype"}
     settings = build.fit_devices(ask.reduce_to_one_slot(read_settings(config)))
     assert settings.engine.slots * settings.rollout.tensor == 8 and settings.engine.swap_slots == 0
