@@ -132,7 +132,7 @@ SAMPLERS: dict[str, Callable[[], Generate]] = {"tunix": tunix_sampler, "transfor
 
 def run_peer(generate: Generate, episodes: Sequence[Episode]) -> int:
     """Batch after batch, turn after turn; returns the tokens that the episodes keep."""
-    slots, kept = bench_rollout.SLOTS.value, 0
+    slots, sampled = bench_rollout.SLOTS.value, 0
     for at in range(0, len(episodes), slots):
         part = episodes[at : at + slots]
         contexts = [e.prompt for e in part]
@@ -146,8 +146,8 @@ def run_peer(generate: Generate, episodes: Sequence[Episode]) -> int:
             time.sleep(max(turn.seconds for turn in turns))
             for i, turn in zip(going, turns, strict=True):
                 contexts[i] = np.concatenate([contexts[i], responses[i][: turn.response], turn.observation])
-                kept += turn.response
-    return kept
+                sampled += turn.response
+    return sampled
 
 
 def main(argv: Sequence[str]) -> None:
