@@ -40,7 +40,7 @@ def cudnn_attention(
 
 
 def _segment_rows(query: Array, key: Array, value: Array, subtree_end: Array) -> Array:
-    # It strides over keys as if there were as many heads as of queries (jax 0.10.2 to 0.12.0).
+    # It strides over keys as if there were as many heads as of queries (jax 0.10.2).
     key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
     most = max(query.shape[1] // TOKENS_PER_SEGMENT, 2)
     start, length, alone = segment_tables(subtree_end, most)
@@ -48,10 +48,10 @@ def _segment_rows(query: Array, key: Array, value: Array, subtree_end: Array) ->
     def by_kernel(query: Array, key: Array, value: Array) -> Array:
         from jax._src.cudnn import fused_attention_stablehlo as cudnn  # jax.nn has no packed sequences.
 
+        # Nothing is said of tokens outside of all segments: neither their output nor their gradients are used.
+        inside = [jnp.where(alone[..., None, None], 0, x) for x in (query, key, value)]
         mixed = cudnn.dot_product_attention(
-            query,
-            key,
-            value,
+            *inside,
             q_seqlen=length,
             kv_seqlen=length,
             q_offsets=start,
