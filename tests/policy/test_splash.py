@@ -197,9 +197,9 @@ def tpu_temporaries(length, tree, dtype=jnp.bfloat16, head_dim=128):
 @needs_libtpu
 @pytest.mark.slow
 def test_trees_cost_the_masks_of_one_row_on_a_tpu():
-    """Two masks of 4 bytes a pair of tokens, of the backward kernels; dense scores would be 64 of them, and fail."""
+    """Less than three masks of 4 bytes a pair of tokens above chains, which have none; dense scores would be 64."""
     length = 8192
-    assert tpu_temporaries(length, tree=True) - tpu_temporaries(length, tree=False) < 2 * 4 * length**2
+    assert tpu_temporaries(length, tree=True) - tpu_temporaries(length, tree=False) < 3 * 4 * length**2
 
 
 @needs_libtpu
