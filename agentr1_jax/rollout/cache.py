@@ -28,6 +28,11 @@ from jaxtyping import Array, Float, Int
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.policy.sharding import fit
 
+GPU_PAGE = 64
+"""Most positions of what the kernel for GPUs takes for a page; two of them are a step of it."""
+GPU_SPLITS = 16
+"""Most parts of a sequence that the kernel for GPUs computes side by side."""
+
 KeyAndValue = tuple[Array, Array]
 """Keys and values of new tokens, [rows, cached heads, length, dim] each."""
 
@@ -89,8 +94,9 @@ class CacheView:
       position: position of each token in its slot. In prefill the positions of a row are consecutive and all within the
         length; in decoding a position ≥ length marks an idle row, which writes nothing.
       block: positions per attention block.
-      group_size: slots per attention group in decoding.
+      group_size: slots per attention group in decoding, without the kernel.
       tensor: devices over which heads are sharded, inside of a `shard_map` over the other axes of the mesh.
+      kernel: whether jax's paged attention for GPUs does the decoding.
     """
 
     slot: Int[Any, "rows"] | None
@@ -98,6 +104,7 @@ class CacheView:
     block: int = flax.struct.field(pytree_node=False)
     group_size: int = flax.struct.field(pytree_node=False, default=1)
     tensor: int = flax.struct.field(pytree_node=False, default=1)
+    kernel: bool = flax.struct.field(pytree_node=False, default=False)
 
     def attend(
         self,
@@ -112,9 +119,9 @@ class CacheView:
         new = (round_to(x, state.keys.dtype) for x in (key, value))
         key, value = (jnp.repeat(jnp.swapaxes(x, 1, 2), copies, axis=1) for x in new)
         attend = CacheView._attend_decode if self.slot is None else CacheView._attend_prefill
-        if self.tensor > 1:
+        if self.tensor > 1 or (self.kernel and not jax.sharding.get_abstract_mesh().empty):
             # By hand over all axes that are left: a device writes and reads its own heads. Left to the compiler, the
-            # write gathers those of all.
+            # write gathers those of all, and no compiler splits a kernel, not even over axes of one device.
             heads, cached = P(None, None, "tensor"), P(None, "tensor")
             in_specs, out_specs = (P(), heads, cached, P(), heads), (heads, heads)
             names = {"fsdp", "tensor"}
@@ -131,6 +138,8 @@ class CacheView:
         )
         cache = KVCache(keys=keys, values=values)
         reach = jnp.where(self.position < cache.keys.shape[3], self.position + 1, 1)
+        if self.kernel:
+            return self._decode_by_kernel(query, reach[:, 0], layer, cache), cache
 
         def group(_: None, group: tuple[Array, Array, Array, Array]) -> tuple[None, Array]:
             first, query, position, reach = group
@@ -144,6 +153,30 @@ class CacheView:
         firsts = jnp.arange(0, rows, self.group_size)
         _, mixed = jax.lax.scan(group, None, (firsts, split(query), split(self.position), split(reach)))
         return mixed.reshape(query.shape), cache
+
+    def _decode_by_kernel(self, query: Array, reach: Array, layer: Array, cache: KVCache) -> Array:
+        """Attend with one call of the kernel, which reads each slot's own positions and no more.
+
+        To the kernel each head of a slot is a sequence, whose pages lie one behind the other: it reads the cache of all
+        layers where it is.
+        """
+        from jax.experimental.pallas.ops.gpu import paged_attention as gpu  # Slow to import.
+
+        rows, _, heads, dim = query.shape
+        _, slots, kv_heads, length, _ = cache.keys.shape
+        page = math.gcd(length, GPU_PAGE)
+        pages = length // page
+        splits = math.gcd(pages, GPU_SPLITS)
+        first = (layer * slots + jnp.arange(rows)[:, None]) * kv_heads + jnp.arange(kv_heads)
+        out = gpu.paged_attention(
+            query.reshape(rows * kv_heads, heads // kv_heads, dim),
+            *(x.reshape(1, -1, page, dim) for x in (cache.keys, cache.values)),
+            first.reshape(-1, 1) * pages + jnp.arange(pages),
+            jnp.repeat(reach, kv_heads),
+            k_splits=splits,
+            pages_per_compute_block=math.gcd(pages // splits, 2),
+        )
+        return out.reshape(query.shape)
 
     def _attend_prefill(self, query: Array, new: KeyAndValue, layer: Array, cache: KVCache) -> tuple[Array, KVCache]:
         """Attend from new tokens in some slots, row by row.

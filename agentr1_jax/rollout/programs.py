@@ -158,7 +158,7 @@ class Attention:
         """Return the memory of the new tokens of some slots, or of one more token in each."""
         if isinstance(cache, PageCache):
             return PageView(slot, position, self.block, self.group_size, self.tensor, self.kernel)
-        return CacheView(slot, position, self.block, self.group_size, self.tensor)
+        return CacheView(slot, position, self.block, self.group_size, self.tensor, self.kernel)
 
 
 def prefill(
@@ -329,10 +329,19 @@ def cache_maker(policy: DecoderConfig, config: EngineConfig, mesh: Mesh) -> tupl
     return functools.partial(pages, tensor=tensor, table=table), page_sharding(policy, mesh)
 
 
+def uses_kernel(policy: DecoderConfig, config: EngineConfig, platform: str) -> bool:
+    """Return whether a kernel attends: to pages on TPUs, and in decoding to slots of 16-bit numbers on GPUs."""
+    if config.cache == "pages":
+        return platform == "tpu" and policy.head_dim % KERNEL_HEAD_DIM == 0
+    # A step of the kernel takes at least 16 positions, and sizes that are powers of two.
+    sizes = policy.head_dim.bit_count() == 1 and policy.head_dim >= 16 and config.slot_tokens % 16 == 0
+    return platform == "gpu" and jnp.finfo(policy.dtype).bits == 16 and not config.kv_dtype and sizes
+
+
 def build_programs(policy: DecoderConfig, config: EngineConfig, mesh: Mesh) -> Programs:
     """Jit the programs for a mesh: slots and pages over `data`, heads over `tensor`. The cache is donated."""
     decoder, shards, tensor = Decoder(policy), mesh.shape["data"], mesh.shape["tensor"]
-    kernel = mesh.devices.flat[0].platform == "tpu" and policy.head_dim % KERNEL_HEAD_DIM == 0
+    kernel = uses_kernel(policy, config, mesh.devices.flat[0].platform)
     if kernel and config.cache == "pages" and config.kv_dtype and cached_heads(policy, tensor) // tensor < 2:
         raise ValueError(
             f"rollout.kv_dtype={config.kv_dtype} with pages needs two key heads on each device, and there are "

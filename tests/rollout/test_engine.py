@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
 from schedules import CONFIG, POLICY, assert_exact, engine_of, planned, run_work, sampled
 
 from agentr1_jax.errors import UserError
+from agentr1_jax.rollout.cache import CacheView, KVCache
 from agentr1_jax.rollout.config import AttemptLimits, EngineConfig, RolloutConfig, SamplingConfig
 from agentr1_jax.rollout.device import ResponseRequest
 from agentr1_jax.rollout.engine import Engine
@@ -117,6 +120,28 @@ def test_nothing_compiles_after_warm_up():
         ]
         sampled(rows, temperature=temperature)
     assert compiles.count == 0
+
+
+@pytest.mark.parametrize(("length", "heads", "kv_heads"), [(128, 8, 2), (192, 14, 2), (2048, 4, 4)])
+def test_the_kernel_for_gpus_decodes_as_blocks_do(monkeypatch, length, heads, kv_heads):
+    """jax's kernel, interpreted: a sequence of one token, a full slot, an idle one; NaN in what nobody reads."""
+    from jax.experimental.pallas.ops.gpu import paged_attention as gpu
+
+    monkeypatch.setattr(gpu, "paged_attention", functools.partial(gpu.paged_attention, interpret=True))
+    rng = np.random.default_rng(0)
+    position = np.int32([0, length - 1, length, length // 3])
+    shape = 2, len(position) + 1, kv_heads, length, 16
+    keys, values = rng.normal(size=(2, *shape)).astype(np.float32)
+    for x in (keys, values):
+        x[0], x[:, -1] = np.nan, np.nan
+    query, key, value = (rng.normal(size=(len(position), 1, n, 16)) for n in (heads, kv_heads, kv_heads))
+    new = (jnp.asarray(x, jnp.float32) for x in (query / 4, key, value))
+    arguments = *new, jnp.int32(1), KVCache(jnp.asarray(keys), jnp.asarray(values))
+    expected, cache = CacheView(None, jnp.asarray(position)[:, None], block=32).attend(*arguments)
+    found, same = CacheView(None, jnp.asarray(position)[:, None], block=32, kernel=True).attend(*arguments)
+    live = position < length
+    np.testing.assert_allclose(found[live], expected[live], atol=1e-5)
+    np.testing.assert_array_equal(same.keys, cache.keys)
 
 
 @pytest.mark.parametrize("program", ["prefill", "decode", "copy"])

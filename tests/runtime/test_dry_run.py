@@ -237,6 +237,18 @@ def test_the_tpu_compiler_takes_the_engine_of_qwen2_5_3b_and_it_fits(kind):
     assert view >= 2 * 3.08e9 / 2  # bfloat16, on two devices
 
 
+@pytest.mark.skipif(importlib.util.find_spec("jax_plugins") is None, reason="no CUDA compiler")
+@pytest.mark.nightly
+def test_a_gpu_decodes_with_one_call_of_a_kernel_a_layer():
+    config = changed(scale_qwen2_5_3b.get_config(), hardware="h200", rollout__tensor=1, rollout__swap_slots=0)
+    plan = make_plan(read_settings(complete(config, topology.devices("h200"))), "h200")
+    compiled = compile_program(plan, "decode")
+    found, memory = estimate(compiled, clock=1.0, assumed={}), compiled.memory_analysis()
+    assert (compiled.as_text() or "").count('custom_call_target="__gpu$xla.gpu.triton"') == 1  # in the scan over layers
+    assert found.untold_loops == ("jit(decode)/while",), "the host reads whether attention is done"
+    assert memory.temp_size_in_bytes < 0.1 * device_bytes(plan.cache)
+
+
 @needs_libtpu
 @pytest.mark.nightly
 def test_the_tpu_compiler_takes_what_the_table_of_hardware_says_and_it_fits():
