@@ -12,6 +12,7 @@ runs. What is compared is the way of working, with the kernels of each.
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -162,8 +163,7 @@ def main(argv: Sequence[str]) -> None:
     engine.compile(params)
     runs: dict[str, Callable[[], int]] = {"engine": lambda: bench_rollout.run_engine(engine, params, episodes)}
     for name in PEERS.value:
-        generate = SAMPLERS[name]()
-        runs[name] = lambda generate=generate: run_peer(generate, episodes)
+        runs[name] = functools.partial(run_peer, SAMPLERS[name](), episodes)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for attempt in range(PEER_ROUNDS.value + 1):
         for name, run in runs.items():
