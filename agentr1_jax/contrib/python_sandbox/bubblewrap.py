@@ -43,6 +43,8 @@ _VISIBLE = (
 )
 """Paths of the system that are visible inside, those that exist. Not all of /usr: containers keep projects there."""
 
+_SHELL = ("/bin/sh", "-c", '{ echo 1000 >/proc/self/oom_score_adj; } 2>/dev/null; exec "$@"', "sh")
+"""Executes its arguments as what the kernel kills first where memory ends, in place of the trainer."""
 _PROBE = "import json, sys; print(json.dumps([sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix]))"
 _PROGRAM = pathlib.Path(__file__).with_name("first_process.py")
 
@@ -103,7 +105,8 @@ def find_interpreter(path: str | None) -> Interpreter:
 def make_command(python: Interpreter, visible: Sequence[str], limits: SandboxLimits) -> Command:
     """Return the command that runs `first_process.py` in a sandbox; the code may read what is `visible`, too."""
     user = _unused_id()
-    argv = [shutil.which("bwrap") or "bwrap", "--unshare-pid", "--unshare-ipc", "--unshare-net", "--unshare-uts"]
+    argv = [*_SHELL, shutil.which("bwrap") or "bwrap"]
+    argv += ["--unshare-pid", "--unshare-ipc", "--unshare-net", "--unshare-uts"]
     # Not --die-with-parent: a bwrap killed as it starts leaves its child waiting for ever. The end of stdin suffices.
     argv += ["--unshare-cgroup-try", "--hostname", "sandbox", "--as-pid-1"]
     if user is None:
@@ -124,7 +127,8 @@ def make_command(python: Interpreter, visible: Sequence[str], limits: SandboxLim
         argv += ["--ro-bind", path, target]
     for destination, path in links:
         argv += ["--symlink", destination, path]
-    argv += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--"]
+    # /proc, too: a process may take back that it is killed first.
+    argv += ["--remount-ro", "/proc", "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--"]
     return Command([*argv, python.path, "-I", "-X", "utf8", "-c", _program()], user)
 
 

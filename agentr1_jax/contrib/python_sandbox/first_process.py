@@ -57,9 +57,9 @@ CALLS = {
     "setns": (308, 268),
 }
 """Refused system calls, with their numbers on x86-64 and ARM64: each takes kernel memory that no limit counts, or opens
-more of the kernel than a program needs. Pairs of sockets remain, whose buffers have their default size."""
-CLONE, MMAP = (56, 220), (9, 222)
-CLONE3, CLONE_NEWUSER = 435, 0x10000000
+more of the kernel than a program needs. Pairs of Unix sockets remain, whose buffers have their default size."""
+CLONE, MMAP, SOCKETPAIR = (56, 220), (9, 222), (53, 199)
+CLONE3, CLONE_NEWUSER, AF_UNIX = 435, 0x10000000, 1
 SHARED_ANONYMOUS = 0x21
 """Flags of a mapping whose pages remain after they are unmapped, as long as one page of it is mapped."""
 MAX_LOCKS = 1 << 16
@@ -227,9 +227,12 @@ def refuse_calls() -> None:
     body: list[tuple[int, int, str]] = [(load, architecture, ""), (equal, ARCHITECTURES[machine], "else refuse")]
     body += [(load, number, ""), (at_least, 1 << 30, "refuse")]
     body += [(equal, numbers[column], "refuse") for numbers in CALLS.values()]
-    body += [(equal, CLONE3, "unknown"), (equal, MMAP[column], "mmap"), (equal, CLONE[column], "else allow")]
+    body += [(equal, CLONE3, "unknown"), (equal, MMAP[column], "mmap"), (equal, SOCKETPAIR[column], "pair")]
+    body += [(equal, CLONE[column], "else allow")]
     body += [(load, first_argument, ""), (any_bit, CLONE_NEWUSER, "refuse"), (at_least, 0, "allow")]
-    labels = {"mmap": len(body)}
+    labels = {"pair": len(body)}
+    body += [(load, first_argument, ""), (equal, AF_UNIX, "else refuse"), (at_least, 0, "allow")]
+    labels["mmap"] = len(body)
     body += [(load, fourth_argument, ""), (mask, SHARED_ANONYMOUS, ""), (equal, SHARED_ANONYMOUS, "else allow")]
     body += [(at_least, 0, "refuse")]
     labels |= {"allow": len(body), "refuse": len(body) + 1, "unknown": len(body) + 2}
