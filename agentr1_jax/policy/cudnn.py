@@ -49,11 +49,11 @@ def _segment_rows(query: Array, key: Array, value: Array, subtree_end: Array) ->
         from jax._src.cudnn import fused_attention_stablehlo as cudnn  # jax.nn has no packed sequences.
 
         # Nothing is said of tokens outside of all segments: neither their output nor their gradients are used.
-        query, key, inside = (jnp.where(alone[..., None, None], 0, x) for x in (query, key, value))
+        query, key, inside_value = (jnp.where(alone[..., None, None], 0, x) for x in (query, key, value))
         mixed = cudnn.dot_product_attention(
             query,
             key,
-            inside,
+            inside_value,
             q_seqlen=length,
             kv_seqlen=length,
             q_offsets=start,

@@ -9,7 +9,7 @@
 A KV slot belongs to one trajectory until that ends. Its length is host data: reusing a prefix is setting a length, and
 later positions are never seen, since a token at position i attends to positions ≤ i. The whole cache is carried through
 the layer scan and written in place at (layer, slot, head, position). Attention goes over it in blocks of positions, up
-to the end of the longest sequence.
+to the end of the longest sequence; in decoding on GPUs one kernel reads each sequence up to its own end.
 """
 
 from __future__ import annotations
