@@ -175,16 +175,19 @@ def random_arrays(shapes: Any, scale: float) -> Any:
     """Return random arrays of these shapes and shardings: normal ones times a scale; integers are 0."""
     leaves, tree = jax.tree.flatten(shapes)
 
-    def fill(key: jax.Array, x: jax.ShapeDtypeStruct) -> jax.Array:
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            return jnp.zeros(x.shape, x.dtype)
-        return (scale * jax.random.normal(key, x.shape)).astype(x.dtype)
+    @functools.cache
+    def filler(shape: tuple[int, ...], dtype: Any, place: Any) -> Callable[[jax.Array], jax.Array]:
+        def fill(key: jax.Array) -> jax.Array:
+            if not jnp.issubdtype(dtype, jnp.floating):
+                return jnp.zeros(shape, dtype)
+            return (scale * jax.random.normal(key, shape)).astype(dtype)
 
-    def make() -> list[jax.Array]:
-        return [fill(*pair) for pair in zip(jax.random.split(jax.random.key(0), len(leaves)), leaves, strict=True)]
+        return jax.jit(fill, out_shardings=place)
 
+    keys = jax.random.split(jax.random.key(0), len(leaves))
     places = [x.format if x.format.layout else x.sharding for x in leaves]
-    return jax.tree.unflatten(tree, jax.jit(make, out_shardings=places)())
+    filled = (filler(x.shape, x.dtype, place)(key) for x, place, key in zip(leaves, places, keys, strict=True))
+    return jax.tree.unflatten(tree, filled)
 
 
 def check_memory(*trees: Any) -> None:
@@ -348,7 +351,7 @@ def row_layout(settings: Settings, rows: int, segments: int) -> Packing:
 
 def update_figure(settings: Settings) -> Figure:
     """Time an update of one microbatch of full rows."""
-    smallest = dataclasses.replace(settings.rollout, groups=jax.process_count(), samples=1)
+    smallest = dataclasses.replace(settings.rollout, groups=jax.process_count(), samples=2)
     learner = dataclasses.replace(settings.learner, minibatches=1)
     plan = make_plan(dataclasses.replace(settings, rollout=smallest, learner=learner))
     program = next(p for p in programs(plan) if p.name == "update (RL)")
@@ -510,10 +513,11 @@ def three_logprobs(settings: Settings) -> dict[str, np.ndarray]:
     params = build.make_rollout_params(policy, mesh, plan.rollout_mesh)(trained, frozen)
     trajectories = sampled_trajectories(plan, params, settings)
     of_learner = functools.partial(learner_logprobs, plan, trained, frozen, trajectories)
+    in_float32 = "xla" if policy.attention == "cudnn" else policy.attention  # cuDNN attends in 16 bits alone.
     return {
         "engine": np.concatenate([step.logprobs for t in trajectories for step in t.steps]),
         "learner": of_learner(),
-        "float32": of_learner(dtype="float32", precision="highest"),
+        "float32": of_learner(dtype="float32", precision="highest", attention=in_float32),
     }
 
 

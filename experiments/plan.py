@@ -98,7 +98,8 @@ def make_plan(settings: Settings, topology_name: str = "") -> Plan:
     if policy.lora.rank:
         base = functools.partial(init_decoder, dataclasses.replace(policy, lora=LoraConfig()))
         frozen = _with_shardings({"decoder": jax.eval_shape(base, jax.random.key(0))}, learner_mesh)
-    rollout_params = jax.eval_shape(functools.partial(build.rollout_params, policy), builder.shapes.params, frozen)
+    of_engine = functools.partial(build.rollout_params, policy, rollout_mesh.devices.flat[0].platform)
+    rollout_params = jax.eval_shape(of_engine, builder.shapes.params, frozen)
     empty_cache, cache_shardings = cache_maker(policy, settings.engine, rollout_mesh)
     nothing: Any = None
     setup = Setup(

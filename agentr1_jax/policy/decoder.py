@@ -199,18 +199,23 @@ class Decoder(nn.Module):
         """
         c = self.config
         init = nn.initializers.normal(c.width**-0.5)
+        block = _remat(c, self.mesh)
         embedding = parameter(self, "embed", init, (c.vocab_size, c.width), c.param_dtype)
         if not c.tied:
             parameter(self, "head", init, (c.width, c.vocab_size), c.param_dtype)
-        layers = nn.scan(
-            _remat(c, self.mesh),
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            in_axes=(0, nn.broadcast, nn.broadcast),
-            length=c.layers,
-        )
         x = constrain(look_up(embedding, tokens, c.width, c.dtype), self.mesh, None, None, None)
-        (x, state), _ = layers(c, self.mesh, name="layers")((x, state), jnp.arange(c.layers), position, memory)
+        if self.has_variable("params", "layers_0"):  # See `params.split_layers`.
+            for i in range(c.layers):
+                (x, state), _ = block(c, self.mesh, name=f"layers_{i}")((x, state), jnp.int32(i), position, memory)
+        else:
+            layers = nn.scan(
+                block,
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                in_axes=(0, nn.broadcast, nn.broadcast),
+                length=c.layers,
+            )
+            (x, state), _ = layers(c, self.mesh, name="layers")((x, state), jnp.arange(c.layers), position, memory)
         return RMSNorm(c, name="final_norm")(x), state
 
 

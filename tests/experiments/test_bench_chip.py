@@ -16,7 +16,12 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 def test_every_part_has_its_figures(tmp_path):
     sizes = ["--contexts=320", "--slots=16", "--behind=64", "--repeats=1", f"--out={tmp_path}/chip"]
-    sizes += ["--config.rollout.cache=pages", "--config.mesh.fsdp=2", "--config.rollout.swap_slots=0"]
+    sizes += [
+        "--config.rollout.cache=pages",
+        "--config.mesh.fsdp=2",
+        "--config.rollout.swap_slots=0",
+        "--config.credit.name=grpo",
+    ]
     environment = {**os.environ, "AGENTR1_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "experiments.bench_chip", "--config=configs/quickstart.py", *sizes]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)

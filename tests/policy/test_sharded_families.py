@@ -24,7 +24,7 @@ from agentr1_jax.learner.update import init_state, make_update
 from agentr1_jax.policy.attention import PackedRows, check_attention
 from agentr1_jax.policy.config import RopeScaling
 from agentr1_jax.policy.decoder import Decoder, head_kernel
-from agentr1_jax.policy.params import cast_for_compute, init_params
+from agentr1_jax.policy.params import cast_for_compute, init_params, split_layers
 from agentr1_jax.policy.sharding import ROWS, gather, over_rows, row_specs, shardings
 from agentr1_jax.rollout.cache import cache_shape
 from agentr1_jax.rollout.config import EngineConfig, SamplingConfig
@@ -127,8 +127,8 @@ def test_one_update_agrees_on_one_and_on_eight_devices(family, shape):
 
 
 @functools.cache
-def greedy(policy, shape, cache="slots"):
-    """What an engine on such a mesh samples greedily for `MANY`."""
+def greedy(policy, shape, cache="slots", *, apart=False):
+    """What an engine on such a mesh samples greedily for `MANY`, with layers in one stack or apart."""
     mesh = tiny.mesh(*shape)
     config = EngineConfig(
         slots=8,
@@ -144,6 +144,7 @@ def greedy(policy, shape, cache="slots"):
     )
     engine = Engine(policy, config, mesh)
     params = cast_for_compute(policy, tiny.decoder_params(policy))
+    params = split_layers(params) if apart else params
     groups = [TaskGroup(row, [Identity(f"t/{i}", i, 0, "planned", 1000 + i)]) for i, row in enumerate(MANY)]
     params = jax.device_put(params, shardings(params, mesh))
     complete = run_groups(engine, params, Planned(), groups, sampling=SamplingConfig(0.0), policy_version=0)
@@ -162,6 +163,7 @@ def test_greedy_tokens_agree_whether_heads_are_shared_by_devices_or_not(policy, 
     spread = greedy(policy, shape)
     assert all_ids(spread) == all_ids(greedy(policy, (1, 1, 1)))
     assert all_ids(spread) == all_ids(greedy(policy, shape, cache="pages"))
+    assert all_ids(spread) == all_ids(greedy(policy, shape, apart=True))
     assert_exact(spread, temperature=0.0, policy=policy)
 
 

@@ -144,6 +144,23 @@ def test_the_kernel_for_gpus_decodes_as_blocks_do(monkeypatch, length, heads, kv
     np.testing.assert_array_equal(same.keys, cache.keys)
 
 
+def test_rows_of_a_prefill_attend_the_same_one_by_one_and_at_once():
+    """Two rows of one prompt, one behind a context, one from the start; NaN behind what they write."""
+    rng = np.random.default_rng(0)
+    slot, position = np.int32([2, 2, 0, 3]), np.int32([0, 8, 21, 0])[:, None] + np.arange(8, dtype=np.int32)
+    keys, values = rng.normal(size=(2, 2, 5, 2, 64, 16)).astype(np.float32)
+    for x in (keys, values):
+        x[0], x[:, 2, :, 32:], x[:, 3, :, 32:] = np.nan, np.nan, np.nan
+    query, key, value = (jnp.asarray(rng.normal(size=(4, 8, n, 16)), jnp.float32) for n in (6, 2, 2))
+    arguments = query / 4, key, value, jnp.int32(1), KVCache(jnp.asarray(keys), jnp.asarray(values))
+    by_row, at_once = (
+        CacheView(jnp.asarray(slot), jnp.asarray(position), block=32, rows_at_once=x).attend(*arguments)
+        for x in (False, True)
+    )
+    np.testing.assert_allclose(at_once[0], by_row[0], atol=1e-5)
+    np.testing.assert_array_equal(at_once[1].keys, by_row[1].keys)
+
+
 @pytest.mark.parametrize("program", ["prefill", "decode", "copy"])
 def test_the_donated_cache_is_written_in_place(program):
     policy = dataclasses.replace(POLICY, layers=32)
