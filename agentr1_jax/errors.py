@@ -1,9 +1,10 @@
-"""Errors that end a program with a message and no traceback."""
+"""Errors that end a program with a message and no traceback; texts that are safe to print."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import re
 from collections.abc import Iterator
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -13,6 +14,13 @@ GET_DATA = (
     "--config.task.data_dir=FOLDER) names them; see docs/data.md"
 )
 """What to do where real data are missing, for messages."""
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def inert(text: str) -> str:
+    """Return a text without what a terminal would obey: escapes, other control characters, changes of direction."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 class UserError(Exception):

@@ -26,7 +26,7 @@ from rich.text import Text
 
 from agentr1_jax import files
 from agentr1_jax.credit.shaping import RunningMeanStd
-from agentr1_jax.errors import UserError
+from agentr1_jax.errors import UserError, inert
 from agentr1_jax.learner.config import AGGREGATES
 from agentr1_jax.report import credit as stats
 from agentr1_jax.report.page import write_page
@@ -436,10 +436,10 @@ def show(console: Console, title: str, notes: Sequence[str], result: Effects, pa
             width = None if text else max(6, *map(len, name.split()))
             table.add_column(name, justify="left" if text else "right", overflow="fold", min_width=width)
         for row in short(rows):
-            table.add_row(*(Text(format_value(x)) for x in row.values()))
+            table.add_row(*(Text(inert(format_value(x))) for x in row.values()))
         console.print(table)
     for note in notes:
-        console.print(Text(f"- {note}"))
+        console.print(Text(inert(f"- {note}")))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from rich.text import Text
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Completion, Session
 from agentr1_jax.envs.base import Row, Task
-from agentr1_jax.errors import UserError
+from agentr1_jax.errors import UserError, inert
 from agentr1_jax.policy.config import LoraConfig
 from agentr1_jax.rollout.config import SamplingConfig
 from agentr1_jax.rollout.runner import TaskGroup, run_groups
@@ -162,5 +162,5 @@ def conclusion(trajectory: Trajectory, row: Row, tokenizer: Tokenizer) -> Iterat
 
 
 def show(console: Console, label: str, text: str) -> None:
-    """Print one paragraph behind its label; text of agents and tools is never markup."""
-    console.print(Text.assemble((f"{label}: ", "bold"), text.strip()))
+    """Print one paragraph behind its label; text of agents and tools is neither markup nor obeyed by the terminal."""
+    console.print(Text.assemble((f"{inert(label)}: ", "bold"), inert(text.strip())))

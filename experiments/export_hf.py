@@ -41,7 +41,8 @@ def main(argv: Sequence[str]) -> None:
     """Export RUN to OUT."""
     _, run_dir, out = argv
     export(run_dir, out, DTYPE.value)
-    Console().print(f"{out} holds the policy of {run_dir}; load it with transformers, or --config.policy.weights={out}")
+    told = f"{out} holds the policy of {run_dir}; load it with transformers, or --config.policy.weights={out}"
+    Console().print(told, markup=False, highlight=False, soft_wrap=True)
 
 
 def export(run_dir: str, out: str, dtype: str | None = None) -> None:

@@ -199,7 +199,8 @@ def main(argv: Sequence[str]) -> None:
         show(console, title, lines)
     if OUT.value:
         write(OUT.value, rows, notes, until)
-        console.print(f"Look at {OUT.value}/gradients.md, {OUT.value}/gradients.png; all figures: gradients.csv")
+        look = f"Look at {OUT.value}/gradients.md, {OUT.value}/gradients.png; all figures: gradients.csv"
+        console.print(look, markup=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -127,7 +127,8 @@ def main(argv: Sequence[str]) -> None:
         run = out / f"killed_{number}"
         finished = run_with_kills(command, run, times, rng, kills, tries)
         found = faults_of(run, straight, finished)
-        console.print(f"{run}: {kills.total()} kills so far; {found or 'equal to the undisturbed run'}")
+        told = found or "equal to the undisturbed run"
+        console.print(f"{run}: {kills.total()} kills so far; {told}", markup=False)
         faults += found
     console.print(f"kills: {dict(kills)}")
     if faults or by_sigkill(kills) < KILLS.value:

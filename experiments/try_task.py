@@ -28,7 +28,7 @@ from rich.console import Console
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.envs.base import Expert, Row, Task, has_expert, has_texts
-from agentr1_jax.errors import UserError, user_error
+from agentr1_jax.errors import UserError, inert, user_error
 from agentr1_jax.rollout.config import SamplingConfig
 from agentr1_jax.rollout.runner import RETRIED, TaskGroup
 from agentr1_jax.runtime import config as configs
@@ -93,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
     for v in verdicts:
         mark, style = {True: ("ok  ", "green"), False: ("FAIL", "bold red"), None: ("--  ", "dim")}[v.ok]
         console.print(f"[{style}]{mark}[/] {v.name}: ", end="")
-        console.print(v.detail, markup=False, highlight=False)
+        console.print(inert(v.detail), markup=False, highlight=False)
     failed = [v.name for v in verdicts if v.ok is False]
     console.print(
         f"{len(failed)} of {len(verdicts)} checks failed: {', '.join(failed)}" if failed else "all checks passed"

@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from agentr1_jax.errors import inert
 from agentr1_jax.report.tables import markdown_table
 
 QUALITY = {"recall": "gold recall", "all_gold": "all gold", "em": "EM", "f1": "F1"}
@@ -50,7 +51,7 @@ def quality_table(evaluation: Mapping[str, Any], *, title: str) -> Table:
     for name in ("mode", "split", "data set", "questions", *QUALITY.values()):
         table.add_column(name)
     for row in quality_rows(evaluation):
-        table.add_row(*(Text(cell.replace(" [", "\n[")) for cell in row.values()))
+        table.add_row(*(Text(inert(cell).replace(" [", "\n[")) for cell in row.values()))
     return table
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from agentr1_jax import files
-from agentr1_jax.errors import UserError
+from agentr1_jax.errors import UserError, inert
 from agentr1_jax.report.curves import plot_learning_curve
 from agentr1_jax.report.facts import Decode
 from agentr1_jax.report.inspector import PageHead, write_report
@@ -94,11 +94,11 @@ def print_run_report(
     sources = choose(folder, selection, faults)
     console.print(summary_table(_summary(folder, config, _records(folder, faults), faults), title=folder.path))
     for note in (_contents(sources), *notes):
-        console.print(Text(note, style="dim"))
+        console.print(Text(inert(note), style="dim"))
     for source in sources:
         print_source(console, source, tokens.decode, faults)
     for fault in faults:
-        console.print(Text(fault, style="bold red"))
+        console.print(Text(inert(fault), style="bold red"))
 
 
 def _contents(sources: Sequence[Source]) -> str:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentr1_jax import files
+from agentr1_jax.errors import inert
 
 
 def flatten(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -41,12 +42,12 @@ def format_value(value: Any) -> str:
 
 
 def summary_table(summary: Mapping[str, Any], *, title: str) -> Table:
-    """A two-column rich table of `summary`, nested names dotted; values are never read as rich markup."""
-    table = Table(title=Text(title), show_header=False, title_justify="left")
+    """A two-column rich table of `summary`, nested names dotted; texts are not markup, nor obeyed by the terminal."""
+    table = Table(title=Text(inert(title)), show_header=False, title_justify="left")
     table.add_column("name", style="dim", no_wrap=True)
     table.add_column("value", justify="right", style="bold")
     for name, value in flatten(summary).items():
-        table.add_row(Text(name), Text(format_value(value)))
+        table.add_row(Text(inert(name)), Text(inert(format_value(value))))
     return table
 
 
@@ -68,10 +69,10 @@ def write_csv(path: files.PathLike, rows: Sequence[Mapping[str, Any]]) -> None:
     A text that a spreadsheet would run gets a quote before it.
     """
 
-    def inert(value: Any) -> Any:
+    def quote(value: Any) -> Any:
         return f"'{value}" if isinstance(value, str) and value.startswith(tuple("=+-@\t\r")) else value
 
     with files.atomic_write(path, errors="replace", newline="") as out:
         writer = csv.DictWriter(out, list(rows[0]) if rows else [], lineterminator="\n")
         writer.writeheader()
-        writer.writerows({name: inert(value) for name, value in row.items()} for row in rows)
+        writer.writerows({name: quote(value) for name, value in row.items()} for row in rows)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import re
-
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from agentr1_jax.errors import inert
 from agentr1_jax.report.account import account_lines, number_text
 from agentr1_jax.report.facts import Decode, Facts, action_text, mean_advantage, parting, shorten, trajectory_facts
 from agentr1_jax.report.selection import Source
 from agentr1_jax.trajectory import Step, Trajectory
 
 OBSERVATION_CHARACTERS = 160
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def print_source(console: Console, source: Source, decode: Decode, faults: list[str]) -> None:
@@ -87,11 +85,6 @@ def trajectory_table(trajectory: Trajectory, facts: Facts, decode: Decode) -> Ta
     for number, step in enumerate(trajectory.steps, start=1):
         table.add_row(str(number), sign_text(step.reward), sign_text(mean_advantage(step)), _step_text(step, decode))
     return table
-
-
-def inert(text: str) -> str:
-    """Return a text without what a terminal would obey: escapes, other control characters, changes of direction."""
-    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def sign_text(x: float | str | None) -> Text:

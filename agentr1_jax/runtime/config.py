@@ -28,7 +28,7 @@ import numpy as np
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from agentr1_jax.errors import DISK_FULL, UserError, user_error
+from agentr1_jax.errors import DISK_FULL, UserError, inert, user_error
 from agentr1_jax.registry import parse_call
 from agentr1_jax.runtime.synonyms import NO_COUNTERPART, SYNONYMS
 
@@ -134,7 +134,7 @@ def _print_error(message: str) -> None:
     """Print why the program ends, and turn off logging: at exit Orbax would log tracebacks of unfinished writes."""
     logging.flush()
     python_logging.disable()
-    sys.stderr.write(f"error: {message}\n")
+    sys.stderr.write(f"error: {inert(message)}\n")
 
 
 def parse_flags(

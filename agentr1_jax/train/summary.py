@@ -119,4 +119,5 @@ def write_summary(setup: Setup, progress: Progress) -> None:
     write_report(setup)
     console = Console()
     console.print(report.summary_table(summary, title=folder.path))
-    console.print(f"Look at {folder.path}/report.html and {curve}; figures are in {folder.path}/summary.json")
+    look = f"Look at {folder.path}/report.html and {curve}; figures are in {folder.path}/summary.json"
+    console.print(look, markup=False, highlight=False, soft_wrap=True)

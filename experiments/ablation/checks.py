@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
+from rich.markup import escape
 from rich.table import Table
 
 from agentr1_jax.errors import UserError
@@ -67,7 +68,7 @@ def grid_table(warm_starts: Sequence[Cell], cells: Sequence[Cell], parallel: int
         own = [cell for cell in (*warm_starts, *cells) if cell.arm == arm]
         seeds = ", ".join(str(cell.seed) for cell in own)
         done = f"{sum(cell.is_finished for cell in own)} of {len(own)}"
-        table.add_row(arm, seeds, done, os.path.dirname(own[0].folder), own[0].note)
+        table.add_row(*map(escape, (arm, seeds, done, os.path.dirname(own[0].folder), own[0].note)))
     for group, name in ((warm_starts, "warm starts"), (cells, "runs")):
         hours = hours_left(group, parallel)
         left = "unknown until one has finished" if hours is None else f"{hours:.2f}"

@@ -307,14 +307,15 @@ def test_a_cells_file_says_its_config_to_the_last_value(config, tmp_path):
 
 
 def test_the_hours_that_a_grid_will_take(config, tmp_path):
-    (start,), cells = cells_of(config, "grpo,rloo,dr_grpo", out=str(tmp_path))
+    (start,), cells = cells_of(config, "grpo,rloo,dr_grpo", out=str(tmp_path / "[red]"))
     assert checks.hours_left(cells, 2) is None and checks.hours_left([], 2) == 0
     os.makedirs(cells[0].folder)
     Path(cells[0].folder, "summary.json").write_text('{"seconds": 1800.0}')
     assert checks.hours_left(cells, 1) == 1.0 and checks.hours_left(cells, 9) == 0.5
-    console = Console(file=io.StringIO(), width=150)
+    console = Console(file=io.StringIO(), width=300)
     console.print(checks.grid_table([start], cells, 1))
-    assert "1 of 1" in console.file.getvalue() and "unknown until one has finished" in console.file.getvalue()
+    text = console.file.getvalue()
+    assert "1 of 1" in text and "unknown until one has finished" in text and f"{tmp_path}/[red]/" in text
 
 
 PROGRAM = """

@@ -86,6 +86,12 @@ def test_a_response_is_shown_before_its_tools_have_answered(agent):
     assert dict(ask.conclusion(trajectory, row, agent.tokenizer)) == {"Answer": ":smile:"}
 
 
+def test_a_terminal_does_not_obey_what_a_model_or_a_tool_says():
+    shown = console()
+    ask.show(shown, "Result", "\x1b]0;owned\x07 one\n\x1b[2Jtwo")
+    assert shown.file.getvalue() == "Result: \ufffd]0;owned\ufffd one\n\ufffd[2Jtwo\n"
+
+
 def test_how_an_episode_ended_without_an_answer(agent):
     row = TASK.row("eval", 0)
     cut = play(agent, row, lambda observation: "so " * 200)

@@ -105,11 +105,13 @@ def test_mistakes_in_the_command_and_weights_that_play(run, tmp_path):
         ([("return f\"{row['id']}: ", "import time; return f\"{time.time_ns()}: ")], "FAIL state keys: equal"),
         ([("[run.wrap(Compare", "[(Compare")], "-- time limit: compare is not put through run.wrap(tool)"),
         ([('"equal" if', '1 / 0 if')], "FAIL episode: "),
+        ([('"equal" if', 'exec("raise OSError(chr(27) + \'[2J\')") if')], "OSError: \ufffd[2J"),
     ],
 )  # fmt: skip
 def test_faults_of_a_task_are_found(run, changes, message):
     status, shown = run(changes=changes)
-    assert message in " ".join(shown.split()) and status == ("FAIL" in message)
+    assert message in " ".join(shown.split()) and status == ("FAIL" in shown)
+    assert "\x1b" not in shown
 
 
 @dataclasses.dataclass

@@ -19,8 +19,7 @@ import recorded_runs
 from rich.console import Console
 
 from agentr1_jax import trajectory_io
-from agentr1_jax.errors import UserError
-from agentr1_jax.report import terminal
+from agentr1_jax.errors import UserError, inert
 from agentr1_jax.report.run_report import Tokens, print_run_report, write_run_report
 from agentr1_jax.report.selection import Selection, choose
 from agentr1_jax.runtime.run_folder import RunFolder
@@ -213,8 +212,15 @@ def test_the_terminal_has_accounts_and_the_members_of_a_group(stored: Path, toke
 
 def test_nothing_in_a_terminal_obeys_a_text() -> None:
     hostile = "\x1b]0;owned\x07\x9b2J\u202e[red]a\ud800"
-    assert terminal.inert(hostile) == "�]0;owned��2J�[red]a�"
-    assert terminal.inert("“ü\n\t日本”") == "“ü\n\t日本”"
+    assert inert(hostile) == "�]0;owned��2J�[red]a�"
+    assert inert("“ü\n\t日本”") == "“ü\n\t日本”"
+
+
+def test_a_terminal_does_not_obey_the_files_of_a_run(run: Path, tokens: Tokens) -> None:
+    (run / "summary.json").write_text(json.dumps({"em\x1b[2J": "\x1b]0;owned\x07"}))
+    console = Console(width=120, file=io.StringIO())
+    print_run_report(console, RunFolder(str(run)), Selection(updates=(2,), worst=1), tokens, ["\x1b[2J"])
+    assert "owned" in (text := console.file.getvalue()) and "\x1b" not in text
 
 
 def test_the_command_writes_a_page_or_prints_and_says_what_is_wrong(run: Path, tmp_path: Path) -> None:

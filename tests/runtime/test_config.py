@@ -143,6 +143,7 @@ def test_help_begins_with_how_to_set_and_list_keys(folder):
         ("--config.algo.name=missing", "no/such/file: no such file or folder"),
         ("--sed=1", "Unknown command line flag 'sed'"),
         ("stray", "unexpected argument 'stray'"),
+        ("--\x1b[2J=1", "Unknown command line flag '\ufffd[2J'"),
     ],
 )
 def test_mistakes_are_one_line_and_status_2(folder, flag, message):

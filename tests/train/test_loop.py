@@ -120,9 +120,9 @@ def prompts(folder: Path, update: int) -> list[int]:
 
 
 def test_a_run_that_stops_and_resumes_is_the_run_that_never_stopped(
-    parts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    parts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    straight, resumed = tmp_path / "[red]straight", tmp_path / "resumed"
     setup, _, whole = start(parts, straight, monkeypatch)
     reports: list[str] = []
     for place, stop_at in (
@@ -150,6 +150,7 @@ def test_a_run_that_stops_and_resumes_is_the_run_that_never_stopped(
 
     check_metric_names(straight, everything=True)
     train.write_summary(setup, whole)
+    assert f"Look at {straight}/report.html and " in capsys.readouterr().out
     summary = json.loads((straight / "summary.json").read_text())
     assert {"f1_after_greedy", "seconds", "updates"} <= set(summary)
     means = [key for key in summary if key.startswith(("em_before", "em_after"))]
