@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
+import errno
 import functools
 import importlib.util
 import itertools
@@ -43,6 +44,8 @@ T = TypeVar("T")
 _CONFIG = re.compile(r"--?config(?:=(.*))?", re.DOTALL)
 _OVERRIDE = re.compile(r"--?(no)?config\.([^=]+)(?:=(.*))?", re.DOTALL)
 _KEYS = re.compile(r"--?keys(?:=(.*))?")
+UNUSABLE_PATH = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG}
+"""Values of `OSError.errno` for a path that the user has to change, or whose permissions."""
 LOST_PROCESS_SECONDS = 120
 """Longest wait until JAX names a lost process and ends this one; longer than a sensible `heartbeat_seconds`."""
 
@@ -127,6 +130,8 @@ def _file_system_message(error: BaseException) -> str | None:
             f"{error.filename or 'the disk'}: {error.strerror}; what was saved before is intact. Free some space: the "
             "same command goes on from the last checkpoint"
         )
+    if isinstance(error, OSError) and error.errno in UNUSABLE_PATH and error.filename:
+        return f"{error.filename}: {error.strerror}; choose another path, or let this user read and write there"
     return None
 
 

@@ -52,6 +52,7 @@ MAIN = """
 import json, sys
 from agentr1_jax.runtime import config as config_lib
 from agentr1_jax.errors import UserError
+from agentr1_jax.runtime.lock import lock_folder
 
 CONFIG = config_lib.define_config_flag()
 assert "jax" not in sys.modules
@@ -61,6 +62,8 @@ def main(argv):
         raise UserError("main went wrong")
     if CONFIG.value.algo.name == "missing":
         open("no/such/file")
+    if CONFIG.value.algo.name.startswith("at:"):
+        lock_folder(CONFIG.value.algo.name.removeprefix("at:")).__enter__()
     if CONFIG.value.algo.name == "bug":
         raise RuntimeError("a bug")
     sys.stdout.write(json.dumps(config_lib.resolve(CONFIG.value)))
@@ -141,6 +144,9 @@ def test_help_begins_with_how_to_set_and_list_keys(folder):
         ("--config.algo.gamma=none", "configs/base.py: key 'algo.gamma' takes a float, not 'none'"),
         ("--config.algo.name=mistake", "main went wrong"),
         ("--config.algo.name=missing", "no/such/file: no such file or folder"),
+        ("--config.algo.name=at:/sys/run", "/sys/run: "),
+        ("--config.algo.name=at:configs/base.py", "configs/base.py: File exists; choose another path"),
+        ("--config.algo.name=at:configs/base.py/run", "configs/base.py/run: Not a directory; choose another path"),
         ("--sed=1", "Unknown command line flag 'sed'"),
         ("stray", "unexpected argument 'stray'"),
         ("--\x1b[2J=1", "Unknown command line flag '\ufffd[2J'"),
