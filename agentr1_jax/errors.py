@@ -23,6 +23,30 @@ def inert(text: str) -> str:
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
+HIDDEN = "***"
+"""Stands in place of credentials."""
+VARIABLE = r"\$(?:\w+|\{\w+\})"
+"""An environment variable in a URL, which stands for a credential: `$NAME` or `${NAME}`."""
+_IN_AUTHORITY = re.compile(rf"(?<=://)(?!(?:[^\s/?#@:]*:)?{VARIABLE}@)[^\s/?#]*(?=@)")
+_IN_QUERY = re.compile(
+    r"([?&](?:[\w.-]{0,64}[_.-])?(?:\w{0,64}token|(?:api|access)?key|secret|passw(?:or)?d|pwd|auth|sig|signature|credentials?)=)"
+    rf"(?!{VARIABLE}(?:[&#\s'\":,;)]|$))[^&#\s'\"]+",
+    re.IGNORECASE,
+)
+
+
+def hide_credentials(text: str, *, variables: bool = False) -> str:
+    """Return a text without the credentials in its URLs: `user:password@`, and `token=...`, `api_key=...` and the like.
+
+    Args:
+      text: a URL, or a message with URLs.
+      variables: hide the names of environment variables that stand for credentials (`$NAME`), too.
+    """
+    if variables:
+        text = re.sub(VARIABLE, HIDDEN, text)
+    return _IN_QUERY.sub(rf"\1{HIDDEN}", _IN_AUTHORITY.sub(HIDDEN, text))
+
+
 class UserError(Exception):
     """Mistake of the user. Its message says what is wrong, where, and what to do; no traceback is shown."""
 

@@ -6,7 +6,10 @@ import asyncio
 import functools
 import inspect
 import json
+import logging as python_logging
+import os
 import random
+import re
 import signal
 import ssl
 import threading
@@ -18,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from absl import logging
 
-from agentr1_jax.errors import UserError
+from agentr1_jax.errors import HIDDEN, VARIABLE, UserError, hide_credentials
 
 if TYPE_CHECKING:
     import httpx
@@ -59,6 +62,27 @@ def is_http_url(url: str) -> bool:
         return False
 
 
+def with_credentials(url: str) -> str:
+    """Return a URL with the values of the environment variables that it names, as in https://user:$PASSWORD@host.
+
+    Raises:
+      ValueError: a variable is not set, or the URL is one whose credentials were hidden.
+    """
+    if HIDDEN in url:
+        raise ValueError(
+            f"{url}: credentials are stored in no file; write the names of environment variables in place of {HIDDEN}, "
+            "as in https://user:$PASSWORD@host (for a stored run, in its config.json)"
+        )
+
+    def value(variable: re.Match[str]) -> str:
+        name = variable[0].strip("${}")
+        if (found := os.environ.get(name)) is None:
+            raise ValueError(f"{hide_credentials(url)}: the environment variable {name} is not set")
+        return urllib.parse.quote(found, safe="")
+
+    return re.sub(VARIABLE, value, url)
+
+
 def retry_pause(backoff: float, retry: int) -> float:
     """Return the seconds before retry n: u · min(backoff · 2ⁿ⁻¹, 30) s, ½ <= u < 1."""
     return random.uniform(0.5, 1) * min(backoff * 2.0 ** (retry - 1), MAX_PAUSE)
@@ -72,7 +96,7 @@ def request(method: str, url: str, body: bytes | None, seconds: float) -> bytes:
 
     Args:
       method: GET or POST.
-      url: address of the server, with path and query.
+      url: address of the server, with path and query; see `with_credentials`.
       body: JSON; None for none.
       seconds: time limit, from connecting to the last byte of the answer.
     """
@@ -91,9 +115,12 @@ def quote(answer: bytes) -> str:
 async def _request(method: str, url: str, body: bytes | None, seconds: float) -> bytes:
     import httpx  # Here, because it is slow to import and most runs make no request.
 
-    answer = bytearray()
+    answer, address, url = bytearray(), with_credentials(url), hide_credentials(url)
     try:
-        async with asyncio.timeout(seconds), _client().stream(method, url, content=body, headers=_HEADERS) as response:
+        async with (
+            asyncio.timeout(seconds),
+            _client().stream(method, address, content=body, headers=_HEADERS) as response,
+        ):
             async for part in response.aiter_raw():
                 answer += part
                 if len(answer) > MAX_BYTES:
@@ -114,6 +141,7 @@ def _client() -> httpx.AsyncClient:
     """Return the client of all requests. Each has a connection of its own: none breaks for having been idle."""
     import httpx
 
+    python_logging.getLogger("httpx").setLevel(python_logging.WARNING)  # It logs URLs with their credentials.
     return httpx.AsyncClient(
         verify=ssl.create_default_context(),
         trust_env=False,

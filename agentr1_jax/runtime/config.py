@@ -29,7 +29,7 @@ import numpy as np
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from agentr1_jax.errors import DISK_FULL, UserError, inert, user_error
+from agentr1_jax.errors import DISK_FULL, UserError, hide_credentials, inert, user_error
 from agentr1_jax.registry import parse_call
 from agentr1_jax.runtime.synonyms import NO_COUNTERPART, SYNONYMS
 
@@ -139,7 +139,7 @@ def _print_error(message: str) -> None:
     """Print why the program ends, and turn off logging: at exit Orbax would log tracebacks of unfinished writes."""
     logging.flush()
     python_logging.disable()
-    sys.stderr.write(f"error: {inert(message)}\n")
+    sys.stderr.write(f"error: {inert(hide_credentials(message))}\n")
 
 
 def parse_flags(
@@ -278,13 +278,32 @@ def override(config: ml_collections.ConfigDict, changes: Mapping[str, Any], wher
     return changed
 
 
-def resolve(config: ml_collections.ConfigDict) -> dict[str, Any]:
+def resolve(config: ml_collections.ConfigDict, *, credentials: bool = False) -> dict[str, Any]:
     """Return the config as plain JSON: nested dicts, lists, strings, finite numbers, booleans and None.
+
+    Args:
+      config: the config; it is not changed.
+      credentials: keep the credentials in values that are URLs, which no file should have.
 
     Raises:
       UserError: a value is not JSON; the message names its key.
     """
-    return {key: _plain(value, key) for key, value in config.to_dict().items()}
+    plain = {key: _plain(value, key) for key, value in config.to_dict().items()}
+    return plain if credentials else hide_credentials_of_urls(plain)
+
+
+def hide_credentials_of_urls(values: Any, *, variables: bool = False) -> Any:
+    """Return plain JSON without the credentials in texts that are URLs; see `hide_credentials`."""
+    if isinstance(values, Mapping):
+        return {key: hide_credentials_of_urls(value, variables=variables) for key, value in values.items()}
+    if isinstance(values, list):
+        return [hide_credentials_of_urls(value, variables=variables) for value in values]
+    return hide_credentials(values, variables=variables) if is_url(values) else values
+
+
+def is_url(value: Any) -> bool:
+    """Return True for a text that is a URL of HTTP or HTTPS and nothing else."""
+    return isinstance(value, str) and bool(re.fullmatch(r"(?i)https?://\S+", value))
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

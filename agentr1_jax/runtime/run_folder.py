@@ -28,7 +28,7 @@ from absl import logging
 from agentr1_jax import files
 from agentr1_jax.errors import UserError, user_error
 from agentr1_jax.runtime import processes
-from agentr1_jax.runtime.config import flatten
+from agentr1_jax.runtime.config import flatten, hide_credentials_of_urls
 from agentr1_jax.runtime.lock import NAME as LOCK_NAME
 from agentr1_jax.trajectory import Trajectory
 from agentr1_jax.trajectory_io import read_jsonl, write_jsonl
@@ -133,6 +133,8 @@ class RunFolder:
     def check_same_config(self, values: Mapping[str, Any], may_differ: Sequence[str] = RESUMABLE) -> bool:
         """Return True if the folder holds a run of this resolved config, which can be resumed; False if it is empty.
 
+        Credentials in URLs may have changed.
+
         Args:
           values: resolved config of this start.
           may_differ: dotted keys and sections that a later start of the same run may change.
@@ -145,7 +147,9 @@ class RunFolder:
             if set(files.list_names(self.path)) - BEFORE_CONFIG:
                 raise UserError(f"{self.path}: not empty and without config.json; choose another --config.run_dir")
             return False
-        stored, current = dict(flatten(self.read_config())), dict(flatten(values))
+        stored, current = (
+            dict(flatten(hide_credentials_of_urls(x, variables=True))) for x in (self.read_config(), values)
+        )
         missing = "(no such key)"
         differing = [
             f"  {key}: {stored.get(key, missing)!r} there, {current.get(key, missing)!r} here"

@@ -164,7 +164,7 @@ def write_config(cell: Cell) -> str:
     """Write a run's config beside its folder, for `configs/resolved.py`; returns the path."""
     path = f"{cell.folder}.json"
     with files.atomic_write(path) as out:
-        json.dump(configs.resolve(cell.config), out, indent=2)
+        json.dump(configs.resolve(cell.config, credentials=True), out, indent=2)
     return path
 
 

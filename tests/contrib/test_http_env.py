@@ -360,6 +360,9 @@ def test_letting_an_environment_go_starts_no_thread(monkeypatch):
         ({"task.http.url": ""}, r"task\.http\.url: '' is not the address of a server"),
         ({"task.http.url": "http://127.0.0.1:9", "task.http.attempts": 0}, r"task\.http\.attempts is 0"),
         ({"task.http.url": "http://127.0.0.1:9"}, r"task\.http\.url http://127\.0\.0\.1:9: no environment answers"),
+        ({"task.http.url": "http://user:secret@127.0.0.1:9"}, r"http://\*\*\*@127\.0\.0\.1:9/info"),
+        ({"task.http.url": "http://user:secret@127.0.0.1:x"}, r"'http://\*\*\*@127\.0\.0\.1:x' is not the address"),
+        ({"task.http.url": "http://user:$NOT_SET@127.0.0.1:9"}, "the environment variable NOT_SET is not set"),
     ],
 )
 def test_a_config_that_cannot_work_is_refused(changes, told):
@@ -367,8 +370,9 @@ def test_a_config_that_cannot_work_is_refused(changes, told):
     base.set_task(config, "http")
     defaults = {"warm_start.updates": 0, "tokenizer.path": "t"}
     config.update_from_flattened_dict(defaults | {"task.http.backoff": 0.001} | changes)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=told) as caught:
         configured_task(config)
+    assert "secret" not in str(caught.value)
 
 
 def test_a_config_makes_it():

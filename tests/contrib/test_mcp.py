@@ -392,4 +392,7 @@ def test_a_url_without_a_server_is_refused_at_start():
         url = f"http://127.0.0.1:{web.server_address[1]}/mcp"
         with pytest.raises(ValueError, match=f"MCP server {url}: "):
             McpTools(url, start_seconds=5)
+        with pytest.raises(ValueError, match=r"MCP server http://\*\*\*@127.*\?token=\*\*\*: ") as caught:
+            McpTools(f"{url.replace('//', '//user:secret@')}?token=secret", start_seconds=5)
+        assert "secret" not in str(caught.value)
         web.shutdown()

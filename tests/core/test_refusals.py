@@ -11,7 +11,7 @@ from configured import configured_task
 from rich.console import Console
 
 from agentr1_jax.envs.registry import TASKS
-from agentr1_jax.errors import UserError
+from agentr1_jax.errors import UserError, hide_credentials
 from agentr1_jax.registry import Call, parse_call, split_list
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.config import flatten
@@ -211,3 +211,37 @@ def test_keys_of_other_trainers_are_understood():
     }.items():
         with pytest.raises(UserError, match=f"unknown key '{given}'; .*{said}"):
             command_line(f"{given}=1")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("'https://user:secret@host:1/a?b=c' is", "'https://***@host:1/a?b=c' is"),
+        ("https://secret@host", "https://***@host"),
+        ("https://user:se@cret@host/a@b", "https://***@host/a@b"),
+        (
+            "(https://host/a?b=c&api_key=secret&X-Amz-Signature=secret#d)",
+            "(https://host/a?b=c&api_key=***&X-Amz-Signature=***#d)",
+        ),
+        ("https://host?accessToken=secret: gone", "https://host?accessToken=*** gone"),
+        ("https://host/@user/a?keyword=b&monkey=c&split=train", "https://host/@user/a?keyword=b&monkey=c&split=train"),
+        ("https://user:$NAME@host?token=${NAME}", "https://user:$NAME@host?token=${NAME}"),
+        ("mail user@host", "mail user@host"),
+    ],
+)
+def test_credentials_in_urls_are_hidden(text, shown):
+    assert hide_credentials(text) == shown
+    assert hide_credentials(shown) == shown
+    assert "NAME" not in hide_credentials(text, variables=True)
+
+
+def test_credentials_are_sought_in_time_in_texts_of_others():
+    """Else for hours."""
+    for text in (
+        "?" + "_" * 1_000_000,
+        "?" + "a_" * 500_000,
+        "?a_" * 300_000,
+        "://" + "a" * 1_000_000,
+        "://a:" * 200_000,
+    ):
+        assert hide_credentials(text) == text

@@ -149,6 +149,7 @@ def test_help_begins_with_how_to_set_and_list_keys(folder):
         ("--config.algo.name=at:configs/base.py/run", "configs/base.py/run: Not a directory; choose another path"),
         ("--sed=1", "Unknown command line flag 'sed'"),
         ("stray", "unexpected argument 'stray'"),
+        ("https://a:secret@b", "unexpected argument 'https://***@b'"),
         ("--\x1b[2J=1", "Unknown command line flag '\ufffd[2J'"),
     ],
 )

@@ -8,6 +8,7 @@ import os
 import builders
 import numpy as np
 import pytest
+from changes import changed
 from pair import run_two
 
 from agentr1_jax.errors import UserError
@@ -113,6 +114,28 @@ def test_a_run_folder_keeps_to_its_config(tmp_path):
     assert "eval" not in str(caught.value)
     assert (run_dir / "config.json").read_bytes() == before
     assert sorted(path.name for path in run_dir.iterdir()) == ["config.json"]
+
+
+def test_credentials_in_urls_are_not_stored_and_may_change(tmp_path):
+    folder, key = RunFolder(str(tmp_path / "run")), "task.multihop.retriever.url"
+
+    def config(url, **kwargs):
+        return configs.resolve(changed(base.get_config("multihop"), task__multihop__retriever__url=url), **kwargs)
+
+    first = config("https://user:secret@host?token=secret&shard=1")
+    folder.write_config(first)
+    assert "secret" not in (tmp_path / "run" / "config.json").read_text() + str(config("HTTPS://user:secret@host"))
+    assert folder.check_same_config(first)
+    folder.write_config(config("https://user:secret@host?token=secret&shard=1", credentials=True))  # Of an old version.
+    for same in ("https://user:other@host?token=x&shard=1", "https://user:$NAME@host?token=$NAME&shard=1"):
+        assert folder.check_same_config(config(same))
+    for other in ("https://user:secret@host?token=secret&shard=2", "https://host?token=secret&shard=1"):
+        with pytest.raises(UserError, match=key) as caught:
+            folder.check_same_config(config(other))
+        assert "secret" not in str(caught.value)
+    instruction = "Look at https://user:word@host."
+    kept = configs.resolve(changed(base.get_config("multihop"), task__multihop__instruction=instruction))
+    assert kept["task"]["multihop"]["instruction"] == instruction, "a prompt stays as it is"
 
 
 @pytest.mark.parametrize(("format", "name"), [({}, r"of agentr1_jax 0\.1\.0, commit 41ce720"), ({"format": 99}, "99")])

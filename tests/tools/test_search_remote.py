@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import dataclasses
 import http.server
 import json
+import logging
 import re
 import socket
 import threading
@@ -16,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentr1_jax import http as requests
-from agentr1_jax.errors import UserError
+from agentr1_jax.errors import UserError, hide_credentials
 from agentr1_jax.tasks.multihop.task import RETRIEVER_KEYS, RetrieverConfig
 from agentr1_jax.tools import base
 from agentr1_jax.tools.search import BM25, Hit, Passage, RemoteRetriever, RetrieverError, SearchTool, remote
@@ -259,6 +261,36 @@ def test_no_answer_gets_anything_but_hits_or_an_error_out_of_the_parser(item, co
     else:
         assert count == 1 and [type(hit.passage.text) for (hit,) in hits] == [str]
         json.dumps([hit.passage.line for (hit,) in hits], allow_nan=False).encode()
+
+
+@pytest.mark.parametrize("written", ["p%40ss", "$RETRIEVER_PASSWORD", "${RETRIEVER_PASSWORD}"])
+def test_credentials_reach_the_server_and_no_message_or_log(server, monkeypatch, caplog, written):
+    monkeypatch.setenv("RETRIEVER_PASSWORD", "p@ss")
+    caplog.set_level(logging.INFO)
+    asked = []
+
+    def refuse(handler):
+        asked.append((handler.path, base64.b64decode(handler.headers["Authorization"].split()[1])))
+        says({}, 403)(handler)
+
+    server.plan = [refuse, says({})]
+    retriever = RemoteRetriever(server.url.replace("//", f"//user:{written}@") + f"?shard=3&api_key={written}")
+    for kind in ("http_error", "bad_answer"):
+        with pytest.raises(RetrieverError, match=r"@127\.0\.0\.1:.*shard=3") as caught:
+            retriever.search(["a"], 1)
+        assert caught.value.kind == kind and "p%40ss" not in f"{caught.value}{caplog.text}"
+    assert asked == [("/retrieve?shard=3&api_key=p%40ss", b"user:p@ss")]
+
+
+def test_credentials_that_are_not_there_are_told_at_the_start(monkeypatch):
+    monkeypatch.delenv("RETRIEVER_PASSWORD", raising=False)
+    with pytest.raises(ValueError, match="environment variable RETRIEVER_PASSWORD is not set"):
+        RemoteRetriever("http://user:$RETRIEVER_PASSWORD@localhost:8000")
+    with pytest.raises(ValueError, match=r"\*\*\*@localhost.*credentials are stored in no file"):
+        RemoteRetriever(hide_credentials("http://user:secret@localhost:8000"))
+    with pytest.raises(ValueError) as caught:
+        RemoteRetriever("ftp://user:secret@localhost:8000")
+    assert "secret" not in str(caught.value)
 
 
 def test_a_huge_answer_is_not_read(server, monkeypatch):

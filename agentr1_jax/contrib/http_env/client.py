@@ -24,7 +24,7 @@ from pydantic.dataclasses import dataclass
 
 from agentr1_jax.envs.base import Action, Expert, Observation, Row, Transition
 from agentr1_jax.envs.registry import TaskContext, register
-from agentr1_jax.errors import RetryableError
+from agentr1_jax.errors import RetryableError, hide_credentials
 from agentr1_jax.http import TRANSIENT_KINDS, HttpError, is_http_url, quote, request, retry_pause
 from agentr1_jax.tools.base import run_in_thread
 from agentr1_jax.trajectory import Outcome
@@ -41,7 +41,7 @@ class HttpEnvError(Exception):
 
 def _check_url(url: str) -> str:
     if not is_http_url(url):
-        raise ValueError(f"{url!r} is not the address of a server, like http://localhost:8100")
+        raise ValueError(f"{hide_credentials(url)!r} is not the address of a server, like http://localhost:8100")
     return url
 
 
@@ -78,6 +78,7 @@ def ask(config: HttpConfig, path: str, body: Mapping[str, Any] | None = None) ->
             if error.kind not in TRANSIENT_KINDS or error.status == 500 or retry == config.attempts:
                 raise
         time.sleep(retry_pause(config.backoff, retry))
+    url = hide_credentials(url)
     try:
         fields = json.loads(answer)
     except (ValueError, RecursionError) as error:
@@ -114,8 +115,9 @@ class HttpTask:
             self._sizes = {str(split): size for split, size in _of(info, "splits", dict).items()}
         except (HttpError, HttpEnvError, TypeError) as error:
             raise ValueError(
-                f"task.http.url {config.url}: no environment answers there ({error}); start one, e.g. by "
-                "python -m experiments.serve_env --config=..., and see docs/contrib/http_env.md for what it must answer"
+                f"task.http.url {hide_credentials(config.url)}: no environment answers there ({error}); start one, "
+                "e.g. by python -m experiments.serve_env --config=..., and see docs/contrib/http_env.md for what it "
+                "must answer"
             ) from error
 
     def row(self, split: str, index: int) -> Row:
@@ -132,12 +134,12 @@ class HttpTask:
         except HttpError as error:
             if error.status == 404:
                 raise ValueError(
-                    f"{self.name} at {self._config.url} has no row {split!r} {index}; splits are "
+                    f"{self.name} at {hide_credentials(self._config.url)} has no row {split!r} {index}; splits are "
                     f"{', '.join(self._sizes)} ({quote(error.answer)})"
                 ) from error
             raise RetryableError(f"task.http: {error}; the same command goes on once the server is back") from error
         except (HttpEnvError, TypeError) as error:
-            raise ValueError(f"{self._config.url}/rows: not a row ({error})") from error
+            raise ValueError(f"{hide_credentials(self._config.url)}/rows: not a row ({error})") from error
         return row
 
     def size(self, split: str) -> int | None:
@@ -177,7 +179,9 @@ class HttpEnv:
             self._metrics = _numbers(answer, "metrics")
             observation = _observation(_of(answer, "observation", dict))
         except (TypeError, ValueError) as error:
-            raise HttpEnvError(f"{self._config.url}/reset: not a first observation ({error})") from error
+            raise HttpEnvError(
+                f"{hide_credentials(self._config.url)}/reset: not a first observation ({error})"
+            ) from error
         # However the episode ends, the server can drop the session without waiting until it is idle for long.
         weakref.finalize(self, _closing_queue().put, (self._config, self._session)).atexit = False
         return observation
@@ -191,7 +195,7 @@ class HttpEnv:
             transition = _transition(answer)
             self._metrics = _numbers(answer, "metrics")
         except (TypeError, ValueError) as error:
-            raise HttpEnvError(f"{self._config.url}/step: not a transition ({error})") from error
+            raise HttpEnvError(f"{hide_credentials(self._config.url)}/step: not a transition ({error})") from error
         self._steps += 1
         return transition
 

@@ -11,6 +11,8 @@ import urllib.parse
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
+from agentr1_jax.errors import hide_credentials
+
 _CONNECT_SECONDS = 30.0
 _MAX_OUTPUT = 2000  # characters of a server's output beside the protocol, the last ones
 
@@ -33,14 +35,16 @@ class ServerAddress:
         if bool(self.command) == bool(self.url):
             raise ValueError(
                 f"an MCP server is a command, as a list of program and arguments, or a url; given are {self.command!r} "
-                f"and {self.url!r}"
+                f"and {hide_credentials(self.url)!r}"
             )
         parts = urllib.parse.urlsplit(self.url)
         if self.url and not (parts.scheme in ("http", "https") and parts.hostname):
-            raise ValueError(f"{self.url!r} is no URL of an MCP server; it must be like http://localhost:8000/mcp")
+            raise ValueError(
+                f"{hide_credentials(self.url)!r} is no URL of an MCP server; it must be like http://localhost:8000/mcp"
+            )
 
     def __str__(self) -> str:
-        return self.url or " ".join(self.command)
+        return hide_credentials(self.url) or " ".join(self.command)
 
 
 class Connection:

@@ -11,6 +11,7 @@ from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
 from agentr1_jax.contrib.mcp.connection import Connection, ServerAddress
+from agentr1_jax.errors import hide_credentials
 from agentr1_jax.tools.base import Fault
 
 T = TypeVar("T")
@@ -188,7 +189,7 @@ class Session:
         from mcp import MCPError
 
         output = f"; it wrote: {connection.output.strip()[-_QUOTED:]!r}" if connection.output.strip() else ""
-        said = f"{type(error).__name__}: {error}"[:_QUOTED]
+        said = hide_credentials(f"{type(error).__name__}: {error}")[:_QUOTED]
         if isinstance(error, TimeoutError):
             seconds = self._seconds if doing == "a call" else self._start_seconds
             return CallError("timeout", f"{doing} took more than {seconds:g} s{output}")

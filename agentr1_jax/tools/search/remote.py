@@ -16,7 +16,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentr1_jax.http import HttpError, is_http_url, quote, request
+from agentr1_jax.errors import hide_credentials
+from agentr1_jax.http import HttpError, is_http_url, quote, request, with_credentials
 from agentr1_jax.text.tokenizer import replace_surrogates
 from agentr1_jax.tools.search.corpus import content_hash, ids_by_content
 from agentr1_jax.tools.search.tool import Corpus, Hit, Passage, RetrieverError
@@ -29,15 +30,15 @@ class RemoteRetriever:
     `http.HttpError`, or `bad_answer`.
 
     Args:
-      url: address of the server's search, e.g. `http://localhost:8000/retrieve`. Proxies are not used, and redirects
-        not followed.
+      url: address of the server's search, e.g. `http://localhost:8000/retrieve`; see `http.with_credentials` for
+        credentials. Proxies are not used, and redirects not followed.
       seconds: time limit of a request, from connecting to the last byte of the answer.
       cache: number of answers in memory, those used last; 0 for none. One answer belongs to one query and `top_k`.
       corpus: passages of the task; a hit that is among them, by title and text, takes the id that it has there. Others
         keep the id of the server.
 
     Raises:
-      ValueError: `url` is none.
+      ValueError: `url` is none, or a variable that it names is not set.
     """
 
     blocking = True
@@ -45,7 +46,8 @@ class RemoteRetriever:
 
     def __init__(self, url: str, seconds: float = 10.0, *, cache: int = 10_000, corpus: Corpus = ()) -> None:
         if not is_http_url(url):
-            raise ValueError(f"url is {url!r}; it must be like http://localhost:8000/retrieve")
+            raise ValueError(f"url is {hide_credentials(url)!r}; it must be like http://localhost:8000/retrieve")
+        with_credentials(url)
         self.url = url
         self.seconds = seconds
         self._ids = ids_by_content(corpus)
@@ -88,7 +90,7 @@ class RemoteRetriever:
             answer = request("POST", self.url, body, self.seconds)
         except HttpError as error:
             raise RetrieverError(error.kind, str(error)) from error
-        found = _parse(answer, len(queries), top_k, self.url)
+        found = _parse(answer, len(queries), top_k, hide_credentials(self.url))
         return [[self._with_corpus_id(hit) for hit in hits] for hits in found]
 
     def _with_corpus_id(self, hit: Hit) -> Hit:
