@@ -34,6 +34,7 @@ from agentr1_jax.policy.decoder import Params
 from agentr1_jax.policy.presets import PRESETS
 from agentr1_jax.registry import parse_call
 from agentr1_jax.report.account import account_lines, number_text
+from agentr1_jax.runtime.config import flatten
 from agentr1_jax.runtime.mesh import MeshConfig
 from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.text.tokenizer import Tokenizer
@@ -96,11 +97,12 @@ def load_policy(source: str, *, task: Task | None = None, **sections: Any) -> Po
         `budget={"max_steps": 6}, policy={"lora": {"rank": 8}}, critic="shared_trunk"`; see docs/config.md.
 
     Raises:
-      UserError: there is no such policy, or a key is unknown or out of range.
+      UserError: there is no such policy, a key is unknown or out of range, or a run brings Python of its own.
     """
     is_run = files.is_folder(os.path.join(source, "checkpoints"))
     if is_run:
         values = {key: x for key, x in RunFolder(source).read_config().items() if key != "task"} | {"run_dir": source}
+        _refuse_risks(source, values, sections)
     else:
         values = _default_config(source)
     settings = _read_settings(_merge(_merge(values, OTHERWISE_IN_A_NOTEBOOK), sections))
@@ -271,6 +273,18 @@ def _merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
         old = merged.get(key)
         merged[key] = _merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
     return merged
+
+
+def _refuse_risks(run: str, values: Mapping[str, Any], sections: Mapping[str, Any]) -> None:
+    """Raise UserError for Python files that may have come with a run and that the caller does not name."""
+    named = dict(flatten(sections))
+    for key, path in RunFolder(run).risks(values).items():
+        if key not in named:
+            section = key.partition(".")[0]
+            raise UserError(
+                f"{run}: its config names a Python file that may have come with it, {key}: {path}; look at it, and "
+                f'name it to have it executed, or "": load_policy(..., {section}={{"file": ...}})'
+            )
 
 
 def _read_settings(values: dict[str, Any]) -> Settings:

@@ -41,6 +41,7 @@ from experiments.episode import (
 from experiments.setup import complete, make_task, read_run, read_settings, run_main, use_compile_cache, with_weights
 
 CONFIG = configs.define_config_flag()
+configs.define_trust_flag()
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "of sampling; 0 is greedy", lower_bound=0.0)
 SHOWN_QUESTIONS = 3
 """Questions that are shown of a world where the asked one names what is not in it."""
@@ -88,9 +89,10 @@ def main(argv: Sequence[str]) -> None:
 def read_run_settings(source: str) -> Settings:
     """Return the settings of a run. Raises UserError if `source` is no run."""
     try:
-        return read_settings(read_run(source))
+        read_run(source, executes=False)
     except UserError as error:
         raise UserError(f"{error}; to ask published weights, name their task with --config=FILE") from error
+    return read_settings(read_run(source))
 
 
 def free_row(task: Task, question: str, world: str | None) -> Row:

@@ -51,6 +51,7 @@ from experiments.credit.effects import Effects, effects, replay_error
 from experiments.credit.recording import Part, Scale
 from experiments.setup import read_run, read_settings, use_compile_cache
 
+configs.define_trust_flag()
 UPDATE = flags.DEFINE_string("update", "last", "the recorded RL batch: a number as in trajectories/rl_000012, or last")
 SCHEMES = flags.DEFINE_string("schemes", "all", "names with commas between them, with hyper-parameters in brackets")
 OUT = flags.DEFINE_string("out", None, "folder of the results; RUN/credit_compare unless given")

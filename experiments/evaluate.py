@@ -39,6 +39,7 @@ from experiments.evaluation.run import Request, evaluate
 from experiments.setup import run_main
 
 CONFIG = configs.define_config_flag()
+configs.define_trust_flag()
 CHECKPOINT = flags.DEFINE_string("checkpoint", "", "a run's folder, or weights: a Hugging Face folder or hub id")
 MODES = flags.DEFINE_list("modes", None, "ways of answering; the first four, where they can be answered, unless given")
 SPLITS = flags.DEFINE_list("splits", [], "of the task; eval.split and, where there is one, held_out unless given")

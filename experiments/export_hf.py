@@ -32,6 +32,7 @@ from agentr1_jax.train import build
 from agentr1_jax.train.restore import load_run_decoder
 from experiments.setup import read_run, read_settings
 
+configs.define_trust_flag()
 DTYPE = flags.DEFINE_enum(
     "dtype", None, ["float32", "bfloat16", "float16"], "of the written tensors; that of the parameters unless given"
 )

@@ -25,6 +25,7 @@ from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.train import build
 from experiments.setup import read_run, read_settings
 
+configs.define_trust_flag()
 UPDATE = flags.DEFINE_list("update", [], "RL batches to show, all their trajectories: numbers as in rl_000017, or last")
 WORST = flags.DEFINE_integer("worst", None, "show so many trajectories, those of lowest reward", lower_bound=1)
 GROUP = flags.DEFINE_integer("group", None, "show one group: the prompt's number, as in rl/000624/3", lower_bound=0)

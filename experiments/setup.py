@@ -15,19 +15,23 @@ import dataclasses
 import functools
 import importlib
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import ml_collections
 from ml_collections.config_dict import placeholder
+from rich.console import Console
+from rich.prompt import Confirm
+from rich.text import Text
 
 from agentr1_jax import contrib, files
 from agentr1_jax.credit.scheme import SCHEMES, CreditConfig
 from agentr1_jax.envs.base import Task
 from agentr1_jax.envs.mixture import MixtureTask, parse_weights
 from agentr1_jax.envs.registry import TASKS, Dispatch, TaskContext, TaskEntry, call_directly
-from agentr1_jax.errors import UserError, user_error
+from agentr1_jax.errors import UserError, inert, user_error
 from agentr1_jax.runtime import compile_cache, processes
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.processes import Dispatcher
@@ -237,14 +241,21 @@ def make_setup(settings: Settings, *, resumes: bool) -> tuple[Setup, build.State
     return setup, build.make_state_builder(settings, policy, learner_mesh)
 
 
-def read_run(run: str) -> ml_collections.ConfigDict:
+def read_run(run: str, *, executes: bool = True) -> ml_collections.ConfigDict:
     """Read the config of the run in a folder; its `run_dir` is where the folder lies now.
 
+    Args:
+      run: the folder.
+      executes: parts of the run will be made from its config; whoever starts the program has to agree to what may be
+        unsafe then, see `RunFolder.risks`.
+
     Raises:
-      UserError: there is no run, or one of another version of the config.
+      UserError: there is no run, or one of another version of the config, or nobody agrees.
     """
     files.check_reachable(run, "RUN")
     stored = RunFolder(run).read_config()
+    if executes and (risks := RunFolder(run).risks(stored)):
+        _agree(run, tuple(f"  {key}: {value}" for key, value in risks.items()))
     config = base.get_config(*(name for name in stored.get("task", {}) if name in base.TASK_MODULES))
     try:
         with config.task.args.unlocked(), config.credit.args.unlocked(), config.optimizer.args.unlocked():
@@ -254,6 +265,22 @@ def read_run(run: str) -> ml_collections.ConfigDict:
         raise UserError(f"{run}/config.json: not a config of this version ({message})") from error
     config.run_dir = run
     return config
+
+
+@functools.cache
+def _agree(run: str, listed: Sequence[str]) -> None:
+    """Ask, once, whether to do what a run's config says. Raises UserError if not."""
+    if configs.trusts_run():
+        return
+    what = "\n".join(
+        [f"{run}: its config would execute Python that may have come with it, or send environment variables:", *listed]
+    )
+    if sys.stdin is not None and sys.stdin.isatty():
+        question = Text(inert(f"{what}\nDo you trust this run?"))
+        with contextlib.suppress(EOFError):
+            if Confirm.ask(question, default=False, console=Console(stderr=True, soft_wrap=True)):
+                return
+    raise UserError(f"{what}\nlook at them, and agree by --trust_run")
 
 
 def is_run(source: str) -> bool:

@@ -114,7 +114,7 @@ def read_player(config: Config, by: str) -> Settings:
         # Who thinks at a keyboard is not timed.
         config = change_config(config, {"budget.step_seconds": None, "budget.trajectory_seconds": None})
         return read_settings(complete(config, jax.devices()))
-    config = with_policy_of(config, read_run(by)) if is_run(by) else with_weights(config, by)
+    config = with_policy_of(config, read_run(by, executes=False)) if is_run(by) else with_weights(config, by)
     return build.fit_devices(reduce_to_one_slot(read_settings(complete(config, jax.devices()))))
 
 

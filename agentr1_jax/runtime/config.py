@@ -76,6 +76,16 @@ def define_config_flag() -> flags.FlagHolder[ml_collections.ConfigDict]:
     return config_flags.DEFINE_config_file("config", None, "path of a config file", lock_config=True)
 
 
+def define_trust_flag() -> None:
+    """Define `--trust_run`, of commands that make the parts of a run from its config; see `trusts_run`."""
+    flags.DEFINE_bool("trust_run", False, "do without asking what may be unsafe if the run is not your own")
+
+
+def trusts_run() -> bool:
+    """Return True if the command has `--trust_run`."""
+    return "trust_run" in flags.FLAGS and bool(flags.FLAGS["trust_run"].value)
+
+
 def run_main(
     main: Callable[[Sequence[str]], Any],
     arguments: Sequence[str] = (),

@@ -26,9 +26,9 @@ from typing import Any
 from absl import logging
 
 from agentr1_jax import files
-from agentr1_jax.errors import UserError, user_error
+from agentr1_jax.errors import VARIABLE, UserError, user_error
 from agentr1_jax.runtime import processes
-from agentr1_jax.runtime.config import flatten, hide_credentials_of_urls
+from agentr1_jax.runtime.config import flatten, hide_credentials_of_urls, is_url
 from agentr1_jax.runtime.lock import NAME as LOCK_NAME
 from agentr1_jax.trajectory import Trajectory
 from agentr1_jax.trajectory_io import read_jsonl, write_jsonl
@@ -70,6 +70,10 @@ RESUMABLE = (
 """Keys and sections that a later start of the same run may change: where it runs and how it is laid out there, which
 changes results by rounding alone."""
 
+CODE_FILES = ("task.file", "context.file", "credit.file")
+"""Keys that name Python files, which are executed by whatever makes a run's parts from its config."""
+CODE_MODULES = ("task.gymnasium.id", "task.multihop.reward_functions", "task.verifiers.source")
+"""Keys that name Python modules, with more behind a colon; where it ends in .py, a file."""
 PROBE = ".shared"
 """File by which `check_common_folder` finds out whether all processes see one folder."""
 
@@ -129,6 +133,36 @@ class RunFolder:
                 "other words to them; start it again, in another --config.run_dir, with the weights' own tokenizer"
             )
         return values
+
+    def risks(self, values: Mapping[str, Any]) -> dict[str, str]:
+        """Return what a config that came with this folder could do to whoever uses it, by its keys.
+
+        That is: execute Python that may have come with the folder, and send environment variables to a URL. Python in
+        the working directory, from where it can be imported anyway, is taken for the user's own, but for the folder
+        there that holds the run: for a run in runs/one, all of runs.
+        """
+        here, around = os.getcwd(), os.path.realpath(self.path)
+        if _is_in(around, here) and around != here:
+            around = os.path.join(here, os.path.relpath(around, here).partition(os.sep)[0])
+
+        def is_foreign(path: str) -> bool:
+            path = os.path.realpath(os.path.expanduser(path))
+            return _is_in(path, around) or not _is_in(path, here)
+
+        def is_risk(key: str, text: str) -> bool:
+            if key in CODE_FILES or (key in CODE_MODULES and text.endswith(".py")):
+                return is_foreign(text)
+            if key in CODE_MODULES:  # Others than those of the working directory are installed.
+                package = re.split("[.:]", text)[0]
+                return any(os.path.exists(path) and is_foreign(path) for path in (package, f"{package}.py"))
+            return is_url(text) and re.search(VARIABLE, text) is not None
+
+        found = dict[str, str]()
+        for key, value in flatten(values):
+            texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str) and text]
+            if any(is_risk(key, text) for text in texts):
+                found[key] = ", ".join(texts)
+        return found
 
     def check_same_config(self, values: Mapping[str, Any], may_differ: Sequence[str] = RESUMABLE) -> bool:
         """Return True if the folder holds a run of this resolved config, which can be resumed; False if it is empty.
@@ -245,6 +279,11 @@ class RunFolder:
 
     def _pending_names(self) -> list[str]:
         return fnmatch.filter(files.list_names(self.file("pending")), "*.p*.jsonl.gz")
+
+
+def _is_in(path: str, folder: str) -> bool:
+    """Return True if a path lies in a folder; both are absolute and without links."""
+    return os.path.commonpath([path, folder]) == folder
 
 
 def read_trajectories(paths: Sequence[str]) -> list[Trajectory]:

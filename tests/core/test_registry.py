@@ -115,7 +115,8 @@ def task_file(tmp_path):
 
 
 @pytest.mark.parametrize("name", [":mine", ""])
-def test_a_blank_config_has_the_keys_of_ones_own_task(task_file, tmp_path, name):
+def test_a_blank_config_has_the_keys_of_ones_own_task(task_file, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
     config = configs.load_config(f"{ROOT}/configs/blank.py:{task_file}{name}")
     assert config.task.name == "mine" and config.task.args.most == 3 and config.run_dir == "runs/mine"
     config.policy.preset, config.task.args.most, config.run_dir = "tiny", 5, str(tmp_path / "run")

@@ -11,12 +11,14 @@ import types
 from pathlib import Path
 
 import pytest
+from changes import changed
 from programs import program
 from rich.console import Console
 from small_runs import ROOT, train
 
 from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.errors import UserError
+from agentr1_jax.notebook import load_policy
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.run_folder import RunFolder
 from agentr1_jax.tasks import make_task
@@ -24,10 +26,11 @@ from agentr1_jax.tasks.hopworld.task import NO_FLAWS
 from agentr1_jax.train import build
 from agentr1_jax.trajectory import Outcome, Trajectory
 from configs import quickstart
+from experiments.evaluation import policies
 from experiments.setup import read_settings, with_weights
 
 SAID = ["[red]so[/red] <tool_call>{</tool_call>", "hm", "<answer> :smile: </answer>"]
-ask = program("ask")
+ask, credit_compare, export_hf = map(program, ("ask", "credit_compare", "export_hf"))
 TASK = make_task("hopworld", top_k=2, flaws=NO_FLAWS)
 
 
@@ -162,6 +165,64 @@ def test_a_wrong_index_is_told_before_anything_is_loaded(tmp_path, monkeypatch):
         monkeypatch.setattr(ask, flag, types.SimpleNamespace(value=None))
     with pytest.raises(UserError, match="the index is of another corpus"):
         ask.main(["ask", str(tmp_path), "Who?"])
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """Folder of a run that brings a Python file, which says that it was executed, and then stops."""
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w').close()\n1 / 0\n")
+    config = changed(quickstart, run_dir=str(run), credit__file=str(run / "evil.py"))
+    RunFolder(str(run)).write_config(configs.resolve(config))
+    return run
+
+
+def is_executed(run, read):
+    """Whether a program executed the file of a run; all refuse what comes after."""
+    with pytest.raises(UserError, match=r"credit\.file: .*evil\.py") as caught:
+        read(str(run))
+    return (run.parent / "executed").exists(), str(caught.value)
+
+
+READERS = {
+    "ask": ask.read_run_settings,
+    "credit_compare": lambda run: credit_compare.main(["", run]),
+    "evaluate": lambda run: read_settings(policies.find_config(None, run)),
+    "export_hf": lambda run: export_hf.export(run, f"{run}_out"),
+    "notebook": load_policy,
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_python_that_a_run_brings_is_not_executed_unasked(foreign, monkeypatch, reader):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))  # No terminal.
+    executed, told = is_executed(foreign, READERS[reader])
+    assert not executed and ('credit={"file": ...}' if reader == "notebook" else "--trust_run") in told
+
+
+def test_python_of_the_working_directory_is_executed_unasked(foreign, monkeypatch):
+    monkeypatch.chdir(foreign.parent)
+    own = (foreign / "evil.py").rename("evil.py")
+    config = changed(quickstart, run_dir=str(foreign), credit__file=str(own.absolute()))
+    RunFolder(str(foreign)).write_config(configs.resolve(config))
+    assert is_executed(foreign, ask.read_run_settings)[0]
+
+
+@pytest.mark.parametrize("answer", ["y\n", "n\n", "\n", ""])
+def test_python_that_a_run_brings_is_executed_if_one_agrees(foreign, monkeypatch, capsys, answer):
+    monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("builtins.input", lambda *_: next(iter([answer.strip()])) if answer else exec("raise EOFError"))
+    assert is_executed(foreign, ask.read_run_settings)[0] == (answer == "y\n")
+    assert f"credit.file: {foreign / 'evil.py'}" in capsys.readouterr().err
+
+
+def test_python_that_a_run_brings_is_executed_by_the_flag_or_if_it_is_named(foreign, monkeypatch):
+    monkeypatch.setattr(configs, "trusts_run", lambda: True)
+    assert is_executed(foreign, ask.read_run_settings)[0]
+    (foreign.parent / "executed").unlink()
+    named = {"credit": {"file": str(foreign / "evil.py")}}
+    assert is_executed(foreign, lambda run: load_policy(run, **named))[0]
 
 
 def run_ask(*arguments: object) -> subprocess.CompletedProcess:

@@ -116,6 +116,58 @@ def test_a_run_folder_keeps_to_its_config(tmp_path):
     assert sorted(path.name for path in run_dir.iterdir()) == ["config.json"]
 
 
+@pytest.mark.parametrize(
+    ("file", "is_foreign"),
+    [
+        ("my_tasks.py", False),
+        ("lib/my_tasks.py", False),
+        ("runs/one/evil.py", True),
+        ("lib/../runs/one/evil.py", True),
+        ("runs/evil.py", True),  # Unpacked with it, like the next.
+        ("runs/lib/evil.py", True),
+        ("../evil.py", True),
+        ("link.py", True),
+    ],
+)
+def test_code_that_came_with_a_run_is_told_from_that_of_the_working_directory(tmp_path, monkeypatch, file, is_foreign):
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    os.symlink("../evil.py", "link.py")
+    values = {"task": {"file": file, "verifiers": {"source": "some_module"}}, "credit": {"file": ""}}
+    foreign = {"task.file": file} if is_foreign else {}
+    for path in ("runs/one", "runs/far/below", str(tmp_path / "work" / "runs" / "one")):
+        assert RunFolder(path).risks(values) == foreign
+    values = {"context": {"file": file}, "credit": {"file": file}, "task": {"verifiers": {"source": file}}}
+    assert len(RunFolder("runs/one").risks(values)) == 3 * is_foreign
+    assert RunFolder("runs/one").risks({"credit": {"file": "runs/one/evil.pyc"}}), "Python executes it, too"
+    for run in ("gs://bucket/one", "one", str(tmp_path / "elsewhere")):
+        assert RunFolder(run).risks({"credit": {"file": "my.py"}}) == {}
+    monkeypatch.chdir("/")
+    assert RunFolder(str(tmp_path)).risks({"credit": {"file": str(tmp_path / "evil.py")}})
+
+
+@pytest.mark.parametrize("run", ["runs/one", "link/one"])
+def test_modules_that_python_would_import_from_a_run(tmp_path, monkeypatch, run):
+    for folder in ("work/runs/one", "work/lib", "disk/one"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "work")
+    os.symlink("../disk", "link")
+    module = f"{run.replace('/', '.')}.evil"
+    for task in (
+        {"gymnasium": {"id": f"{module}:Lake-v1"}},
+        {"multihop": {"reward_functions": ["lib.mine:brevity=0.2", f"{module}:brevity=0.2"]}},
+        {"verifiers": {"source": module}},
+    ):
+        assert len(RunFolder(run).risks({"task": task})) == 1
+    own = {"gymnasium": {"id": "Lake-v1"}, "multihop": {"reward_functions": ["lib.mine:brevity=0.2", "json:dumps=1"]}}
+    assert RunFolder(run).risks({"task": own}) == {}
+
+
+def test_environment_variables_go_to_no_url_unasked(tmp_path):
+    values = {"task": {"http": {"url": "HTTP://host?a=${HOME}"}, "name": "$HOME", "note": "https://host for $5"}}
+    assert RunFolder(str(tmp_path)).risks(values) == {"task.http.url": "HTTP://host?a=${HOME}"}
+
+
 def test_credentials_in_urls_are_not_stored_and_may_change(tmp_path):
     folder, key = RunFolder(str(tmp_path / "run")), "task.multihop.retriever.url"
 
