@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import pydantic.dataclasses
@@ -21,11 +21,16 @@ from agentr1_jax.text.call_formats import CallFormat, hermes
 from agentr1_jax.text.chat import MOST_CHARACTERS_PER_TOKEN, ChatFormat
 from agentr1_jax.text.tokenizer import Tokenizer
 from agentr1_jax.text.tool_calls import action_key, extract_answer, parse_tool_calls
+from agentr1_jax.tools.base import run_in_thread
 from agentr1_jax.trajectory import Budget, Outcome
 from agentr1_jax.validation import STRICT
 
+T = TypeVar("T")
+
 FINAL_REQUEST = "No more calls. Give the final answer now."
 END_OF_THINKING = "</think>"
+LOOP_CHARACTERS = 4096
+"""Characters of an observation that are rendered on the event loop, in about 10 ms; longer ones in a thread."""
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
@@ -99,12 +104,12 @@ class EnvLoop:
         budget = self.budget
         at = boundary.check_observation(await env.reset(row, session.seed))
         render_evidence = functools.lru_cache(maxsize=1)(functools.partial(self._render_evidence, at))
-        history = History(self.render_opening(at), render_evidence=render_evidence)
+        history = History(await self._opening(at), render_evidence=render_evidence)
         spent = 0
         last_sequence: np.ndarray | None = None  # Prompt + response of the newest step.
         steps = min(budget.max_steps, row.get("max_steps", budget.max_steps)) + budget.final_answer_step
         for index in range(steps):
-            prompt = self.rule.next_prompt(history)
+            prompt = await self._next_prompt(history)
             room = self._room(prompt, spent)
             if room < 1:
                 session.finish(Outcome.CONTEXT_OVERFLOW, last_sequence, env.truncate())
@@ -118,7 +123,7 @@ class EnvLoop:
                 transition = boundary.check_transition(await env.step(action))
             after = transition.observation
             ask_now = budget.final_answer_step and index + 2 == steps
-            turn = None if after is None else self._turn(completion, after, ask_now)
+            turn = None if after is None else await self._turn(completion, after, ask_now)
             spent += 0 if turn is None else len(turn.response_ids) + len(turn.observation_ids)
             over = transition.terminated or transition.truncated
             response_limit = truncated and budget.on_truncated_response == "end"
@@ -144,7 +149,7 @@ class EnvLoop:
                 outcome = transition.outcome or Outcome.ENV_DONE
                 final = None
                 if transition.truncated:
-                    final = last_sequence if turn is None else self._next(history.with_turn(turn), last_sequence)
+                    final = last_sequence if turn is None else await self._next(history.with_turn(turn), last_sequence)
                 session.finish(outcome, final, transition.metrics)
                 return
             if response_limit:
@@ -158,12 +163,12 @@ class EnvLoop:
                 completion = await self._summarise(session, env, request, room, after)
                 last_sequence = np.concatenate([request, completion.ids])
                 spent += len(completion.ids)
-                summary = self._turn(completion, after, ask_now)
+                summary = await self._turn(completion, after, ask_now)
                 history = dataclasses.replace(history, turns=[summary], starts_with_summary=True)
             else:
                 history = history.with_turn(turn)
             at = after
-        session.finish(Outcome.MAX_STEPS, self._next(history, last_sequence), env.truncate())
+        session.finish(Outcome.MAX_STEPS, await self._next(history, last_sequence), env.truncate())
 
     async def respond(self, session: Session, prompt: np.ndarray, max_tokens: int, last: bool) -> Completion:
         """Sample the response of a step, `last` or not; what a subclass returns otherwise stands in later prompts."""
@@ -211,10 +216,18 @@ class EnvLoop:
     def render_opening(self, observation: Observation) -> np.ndarray:
         """Return the ids of the first prompt. Raises ValueError if the observation holds neither messages nor ids."""
         if observation.messages is not None:
-            return self._render(observation.messages, observation.tools)
+            return self._render_messages(observation.messages, observation.tools)
         if observation.token_ids is not None:
             return np.asarray(observation.token_ids, np.int32)
         raise ValueError("the first observation of an environment must hold messages or token ids")
+
+    async def _opening(self, observation: Observation) -> np.ndarray:
+        size = _count_characters([message["content"] for message in observation.messages or ()])
+        return await _render(size + len(repr(observation.tools)), self.render_opening, observation)
+
+    async def _next_prompt(self, history: History) -> np.ndarray:
+        evidence = history.turns[-1].evidence if self.rule.needs_evidence and history.turns else None
+        return await _render(_count_characters([evidence or ""]), self.rule.next_prompt, history)
 
     @functools.cached_property
     def _stops(self) -> list[tuple[int, ...]]:
@@ -222,33 +235,40 @@ class EnvLoop:
 
     @property
     def _most_characters(self) -> int:
-        """Characters of one text that are tokenised: a longer one fits no prompt."""
+        """Characters of a prompt that are tokenised: more fit no prompt."""
         return MOST_CHARACTERS_PER_TOKEN * self.budget.context_tokens
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> np.ndarray:
+    def _render_messages(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> np.ndarray:
         limit = self._most_characters
-        bounded = [{**message, "content": message["content"][:limit]} for message in messages]
-        return self.chat.render_opening(bounded, tools if self.tell_tools else ())
+        told = tools if self.tell_tools else ()
+        if len(repr(told)) > limit:
+            raise ValueError(f"the tools of an observation do not fit budget.context_tokens; they begin {told!r:.200}")
+        bounded = []
+        for message in messages[: self.budget.context_tokens]:
+            bounded.append({**message, "content": message["content"][:limit]})
+            limit -= len(bounded[-1]["content"])
+        return self.chat.render_opening(bounded, told)
 
     def _render_evidence(self, first: Observation, evidence: str) -> np.ndarray:
         if not first.messages:
             raise ValueError("the context rule 'evidence' needs an environment that opens with messages")
         *before, last = first.messages
         data = self.chat.data(evidence[: self._most_characters])
-        return self._render([*before, {**last, "content": f"{last['content']}\n\n{data}"}], first.tools)
+        return self._render_messages([*before, {**last, "content": f"{last['content']}\n\n{data}"}], first.tools)
 
-    def _turn(self, completion: Completion, after: Observation, ask_now: bool) -> Turn:
+    async def _turn(self, completion: Completion, after: Observation, ask_now: bool) -> Turn:
         evidence = after.evidence
         if ask_now and evidence is not None:
             evidence = f"{evidence}\n{FINAL_REQUEST}".lstrip()
-        observation_ids = self._render_observation(after, completion, ask_now)
+        size = _count_characters(after.texts or [after.text or ""])
+        observation_ids = await _render(size, self._render_observation, after, completion, ask_now)
         return Turn(completion.ids, observation_ids, self._thinking_tokens(completion), evidence)
 
-    def _next(self, history: History, otherwise: np.ndarray | None) -> np.ndarray | None:
+    async def _next(self, history: History, otherwise: np.ndarray | None) -> np.ndarray | None:
         """Next prompt, or `otherwise` where it is too long or cannot be built."""
         if self.rule.needs_evidence and history.turns[-1].evidence is None:
             return otherwise
-        prompt = self.rule.next_prompt(history)
+        prompt = await self._next_prompt(history)
         return prompt if len(prompt) <= self.budget.context_tokens else otherwise
 
     def _summary_prompt(self, history: History, turn: Turn, completion: Completion) -> np.ndarray | None:
@@ -279,7 +299,9 @@ class EnvLoop:
             texts = [f"{FINAL_REQUEST}\n{texts[0]}", *texts[1:]]
         stopped = completion.finish_reason == "stop"
         limit = self.budget.observation_tokens
-        return self.chat.render_observation(texts, observation.role, stopped, max_tokens=limit)
+        return self.chat.render_observation(
+            texts[: self.budget.context_tokens], observation.role, stopped, max_tokens=limit
+        )
 
     def _parse(self, completion: Completion, tools: Sequence[Mapping[str, Any]]) -> str:
         """Text of a response in the common format of calls and answers."""
@@ -288,6 +310,18 @@ class EnvLoop:
 
     def _content(self, observation: Observation | None) -> str:
         return "" if observation is None else (observation.content or "")[: self._most_characters]
+
+
+async def _render(characters: int, function: Callable[..., T], *args: Any) -> T:
+    """Return `function(*args)`, which tokenises so many characters, without blocking the event loop for long."""
+    return function(*args) if characters <= LOOP_CHARACTERS else await run_in_thread(function, *args)
+
+
+def _count_characters(texts: Sequence[str]) -> int:
+    """Return the length of texts with escapes, as some chat templates write them; of a long one, of its beginning."""
+    if len(texts) > LOOP_CHARACTERS:
+        return len(texts)
+    return sum(len(repr(text[:LOOP_CHARACTERS])) for text in texts)
 
 
 def _action_key(text: str) -> str:

@@ -10,6 +10,7 @@ Contents are data: within them, strings of added tokens stay plain text. For ord
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import json
@@ -26,6 +27,8 @@ from agentr1_jax.text.tokenizer import Tokenizer, encode_parts, match_any, split
 TRUNCATION_MARKER = " [cut]"
 MOST_CHARACTERS_PER_TOKEN = 64
 """Characters of a text that are tokenised for each token of its limit: what lies behind them cannot survive."""
+SEAM_TOKENS = 4
+"""Tokens over which joining two texts may change how many there are."""
 DELIMITER = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 PRIVATE_USE = range(0xF0000, 0xFFFFE)
 
@@ -232,11 +235,22 @@ def truncate(
     if whole and len(tokenizer.encode_data(written(text))) <= max_tokens:
         return text
     ids = tokenizer.encode_data(text)
-    for keep in range(max_tokens - len(tokenizer.encode_data(TRUNCATION_MARKER)), -1, -1):
+    most = min(max_tokens - len(tokenizer.encode_data(TRUNCATION_MARKER)), len(ids))
+
+    def shorten(keep: int) -> str:
         # The last token may hold only the first bytes of a character.
-        shorter = tokenizer.decode(ids[:keep]).rstrip("\ufffd") + TRUNCATION_MARKER
-        if len(tokenizer.encode_data(written(shorter))) <= max_tokens:
-            return shorter
+        return tokenizer.decode(ids[:keep]).rstrip("\ufffd") + TRUNCATION_MARKER
+
+    def is_too_long(keep: int) -> bool:
+        return len(tokenizer.encode_data(written(shorten(keep)))) > max_tokens
+
+    if most >= SEAM_TOKENS and all(is_too_long(keep) for keep in range(most, most - SEAM_TOKENS, -1)):
+        # `written` adds much. One token less can be one more as written, but not over more than a few of them.
+        start = bisect.bisect_left(range(most - SEAM_TOKENS + 1), True, key=is_too_long) - 1
+        most = min(start + SEAM_TOKENS, most)
+    for keep in range(most, -1, -1):
+        if not is_too_long(keep):
+            return shorten(keep)
     raise ValueError(f"a limit of {max_tokens} tokens has no room for the marker {TRUNCATION_MARKER!r}")
 
 

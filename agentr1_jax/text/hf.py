@@ -119,7 +119,7 @@ class HFTokenizer:
         return [i for i in spelled if i not in self._added_ids]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
+        return self._backend.decode_batch([[int(i) for i in ids]], skip_special_tokens=False)[0]
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         try:
@@ -157,4 +157,5 @@ class HFTokenizer:
         return tuple(sorted(dict.fromkeys(stops), key=lambda i: not after.startswith(strings[i])))
 
     def _encode_plain(self, text: str) -> list[int]:
-        return self._plain.encode(text, add_special_tokens=False).ids
+        # As a batch of one, like in `decode`: the library lets other threads run in calls for batches only.
+        return self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids

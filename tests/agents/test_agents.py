@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 
 import letters
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from letters import BUDGET, ROW, TOKENIZER, ScriptedEnv, observed, play
 from schedules import assert_exact, sampled
 
-from agentr1_jax.agents.loop import FINAL_REQUEST
+from agentr1_jax.agents.loop import FINAL_REQUEST, LOOP_CHARACTERS
 from agentr1_jax.agents.session import Completion, Identity, ScriptedSession, Session
 from agentr1_jax.envs.base import Observation
 from agentr1_jax.trajectory import Outcome
@@ -177,6 +178,66 @@ def test_several_results_are_cut_one_by_one_and_recorded_together():
     assert t.steps[0].observation.startswith("a dog\nbirds") and t.steps[0].observation.endswith("\nthe cat")
     asked = TOKENIZER.decode(t.steps[2].prompt_ids[len(ids_after(t, 1)) :])
     assert asked.count(TOKENIZER.decode(TOKENIZER.encode_data(FINAL_REQUEST))) == 1
+
+
+class Long(ScriptedEnv):
+    """Its opening, its tools and its observations, one or several texts, are long, and so is the evidence."""
+
+    def __init__(self, part, **changes):
+        super().__init__(SEEN)
+        self.part, self.changes = part, changes
+
+    async def reset(self, row, seed):
+        opening = await super().reset(row, seed)
+        return dataclasses.replace(opening, **self.changes) if self.part == "opening" else opening
+
+    async def step(self, action):
+        transition = await super().step(action)
+        changes = {} if self.part == "opening" else self.changes
+        return dataclasses.replace(transition, observation=dataclasses.replace(transition.observation, **changes))
+
+
+LONG = "a dog " * LOOP_CHARACTERS
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "rule"),
+    [
+        ("opening", {"messages": [{"role": "user", "content": LONG}]}, "append"),
+        ("opening", {"tools": [{"type": "function", "function": {"name": LONG}}]}, "append"),
+        ("text", {"text": LONG}, "append"),
+        ("texts", {"text": None, "texts": ["a"] * LOOP_CHARACTERS}, "append"),
+        ("evidence", {"evidence": LONG}, "evidence"),
+    ],
+)
+def test_long_texts_are_tokenised_in_a_thread(monkeypatch, part, changes, rule):
+    """The event loop is that of all trajectories."""
+    encoded = {True: 0, False: 0}
+
+    def encode(text):
+        encoded[threading.current_thread() is threading.main_thread()] += len(text)
+        return letters.Letters.encode_data(TOKENIZER, text)
+
+    monkeypatch.setattr(TOKENIZER, "encode_data", encode, raising=False)
+    wide = {"context_tokens": 100_000, "trajectory_tokens": 200_000}
+    play(WORDS, Long("text", evidence="a dog"), rule, max_steps=2, **wide)
+    assert encoded[False] == 0
+    encoded[True] = 0
+    play(WORDS, Long(part, **{"evidence": "a dog"} | changes), rule, max_steps=2, **wide)
+    assert encoded[True] < LOOP_CHARACTERS < encoded[False]
+
+
+def test_of_a_prompt_no_more_is_tokenised_than_could_fit(monkeypatch):
+    encoded = []
+    encode = lambda text: encoded.append(text) or letters.Letters.encode_data(TOKENIZER, text)  # noqa: E731
+    monkeypatch.setattr(TOKENIZER, "encode_data", encode, raising=False)
+    many = [{"role": "user", "content": LONG}] * 100
+    assert play(WORDS, Long("opening", messages=many)).outcome is Outcome.CONTEXT_OVERFLOW
+    assert play(WORDS, Long("text", text=None, texts=["a dog"] * 10_000)).outcome is Outcome.CONTEXT_OVERFLOW
+    assert sum(map(len, encoded)) < 10 * 64 * BUDGET["context_tokens"]
+    tool = {"type": "function", "function": {"name": LONG}}
+    with pytest.raises(ValueError, match=r"tools .* do not fit budget\.context_tokens"):
+        play(WORDS, Long("opening", tools=[tool]))
 
 
 def test_an_observation_holds_one_thing():

@@ -215,6 +215,38 @@ def test_truncated_text_keeps_to_its_limit(load, name, text, limit):
         assert shorter.endswith(" [cut]")
 
 
+def first_that_fits(tokenizer, text, limit, written):
+    """The longest beginning of a text that fits, with its marker, by trying all."""
+    ids = tokenizer.encode_data(text)
+    for keep in range(limit - len(tokenizer.encode_data(" [cut]")), -1, -1):
+        shorter = tokenizer.decode(ids[:keep]).rstrip("\ufffd") + " [cut]"
+        if len(tokenizer.encode_data(written(shorter))) <= limit:
+            return shorter
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "small"])
+@settings(max_examples=30)
+@given(
+    st.lists(st.sampled_from([*'"\n\\\x01é北😀', "a", " said", "\n\n", "```python\n"]), min_size=60),
+    st.integers(20, 60),
+)
+def test_what_becomes_longer_within_quotes_is_truncated_where_it_just_fits(load, name, parts, limit):
+    text, written = "".join(parts) * 3, chat._within_quotes
+    want = text if len(load(name).encode_data(written(text))) <= limit else None
+    assert chat.truncate(load(name), text, limit, written) == (
+        want or first_that_fits(load(name), text, limit, written)
+    )
+
+
+def test_control_characters_within_quotes_take_few_attempts(load, monkeypatch):
+    """Each is six tokens or more as JSON writes it; one attempt for each token took minutes."""
+    tokenizer, attempts = load("qwen2.5"), []
+    encode = tokenizer.encode_data
+    monkeypatch.setattr(tokenizer, "encode_data", lambda text: attempts.append(text) or encode(text))
+    shorter = chat.truncate(tokenizer, "\x01" * 3000, 500, chat._within_quotes)
+    assert len(shorter) > 60 and len(attempts) < 50
+
+
 def minimind_with(data_dir, folder, **changes):
     source = data_dir / "tokenizers/minimind-6400"
     config = {**json.loads((source / "tokenizer_config.json").read_text()), **changes}

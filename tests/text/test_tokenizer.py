@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import unicodedata
 from types import SimpleNamespace
 
@@ -192,6 +193,22 @@ def test_a_model_that_knows_an_added_token_as_a_word_spells_it(tmp_path):
     ids = tokenizer.encode_data("a <ad> b")
     assert tokenizer.added["<ad>"] not in ids
     assert tokenizer.decode(ids).replace(" ", "") == "a<ad>b"
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "small"])
+def test_other_threads_run_while_a_long_text_is_tokenised(load, name):
+    tokenizer, running, ticks = load(name), threading.Event(), []
+
+    def tick():
+        while not running.wait(0.001):
+            ticks.append(None)
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    tokenizer.decode(tokenizer.encode_data("Ostra is a city.\n" * 20_000))
+    running.set()
+    ticking.join()
+    assert len(ticks) > 10
 
 
 def test_sentencepiece_gets_one_text_at_a_time(small, monkeypatch):
