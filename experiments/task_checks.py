@@ -10,13 +10,13 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jsonschema
 import numpy as np
 
 from agentr1_jax.agents import boundary
 from agentr1_jax.envs.base import Action, Env, Observation, Row, Task, Transition
 from agentr1_jax.text.tool_calls import OPEN, render_call
 from agentr1_jax.tools.base import Tool, ToolResult
+from agentr1_jax.tools.schemas import check_schema, find_error
 from agentr1_jax.tools.wrappers import ToolMetrics, ToolsConfig, Wrapper, wrap_tool
 
 HANG_SECONDS = 20.0
@@ -127,9 +127,9 @@ def check_schemas(tools: Sequence[Mapping[str, Any]]) -> Verdict:
         if not function["description"]:
             faults.append(f"{name} has no description, which is all that a policy knows of it")
         try:
-            jsonschema.Draft202012Validator.check_schema(schema)
-        except jsonschema.SchemaError as error:
-            faults.append(f"{name}: parameters are no JSON Schema ({error.message})")
+            check_schema(schema)
+        except ValueError as error:
+            faults.append(f"{name}: parameters are no JSON Schema that can be used ({error})")
             continue
         missing = set(schema.get("required", ())) - set(schema.get("properties", ()))
         if schema.get("type") != "object" or missing:
@@ -304,7 +304,7 @@ def _candidates(schema: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _is_valid(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:
     try:
-        return jsonschema.Draft202012Validator(dict(schema)).is_valid(dict(arguments))
+        return find_error(schema, dict(arguments)) is None
     except Exception:  # The schema is none, which `check_schemas` tells.
         return False
 

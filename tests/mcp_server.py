@@ -3,8 +3,8 @@
     python mcp_server.py FILE [how]
 
 It appends its process id to FILE at each start. `how` it starts: `well`, `twice` (two tools of one name), `schema` (one
-that is none), `empty` (no tools), `late` (answers a list of tools never),
-`stays` (goes on when its stdin ends).
+that is none), `remote` (one whose schema refers to another), `output` (one whose results have a schema), `empty` (no
+tools), `late` (answers a list of tools never), `stays` (goes on when its stdin ends).
 """
 
 import json
@@ -26,8 +26,11 @@ def tools(how):
     }
     does = {"name": "does", "description": "does as told", "inputSchema": schema}
     bad = {"name": "bad", "inputSchema": {"type": "object", "properties": {"a": {"type": 7}}}}
+    away = {"name": "away", "inputSchema": {"type": "object", "properties": {"a": {"$ref": "file:///a.json"}}}}
+    output = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(a|aa)+$"}}}
     other = {"name": "other", "inputSchema": schema}
-    return {"empty": [], "twice": [does, does], "schema": [does, bad]}.get(how, [does, other])
+    unusual = {"empty": [], "twice": [does, does], "schema": [does, bad], "remote": [does, away]}
+    return {**unusual, "output": [{**does, "outputSchema": output}]}.get(how, [does, other])
 
 
 def result(arguments):
@@ -60,7 +63,8 @@ def result(arguments):
             {"type": "resource_link", "uri": "file:///b", "name": "b"},
             {"type": "text", "text": "end"},
         ]
-    return {"result": {"content": content if do != "nothing" else [], "isError": do == "err"}}
+    structured = {"structuredContent": {"a": text}} if do == "structured" else {}
+    return {"result": {"content": content if do != "nothing" else [], "isError": do == "err", **structured}}
 
 
 def answered(request, how):

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, runtime_checkable
 
-import jsonschema
+from agentr1_jax.tools import schemas
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -95,15 +95,14 @@ def schema(tool: Tool) -> dict[str, Any]:
 
 def argument_error(tool: Tool, arguments: Any) -> str | None:
     """Return in one line what is wrong with `arguments` by the tool's schema; None if nothing is."""
-    validator = jsonschema.Draft202012Validator(dict(tool.parameters))
-    errors = sorted(validator.iter_errors(arguments), key=lambda error: list(map(str, error.absolute_path)))
-    return errors[0].message if errors else None
+    return schemas.find_error(tool.parameters, arguments)
 
 
 async def call(tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
     """Validate the arguments and execute one call. Raises nothing but what `execute` raises."""
     try:
-        problem = argument_error(tool, arguments)
+        in_thread = schemas.is_slow(tool.parameters)
+        problem = await run_in_thread(argument_error, tool, arguments) if in_thread else argument_error(tool, arguments)
     except Exception as error:  # The tool's schema is none.
         return exception_result(tool, error)
     if problem is not None:

@@ -7,11 +7,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jsonschema
-
 from agentr1_jax.contrib.mcp.connection import ServerAddress
 from agentr1_jax.contrib.mcp.session import CallError, Session
 from agentr1_jax.tools.base import ToolResult, failure
+from agentr1_jax.tools.schemas import check_schema
 
 EMPTY_RESULT = "No result."
 
@@ -60,8 +59,8 @@ class McpTools(Sequence[McpTool]):
 
     Raises:
       ValueError: the library mcp is missing, a setting makes no sense, or no server answers properly: a program that is
-        missing, ends at once or writes garbage, a URL where nobody answers, a tool whose schema is none. The message
-        names it and says why.
+        missing, ends at once or writes garbage, a URL where nobody answers, a tool whose schema is none or refers to
+        another file or URL. The message names it and says why.
     """
 
     def __init__(
@@ -118,9 +117,9 @@ def _choose_tools(address: ServerAddress, tools: Sequence[Any], only: Sequence[s
                 f"MCP server {address} has {names[tool.name]} tools named {tool.name!r}; leave it out by `only`"
             )
         try:
-            jsonschema.Draft202012Validator.check_schema(tool.input_schema)
-        except jsonschema.SchemaError as error:
-            why = f"the schema of tool {tool.name!r} is none ({error.message}); leave it out by `only`"
+            check_schema(tool.input_schema)
+        except ValueError as error:
+            why = f"the schema of tool {tool.name!r} cannot be used: {error}; leave it out by `only`"
             raise ValueError(f"MCP server {address}: {why}") from error
     return offered
 
