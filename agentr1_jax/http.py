@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
+import io
 import json
 import logging as python_logging
 import os
 import random
 import re
 import signal
+import socket
 import ssl
 import threading
 import time
@@ -28,8 +31,11 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 32 << 20
 """Length of an answer, or of a request to a server; longer ones are not read."""
-BODY_SECONDS = 30.0
-"""Time in which a server must have the whole of a request."""
+REQUEST_SECONDS = 30.0
+"""Time in which a server must have the whole of a request, from its connection on."""
+MOST_CONNECTIONS = 768
+"""Connections that a server has at once, a thread and a file for each, of the 1024 files that a process may usually
+have; more are answered status 503."""
 MAX_PAUSE = 30.0
 """Longest pause before another attempt, in seconds."""
 TRANSIENT_KINDS = ("timeout", "unreachable", "http_429", "http_5xx")
@@ -171,7 +177,7 @@ def make_server(routes: Mapping[str, Callable[..., Mapping[str, Any]]], host: st
 
     The fields of a request's body, or of its query, are the arguments of the function that answers it. An error is
     answered by `{"error": sentence}`: 400 for a body that is no JSON object or has other fields, 404 for an unknown
-    path, 408 and 413 for one that is too slow or too long, 500 for an exception, which is logged.
+    path, 408 and 413 for one that is too slow or too long, 500 for an exception, which is logged, 503 for one too many.
 
     Args:
       routes: method and path, e.g. `POST /reset` -> function, which may raise Refusal.
@@ -183,7 +189,12 @@ def make_server(routes: Mapping[str, Callable[..., Mapping[str, Any]]], host: st
     """
 
     class Handler(BaseHTTPRequestHandler):
-        timeout = BODY_SECONDS  # of each read and write
+        timeout = REQUEST_SECONDS  # for writing the answer
+
+        def setup(self) -> None:
+            super().setup()
+            self.rfile.close()
+            self.rfile = io.BufferedReader(_Received(self.connection, time.monotonic() + REQUEST_SECONDS))
 
         def do_GET(self) -> None:
             path, _, query = self.path.partition("?")
@@ -197,15 +208,15 @@ def make_server(routes: Mapping[str, Callable[..., Mapping[str, Any]]], host: st
                 if f"{self.command} {path}" not in routes:
                     raise Refusal(404, f"no {self.command} {path}; there are {', '.join(routes)}")
                 function = routes[f"{self.command} {path}"]
-                status, answer = 200, function(**_arguments(function, read))
+                status, body = 200, json.dumps(function(**_arguments(function, read))).encode()
             except Refusal as error:
-                status, answer = error.status, {"error": str(error)}
+                status, body = error.status, _error_body(error)
             except ConnectionError:  # The client is gone.
                 return
             except Exception as error:
                 logging.exception("%s failed", path)
-                status, answer = 500, {"error": f"{type(error).__name__}: {error}"}
-            body = json.dumps(answer).encode()
+                status, body = 500, _error_body(f"{type(error).__name__}: {error}")
+            self.connection.settimeout(self.timeout)
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
@@ -216,26 +227,70 @@ def make_server(routes: Mapping[str, Callable[..., Mapping[str, Any]]], host: st
             length = self.headers.get("Content-Length") or "0"
             if not length.isdecimal() or int(length) > MAX_BYTES:
                 raise Refusal(413, f"Content-Length is {length!r:.30}; a request has at most {MAX_BYTES:,} bytes")
-            body, end = bytearray(), time.monotonic() + BODY_SECONDS
-            while len(body) < int(length):
-                try:
-                    part = self.rfile.read1(int(length) - len(body))  # type: ignore[attr-defined]
-                except TimeoutError:
-                    part = b" "
-                if time.monotonic() > end:
-                    raise Refusal(408, f"the request did not arrive within {BODY_SECONDS:g} s")
-                if not part:
-                    raise ConnectionError("the client is gone")
-                body += part
-            return bytes(body)
+            try:
+                body = self.rfile.read(int(length))
+            except TimeoutError as error:
+                raise Refusal(408, f"the request did not arrive within {REQUEST_SECONDS:g} s") from error
+            if len(body) < int(length):
+                raise ConnectionError("the client is gone")
+            return body
 
         def log_message(self, format: str, *args: Any) -> None:
             logging.debug(format, *args)
 
     try:
-        return ThreadingHTTPServer((host, port), Handler)
+        return _Server((host, port), Handler)
     except (OSError, OverflowError) as error:
         raise UserError(f"cannot listen at {host}:{port} ({error}); choose another port or address") from error
+
+
+class _Server(ThreadingHTTPServer):
+    """A server that has no more than `MOST_CONNECTIONS` at once."""
+
+    request_queue_size = 128
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(address, handler)
+        self._places = threading.BoundedSemaphore(MOST_CONNECTIONS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._places.acquire(blocking=False):
+            with contextlib.suppress(OSError):
+                request.send(b"HTTP/1.0 503 Too many connections\r\n\r\n")
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # No thread could be started.
+            self._places.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        logging.debug("a connection broke", exc_info=True)
+
+
+class _Received(io.RawIOBase):
+    """What comes over a connection until an end in time, however slowly; then TimeoutError."""
+
+    def __init__(self, connection: socket.socket, end: float) -> None:
+        self._connection, self._end = connection, end
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._connection.settimeout(max(self._end - time.monotonic(), 1e-3))
+        return self._connection.recv_into(buffer)
+
+
+def _error_body(error: object) -> bytes:
+    return json.dumps({"error": str(error)}).encode()
 
 
 def _arguments(function: Callable[..., Any], read: Callable[[], Any]) -> Mapping[str, Any]:

@@ -10,12 +10,14 @@ import json
 import threading
 import time
 import types
+import weakref
 
 import letters
 import numpy as np
 import pytest
 from configured import configured_task
 
+from agentr1_jax.contrib.http_env import server
 from agentr1_jax.contrib.http_env.client import HttpConfig, HttpEnvError, HttpTask
 from agentr1_jax.contrib.http_env.server import Service, make_server
 from agentr1_jax.envs.base import Action, Observation, Task, Transition
@@ -195,6 +197,85 @@ def test_a_step_that_is_asked_for_again_is_not_applied_again():
     assert refused.value.status == 410 and task.applied == ["a", "b"]
 
 
+@pytest.mark.parametrize(
+    ("step", "action"),
+    [
+        *[(step, {"text": "a"}) for step in (-1, True, 0.0, "0", None)],
+        *[
+            (0, action)
+            for action in ("a", {}, {"text": None}, {"text": "a", "final": 1}, {"text": "a", "token_ids": []})
+        ],
+    ],
+)
+def test_what_is_no_step_is_refused_and_leaves_the_session_as_it_was(step, action):
+    task = Counting()
+    service = Service(task)
+    name = service.reset({"id": "x"}, 0)["session"]
+    with pytest.raises(Refusal, match="cannot be read") as refused:
+        service.step(name, step, action)
+    assert refused.value.status == 400 and task.applied == []
+    assert service.step(name, 0, {"text": "a"})["reward"] == 1
+
+
+class Made(Counting):
+    """Makes a new environment for each session; keeps weak references to them."""
+
+    def __init__(self, **settings):
+        super().__init__()
+        self.settings, self.made = settings, []
+
+    def env(self):
+        env = Counting(**self.settings)
+        self.made.append(weakref.ref(env))
+        return env
+
+
+def test_a_step_that_failed_is_not_applied_by_a_request_that_waited():
+    class Failing(Counting):
+        async def step(self, action):
+            self.applied.append(action.text)
+            await asyncio.sleep(0.1)
+            raise ZeroDivisionError
+
+    task = Failing()
+    service = Service(task)
+    name = service.reset({"id": "x"}, 0)["session"]
+    raised = []
+
+    def ask():
+        try:
+            service.step(name, 0, {"text": "a"})
+        except (ZeroDivisionError, Refusal) as error:
+            raised.append(type(error))
+
+    requests = [threading.Thread(target=ask) for _ in range(3)]
+    for asking in requests:
+        asking.start()
+    for asking in requests:
+        asking.join()
+    assert (raised.count(ZeroDivisionError), raised.count(Refusal)) == (1, 2) and task.applied == ["a"]
+
+
+def test_an_idle_session_is_dropped_with_its_environment(monkeypatch):
+    monkeypatch.setattr(server, "IDLE_SECONDS", 0.05)
+    task = Made()
+    service = Service(task)
+    service.reset({"id": "x"}, 0)
+    end = time.monotonic() + 20
+    while task.made[0]() is not None and time.monotonic() < end:
+        time.sleep(0.01)
+    assert task.made[0]() is None and not service._sessions
+
+
+def test_a_step_that_hangs_is_given_up(monkeypatch):
+    service = Service(Made(slow=60.0))
+    name = service.reset({"id": "x"}, 0)["session"]
+    monkeypatch.setattr(server, "IDLE_SECONDS", 0.05)
+    with pytest.raises(TimeoutError):
+        service.step(name, 0, {"text": "a"})
+    assert not service._sessions
+
+
 def test_a_request_whose_answer_was_lost_comes_again_and_waits_for_it():
     """The client gives up before the server has answered, and asks again while the step is still being applied."""
     task = Counting(slow=0.4)
@@ -306,6 +387,7 @@ def test_rows_that_are_not_there_and_rows_that_are_none():
     ("path", "body"),
     [
         ("/rows?split=train&index=one", None),
+        ("/rows?split=train&index=-1", None),
         ("/reset", b"{"),
         ("/step", b""),
     ],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import http.client
 import json
 import re
@@ -11,8 +13,10 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -121,7 +125,7 @@ def test_requests_are_bounded_in_length_and_time(served, monkeypatch):
         with connection.getresponse() as answer:
             assert answer.status == 413 and "a request has at most" in json.loads(answer.read())["error"]
         connection.close()
-    monkeypatch.setattr(requests, "BODY_SECONDS", 0.05)
+    monkeypatch.setattr(requests, "REQUEST_SECONDS", 0.05)
     connection = http.client.HTTPConnection(host, timeout=60)
     connection.putrequest("POST", "/retrieve")
     connection.putheader("Content-Length", "1000000")
@@ -137,6 +141,59 @@ def test_requests_are_bounded_in_length_and_time(served, monkeypatch):
             assert b" 408 " in answer or b"did not arrive within" in answer
             raise ConnectionError
     connection.close()
+
+
+@bm25
+def test_a_request_whose_head_trickles_is_given_up(served, monkeypatch):
+    _, url = served
+    monkeypatch.setattr(requests, "REQUEST_SECONDS", 0.1)
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nX: ")
+        connection.settimeout(0.01)
+        with pytest.raises(ConnectionError):  # Each packet is in time, the request never is.
+            while True:
+                connection.sendall(b"x")
+                with contextlib.suppress(TimeoutError):
+                    if not connection.recv(1000):
+                        raise ConnectionError
+
+
+def test_connections_are_limited_in_number(monkeypatch):
+    monkeypatch.setattr(requests, "MOST_CONNECTIONS", 1)
+    asked, release = threading.Event(), threading.Event()
+    routes = {"GET /wait": lambda: asked.set() or {"waited": release.wait(60)}}
+    with requests.make_server(routes, "127.0.0.1", 0) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        ask = functools.partial(requests.request, "GET", f"http://127.0.0.1:{server.server_port}/wait", None)
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(ask, 60)
+            assert asked.wait(60)
+            for _ in range(3):
+                with pytest.raises(requests.HttpError) as refused:
+                    ask(10)
+                assert refused.value.kind in ("http_5xx", "unreachable"), "told at once"
+            release.set()
+            assert first.result() == b'{"waited": true}'
+        again, end = None, time.monotonic() + 20
+        while again is None and time.monotonic() < end:  # The place is free soon after the answer.
+            with contextlib.suppress(requests.HttpError):
+                again = ask(60)
+        assert again == first.result()
+        server.shutdown()
+
+
+def test_connections_wait_until_the_server_has_time_for_them():
+    with requests.make_server({}, "127.0.0.1", 0) as server, contextlib.ExitStack() as stack:
+        for _ in range(64):
+            stack.enter_context(socket.create_connection(server.server_address, timeout=0.5))
+
+
+def test_an_answer_that_json_cannot_hold_is_an_error_in_one_sentence():
+    with requests.make_server({"GET /set": lambda: {"set": {1}}}, "127.0.0.1", 0) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        with pytest.raises(requests.HttpError, match="status 500: .*TypeError: .* set is not JSON"):
+            requests.request("GET", f"http://127.0.0.1:{server.server_port}/set", None, 60)
+        server.shutdown()
 
 
 def test_the_whole_command_until_sigterm_and_what_a_run_hears_then(tmp_path):

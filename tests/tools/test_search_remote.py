@@ -83,13 +83,16 @@ def hangs(handler):
     handler.server.release.wait(FOREVER)
 
 
-def trickles(handler):
+def trickles(head, packet=b" "):
     """A packet now and then: each is in time, the answer never is."""
-    handler.send_response(200)
-    handler.send_header("Content-Length", "1000000")
-    handler.end_headers()
-    while not handler.server.release.wait(0.02):
-        handler.wfile.write(b" ")
+
+    def act(handler):
+        handler.close_connection = True
+        handler.wfile.write(head)
+        while not handler.server.release.wait(0.02):
+            handler.wfile.write(packet)
+
+    return act
 
 
 def drops(handler):
@@ -179,7 +182,19 @@ def test_the_cache_keeps_what_was_used_last(server):
     assert none.search(["a"], 1) == none.search(["a"], 1) and len(asked(server)) == 3
 
 
-@pytest.mark.parametrize("act", [hangs, trickles])
+@pytest.mark.parametrize(
+    "act",
+    [
+        hangs,
+        trickles(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n"),
+        trickles(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"),
+        trickles(b"HTTP/1.0 200 OK\r\n\r\n"),
+        trickles(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
+        trickles(b"HTTP/1.0 500 Error\r\n\r\n"),
+        trickles(b"HTTP/1.1 200 OK\r\nX: "),
+        trickles(b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    ],
+)
 def test_a_slow_answer_is_given_up(server, act):
     server.plan = [act]
     start = time.monotonic()
@@ -293,9 +308,18 @@ def test_credentials_that_are_not_there_are_told_at_the_start(monkeypatch):
     assert "secret" not in str(caught.value)
 
 
-def test_a_huge_answer_is_not_read(server, monkeypatch):
+def floods(handler):
+    """An answer without length or end."""
+    handler.close_connection = True
+    handler.wfile.write(b"HTTP/1.0 200 OK\r\n\r\n")
+    while not handler.server.release.is_set():
+        handler.wfile.write(b" " * 500)
+
+
+@pytest.mark.parametrize("act", [says(b" " * 1001), floods])
+def test_a_huge_answer_is_not_read(server, monkeypatch, act):
     monkeypatch.setattr(requests, "MAX_BYTES", 1000)
-    server.plan = [says(b" " * 1001)]
+    server.plan = [act]
     assert kind_of(RemoteRetriever(server.url)) == "huge_answer"
     assert RemoteRetriever(server.url).search(["a"], 1)
 

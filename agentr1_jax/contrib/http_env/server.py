@@ -20,6 +20,8 @@ from agentr1_jax.http import Refusal
 
 SPLITS = ("train", "eval", "dev")
 IDLE_SECONDS = 3600.0
+"""Time after which a session that nobody uses is dropped, and its environment with it."""
+SWEEP_SECONDS = 60.0
 
 
 class Session:
@@ -40,6 +42,7 @@ class Service:
         self._task = task
         self._sessions: dict[str, Session] = {}
         self._loop = asyncio.new_event_loop()
+        self._loop.call_soon(self._drop_idle)
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def info(self) -> Mapping[str, Any]:
@@ -63,8 +66,6 @@ class Service:
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Mapping[str, Any]:
         """Start a session."""
-        for idle in [key for key, x in list(self._sessions.items()) if time.monotonic() - x.used > IDLE_SECONDS]:
-            self.close(idle)
         env, name = self._task.env(), uuid.uuid4().hex
         observation = self._run(env.reset(row, seed))
         self._sessions[name] = Session(env)
@@ -72,21 +73,28 @@ class Service:
 
     def step(self, session: str, step: int, action: Mapping[str, Any]) -> Mapping[str, Any]:
         """Apply step number `step`; repeat the answer where it is the last one applied."""
+        if not isinstance(session, str) or type(step) is not int or step < 0:
+            raise Refusal(400, f"cannot be read: session is {session!r:.80}, step is {step!r:.80}")
+        said = _action(action)
+        gone = Refusal(410, f"no session {session!r}: it ended, failed, or was idle for {IDLE_SECONDS:g} s")
         found = self._sessions.get(session)
         if found is None:
-            raise Refusal(410, f"no session {session!r}: it ended, failed, or was idle for {IDLE_SECONDS:g} s")
+            raise gone
         with found.lock:
+            if session not in self._sessions:  # The step failed while this request for the same one waited.
+                raise gone
             found.used = time.monotonic()
             if step == found.steps - 1:
                 return found.last
             if step != found.steps:
                 raise Refusal(409, f"the session is at step {found.steps}, not {step}")
             try:
-                transition = self._run(found.env.step(Action(np.zeros(0, np.int32), **action)))
+                transition = self._run(found.env.step(said))
             except BaseException:
                 self.close(session)  # The state of the environment is unknown.
                 raise
             found.steps, found.last = step + 1, _answer(transition, found.env.truncate())
+            found.used = time.monotonic()
             return found.last
 
     def close(self, session: str) -> Mapping[str, Any]:
@@ -94,8 +102,19 @@ class Service:
         self._sessions.pop(session, None)
         return {}
 
+    def _drop_idle(self) -> None:
+        last = time.monotonic() - IDLE_SECONDS
+        for key, session in list(self._sessions.items()):
+            if session.used < last and not session.lock.locked():
+                self.close(key)
+        self._loop.call_later(min(SWEEP_SECONDS, IDLE_SECONDS), self._drop_idle)
+
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        running = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return running.result(IDLE_SECONDS)
+        finally:
+            running.cancel()
 
 
 def make_server(task: Task, host: str, port: int) -> ThreadingHTTPServer:
@@ -109,6 +128,20 @@ def make_server(task: Task, host: str, port: int) -> ThreadingHTTPServer:
         "POST /close": service.close,
     }
     return http.make_server(routes, host, port)
+
+
+def _action(fields: Any) -> Action:
+    """Return the action of a request. Raises Refusal where it is none."""
+    try:
+        if not isinstance(fields, Mapping):
+            raise TypeError("it is no object")
+        action = Action(np.zeros(0, np.int32), **fields)
+        kinds = (str, bool, bool, bool)
+        if tuple(map(type, (action.text, action.truncated, action.final, action.lenient))) != kinds:
+            raise TypeError("text must be a text, and truncated, final and lenient true or false")
+    except TypeError as error:
+        raise Refusal(400, f"cannot be read: an action is {fields!r:.80} ({error})") from error
+    return action
 
 
 def _observation_fields(observation: Observation) -> dict[str, Any]:
