@@ -68,7 +68,7 @@ class Registry(Mapping[str, T]):
         if not os.path.isfile(path):
             raise ValueError(f"{self._key}: {path}: no such file")
         self._drop(path)
-        before = [set(registry) for registry in self._registries]
+        before, modules = [set(registry) for registry in self._registries], set(sys.modules)
         try:
             import_file(path)
         except Exception as error:
@@ -76,10 +76,14 @@ class Registry(Mapping[str, T]):
                 registry._keep(names)
             raise ValueError(f"{self._key}: {path}: {type(error).__name__}: {error}") from error
         folder = os.path.dirname(path)
+        ours = {
+            x.__file__ for name, x in sys.modules.items() if name not in modules and name.startswith("agentr1_jax.")
+        }
         for registry, names in zip(self._registries, before, strict=False):
             for name in registry._entries.keys() - names:
-                # What a neighbour registers is its own: the next load of this file does not execute it again.
-                if os.path.dirname(registry._files[name] or "") != folder:
+                # What a neighbour or a module of ours registers is its own: the next load does not execute it again.
+                file = registry._files[name]
+                if os.path.dirname(file or "") != folder and file not in ours:
                     registry._files[name] = path
         if not any(os.path.dirname(file or "") == folder for file in self._files.values()):
             raise ValueError(f"{self._key}: {path} registers no {self._what}; decorate one with @register('its_name')")

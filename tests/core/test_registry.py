@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from agentr1_jax import agents
 from agentr1_jax.agents.context import RULES
 from agentr1_jax.envs.registry import TASKS
 from agentr1_jax.errors import UserError
@@ -105,6 +106,16 @@ def test_what_a_neighbour_registers_outlives_another_load(tmp_path):
     for _ in range(2):
         RULES.load(path)
         assert {"rule_of_mine", "rule_beside"} <= set(RULES)
+
+
+def test_a_module_of_ours_that_a_file_is_the_first_to_import_outlives_another_load(tmp_path, monkeypatch):
+    module = "agentr1_jax.agents.rule_of_ours"
+    write(tmp_path / "ours", "rule_of_ours.py", name="rule_of_ours")
+    monkeypatch.setattr("agentr1_jax.agents.__path__", [*agents.__path__, str(tmp_path / "ours")])
+    path = write(tmp_path / "users", "mine.py", name="rule_of_a_user", imports=f"import {module}")
+    for _ in range(2):
+        RULES.load(path)
+        assert {"rule_of_a_user", "rule_of_ours"} <= set(RULES)
 
 
 @pytest.fixture
