@@ -109,20 +109,38 @@ def check_optional_count(value: Any, name: str) -> int | None:
     return plain
 
 
+def check_ids(value: Any, name: str) -> np.ndarray:
+    """Return token ids, int32 [N]; that the vocabulary has them, the engine checks."""
+    ids = np.asarray(value)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise BoundaryError(f"{name} are {_show(value)}; they must be integers [N]")
+    if ids.size and ids.dtype != np.int32 and not (0 <= ids.min() and ids.max() < 2**31):
+        raise BoundaryError(f"{name} are {_show(value)}; ids are from 0 to 2**31 - 1")
+    return ids.astype(np.int32, copy=False)
+
+
+def check_messages(values: Any) -> tuple[dict[str, Any], ...]:
+    """Return chat messages, whose tool calls templates take for mappings."""
+    messages = check_records(values, "messages of an observation")
+    for message in messages:
+        for key in ("role", "content"):
+            check_text(message.get(key), f"{key!r} of a message")
+        check_records(message.get("tool_calls") or (), "'tool_calls' of a message")
+    return messages
+
+
 def check_observation(observation: Any) -> Observation:
     if not isinstance(observation, Observation):
         raise BoundaryError(f"an observation is {_show(observation)}; it must be an Observation")
     o = observation
-    if o.messages is not None:
-        for message in check_records(o.messages, "messages of an observation"):
-            for key in ("role", "content"):
-                check_text(message.get(key), f"{key!r} of a message")
-    if o.token_ids is not None and np.asarray(o.token_ids).dtype.kind not in "iu":
-        raise BoundaryError(f"token_ids of an observation are {_show(o.token_ids)}; they must be integers [N]")
+    if o.texts is not None and not isinstance(o.texts, Sequence):
+        raise BoundaryError(f"texts of an observation are {_show(o.texts)}; they must be a list of texts")
     return dataclasses.replace(
         o,
+        messages=None if o.messages is None else check_messages(o.messages),
         text=check_optional_text(o.text, "text of an observation"),
         texts=None if o.texts is None else [check_text(text, "one of the texts of an observation") for text in o.texts],
+        token_ids=None if o.token_ids is None else check_ids(o.token_ids, "token_ids of an observation"),
         role=check_text(o.role, "role of an observation"),
         tools=check_records(o.tools, "tools of an observation"),
         state_key=check_optional_text(o.state_key, "state_key"),
@@ -208,16 +226,18 @@ def check_row(row: Any) -> dict[str, Any]:
     """Return the facts of a task row that its trajectories keep."""
     if not isinstance(row, Mapping):
         raise BoundaryError(f"a task row is {_show(row)}; it must be a mapping")
+    if "max_steps" in row and not check_optional_count(row["max_steps"], "row['max_steps']"):
+        raise BoundaryError(f"row['max_steps'] is {_show(row['max_steps'])}; a row allows at least 1 step")
     return {key: check_json(row[key], f"row[{key!r}]") for key in ROW_FACTS if key in row}
 
 
 def describe_error(error: BaseException) -> str:
     """Return type and message of an exception, also where the message cannot be made."""
     try:
-        message = str(error)
-    except Exception as failure:
+        message = str(error)[:ERROR_CHARACTERS]
+    except BaseException as failure:
         message = f"(its message raises {type(failure).__name__})"
-    return f"{type(error).__name__}: {message[:ERROR_CHARACTERS]}"
+    return f"{type(error).__name__}: {message}"
 
 
 def _from_numpy(value: Any) -> Any:
@@ -237,6 +257,6 @@ def _show(value: Any) -> str:
     """Return a short description of a value, also where its `repr` raises."""
     try:
         text = repr(value)
-    except Exception:
+    except BaseException:
         text = f"an object of type {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -93,7 +93,7 @@ class Session:
         """
         if self._generating or self._open is not None or self._trajectory is not None:
             raise RuntimeError(f"{self.identity.uid}: generate() before record() or after finish()")
-        prompt_ids = np.array(prompt_ids, np.int32)  # A copy: the agent may go on writing in its own.
+        prompt_ids = boundary.check_ids(prompt_ids, "prompt_ids").copy()  # The agent may go on writing in its own.
         self._generating, self._prompt = True, prompt_ids
         try:
             completion = await self.respond(prompt_ids, max_tokens, stop)
@@ -141,7 +141,9 @@ class Session:
         self._trajectory = Trajectory(
             **dataclasses.asdict(self.identity),
             steps=tuple(self._steps),
-            final_prompt_ids=None if final_prompt_ids is None else np.asarray(final_prompt_ids, np.int32),
+            final_prompt_ids=None
+            if final_prompt_ids is None
+            else boundary.check_ids(final_prompt_ids, "final_prompt_ids"),
             row=self._row,
             **ending,
         )

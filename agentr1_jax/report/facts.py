@@ -18,25 +18,32 @@ from agentr1_jax.trajectory import POLICIES, Step, Trajectory
 
 Decode = Callable[[Sequence[int]], str]
 Facts = dict[str, Any]
+MOST_NESTED = 200
+"""Deepest nesting of JSON that is shown: writing and showing it recurses."""
 MOST_CHARACTERS = 120
 """Of an action or answer in a list."""
 _STOP = re.compile(r"(<\|\w+\|>)+$")
 
 
-def plain(value: Any) -> Any:
-    """Return any value as strict JSON: numpy as Python, non-finite floats as strings, anything else as its `str`."""
+def plain(value: Any, levels: int = MOST_NESTED) -> Any:
+    """Return any value as strict JSON: numpy as Python, non-finite floats as strings, anything else as its `str`.
+
+    What is nested deeper than `levels` is a mark: runs of earlier versions hold such JSON.
+    """
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, np.ndarray | np.generic):
-        return plain(value.tolist())
+        return plain(value.tolist(), levels)
     if isinstance(value, numbers.Integral):
         return int(value)
     if isinstance(value, numbers.Real):
         return float(value) if math.isfinite(value) else str(float(value))
+    if isinstance(value, Mapping | Collection) and not levels:
+        return "…"
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence | Collection):
-        return [plain(item) for item in value]
+        return {str(key): plain(item, levels - 1) for key, item in value.items()}
+    if isinstance(value, Collection):
+        return [plain(item, levels - 1) for item in value]
     return str(value)
 
 
@@ -123,7 +130,7 @@ def _arguments(call: Mapping[str, Any]) -> str:
     given = call.get("arguments")
     if isinstance(given, Mapping):
         return ", ".join(json.dumps(plain(value), ensure_ascii=False) for value in given.values())
-    return "" if given is None else str(given)
+    return "" if given is None else str(plain(given))
 
 
 def _answer(trajectory: Trajectory, decode: Decode) -> str:

@@ -273,7 +273,9 @@ class Engine:
             raise RequestError(
                 f"prompt ids must lie in [0, {self._vocab_size}), got {np.min(prompt)}..{np.max(prompt)}"
             )
-        if len(r.stop) > MOST_STOP_SEQUENCES or any(not 1 <= len(s) <= STOP_WIDTH or min(s) < 0 for s in r.stop):
+        if len(r.stop) > MOST_STOP_SEQUENCES or not all(
+            1 <= len(s) <= STOP_WIDTH and 0 <= min(s) and max(s) < 2**31 for s in r.stop
+        ):
             raise RequestError(
                 f"at most {MOST_STOP_SEQUENCES} stop sequences of 1 to {STOP_WIDTH} ids each, "
                 f"got {list(map(list, r.stop))}"

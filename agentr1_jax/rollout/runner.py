@@ -140,7 +140,7 @@ class TaskGroup:
       identities: names and seeds of the trajectories.
     """
 
-    row: Row | Exception
+    row: Row | BaseException
     identities: Sequence[Identity]
 
 
@@ -276,7 +276,7 @@ def start_batch(
 async def _episode(
     engine: Engine,
     agent: Agent,
-    row: Row | Exception,
+    row: Row | BaseException,
     identity: Identity,
     sampling: SamplingConfig,
     limits: AttemptLimits,
@@ -304,7 +304,7 @@ async def _episode(
 
 
 async def attempt_episode(
-    agent: Agent, session: Session, row: Row | Exception, seconds: float | None = None
+    agent: Agent, session: Session, row: Row | BaseException, seconds: float | None = None
 ) -> Trajectory:
     """Return the trajectory of one attempt, however it ends: a bad rollout is data, not a crash."""
     error = await _run_agent(agent, session, row, seconds)
@@ -323,7 +323,7 @@ async def attempt_episode(
 
 
 async def _run_agent(
-    agent: Agent, session: Session, row: Row | Exception, seconds: float | None
+    agent: Agent, session: Session, row: Row | BaseException, seconds: float | None
 ) -> BaseException | None:
     """Return what an agent raised, or `AgentTimeout` after its time.
 
@@ -332,7 +332,7 @@ async def _run_agent(
 
     async def run() -> BaseException | None:
         try:
-            if isinstance(row, Exception):
+            if isinstance(row, BaseException):
                 raise row
             session.begin(row)
             await agent.run(session, row)

@@ -152,10 +152,10 @@ async def run_safely(tool: Tool, function: Callable[[Any], Any], argument: Any) 
 def exception_result(tool: Tool, error: BaseException) -> ToolResult:
     """Return the failed call that stands for an exception."""
     try:
-        message = str(error)
-    except Exception:
+        message = str(error)[:MAX_MESSAGE]
+    except BaseException:
         message = ""
-    content = f"Error: {tool.name} raised {type(error).__name__}: {message[:MAX_MESSAGE]}"
+    content = f"Error: {tool.name} raised {type(error).__name__}: {message}"
     return failure("exception", content, "infrastructure")
 
 

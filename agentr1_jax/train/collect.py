@@ -96,7 +96,7 @@ def identities(setup: Setup, name: str, group: int, prompt: int, samples: int) -
     ]
 
 
-def task_row(setup: Setup, split: str, prompt: int) -> Row | Exception:
+def task_row(setup: Setup, split: str, prompt: int) -> Row | BaseException:
     """Return a row of the task; one that is trained on with the steps that the curriculum allows.
 
     An exception stands for a row that cannot be made: its trajectories end in `env_failure`.
@@ -104,11 +104,13 @@ def task_row(setup: Setup, split: str, prompt: int) -> Row | Exception:
     settings = setup.settings
     try:
         row = setup.task.row(split, prompt)
-    except Exception as error:
+        if split != "train" or not settings.stages:
+            return row
+        return limit_steps(row, settings.stages, prompt, settings.rollout.groups)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # Also SystemExit, by which a run would end as if it were done.
         return error
-    if split != "train" or not settings.stages:
-        return row
-    return limit_steps(row, settings.stages, prompt, settings.rollout.groups)
 
 
 def task_groups(setup: Setup, request: Request, positions: Sequence[int]) -> list[TaskGroup]:

@@ -12,6 +12,7 @@ import pytest
 from letters import BUDGET, ROW, TOKENIZER, ScriptedEnv, observed, play
 from schedules import assert_exact, sampled
 
+from agentr1_jax.agents.boundary import BoundaryError
 from agentr1_jax.agents.loop import FINAL_REQUEST, LOOP_CHARACTERS
 from agentr1_jax.agents.session import Completion, Identity, ScriptedSession, Session
 from agentr1_jax.envs.base import Observation
@@ -340,6 +341,14 @@ def test_calls_out_of_order_are_errors():
         return await asyncio.gather(s.generate([1], 3), s.generate([1], 3), return_exceptions=True)
 
     assert [type(r) for r in asyncio.run(two(session()))] == [Completion, RuntimeError]
+
+
+@pytest.mark.parametrize("ids", [[2**40 + 5], np.asarray([2**40 + 5]), [[1]], ["a"], [0.5], 1])
+def test_prompts_that_are_no_token_ids_are_refused(ids):
+    with pytest.raises(BoundaryError, match="prompt_ids"):
+        asyncio.run(session().generate(ids, 3))
+    with pytest.raises(BoundaryError, match="final_prompt_ids"):
+        session().finish(Outcome.STALE, ids)
 
 
 def test_fault_9_a_broken_off_trajectory_keeps_its_steps_and_its_error():

@@ -43,9 +43,14 @@ class Unspeakable(Exception):
         raise RuntimeError("no words")
 
 
+class Unutterable(Exception):
+    def __str__(self):
+        raise SystemExit(3)
+
+
 class Unshowable:
     def __repr__(self):
-        raise RuntimeError("no looks")
+        raise Rude("no looks")
 
 
 class Rude(BaseException):
@@ -107,6 +112,7 @@ STEPS = {
     "reward parts that are a list": ({"reward_parts": [1.0]}, FAILED, "reward_parts"),
     "a reward part None": ({"reward_parts": {"a": None}}, FAILED, "reward_parts['a'] is None"),
     "raw parts that are texts": ({"raw_reward_parts": {"a": "high"}}, FAILED, "raw_reward_parts['a'] is 'high'"),
+    "raw parts that are a list": ({"raw_reward_parts": [1.0]}, FAILED, "raw_reward_parts is [1.0]; it must map"),
     "raw parts without names": ({"raw_reward_parts": {1: 1.0}}, FAILED, "a key of raw_reward_parts is 1"),
     "an array as flag": ({"terminated": np.bool_(False)}, DONE, ""),
     "a text as flag": ({"truncated": "no"}, FAILED, "truncated is 'no'; it must be True or False"),
@@ -133,6 +139,13 @@ STEPS = {
     "a text as observation": ({"observation": "so?"}, FAILED, "it must be an Observation"),
     "a number as text": (shows(text=5), FAILED, "text of an observation is 5"),
     "a number among texts": (shows(texts=["a", 5]), FAILED, "one of the texts"),
+    "a number as texts": (shows(texts=5), FAILED, "texts of an observation are 5; they must be a list"),
+    "a dict as texts": (shows(texts={"a": 1}), FAILED, "they must be a list"),
+    "texts as tool calls of a message": (
+        shows(messages=[{"role": "assistant", "content": "a", "tool_calls": ["x"]}]),
+        FAILED,
+        "'tool_calls' of a message is ['x']; it must be a list of mappings",
+    ),
     "messages later": (
         shows(messages=[{"role": "user", "content": "a"}]),
         FAILED,
@@ -140,6 +153,10 @@ STEPS = {
     ),
     "an unknown role": (shows(role="judge"), FAILED, "renders no 'judge' turn"),
     "token ids that are texts": ({"observation": Observation(token_ids=["a"])}, FAILED, "must be integers"),
+    "token ids of two dimensions": ({"observation": Observation(token_ids=[[1, 2]])}, FAILED, "must be integers [N]"),
+    "one token id": ({"observation": Observation(token_ids=5)}, FAILED, "must be integers [N]"),
+    "token ids of 64 bits": ({"observation": Observation(token_ids=np.array([2**40 + 5]))}, FAILED, "0 to 2**31 - 1"),
+    "no token ids": ({"observation": Observation(token_ids=[])}, DONE, ""),
     "token ids beyond the vocabulary": ({"observation": Observation(token_ids=[10**6])}, Outcome.ENGINE_FAILURE, "ids"),
     "lone surrogates": (shows(text="a\ud800b"), DONE, ""),
     "a dict as state key": (shows(state_key={"a": 1}), FAILED, "state_key is {'a': 1}; it must be a text"),
@@ -153,6 +170,7 @@ CALLS = {
     # What the first call of step() does -> outcome, and a part of the error.
     "an exception": (raises(OSError("gone")), FAILED, "OSError: gone"),
     "an exception whose message raises": (raises(Unspeakable()), FAILED, "Unspeakable: (its message raises"),
+    "an exception whose message exits": (raises(Unutterable()), FAILED, "Unutterable: (its message raises SystemExit"),
     "an exception with a message of 10 MB": (raises(ValueError("x" * 10**7)), FAILED, "ValueError: xxx"),
     "a BaseException": (raises(Rude("rude")), FAILED, "Rude: rude"),
     "SystemExit": (raises(SystemExit(3)), FAILED, "SystemExit: 3"),
@@ -260,7 +278,10 @@ def test_rows_that_cannot_be_used_end_their_own_trajectories_only(tmp_path):
         "Unspeakable: (its message raises": Unspeakable(),
         "a task row is None; it must be a mapping": None,
         "row['answers'] holds {1, 2}": letters.ROW | {"answers": {1, 2}},
-        "TypeError": letters.ROW | {"max_steps": "two"},
+        "row['max_steps'] is 'two'": letters.ROW | {"max_steps": "two"},
+        "a row allows at least 1 step": letters.ROW | {"max_steps": 0},
+        "row['answers'] is nested more than 100": letters.ROW | {"answers": nested(900)},
+        "SystemExit: 3": SystemExit(3),
     }
     for t, error in zip(among_healthy(rows.values()), rows, strict=True):
         check(t, FAILED, error, tmp_path)

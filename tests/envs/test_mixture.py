@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import sys
 import types
 
 import numpy as np
@@ -245,6 +246,13 @@ def test_training_rows_alone_have_a_curriculum():
     parts = types.SimpleNamespace(settings=setup.read_settings(config), task=PARTS["keydoor"])
     assert [collect.task_row(parts, "train", prompt)["max_steps"] for prompt in (0, 15, 16, 99)] == [3, 3, 7, 7]
     assert collect.task_row(parts, "eval", 0) == PARTS["keydoor"].row("eval", 0)
+
+
+@pytest.mark.parametrize("row", [lambda *_: None, lambda *_: {"max_steps": "two"}, lambda *_: sys.exit()])
+def test_a_row_that_is_none_is_the_failure_of_its_episodes(row):
+    config = changed(keydoor, task__curriculum=("max_steps(3)",))
+    parts = types.SimpleNamespace(settings=setup.read_settings(config), task=types.SimpleNamespace(row=row))
+    assert isinstance(collect.task_row(parts, "train", 0), TypeError | SystemExit)
 
 
 @pytest.mark.parametrize(

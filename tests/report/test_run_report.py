@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import io
 import json
@@ -187,6 +188,22 @@ def test_damaged_files_are_a_sentence_each_and_the_rest_is_shown(run: Path, toke
     assert all(fault[:40] in printed(run, Selection(), tokens).replace("\n", "") for fault in faults)
     (run / "metrics.jsonl").unlink()
     assert not any("metrics" in fault for fault in write(run, Selection(), tokens)[1])
+
+
+def test_deep_json_of_earlier_versions_is_cut(run: Path, tokens: Tokens) -> None:
+    deep: list = []
+    for _ in range(900):
+        deep = [deep]
+    path = run / "trajectories" / "rl_000002.jsonl.gz"
+    first, *rest = read_jsonl(path)
+    step = dataclasses.replace(
+        first.steps[0], action_key=None, info={"a": deep}, tool_calls=[{"arguments": {"a": deep}}]
+    )
+    steps, row = (step, *first.steps[1:]), {**first.row, "question": deep, "answers": [deep]}
+    write_jsonl(path, [dataclasses.replace(first, steps=steps, row=row, info={"a": deep}), *rest])
+    page, faults = write(run, Selection(), tokens)
+    assert first.uid in {t["uid"] for t in pages.island(page)["trajectories"]} and faults == []
+    assert first.uid in printed(run, Selection(updates=(2,)), tokens)
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, tokens: Tokens) -> None:

@@ -90,6 +90,7 @@ def test_a_stop_sequence_never_begins_in_the_prompt_or_in_an_earlier_response():
         ([1], {"stop": [[1], [2], [3], [4], [5]]}, "at most 4 stop sequences"),
         ([1], {"stop": [[1, 2, 3, 4, 5]]}, "at most 4 stop sequences"),
         ([1], {"stop": [[-1]]}, "at most 4 stop sequences"),
+        ([1], {"stop": [[2**40]]}, "at most 4 stop sequences"),
     ],
 )
 def test_a_request_that_does_not_fit_is_refused(prompt, options, message):

@@ -143,6 +143,14 @@ def test_contents_are_quoted_where_the_template_quotes_them(data_dir, tmp_path):
     assert len(long) <= len(made.render_observation("x")) + 20
 
 
+@pytest.mark.parametrize("calls", [["x"], [{"function": "x"}]])
+def test_messages_that_break_a_template_are_refused(form, calls):
+    """Qwen's template has jinja write what is undefined as JSON, which raises TypeError."""
+    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!", "tool_calls": calls}]
+    with pytest.raises(ValueError, match="its chat template refuses these messages"):
+        form("qwen2.5").render_opening(said)
+
+
 def test_template_variables_reach_the_opening_and_the_glue(form):
     made = form("qwen3", enable_thinking=False)
     ending = made.tokenizer.encode_template("<|im_start|>assistant\n<think>\n\n</think>\n\n")

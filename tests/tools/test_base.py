@@ -72,11 +72,17 @@ class WithoutText(Exception):
         raise ValueError
 
 
+class WithTextThatExits(Exception):
+    def __str__(self):
+        raise SystemExit(3)
+
+
 ERRORS = [
     RuntimeError("lost"),
     StopIteration(),
     MemoryError(),
     WithoutText(),
+    WithTextThatExits(),
     SystemExit(1),
     GeneratorExit(),
     asyncio.CancelledError(),
