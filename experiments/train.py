@@ -170,10 +170,12 @@ def warm_start(
     """Imitate expert trajectories, then evaluate the policy that RL starts from."""
     c = setup.settings.warm_start
     if setup.settings.imitates:
-        demonstrations = make_demonstrations(setup)
+        demonstrations = make_demonstrations(setup, logger.stop)
+        if demonstrations is None:
+            raise Stopped
         if progress.update == 0:
             logger.folder.write_trajectories("demonstrations", demonstrations[:SHOWN_DEMONSTRATIONS])
-            em = trajectory_means(demonstrations)["em"]
+            em = trajectory_means(demonstrations).get("em", math.nan)
             logging.info("%d demonstrations, em %.3f", len(demonstrations), em)
         phase = phases.warm_start(setup, builder.optimizer, builder.layout)
         examples = Examples(demonstrations, c.batch // processes.process_count(), setup.settings.run.seed)

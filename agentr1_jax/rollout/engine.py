@@ -166,11 +166,24 @@ class Engine:
         self._wake_up, self.version = asyncio.Event(), version
         started = time.perf_counter()
         self.timeline = Timeline() if self.record_timeline else None
+        closing = False
+
+        async def run_cycles() -> None:
+            try:
+                await self._run_cycles()
+            except asyncio.CancelledError:
+                if not closing:  # Without cycles all that wait for a response would wait for ever.
+                    raise RuntimeError("an environment, tool or agent has cancelled a task of the engine") from None
+                raise
+
         try:
             self.device.open(params)
             async with asyncio.TaskGroup() as tasks:
-                cycles = tasks.create_task(self._run_cycles())
-                yield
+                cycles = tasks.create_task(run_cycles())
+                try:
+                    yield
+                finally:
+                    closing = True
                 cycles.cancel()
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None

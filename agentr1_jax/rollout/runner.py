@@ -9,13 +9,16 @@ import dataclasses
 import itertools
 import math
 import queue
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 from absl import logging
 
+from agentr1_jax.agents import event_loop
 from agentr1_jax.agents.boundary import BoundaryError
 from agentr1_jax.agents.session import Agent, Completion, Identity, Session
 from agentr1_jax.envs.base import Row
@@ -31,12 +34,12 @@ RETRIED = (Outcome.TOOL_FAILURE, Outcome.ENV_FAILURE)
 
 ONE_ATTEMPT = AttemptLimits()
 
-CANCEL_SECONDS = 1.0
-"""Time that a cancelled agent has to end."""
-CANCELLATIONS = 3
-"""Cancellations of an agent that goes on regardless, before its coroutine is closed."""
+CLOSE_SECONDS = 10.0
+"""Time in which user code has to leave the event loop at its end; more than `event_loop.end_task` takes."""
 POLL_SECONDS = 0.2
 """Interval at which `wait` asks whether to stop."""
+
+CANCELLED = "an environment, tool or agent has cancelled tasks that are not its own"
 
 T = TypeVar("T")
 
@@ -55,6 +58,8 @@ class BackgroundEngine(contextlib.AbstractContextManager["BackgroundEngine"]):
         self.engine = engine
         self._unfinished: set[concurrent.futures.Future[Any]] = set()
         self._opened: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
+        self._aborts = False
+        self._agents_ended, self._engine_closed = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._serve, args=(params, version), name="rollouts", daemon=True)
         self._thread.start()
         self._loop = self._opened.result()
@@ -69,7 +74,11 @@ class BackgroundEngine(contextlib.AbstractContextManager["BackgroundEngine"]):
         async def run() -> None:
             try:
                 future.set_result(await work)
-            except Exception as error:
+            except asyncio.CancelledError:
+                if self._aborts:
+                    raise  # `_serve` tells the waiter why.
+                future.set_exception(RuntimeError(CANCELLED))
+            except BaseException as error:
                 future.set_exception(error)
             self._unfinished.discard(future)
 
@@ -93,10 +102,22 @@ class BackgroundEngine(contextlib.AbstractContextManager["BackgroundEngine"]):
             raise RuntimeError("the engine is closed; see the error of its earlier work") from error
 
     def close(self) -> None:
-        """Abort the work in progress, and free the cache."""
+        """Abort the work in progress, and free the cache.
+
+        Where user code blocks the event loop for `CLOSE_SECONDS`, the thread is left behind: the log says where it is,
+        and the engine cannot be used again.
+        """
         with contextlib.suppress(RuntimeError):  # It has ended.
             self._call(self._stop.set)
-        self._thread.join()
+        if self._agents_ended.wait(CLOSE_SECONDS):
+            self._engine_closed.wait()  # Device programs may take their time.
+            self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            stack = traceback.format_stack(sys._current_frames().get(self._thread.ident or 0), limit=4)
+            logging.error(
+                "an environment, tool or agent blocks the event loop for %g s, and is left behind there:\n%s",
+                *(CLOSE_SECONDS, "".join(stack).rstrip()),
+            )
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -104,11 +125,14 @@ class BackgroundEngine(contextlib.AbstractContextManager["BackgroundEngine"]):
     def _serve(self, params: Params, version: int) -> None:
         ended: BaseException = concurrent.futures.CancelledError("the engine was closed")
         try:
-            asyncio.run(self._run(params, version))
+            event_loop.run(self._run(params, version))
         except asyncio.CancelledError:
-            pass
+            if not self._stop.is_set():
+                ended = RuntimeError(CANCELLED)
         except BaseException as error:
             ended = error
+        self._agents_ended.set()
+        self._engine_closed.set()
         if not self._opened.done():
             self._opened.set_exception(ended)
         for future in list(self._unfinished):
@@ -117,7 +141,12 @@ class BackgroundEngine(contextlib.AbstractContextManager["BackgroundEngine"]):
 
     async def _run(self, params: Params, version: int) -> None:
         self._stop = asyncio.Event()
-        async with self.engine.open(params, version), asyncio.TaskGroup() as self._tasks:
+        async with contextlib.AsyncExitStack() as ends:  # What is entered last ends first.
+            ends.callback(self._engine_closed.set)
+            await ends.enter_async_context(self.engine.open(params, version))
+            ends.callback(self._agents_ended.set)
+            self._tasks = await ends.enter_async_context(asyncio.TaskGroup())
+            ends.callback(setattr, self, "_aborts", True)
             self._opened.set_result(asyncio.get_running_loop())
             await self._stop.wait()
             raise asyncio.CancelledError  # Aborts the tasks of the group.
@@ -336,35 +365,18 @@ async def _run_agent(
                 raise row
             session.begin(row)
             await agent.run(session, row)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            return error  # A task would raise SystemExit in the loop.
+        except BaseException as error:  # A task would raise SystemExit in the loop.
+            if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+                raise  # Ctrl-C.
+            return error
         return None
 
-    coroutine = run()
-    task = asyncio.create_task(coroutine)
+    task = asyncio.create_task(run(), name=session.identity.uid)
     try:
         await asyncio.wait([task], timeout=seconds)
         in_time = task.done()
     finally:
-        await _end(task, coroutine)
+        await event_loop.end_task(task)
     if not in_time:
         return AgentTimeout(f"no end within {seconds} s")
     return asyncio.CancelledError() if task.cancelled() else task.result()
-
-
-async def _end(task: asyncio.Task[Any], coroutine: Coroutine[Any, Any, Any]) -> None:
-    """Cancel the task of an agent until it ends; close the coroutine of one that goes on regardless."""
-    for _ in range(CANCELLATIONS):
-        if task.done():
-            break
-        task.cancel()
-        await asyncio.wait([task], timeout=CANCEL_SECONDS)
-    if not task.done():
-        with contextlib.suppress(Exception):  # RuntimeError where it catches even GeneratorExit.
-            coroutine.close()
-        task.cancel()
-        await asyncio.wait([task], timeout=CANCEL_SECONDS)
-    if task.done() and not task.cancelled():
-        task.exception()  # Retrieved, so that the event loop does not report it.

@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from absl import logging
 
@@ -144,8 +144,8 @@ def start(setup: Setup, background: BackgroundEngine, request: Request, batch: G
     return start_batch(background, setup.agent, batch, sampling=request.sampling, limits=limits)
 
 
-def wait_or_stop(work: Work, stop: processes.StopRequest | None) -> bool:
-    """Wait for a batch; return False in all processes if any of them is asked to stop. Collective."""
+def wait_or_stop(work: concurrent.futures.Future[Any], stop: processes.StopRequest | None) -> bool:
+    """Wait for work; return False in all processes if any of them is asked to stop. Collective."""
     if stop is None:
         work.result()
         return True
@@ -186,18 +186,28 @@ def roll_out(
 
 
 def add_greedy_returns(
-    setup: Setup, params: Params, trajectories: Sequence[Trajectory], first_prompt: int, *, version: int
-) -> list[Trajectory]:
+    setup: Setup,
+    params: Params,
+    trajectories: Sequence[Trajectory],
+    first_prompt: int,
+    *,
+    version: int,
+    stop: processes.StopRequest | None = None,
+) -> list[Trajectory] | None:
     """Return this process's trajectories with the return of a greedy rollout of their row, where that did not fail.
 
-    `first_prompt` is the prompt index of group 0 of the batch, `version` that of the policy. Collective.
+    `first_prompt` is the prompt index of group 0 of the batch, `version` that of the policy; `stop` and None are those
+    of `roll_out`. Collective.
     """
     groups = sorted({t.group for t in trajectories})
     prompts = range(first_prompt, first_prompt + max(groups, default=-1) + 1)
     failures = setup.settings.rollout.failures
     request = Request("greedy", "train", prompts, 1, SamplingConfig(0.0), version, failures=failures)
-    batch = roll_out(setup, params, request, batch=GroupBatch(len(groups), task_groups(setup, request, groups)))
-    assert batch is not None  # Nobody asks it to stop.
+    batch = roll_out(
+        setup, params, request, stop=stop, batch=GroupBatch(len(groups), task_groups(setup, request, groups))
+    )
+    if batch is None:
+        return None
     returns = {t.group: t.total_reward for (t,) in batch.complete if POLICIES[t.outcome].reward != "none"}
     return [dataclasses.replace(t, greedy_return=returns.get(t.group)) for t in trajectories]
 
@@ -258,7 +268,10 @@ class SynchronousRollouts:
         spare_used = max((t.group - c.groups + 1 for t in (*trajectories, *zero_variance)), default=0)
         spare_used = max(processes.all_gather_json(max(spare_used, 0)))
         if setup.settings.scheme.needs_greedy:
-            trajectories = add_greedy_returns(setup, params, trajectories, first, version=progress.update)
+            compared = add_greedy_returns(setup, params, trajectories, first, version=progress.update, stop=stop)
+            if compared is None:
+                return None
+            trajectories = compared
         return Rollouts(
             trajectories=trajectories,
             zero_variance=zero_variance,

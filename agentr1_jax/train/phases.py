@@ -6,30 +6,40 @@ wrote: there every advantage is 1 and nothing is clipped. They are made once, be
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 import numpy as np
+from absl import logging
 
+from agentr1_jax.agents import event_loop
 from agentr1_jax.agents.session import ScriptedSession
 from agentr1_jax.credit.batch import Credit, TokenBatch
 from agentr1_jax.credit.scheme import Scheme
+from agentr1_jax.errors import UserError
 from agentr1_jax.learner.config import PackingConfig
 from agentr1_jax.learner.losses import MINIBATCH_RATIOS
 from agentr1_jax.learner.update import LearnerState, TokenOutputs, make_log_ratio, make_token_outputs, make_update
 from agentr1_jax.policy.attention import for_trees
 from agentr1_jax.policy.decoder import Params
+from agentr1_jax.rollout.runner import attempt_episode
 from agentr1_jax.runtime import processes
 from agentr1_jax.runtime.compile_cache import cached_jit
 from agentr1_jax.runtime.seeds import generator
 from agentr1_jax.train.build import Setup
-from agentr1_jax.train.collect import AsynchronousRollouts, Rollouts, SynchronousRollouts, identities, process_shard
+from agentr1_jax.train.collect import (
+    AsynchronousRollouts,
+    Rollouts,
+    SynchronousRollouts,
+    identities,
+    process_shard,
+    wait_or_stop,
+)
 from agentr1_jax.train.probes import Prober, make_prober
 from agentr1_jax.train.progress import Progress
-from agentr1_jax.trajectory import Outcome, Step, Trajectory
+from agentr1_jax.trajectory import POLICIES, Outcome, Step, Trajectory
 
 PRACTICE = "practice"
 """Split of a task for demonstrations alone, where it has one."""
@@ -134,8 +144,16 @@ def reinforcement(setup: Setup, optimizer: Any, layout: Any, reference: Params |
     )
 
 
-def make_demonstrations(setup: Setup) -> list[Trajectory]:
-    """Make this process's share of the expert trajectories, some of them on the task's practice split."""
+def make_demonstrations(setup: Setup, stop: processes.StopRequest) -> list[Trajectory] | None:
+    """Make this process's share of the expert trajectories, some of them on the task's practice split. Collective.
+
+    Returns:
+      the trajectories; those whose environment failed are among them, and no batch trains on them. None in all
+      processes if any is asked to stop.
+
+    Raises:
+      UserError: all of them failed.
+    """
     c, seed = setup.settings.warm_start, setup.settings.run.seed
     practice = generator(seed, "practice").random(c.demonstrations) < c.practice
     # Rows of a split follow each other: what rows share, such as a world, is made once.
@@ -148,12 +166,24 @@ def make_demonstrations(setup: Setup) -> list[Trajectory]:
             row = setup.task.row(PRACTICE if practice[index] else "train", int(rows[index]))
             expert = setup.task.expert(row, identity.seed)
             session = ScriptedSession(identity, expert, setup.tokenizer, setup.agent.call_format)
-            session.begin(row)
-            await setup.agent.run(session, row)
-            trajectories.append(session.trajectory())
+            limit = setup.settings.attempt_limits.seconds
+            trajectories.append(await attempt_episode(setup.agent, session, row, limit))
         return trajectories
 
-    return asyncio.run(play())
+    work = event_loop.start(play())
+    if not wait_or_stop(work, stop):
+        return None
+    trajectories = work.result()
+    failures = [t for t in trajectories if POLICIES[t.outcome].training == "drop"]
+    if failures:
+        message = (
+            f"{len(failures)} of {len(trajectories)} demonstrations failed, the first one as {failures[0].outcome}: "
+            f"{failures[0].info.get('error', 'no details')}"
+        )
+        if len(failures) == len(trajectories):
+            raise UserError(f"warm_start: {message}; `python -m experiments.try_task` plays the task")
+        logging.warning("%s", message)
+    return trajectories
 
 
 def make_documents(setup: Setup) -> list[Trajectory]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import threading
 import time
 
 import letters
@@ -12,10 +13,10 @@ import numpy as np
 import pytest
 from schedules import all_ids, engine_of, sampled
 
+from agentr1_jax.agents import event_loop
 from agentr1_jax.agents.session import Identity
 from agentr1_jax.credit.batch import flatten
 from agentr1_jax.envs.base import Observation
-from agentr1_jax.rollout import runner
 from agentr1_jax.rollout.config import AttemptLimits, SamplingConfig
 from agentr1_jax.rollout.runner import TaskGroup, run_groups
 from agentr1_jax.trajectory import Outcome
@@ -64,6 +65,22 @@ def raises(error):
     return step
 
 
+def awaits(error):
+    async def step():
+        await asyncio.gather(raises(error)())
+
+    return step
+
+
+async def raise_stop_iteration_in_a_thread():
+    await asyncio.to_thread(next, iter(()))
+
+
+async def stop_the_loop():
+    asyncio.get_running_loop().stop()
+    await asyncio.sleep(0)
+
+
 async def cancel_own_task():
     asyncio.current_task().cancel()
     await asyncio.sleep(60)
@@ -86,6 +103,28 @@ async def ignore_every_cancellation():
             await asyncio.sleep(60)
         except asyncio.CancelledError:
             continue
+
+
+async def ignore_everything():
+    while True:
+        try:
+            await asyncio.sleep(60)
+        except:  # noqa: E722
+            continue
+
+
+async def leave_behind_what_ignores_everything():
+    TASKS.append(asyncio.create_task(ignore_everything()))
+    await asyncio.sleep(60)
+
+
+async def leave_behind_a_thread():
+    await asyncio.to_thread(HOLD.wait)
+
+
+TASKS: list[asyncio.Task] = []
+HOLD = threading.Event()
+"""Never set while a test runs."""
 
 
 def shows(**fields):
@@ -175,6 +214,11 @@ CALLS = {
     "a BaseException": (raises(Rude("rude")), FAILED, "Rude: rude"),
     "SystemExit": (raises(SystemExit(3)), FAILED, "SystemExit: 3"),
     "GeneratorExit": (raises(GeneratorExit()), FAILED, "GeneratorExit"),
+    "KeyboardInterrupt": (raises(KeyboardInterrupt()), FAILED, "KeyboardInterrupt"),
+    "SystemExit of another task": (awaits(SystemExit(3)), FAILED, "SystemExit: 3"),
+    "KeyboardInterrupt of another task": (awaits(KeyboardInterrupt()), FAILED, "KeyboardInterrupt"),
+    "StopIteration of a thread": (raise_stop_iteration_in_a_thread, FAILED, "raised StopIteration"),
+    "it stops the event loop": (stop_the_loop, DONE, ""),
     "StopAsyncIteration": (raises(StopAsyncIteration()), FAILED, "StopAsyncIteration"),
     "RecursionError": (raises(RecursionError("deep")), FAILED, "RecursionError: deep"),
     "a TimeoutError of its own": (raises(TimeoutError("of its own")), FAILED, "TimeoutError: of its own"),
@@ -183,17 +227,23 @@ CALLS = {
     "it cancels its task and goes on": (cancel_own_task_and_go_on, None, ""),
     "it ignores one cancellation": (ignore_one_cancellation, FAILED, "no step within"),
     "it ignores every cancellation": (ignore_every_cancellation, FAILED, "no step within"),
+    "it ignores everything": (ignore_everything, FAILED, "no step within"),
+    "its other task ignores everything": (leave_behind_what_ignores_everything, FAILED, "no step within"),
+    "its thread ignores everything": (leave_behind_a_thread, FAILED, "no step within"),
 }
 
 
 class Faulty(letters.ScriptedEnv):
-    """Does at its first step what the row names."""
+    """Does what the row names at its first step, or in its reset."""
 
     def __init__(self):
         super().__init__(["the cab", "abc"], end=3)
 
     async def reset(self, row, seed):
         self.fault = row.get("fault")
+        if row.get("in_reset"):
+            await CALLS[self.fault][0]()
+            self.fault = None
         return await super().reset(row, seed)
 
     async def step(self, action):
@@ -243,22 +293,28 @@ def test_faulty_transitions_end_their_own_trajectory_only(tmp_path):
         check(t, outcome, error, tmp_path)
 
 
-def test_whatever_environments_raise_ends_their_own_trajectory_only(tmp_path):
+@pytest.mark.parametrize("in_reset", [False, True])
+def test_whatever_environments_raise_ends_their_own_trajectory_only(in_reset, tmp_path):
     raising = [fault for fault in CALLS if "ignores" not in fault]
-    faulty = among_healthy([letters.ROW | {"fault": fault} for fault in raising])
+    faulty = among_healthy([letters.ROW | {"fault": fault, "in_reset": in_reset} for fault in raising])
     for t, fault in zip(faulty, raising, strict=True):
         check(t, *CALLS[fault][1:], tmp_path)
 
 
 @pytest.fixture
 def hanging(monkeypatch):
-    monkeypatch.setattr(runner, "CANCEL_SECONDS", 0.1)
-    return [letters.ROW | {"fault": fault} for fault in CALLS if "ignores" in fault]
+    monkeypatch.setattr(event_loop, "CANCEL_SECONDS", 0.1)
+    yield [letters.ROW | {"fault": fault} for fault in CALLS if "ignores" in fault]
+    HOLD.set()
+    HOLD.clear()
 
 
-def test_environments_that_ignore_cancellations_end_at_the_time_limit(hanging, tmp_path):
-    for t in among_healthy(hanging, limits=AttemptLimits(seconds=SECONDS)):
-        check(t, FAILED, "no step within", tmp_path)
+def test_environments_that_ignore_cancellations_end_at_the_time_limit(hanging, tmp_path, caplog):
+    for in_reset in (False, True):
+        rows = [row | {"in_reset": in_reset} for row in hanging]
+        for t in among_healthy(rows, limits=AttemptLimits(seconds=SECONDS)):
+            check(t, FAILED, "no step within", tmp_path)
+    assert f"ignored 3 cancellations, at ignore_everything ({__file__}:" in caplog.text
 
 
 def test_a_stream_that_ends_early_waits_for_no_agent_that_ignores_it(hanging):

@@ -184,7 +184,7 @@ def test_greedy_rollouts_are_of_the_rows_of_the_batch(monkeypatch):
     """Groups keep their place in the order of prompts, whichever were replaced; a failed one gives nothing."""
     asked = []
 
-    def roll_out(setup, params, request, *, batch):
+    def roll_out(setup, params, request, *, batch, stop):
         assert (request.sampling.temperature, request.version, batch.size) == (0, 7, len(batch.tasks))
         assert request.failures == "drop"  # As the config says.
         outcomes = {1: Outcome.ANSWERED, 5: Outcome.ENV_FAILURE, 6: Outcome.FAILURE_AS_ZERO}
@@ -205,6 +205,8 @@ def test_greedy_rollouts_are_of_the_rows_of_the_batch(monkeypatch):
     reward = trajectory(np.random.default_rng(0), [2], group=1).total_reward
     assert [t.greedy_return for t in out] == [reward, reward, None, None, 0.0, 0.0]
     assert collect.add_greedy_returns(setup, {}, [], 40, version=7) == []
+    monkeypatch.setattr(collect, "roll_out", lambda *_, stop, batch: stop)  # As where it is aborted.
+    assert collect.add_greedy_returns(setup, {}, batch, 40, version=7, stop=None) is None
 
 
 def test_an_arm_without_a_mask_gets_rows_for_what_it_reads():

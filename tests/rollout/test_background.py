@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import threading
 
@@ -20,6 +21,7 @@ from schedules import MANY, POLICY, Planned, all_ids, assert_exact, engine_of, e
 from agentr1_jax.agents.session import Identity
 from agentr1_jax.policy.attention import grouped_attention
 from agentr1_jax.policy.decoder import Decoder, output_logits
+from agentr1_jax.rollout import runner
 from agentr1_jax.rollout.config import SamplingConfig
 from agentr1_jax.rollout.runner import BackgroundEngine, GroupBatch, TaskGroup, start_batch, wait
 from agentr1_jax.trajectory import Outcome
@@ -182,6 +184,55 @@ def test_who_waits_at_its_end_is_told_and_the_engine_is_free():
     with pytest.raises(RuntimeError, match="the engine is closed"):
         background.adopt(params, 1)
     background.close()
+    assert_exact(sampled(MANY[:3]))
+
+
+class Blocking(Planned):
+    """Blocks the thread of the event loop, if its row says so, until `hold` is set."""
+
+    def __init__(self):
+        self.hold, self.blocks = threading.Event(), threading.Event()
+
+    async def run(self, session, row):
+        if row.get("blocks"):
+            self.blocks.set()
+            self.hold.wait()
+        await super().run(session, row)
+
+
+def test_user_code_that_blocks_the_event_loop_is_left_behind_and_named(monkeypatch, caplog):
+    monkeypatch.setattr(runner, "CLOSE_SECONDS", 0.2)
+    engine, params = engine_of(3)
+    agent = Blocking()
+    background = BackgroundEngine(engine, params, version=0)
+    work = begin(background, [planned([1], {}) | {"blocks": True}], agent)
+    assert agent.blocks.wait(60)
+    background.close()
+    assert f'{__file__}", line' in caplog.text and "in run\n    self.hold.wait()" in caplog.text
+    agent.hold.set()  # It was slow only.
+    with pytest.raises(concurrent.futures.CancelledError):
+        work.result(60)
+    background.close()
+    assert_exact(sampled(MANY[:3]))
+
+
+class Cancelling(Planned):
+    """Cancels tasks of the event loop that are not its own: all of them, or one kind."""
+
+    async def run(self, session, row):
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            if row["cancels"] in ("all", task.get_coro().__qualname__.rpartition(".")[2]):
+                task.cancel()
+        await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize("cancels", ["all", "run", "sample_group", "_episode", "run_cycles"])
+def test_who_cancels_tasks_of_others_ends_the_work_and_is_told(cancels):
+    engine, params = engine_of(3)
+    with BackgroundEngine(engine, params, version=0) as background:
+        work = begin(background, [planned([1], {}) | {"cancels": cancels}], Cancelling())
+        with pytest.raises(RuntimeError, match="an environment, tool or agent has cancelled"):
+            work.result(10)
     assert_exact(sampled(MANY[:3]))
 
 

@@ -152,7 +152,7 @@ def rollout(agent, groups, **options):
         watcher.over = len(out) == len(groups)
     seconds = time.perf_counter() - began
     tasks, open_slots, waiting, leases, room = watcher.seen
-    own = ["_episode", "_run", "_run_cycles", "run", "run", "sample_group"]
+    own = ["_episode", "_run", "run", "run", "run_cycles", "sample_group"]
     assert tasks == own  # Those that the watcher itself needs.
     assert not open_slots and not waiting and not leases and room == 2 * SLOTS - 1
     assert no_thread_is_left()

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from schedules import POLICY, Planned, all_ids, assert_exact, engine_of, planned
 
+from agentr1_jax.credit import SCHEMES
 from agentr1_jax.credit.shaping import RunningMeanStd
 from agentr1_jax.errors import UserError
 from agentr1_jax.rollout.config import SamplingConfig
@@ -223,6 +224,27 @@ def test_a_stop_of_one_batch_after_the_other_keeps_complete_groups_for_the_next_
     done.clear()
     take(SynchronousRollouts(quick, pending[1:]), 0)
     assert sorted(done) == expected(0)[:SAMPLES] + expected(0)[2 * SAMPLES :]
+
+
+class Slow(Planned):
+    """Its greedy rollouts take for ever."""
+
+    greedy = False
+
+    async def run(self, session, row):
+        if session.identity.uid.startswith("greedy"):
+            self.greedy = True
+            await asyncio.sleep(600)
+        await super().run(session, row)
+
+
+def test_a_stop_breaks_off_greedy_rollouts_and_keeps_what_they_are_compared_with():
+    agent = Slow()
+    setup = setup_of(0, agent=agent)
+    setup = dataclasses.replace(setup, settings=dataclasses.replace(setup.settings, scheme=SCHEMES["remax"]))
+    rollouts = SynchronousRollouts(setup)
+    assert take(rollouts, 0, Stop(lambda: agent.greedy)) is None
+    assert names(rollouts.pending()) == expected(0)
 
 
 class Patient(Planned):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,13 @@ import pytest
 from programs import program
 from small_runs import check_metric_names, small_config
 
+from agentr1_jax.errors import UserError
 from agentr1_jax.runtime.metrics import read_metrics
+from agentr1_jax.runtime.processes import StopRequest
 from agentr1_jax.runtime.run_folder import RunFolder
-from agentr1_jax.trajectory_io import read_jsonl
+from agentr1_jax.train import phases
+from agentr1_jax.trajectory import Outcome
+from agentr1_jax.trajectory_io import read_jsonl, to_json
 from experiments.setup import make_setup, read_settings
 
 train = program("train")
@@ -105,6 +110,48 @@ def test_progress_is_told_in_words() -> None:
     said = train.progress_text(record, {"em_before_sampled": 0.36})
     assert said == "reward 0.93, right answers 0.62 (0.36 before), of comparison 0.25"
     assert train.progress_text({"rollout/reward": 0.5}, {}) == "reward 0.50"
+
+
+class Failing:
+    """Environments of a task of which every `every`-th fails in its first step; with `hold` it blocks first."""
+
+    def __init__(self, task: Any, every: int, hold: threading.Event | None = None) -> None:
+        self.made, self.task, self.every, self.hold = 0, task, every, hold
+
+    def __call__(self) -> Any:
+        env, self.made = self.task.env(), self.made + 1
+        if self.made % self.every == 0:
+            env.step = self.step
+        return env
+
+    async def step(self, action: Any) -> Any:
+        if self.hold:
+            self.hold.wait()
+        raise SystemExit("of the environment")
+
+
+def test_demonstrations_that_fail_are_told_and_a_stop_waits_for_none(
+    parts: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    setup, _ = parts
+    stop = StopRequest()
+
+    def demonstrations(**failing: Any) -> Any:
+        agent = dataclasses.replace(setup.agent, make_env=Failing(setup.task, **failing))
+        return phases.make_demonstrations(dataclasses.replace(setup, agent=agent), stop)
+
+    whole = phases.make_demonstrations(setup, stop)
+    made = demonstrations(every=3)
+    assert [t.outcome is Outcome.ENV_FAILURE for t in made] == [i % 3 == 2 for i in range(8)]
+    assert "2 of 8 demonstrations failed, the first one as env_failure: SystemExit: of the environment" in caplog.text
+    assert [to_json(t) for i, t in enumerate(made) if i % 3 < 2] == [
+        to_json(t) for i, t in enumerate(whole) if i % 3 < 2
+    ]
+    with pytest.raises(UserError, match="8 of 8 demonstrations failed"):
+        demonstrations(every=1)
+    hold, stop.requested = threading.Event(), True
+    assert demonstrations(every=1, hold=hold) is None
+    hold.set()
 
 
 def records(folder: Path) -> list[tuple[Any, ...]]:

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 import pages
 import pytest
-from small_runs import ROOT, check_metric_names, command, small_config, train
+from small_runs import ROOT, UNOPTIMISED, check_metric_names, command, small_config, train
 
 from agentr1_jax.agents.session import Identity, ScriptedSession
 from agentr1_jax.errors import UserError
@@ -243,6 +243,77 @@ def test_rl_starts_from_another_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert {phase for _, phase, _ in in_order(run)} == {"eval_sampled", "eval", "rl"}
     assert json.loads((run / "summary.json").read_text())["updates"] == 3
+
+
+HANGING = """
+import asyncio, pathlib, time
+from agentr1_jax.envs.base import Observation, Transition
+from agentr1_jax.envs.datasets import RowsTask
+from agentr1_jax.envs.registry import register
+
+class Hanging:
+    async def reset(self, row, seed):
+        self.hangs = row["hangs"]
+        return Observation(messages=[{"role": "user", "content": "?"}])
+
+    async def step(self, action):
+        if self.hangs:
+            pathlib.Path(__file__).with_name("hangs").touch()
+            if BLOCKS:
+                time.sleep(1000)
+            asyncio.create_task(asyncio.to_thread(time.sleep, 1000))
+            asyncio.create_task(self.ignore_everything())
+            await self.ignore_everything()
+        return Transition(None, 1.0, terminated=True)
+
+    def truncate(self):
+        return {}
+
+    async def ignore_everything(self):
+        while True:
+            try:
+                await asyncio.sleep(1000)
+            except BaseException:
+                pass
+
+@register("hanging")
+def make_hanging(config, run):
+    rows = [{"id": str(i), "question": "?", "answers": ["!"], "hangs": i == 1} for i in range(4)]
+    return RowsTask("hanging", {"train": rows[:2], "eval": rows[2:]}, Hanging)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blocks", [False, True], ids=["ignores every cancellation", "blocks the event loop"])
+def test_a_run_whose_environment_hangs_ends_when_it_is_asked_to(blocks: bool, tmp_path: Path) -> None:
+    task, hangs, run = tmp_path / "my_task.py", tmp_path / "hangs", tmp_path / "run"
+    task.write_text(f"BLOCKS = {blocks}\n{HANGING}")
+    keys = {"policy.preset": "tiny", "hardware": "cpu", "run_dir": run, "eval.questions": 2, "rollout.groups": 2}
+    keys |= {"rollout.samples": 2, "rollout.slots": 4, "rollout.swap_slots": 0, "budget.context_tokens": 64}
+    keys |= {"budget.response_tokens": 8, "budget.trajectory_tokens": 128}
+    flags = [f"--config=configs/blank.py:{task}:hanging", *(f"--config.{key}={value}" for key, value in keys.items())]
+    started = subprocess.Popen(
+        [sys.executable, "-m", "experiments.train", *flags],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | UNOPTIMISED,
+    )
+    try:
+        deadline = time.monotonic() + 300
+        while not hangs.exists() and time.monotonic() < deadline and started.poll() is None:
+            time.sleep(0.1)
+        time.sleep(1)
+        started.send_signal(signal.SIGTERM)
+        output, _ = started.communicate(timeout=60)
+    finally:
+        started.kill()
+    assert started.returncode == 0 and "the same command resumes" in output, output[-3000:]
+    assert str(task) in output, "it says where the environment hangs"
+    assert list((run / "checkpoints").iterdir()) and (run / "report.html").exists()
+    kept = [t.group for path in run.glob("pending/*") for t in read_jsonl(path)]
+    assert blocks or kept == [0, 0], "the complete group"
 
 
 FEW = {
