@@ -5,7 +5,6 @@ Every check raises UserError, whose message names the keys to change.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
@@ -13,10 +12,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from agentr1_jax.agents import boundary, event_loop
 from agentr1_jax.agents.loop import EnvLoop
 from agentr1_jax.envs.base import Observation, Row, Task, has_expert, has_texts, writes_summaries
 from agentr1_jax.envs.mixture import MixtureTask
-from agentr1_jax.errors import UserError, user_error
+from agentr1_jax.errors import RetryableError, UserError, user_error
 from agentr1_jax.policy import attention
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.runtime import mesh as meshes
@@ -24,6 +24,7 @@ from agentr1_jax.text.tokenizer import Tokenizer
 from agentr1_jax.train.defaults import check_chips
 from agentr1_jax.train.probes import make_prober
 from agentr1_jax.train.settings import Settings
+from experiments.task_checks import describe_error
 
 OPENINGS_CHECKED = 8
 """Rows of each split whose first prompt must fit the budget."""
@@ -115,10 +116,6 @@ def _training_rows(task: Task, count: Callable[[str], int]) -> Iterator[Row]:
 
 def _openings(settings: Settings, task: Task, rows: int) -> Iterator[tuple[Row, Observation]]:
     """Yield the first rows of each split that a run uses, of each task of a mixture, and how their episodes begin."""
-
-    async def reset(row: Row) -> Observation:
-        return await task.env().reset(row, seed=0)
-
     splits = [
         f"{split}/{name}" if name and "/" not in split else split
         for split in ("train", settings.eval.split)
@@ -127,8 +124,29 @@ def _openings(settings: Settings, task: Task, rows: int) -> Iterator[tuple[Row, 
     for split in dict.fromkeys(splits):
         with user_error("eval.split: "):
             chosen = [task.row(split, index) for index in range(rows)]
-        for row in chosen:
-            yield row, asyncio.run(reset(row))
+        for index, row in enumerate(chosen):
+            yield row, _first_observation(task, row, f"{split}/{index}")
+
+
+def _first_observation(task: Task, row: Row, place: str) -> Observation:
+    """Return how the episode of a row begins.
+
+    Raises:
+      UserError: not as the contract says.
+      RetryableError: it raises an exception: a service that it needs may be out of order.
+    """
+
+    async def reset() -> Observation:
+        boundary.check_row(row)
+        return boundary.check_observation(await task.env().reset(row, seed=0))
+
+    try:
+        return event_loop.run(reset())
+    except (KeyboardInterrupt, UserError):
+        raise
+    except BaseException as error:
+        refusal = UserError if isinstance(error, boundary.BoundaryError) else RetryableError
+        raise refusal(f"row {place} of task {task.name!r}: no episode can begin: {describe_error(error)}") from error
 
 
 def _check_observation(settings: Settings, task: str, observation: Observation) -> None:

@@ -18,6 +18,7 @@ import math
 import os
 import re
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,6 +47,8 @@ _OVERRIDE = re.compile(r"--?(no)?config\.([^=]+)(?:=(.*))?", re.DOTALL)
 _KEYS = re.compile(r"--?keys(?:=(.*))?")
 UNUSABLE_PATH = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG}
 """Values of `OSError.errno` for a path that the user has to change, or whose permissions."""
+EXIT_SECONDS = 30.0
+"""Time that threads of user code, which nobody can stop, have to end by themselves when a program ends."""
 LOST_PROCESS_SECONDS = 120
 """Longest wait until JAX names a lost process and ends this one; longer than a sensible `heartbeat_seconds`."""
 
@@ -95,7 +98,7 @@ def run_main(
     """Run `main(argv)` as `absl.app.run` does, but report a user's mistake by one message and exit status 2.
 
     One process of several exits at once when it fails: `jax.distributed` would let it wait at exit for the others,
-    which wait for it in a collective.
+    which wait for it in a collective. Threads of user code that do not end are left behind: see `EXIT_SECONDS`.
 
     Args:
       main: function of the positional arguments, the name of the program first.
@@ -110,6 +113,9 @@ def run_main(
     parser = functools.partial(parse_flags, arguments=arguments, adapt=adapt, show_keys=show_keys)
     try:
         app.run(main, flags_parser=parser)
+    except SystemExit as error:  # So it ends.
+        _watch_exit(error.code if isinstance(error.code, int) else int(error.code is not None))
+        raise
     except UserError as error:
         _print_error(str(error))
         status = error.status
@@ -123,12 +129,33 @@ def run_main(
             if "gloo" in str(error).lower():  # A collective failed: the launcher must see the lost process end first.
                 time.sleep(LOST_PROCESS_SECONDS)
         else:
+            _watch_exit(1)
             raise
     if one_of_many:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+    _watch_exit(status)
     sys.exit(status)
+
+
+def _watch_exit(status: int) -> None:
+    """Have the program end soon, though Python joins all threads at its end that are no daemons, and those of pools."""
+    main = threading.main_thread()
+
+    def leave() -> None:
+        stack = traceback.extract_stack(sys._current_frames().get(main.ident or 0))
+        if not any(frame.filename == threading.__file__ and frame.name == "_shutdown" for frame in stack):
+            return  # All threads are joined, or the program goes on: it was called by another one.
+        names = [thread.name for thread in threading.enumerate() if thread is not main and not thread.daemon]
+        sys.stderr.write(f"left behind, since they do not end: threads {', '.join(names)}\n")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+    timer = threading.Timer(EXIT_SECONDS, leave)
+    timer.daemon = True
+    timer.start()
 
 
 def _file_system_message(error: BaseException) -> str | None:

@@ -243,6 +243,8 @@ class Settings:
     def attempt_limits(self) -> AttemptLimits:
         """When the runner gives up on a trajectory: well after an agent that keeps to its budget has done so itself."""
         seconds = self.budget.trajectory_seconds
+        if seconds is None and self.budget.step_seconds is not None:
+            seconds = (1 + self.most_steps) * self.budget.step_seconds  # 1 for the reset.
         return AttemptLimits(self.rollout.attempts, None if seconds is None else 2 * seconds)
 
     @property

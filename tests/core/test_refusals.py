@@ -10,14 +10,15 @@ from changes import changed
 from configured import configured_task
 from rich.console import Console
 
+from agentr1_jax.envs.base import Observation
 from agentr1_jax.envs.registry import TASKS
-from agentr1_jax.errors import UserError, hide_credentials
+from agentr1_jax.errors import RetryableError, UserError, hide_credentials
 from agentr1_jax.registry import Call, parse_call, split_list
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.config import flatten
 from agentr1_jax.runtime.synonyms import NO_COUNTERPART, SYNONYMS
 from configs import base, countdown, keydoor, multihop_tiny, quickstart
-from experiments import config_reference
+from experiments import checks, config_reference
 from experiments.setup import adapt, read_settings
 
 BATCH_MEAN = """
@@ -71,6 +72,32 @@ MISTAKES = [
 def test_a_mistake_is_refused_by_name(config, changes, message):
     with pytest.raises(UserError, match=message):
         configured_task(changed(config, **changes))
+
+
+def fail(error):
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("reset", "refusal", "message"),
+    [
+        (lambda: fail(OSError("gone")), RetryableError, "row train/0 of task 'countdown': no .* OSError: gone"),
+        (lambda: fail(SystemExit(0)), RetryableError, "SystemExit: 0"),
+        (lambda: Observation(messages=[{"role": "user"}]), UserError, "'content' of a message is None"),
+        (lambda: None, UserError, "an observation is None"),
+    ],
+    ids=["raises", "exits", "a message without content", "None"],
+)
+def test_an_environment_that_cannot_begin_is_refused_at_the_start(reset, refusal, message):
+    class Fails:
+        async def reset(self, row, seed):
+            return reset()
+
+    task = configured_task(changed(countdown))
+    object.__setattr__(task, "env", Fails)
+    with pytest.raises(UserError, match=message) as refused:
+        checks.check_task(read_settings(changed(countdown)), task)
+    assert type(refused.value) is refusal
 
 
 def test_values_have_types():

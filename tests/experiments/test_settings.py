@@ -197,6 +197,15 @@ def test_auto_leaves_devices_to_rollouts():
     check_placement(read_settings(config), devices)
 
 
+def test_a_time_limit_of_a_step_bounds_a_trajectory_whose_environment_ignores_it():
+    def seconds(**budget):
+        return read_settings(changed(quickstart, **{f"budget__{key}": x for key, x in budget.items()})).attempt_limits
+
+    steps = read_settings(quickstart.get_config()).most_steps
+    assert seconds().seconds is None and seconds(trajectory_seconds=3.0, step_seconds=1.0).seconds == 6
+    assert seconds(step_seconds=1.5).seconds == 3 * (steps + 1)
+
+
 def test_nonsense_that_once_trained_is_refused():
     negative = ("optimizer.lr", "optimizer.eps", "optimizer.max_grad_norm", "policy.norm_eps", "warm_start.lr")
     negative += ("warm_start.control_seconds", "correction.cap", "updates", "seed")

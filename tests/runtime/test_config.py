@@ -81,9 +81,9 @@ def folder(tmp_path_factory):
     return folder
 
 
-def start(folder, *flags, **variables):
+def start(folder, *flags, program="main.py", **variables):
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
-    command = [sys.executable, "main.py", *flags]
+    command = [sys.executable, program, *flags]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
 
 
@@ -106,6 +106,19 @@ def test_overrides_reach_the_config(folder):
     overrides = ["--config.data=d", "--config.data=None", "--config.algo.lam=None", "--config", "configs/base.py"]
     result = json.loads(start(folder, *overrides).stdout)
     assert result["algo"]["lam"] is None and result["data"] is None
+
+
+@pytest.mark.parametrize(("name", "status"), [("ppo", 0), ("mistake", 2), ("bug", 1)])
+def test_threads_of_user_code_that_do_not_end_do_not_keep_a_program_from_its_end(folder, name, status):
+    hangs = "import concurrent.futures, threading, time\n"
+    hangs += "concurrent.futures.ThreadPoolExecutor().submit(time.sleep, 100)\n"
+    hangs += "threading.Thread(target=time.sleep, args=(100,), name='mine').start()\n"
+    (folder / "main_hangs.py").write_text(
+        hangs + MAIN.replace("config_lib.run", "config_lib.EXIT_SECONDS = 0.3\nconfig_lib.run")
+    )
+    result = start(folder, f"--config=configs/base.py:{name}", program="main_hangs.py")
+    assert result.returncode == status and "mine" in result.stderr
+    assert status or json.loads(result.stdout)["algo"]["name"] == "ppo"
 
 
 def test_a_section_is_set_by_one_call():
