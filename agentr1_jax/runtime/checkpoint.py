@@ -1,8 +1,9 @@
 """Checkpoints: the learner's state and a JSON record of the run's progress, written by Orbax.
 
-Each checkpoint also holds `inventory.json`, the names and sizes of its files, so that damage is found before anything
-is read. A checkpoint on a disk gets its name when it is complete, so that a kill leaves no half-written one. In a
-bucket, where a folder cannot be renamed, it has its name from the start and counts once `commit_success.txt` exists.
+Each checkpoint also holds `inventory.json`, the names, sizes and checksums of its files, so that damage is found before
+anything is restored. TensorStore has no checksums of the arrays as Orbax lays them out. A checkpoint on a disk gets its
+name when it is complete, so that a kill leaves no half-written one. In a bucket, where a folder cannot be renamed, it
+has its name from the start and counts once `commit_success.txt` exists.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+import pydantic
 from absl import logging
 from pydantic.dataclasses import dataclass
 
@@ -28,6 +30,8 @@ from agentr1_jax.validation import STRICT, Count
 INVENTORY = "inventory.json"
 COMMITTED = "commit_success.txt"
 """File that Orbax writes last into a checkpoint in a bucket."""
+_INVENTORIES = pydantic.TypeAdapter(dict[str, tuple[int, str | None]] | dict[str, int])
+"""Name -> size and CRC-32C; name -> size in those of version 0.2.0."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -53,7 +57,10 @@ class Checkpoints:
             max_to_keep=keep,
             create=True,
             cleanup_tmp_directories=True,  # Half-written checkpoints of killed runs.
-            async_options=ocp.AsyncOptions(post_finalization_callback=self._write_inventory),
+            async_options=ocp.AsyncOptions(
+                timeout_secs=3600,  # Process 0 reads the files of all processes on a disk, while the others wait.
+                post_finalization_callback=self._write_inventory,
+            ),
         )
         self._manager = ocp.CheckpointManager(self._folder, options=options)
 
@@ -70,6 +77,7 @@ class Checkpoints:
         """
         self._manager.wait_until_finished()
         first = processes.process_index() == 0
+        processes.barrier()  # Process 0 reads all files, and to a first exchange nobody may be late by 30 s on CPUs.
         step, damaged = processes.all_gather_json(find_newest_intact(self._folder) if first else None)[0]
         if step is None:
             return None
@@ -119,14 +127,19 @@ class Checkpoints:
         self._manager.close()
 
     def _write_inventory(self) -> None:
-        """List the files; Orbax calls this in its thread once all are written, before the checkpoint gets its name."""
+        """List the files; Orbax calls this in its thread once all are written, before the checkpoint gets its name.
+
+        On a disk their checksums are of what can be read there: mostly from memory, where the host still has them.
+        """
         if processes.process_index() == 0:
             name = str(self._saving)
             if not files.is_remote(self._folder):
                 (name,) = (each for each in files.list_names(self._folder) if each.startswith(f"{name}."))
             checkpoint = os.path.join(self._folder, name)
+            sizes = _sizes(checkpoint)
+            sums = files.file_checksums(checkpoint, sizes)
             with files.atomic_write(os.path.join(checkpoint, INVENTORY)) as out:
-                json.dump(_sizes(checkpoint), out, indent=1, sort_keys=True)
+                json.dump({name: (size, sums[name]) for name, size in sizes.items()}, out, indent=1, sort_keys=True)
 
 
 def sharded_shapes(shapes: Any, shardings: Any) -> Any:
@@ -155,9 +168,9 @@ def find_newest_intact(folder: str) -> tuple[int | None, list[int]]:
     return None, []
 
 
-def find_all_intact(folder: str) -> list[int]:
-    """Return the numbers of the intact checkpoints in a folder, the newest first."""
-    return [step for step in _numbers(folder) if _fault(os.path.join(folder, str(step))) is None]
+def find_all_intact(folder: str) -> Iterator[int]:
+    """Yield the numbers of the intact checkpoints in a folder, the newest first; each is read when it is asked for."""
+    return (step for step in _numbers(folder) if _fault(os.path.join(folder, str(step))) is None)
 
 
 def _numbers(folder: str) -> list[int]:
@@ -179,13 +192,24 @@ def _fault(checkpoint: str) -> str | None:
     if not files.exists(path):
         return None
     try:
-        expected = dict(json.loads(files.read_bytes(path)))
-    except (ValueError, TypeError) as error:
-        return f"{INVENTORY} cannot be read ({error})"
+        inventory = _INVENTORIES.validate_json(files.read_bytes(path), strict=True)
+    except ValueError:
+        return f"{INVENTORY} is no inventory any more"
+    entries = {name: (entry, None) if isinstance(entry, int) else entry for name, entry in inventory.items()}
     found = _sizes(checkpoint)
-    for name, size in expected.items():
+    for name, (size, _) in entries.items():
         if found.get(name) != size:
             return f"{name} is missing" if name not in found else f"{name} has {found[name]} bytes of {size}"
+    sums = {name: checksum for name, (_, checksum) in entries.items() if checksum}
+    if not sums:
+        logging.info("%s has no checksums: of its files the sizes alone are compared", checkpoint)
+    try:
+        found_sums = files.file_checksums(checkpoint, sums)
+    except OSError as error:
+        return f"a file cannot be read ({error})"
+    for name, checksum in sums.items():
+        if found_sums[name] not in (checksum, None):
+            return f"{name} has other bytes than were written"
     return None
 
 

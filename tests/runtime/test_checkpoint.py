@@ -11,6 +11,7 @@ import subprocess
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pair
 import pytest
 import tiny
 
@@ -106,9 +107,18 @@ def test_the_newest_are_kept_and_the_newest_is_restored(tmp_path):
     assert restore_step(tmp_path) == 5
 
 
+def flip(path, bit):
+    """Flip one bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
 def damage(path, how):
     if how == "missing":
         path.unlink()
+    elif how == "flipped":
+        flip(path, 4 * path.stat().st_size)
     else:
         with path.open("r+b") as file:
             file.truncate(path.stat().st_size // 2)
@@ -118,21 +128,88 @@ def test_whatever_file_of_the_newest_is_damaged_the_one_before_serves_or_nothing
     save_steps(tmp_path / "run")
     newest = tmp_path / "run" / "checkpoints" / "3"
     names = sorted(path.relative_to(newest).as_posix() for path in newest.rglob("*") if path.is_file())
-    # A checkpoint of an earlier version has no inventory, and is read.
-    cases = [(name, ("missing", "truncated")[i % 2]) for i, name in enumerate(names) if name != INVENTORY]
-    for number, (name, how) in enumerate([*cases, (INVENTORY, "missing"), (INVENTORY, "truncated")]):
+    # A checkpoint of an early version has no inventory, and is read.
+    ways = ("missing", "truncated", "flipped")
+    cases = [(name, ways[i % 3]) for i, name in enumerate(names) if name != INVENTORY]
+    for number, (name, how) in enumerate([*cases, *((INVENTORY, how) for how in ways)]):
         folder = tmp_path / str(number)
         shutil.copytree(tmp_path / "run", folder)
         damage(folder / "checkpoints" / "3" / name, how)
         caplog.clear()
         step = restore_step(folder)
-        if "/" in name or (name, how) == (INVENTORY, "truncated"):
+        if "/" in name or (name == INVENTORY and how != "missing"):
             assert step == 2 and f"checkpoint 3 of {folder}" in caplog.text, name
+            assert name in caplog.text or (name, how) == (INVENTORY, "flipped")  # It may be taken at its word.
             assert (folder / "checkpoints.damaged" / "3.0").is_dir()
         else:
             assert step == 3, name
     save_steps(folder, (3,))  # In place of the damaged one.
     assert restore_step(folder) == 3
+
+
+@pytest.mark.slow
+def test_two_hundred_single_bits_are_found(tmp_path):
+    """Wherever they are: parameters, optimizer state, record of the progress, Orbax's own files."""
+    state, like = state_on(tiny.mesh(2, 2, 2))
+    for step in (1, 2):
+        save(tmp_path, step, state, RECORD)
+    newest = tmp_path / "checkpoints" / "2"
+    paths = sorted(path for path in newest.rglob("*") if path.is_file() and path.parent != newest)
+    sizes = np.asarray([path.stat().st_size for path in paths])
+    rng = np.random.default_rng(0)
+    chosen = [*range(len(paths)), *rng.choice(len(paths), 200 - len(paths), p=sizes / sizes.sum())]
+    for path, size in ((paths[i], int(sizes[i])) for i in chosen):
+        bit = int(rng.integers(8 * size))
+        flip(path, bit)
+        assert find_newest_intact(str(newest.parent)) == (1, [2]), (path, bit)
+        flip(path, bit)
+    assert find_newest_intact(str(newest.parent)) == (2, [])
+    flip(paths[int(sizes.argmax())], 4 * int(sizes.max()))
+    restored, _ = restore(tmp_path, like)
+    assert_equal(restored, state)
+    assert (tmp_path / "checkpoints.damaged" / "2.0").is_dir()
+
+
+TWO_PROCESSES = """
+import contextlib, pathlib, sys
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from agentr1_jax.runtime import processes
+processes.initialize()
+from test_checkpoint import Checkpoints, flip
+values = {step: np.random.default_rng(step).normal(size=(400, 100)).astype(np.float32) for step in (1, 2)}
+sharding = NamedSharding(Mesh(jax.devices(), "x"), PartitionSpec("x"))
+like = {"a": jax.ShapeDtypeStruct((400, 100), np.float32, sharding=sharding)}
+run = pathlib.Path(sys.argv[1])
+with contextlib.closing(Checkpoints(run, 3)) as checkpoints:
+    for step in (1, 2):
+        a = jax.make_array_from_callback((400, 100), sharding, lambda place: values[step][place])
+        checkpoints.save(step, {"a": a}, {"step": step})
+processes.barrier()
+if processes.process_index() == 0:
+    flip(max(run.glob("checkpoints/2/state/ocdbt.process_1/d/*"), key=lambda path: path.stat().st_size), 1000)
+processes.barrier()
+with contextlib.closing(Checkpoints(run, 3)) as checkpoints:
+    state, record = checkpoints.restore(like)
+assert all((shard.data == values[1][shard.index]).all() for shard in state["a"].addressable_shards)
+print(record["step"])
+"""
+
+
+@pytest.mark.slow
+def test_files_of_every_process_are_checked(tmp_path):
+    assert [said.split()[-1] for said in pair.run_two(TWO_PROCESSES, str(tmp_path))] == ["1", "1"]
+
+
+def test_checkpoints_without_checksums_are_read_and_it_is_said(tmp_path, caplog):
+    """Those of version 0.2.0."""
+    save_steps(tmp_path)
+    path = tmp_path / "checkpoints" / "3" / INVENTORY
+    path.write_text(json.dumps({name: size for name, (size, _) in json.loads(path.read_text()).items()}))
+    caplog.set_level("INFO")
+    assert restore_step(tmp_path) == 3 and "has no checksums" in caplog.text
+    damage(next(tmp_path.glob("checkpoints/3/state/d/*")), "truncated")
+    assert restore_step(tmp_path) == 2
 
 
 def test_two_damaged_ones_and_all_damaged(tmp_path):
@@ -161,10 +238,12 @@ def test_checkpoints_in_a_bucket_come_back_and_damaged_ones_are_kept_aside(bucke
     folder = f"{bucket}/checkpoints"
     assert files.list_names(folder) == ["2", "3", "4"] and restore_step(bucket) == 4
     expected = json.loads(files.read_bytes(f"{folder}/4/{INVENTORY}"))
-    assert expected.items() <= files.file_sizes(f"{folder}/4").items() and any(n.startswith("state/") for n in expected)
+    sizes = {name: size for name, (size, _) in expected.items()}
+    assert sizes.items() <= files.file_sizes(f"{folder}/4").items() and any(n.startswith("state/") for n in expected)
 
-    with files.atomic_write(f"{folder}/4/record/metadata") as out:
-        out.write("{")
+    record = files.read_bytes(f"{folder}/4/record/metadata")
+    with files.atomic_write(f"{folder}/4/record/metadata", "wb") as out:
+        out.write(record.replace(b"4", b"5"))
     part = next(name for name in files.file_sizes(f"{folder}/3") if name.startswith("state/ocdbt"))
     files.remove(f"{folder}/3/{part}")
     assert find_newest_intact(folder) == (2, [4, 3])
