@@ -48,7 +48,9 @@ CHECK = flags.DEFINE_string("check", "", "check the run for PROCESSESxDEVICES el
 SPEEDS = flags.DEFINE_list("tokens_per_second", [], "DECODED,LEARNED: with --dry_run or --check, estimates the hours")
 TOPOLOGY = flags.DEFINE_string("topology", "", "with --dry_run: compile for devices that are not here: v5e:4x4, h200:8")
 MOST_SKIPPED = 3
-"""Updates in a row that may be skipped because they were not finite."""
+"""Updates in a row that are skipped because they are not finite, and end a run."""
+MOST_EMPTY = 10
+"""Batches in a row without an update that end a run: more than skipped updates, since a server may be away a while."""
 IMITATION_LOG_EVERY = 10
 """Updates between two records of metrics in pretraining and warm start."""
 IMITATION_CHECKPOINTS = 100
@@ -222,7 +224,7 @@ def run_phase(
     settings, rl, first = setup.settings, phase.name == "rl", processes.process_index() == 0
     traced = parse_profile_updates(settings.run.profile_updates if rl else "")
     bar = progress_bar(phase_title(phase, batches), progress.update, phase.updates, first)
-    warm, since, timed_from = False, progress.update, time.perf_counter()
+    warm, since, timed_from, empty = False, progress.update, time.perf_counter(), 0
     with bar as show, trace_updates(settings.run.run_dir, traced, first) as trace:
         while (done := elapsed_share(settings, phase, progress, logger.seconds)) < 1:
             if rl:
@@ -241,6 +243,7 @@ def run_phase(
             outputs = train_step.token_outputs(setup, phase, state.params, batch)
             credit = train_step.assign_credit(setup, phase, batch, outputs, progress)
             state, metrics = train_step.update(setup, phase, state, batch, outputs, credit, rates)
+            empty = 0 if metrics.updates else empty + 1
             progress = progress.after(rollouts.prompts_used, credit.return_statistics)
             batches.publish(state.params, progress.update)
 
@@ -258,11 +261,12 @@ def run_phase(
                 progress = adapt_kl(settings, progress, record) if rl else progress
                 logger.log(progress, record)
                 show(progress.update, progress_text(record, progress.results))
-                check_skips(record)
+                check_updates(record, empty)
             recompiles = logger.count_recompiles(programs) if warm else 0
             progress = progress.add_totals(record if rl else {}, recompiles)
             warm = warm or bool(metrics.updates)  # A batch without signal compiles no update.
             save_if_due(settings, phase, state, progress, logger, batches)
+    check_phase(phase, progress, state)
     return state, progress
 
 
@@ -330,12 +334,29 @@ def progress_text(record: Mapping[str, float], results: Mapping[str, Any]) -> st
     return "; ".join([quality, *([f"tokens/s: {', '.join(rates)}"] if rates else [])])
 
 
-def check_skips(record: Mapping[str, float]) -> None:
-    """End a run whose updates are not finite any more."""
+def check_updates(record: Mapping[str, float], empty: int) -> None:
+    """End a run whose updates are not finite any more, or that makes none; `empty` batches in a row had no update."""
     if record.get("learner/skipped_in_a_row", 0) >= MOST_SKIPPED:
         raise UserError(
-            f"{MOST_SKIPPED} updates in a row were not finite; the last good checkpoint is kept. Lower optimizer.lr or "
-            "look at learner/* in metrics.jsonl"
+            f"{MOST_SKIPPED} updates in a row were not finite: loss, gradient or new parameters; the last good "
+            "checkpoint is kept. Lower the learning rate (optimizer.lr, warm_start.lr, pretrain.lr), or look at "
+            "learner/* in metrics.jsonl"
+        )
+    if empty >= MOST_EMPTY:
+        raise UserError(
+            f"{empty} batches in a row had no usable trajectory: nothing was learned. The warnings say why each was "
+            "dropped: tools or environments fail (rollout/outcome/* in metrics.jsonl), or log-probs of the policy are "
+            "not finite. The last checkpoint is kept; the same command goes on from there"
+        )
+
+
+def check_phase(phase: Phase, progress: Progress, state: LearnerState) -> None:
+    """End a run of which a phase has come to its end without a single update."""
+    if progress.update and not jax.device_get(state.updates):
+        raise UserError(
+            f"{phase.name} came to its end, and the policy is what it was: of {progress.update} batches none had a "
+            f"usable trajectory and a finite update ({jax.device_get(state.skipped)} updates were not finite). Look at "
+            "the warnings, at the weights that the run starts from, and at the learning rate"
         )
 
 

@@ -333,9 +333,9 @@ def make_update(
     """Compile the update.
 
     Learning rates and the optimizer's state are by part of the parameters (`optimizer.by_part`). A part of rate 0 does
-    not learn: it stays as it is bit for bit, its state too, and its gradient counts nowhere. If loss or gradient is not
-    finite, everything stays as it is and the update is counted as skipped. `layout` has the shardings of the new state,
-    on the mesh of the batch.
+    not learn: it stays as it is bit for bit, its state too, and its gradient counts nowhere. If loss, gradient or a new
+    parameter is not finite, everything stays as it is and the update is counted as skipped. `layout` has the shardings
+    of the new state, on the mesh of the batch.
 
     Returns:
       jitted (state, frozen parameters, batch, microbatches with data, rates) -> (state, metrics); the state is donated.
@@ -357,6 +357,8 @@ def make_update(
             for part, old in state.params.items()
         }
         finite = jnp.isfinite(norm) & jnp.isfinite(sums["loss"])
+        for part, on in learns.items():  # An optimizer can make infinite updates of finite gradients.
+            finite &= ~on | _all_finite(params[part])
         moves = {part: finite & on for part, on in learns.items()}
         params, opt_state = _where(moves, params, state.params), _where(moves, opt_state, state.opt_state)
         bad = (~finite).astype(jnp.int32)
@@ -369,6 +371,10 @@ def make_update(
         return state, metrics
 
     return update
+
+
+def _all_finite(params: Params) -> Array:
+    return functools.reduce(jnp.logical_and, [jnp.isfinite(x).all() for x in jax.tree.leaves(params)])
 
 
 def _where(on: dict[str, Array], one: Params, other: Params) -> Params:

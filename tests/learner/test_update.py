@@ -195,3 +195,34 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted():
         again, _ = update(twice, {}, good, np.int32(2), rates)
         assert (int(again.updates), int(again.skipped), int(again.skipped_in_a_row)) == (2, 2, 0)
         assert np.isfinite(jax.tree.leaves(jax.device_get(again.params))[0]).all()
+
+
+@functools.cache
+def spoilt_updater():
+    """Like `updater`, but the optimizer makes one number of the decoder's update infinite."""
+
+    def spoil(grads, state, params=None):
+        scale = grads.get("decoder", {}).get("final_norm", {}).get("scale")
+        return jax.tree.map(lambda x: x.at[3].set(jnp.inf) if x is scale else x, grads), state + 1
+
+    mesh, rule = tiny.mesh(), optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), spoil)
+    optimizer, params = by_part(rule), parameters()
+    layout = shardings(jax.eval_shape(lambda: init_state(params, optimizer)), mesh)
+    state = jax.device_put(init_state(jax.tree.map(jnp.array, params), optimizer), layout)
+    return make_update(POLICY, OBJECTIVE, optimizer, layout), state, mesh
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_an_update_to_numbers_that_are_not_finite_is_skipped_though_loss_and_gradient_are(learns):
+    update, start, mesh = spoilt_updater()
+    start = jax.tree.map(jnp.copy, start)
+    kept = jax.device_get((start.params, start.opt_state))
+    rates = {"decoder": np.float32(learns), "value": np.float32(1)}
+    batch = global_batch(example("append").batch(microbatches=2, rows=8), mesh)
+    after, metrics = update(start, {}, batch, np.int32(2), rates)
+    assert np.isfinite([metrics["loss"], metrics["grad_norm"]]).all()
+    assert (int(after.updates), int(after.skipped), int(after.skipped_in_a_row)) == ((0, 1, 1) if learns else (1, 0, 0))
+    params, opt_state = jax.device_get((after.params, after.opt_state))
+    jax.tree.map(np.testing.assert_array_equal, params["decoder"], kept[0]["decoder"])
+    assert opt_state == {"decoder": 0, "value": 0 if learns else 1}
+    assert (params["value"]["kernel"] == kept[0]["value"]["kernel"]).all() == learns  # A part that rests is not asked.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pages
 import pytest
 from programs import program
@@ -205,3 +206,35 @@ def test_a_run_that_stops_and_resumes_is_the_run_that_never_stopped(
     assert 0 < summary["warm_start_seconds"] < summary["seconds"]
     assert summary["recompiles_after_warmup"] == 0
     assert all((straight / name).stat().st_size for name in ("report.html", "learning_curve.png", "timeline.png"))
+
+
+def test_updates_that_are_skipped_or_missing_end_a_run_in_time() -> None:
+    train.check_updates({"learner/skipped_in_a_row": 2.0}, 9)
+    for skipped, empty, match in ((3.0, 0, "3 updates in a row were not finite"), (0.0, 10, "10 batches in a row")):
+        with pytest.raises(UserError, match=match):
+            train.check_updates({"learner/skipped_in_a_row": skipped}, empty)
+
+
+@pytest.mark.slow
+def test_a_policy_that_is_not_finite_ends_the_run(parts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In imitation by its first update that counts for nothing, in RL by batches without a usable trajectory."""
+    setup, builder = parts
+
+    def init() -> Any:
+        state = builder.init()
+        return dataclasses.replace(state, params=jax.tree.map(lambda x: x * jnp.nan, state.params))
+
+    spoilt = dataclasses.replace(builder, init=init)
+    monkeypatch.setattr(train, "MOST_EMPTY", 2)
+    for updates, (batches, match) in enumerate([(2, "2 batches in a row"), (1, "pretraining came to its end")]):
+        c = setup.settings
+        settings = dataclasses.replace(
+            c,
+            pretrain=dataclasses.replace(c.pretrain, updates=updates),
+            warm_start=dataclasses.replace(c.warm_start, updates=0),
+        )
+        run = tmp_path / str(updates)
+        with pytest.raises(UserError, match=match):
+            start((dataclasses.replace(setup, settings=settings), spoilt), run, monkeypatch)
+        records = list(read_metrics(run / "metrics.jsonl"))
+        assert sum(r["phase"] in ("rl", "pretraining") for r in records) == batches
