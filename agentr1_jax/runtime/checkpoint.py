@@ -77,7 +77,8 @@ class Checkpoints:
         """
         self._manager.wait_until_finished()
         first = processes.process_index() == 0
-        processes.barrier()  # Process 0 reads all files, and to a first exchange nobody may be late by 30 s on CPUs.
+        # The first exchange between CPU processes fails where one is late by 30 s, and process 0 reads all files now.
+        processes.barrier()
         step, damaged = processes.all_gather_json(find_newest_intact(self._folder) if first else None)[0]
         if step is None:
             return None
@@ -194,7 +195,7 @@ def _fault(checkpoint: str) -> str | None:
     try:
         inventory = _INVENTORIES.validate_json(files.read_bytes(path), strict=True)
     except ValueError:
-        return f"{INVENTORY} is no inventory any more"
+        return f"{INVENTORY} cannot be read"
     entries = {name: (entry, None) if isinstance(entry, int) else entry for name, entry in inventory.items()}
     found = _sizes(checkpoint)
     for name, (size, _) in entries.items():

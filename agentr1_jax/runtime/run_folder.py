@@ -165,9 +165,10 @@ class RunFolder:
         return found
 
     def check_same_config(self, values: Mapping[str, Any], may_differ: Sequence[str] = RESUMABLE) -> bool:
-        """Return True if the folder holds a run of this resolved config, which can be resumed; False if it is empty.
+        """Return True if the folder holds a run of this resolved config, which can be resumed; False if none has begun.
 
-        Credentials in URLs may have changed.
+        A run begins with its first record of metrics or its first checkpoint. Before that it may have any config: a
+        start that failed early leaves the folder free for the corrected command. Credentials in URLs may have changed.
 
         Args:
           values: resolved config of this start.
@@ -184,6 +185,8 @@ class RunFolder:
         stored, current = (
             dict(flatten(hide_credentials_of_urls(x, variables=True))) for x in (self.read_config(), values)
         )
+        if not self._has_begun():
+            return False
         missing = "(no such key)"
         differing = [
             f"  {key}: {stored.get(key, missing)!r} there, {current.get(key, missing)!r} here"
@@ -197,6 +200,15 @@ class RunFolder:
                 + "\nchoose another --config.run_dir, or start with the old values to resume it"
             )
         return True
+
+    def _has_begun(self) -> bool:
+        """Return True if the folder has anything that a run has computed."""
+        metrics = self.file("metrics.jsonl")
+        return (
+            any(name.isdecimal() for name in files.list_names(self.file("checkpoints")))
+            or (files.exists(metrics) and files.path(metrics).stat().length > 0)
+            or files.exists(self.file("summary.json"))
+        )
 
     def write_trajectories(self, name: str, trajectories: Iterable[Trajectory]) -> None:
         """Write this process's trajectories of one name.

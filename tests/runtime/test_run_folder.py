@@ -11,6 +11,7 @@ import pytest
 from changes import changed
 from pair import run_two
 
+from agentr1_jax import files
 from agentr1_jax.errors import UserError
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime import processes
@@ -101,6 +102,7 @@ def test_a_run_folder_keeps_to_its_config(tmp_path):
     run_dir = tmp_path / "run"
     assert not RunFolder(str(run_dir)).check_same_config(config())
     RunFolder(str(run_dir)).write_config(config())
+    (run_dir / "metrics.jsonl").write_text('{"index": 0}\n')
     assert RunFolder(str(run_dir)).check_same_config(config(run_dir="b", mesh={"data": 2}))
     assert RunFolder(str(run_dir)).check_same_config(
         config(eval={"every": 6, "rows": 8}), may_differ=("run_dir", "eval")
@@ -113,7 +115,27 @@ def test_a_run_folder_keeps_to_its_config(tmp_path):
     assert "new: '(no such key)' there, 2 here" in str(caught.value)
     assert "eval" not in str(caught.value)
     assert (run_dir / "config.json").read_bytes() == before
-    assert sorted(path.name for path in run_dir.iterdir()) == ["config.json"]
+    assert sorted(path.name for path in run_dir.iterdir()) == ["config.json", "metrics.jsonl"]
+
+
+@pytest.mark.parametrize("place", ["disk", pytest.param("bucket", marks=pytest.mark.slow)])
+def test_a_start_that_failed_before_the_run_began_leaves_the_folder_to_a_corrected_config(place, tmp_path, request):
+    path = str(tmp_path / "run") if place == "disk" else request.getfixturevalue("bucket")
+    folder = RunFolder(path)
+    folder.write_config({"seed": 0})
+    if place == "disk":  # What `open_run` makes before the first update.
+        os.makedirs(folder.file("checkpoints"))
+        open(folder.file("metrics.jsonl"), "w").close()
+    assert not folder.check_same_config({"seed": 0}) and not folder.check_same_config({"seed": 1})
+    for name in ("checkpoints/3/state", "metrics.jsonl", "summary.json"):
+        with files.atomic_write(folder.file(name)) as out:
+            out.write("{}")
+        with pytest.raises(UserError, match="seed: 0 there, 1 here"):
+            folder.check_same_config({"seed": 1})
+        assert folder.check_same_config({"seed": 0})
+        files.remove(folder.file(name))
+        if place == "disk" and name.startswith("checkpoints"):
+            os.rmdir(folder.file("checkpoints", "3"))
 
 
 @pytest.mark.parametrize(
@@ -176,6 +198,7 @@ def test_credentials_in_urls_are_not_stored_and_may_change(tmp_path):
 
     first = config("https://user:secret@host?token=secret&shard=1")
     folder.write_config(first)
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"index": 0}\n')
     assert "secret" not in (tmp_path / "run" / "config.json").read_text() + str(config("HTTPS://user:secret@host"))
     assert folder.check_same_config(first)
     folder.write_config(config("https://user:secret@host?token=secret&shard=1", credentials=True))  # Of an old version.
