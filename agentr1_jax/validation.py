@@ -27,9 +27,11 @@ T = TypeVar("T")
 STRICT = pydantic.ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
 """No conversion but int to float, no unknown field, only finite numbers."""
 
-Count = Annotated[int, Ge(1)]
+INT32 = 2**31
+"""Integers are less: devices compute with 32 bits."""
+Count = Annotated[int, Ge(1), Lt(INT32)]
 """1, 2, 3 ..."""
-Whole = Annotated[int, Ge(0)]
+Whole = Annotated[int, Ge(0), Lt(INT32)]
 """0, 1, 2 ...; where it is a limit, 0 mostly means none."""
 Seed = Annotated[int, Ge(0), Lt(2**32)]
 """What a random generator is seeded with."""

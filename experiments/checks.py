@@ -20,6 +20,7 @@ from agentr1_jax.errors import RetryableError, UserError, user_error
 from agentr1_jax.policy import attention
 from agentr1_jax.policy.config import DecoderConfig
 from agentr1_jax.runtime import mesh as meshes
+from agentr1_jax.text.chat import truncate
 from agentr1_jax.text.tokenizer import Tokenizer
 from agentr1_jax.train.defaults import check_chips
 from agentr1_jax.train.probes import make_prober
@@ -74,8 +75,13 @@ def check_task(settings: Settings, task: Task) -> None:
 
 
 def check_openings(settings: Settings, task: Task, agent: EnvLoop) -> None:
-    """Refuse a budget that the task's first prompts already exceed, and a chat template that cannot render them."""
+    """Refuse a budget that the task's first prompts already exceed, and a chat template that cannot render them.
+
+    Refuse a length of observations, too, that has no room for the mark of those that are truncated.
+    """
     budget = settings.budget
+    with user_error("budget.observation_tokens: "):
+        truncate(agent.tokenizer, "", budget.observation_tokens, whole=False)
     room = budget.context_tokens - budget.response_tokens
     for row, observation in _openings(settings, task, rows=OPENINGS_CHECKED):
         tokens = len(_render(agent, observation))

@@ -30,7 +30,7 @@ from agentr1_jax.policy.config import PolicyConfig
 from agentr1_jax.runtime import config as configs
 from agentr1_jax.train import defaults, metrics
 from agentr1_jax.train.settings import ROLLOUT, SECTIONS, RunConfig, TaskConfig
-from agentr1_jax.validation import to_section
+from agentr1_jax.validation import INT32, to_section
 from configs import base
 from experiments.setup import complete
 
@@ -74,7 +74,7 @@ Set a key in a config file (`c.optimizer.lr = 3e-4`) or behind the command (`--c
 
 A config file starts from `base.get_config("task")` and is locked: a key that does not exist is an error that names the
 nearest one, or the counterpart of another trainer's key. A value of another type or out of range is refused at the
-start, and so are values that do not fit each other.
+start, and so are values that do not fit each other. Integers are less than 2^31.
 """
 
 METRICS_INTRODUCTION = """\
@@ -257,6 +257,8 @@ def describe_kind(hint: Any) -> str:
 
 
 def _bound(limit: Any) -> str:
+    if limit == Lt(INT32):  # Of all integers; the introduction says it.
+        return ""
     for cls, sign, attribute in BOUNDS:
         if isinstance(limit, cls):
             return f"{sign} {getattr(limit, attribute)}"

@@ -66,7 +66,8 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     settings = {key: x for key, x in settings.items() if key in known} | args
     try:
         rule = alias(learning_rate=-1.0, **settings)  # Optax descends: its updates are to be added.
-        jax.eval_shape(rule.init, {"kernel": jnp.zeros(8)})
+        like = {"kernel": jax.ShapeDtypeStruct((8,), jnp.float32)}  # Not an array: no device is asked.
+        jax.eval_shape(lambda params: rule.update(params, rule.init(params), params), like)
     except Exception as error:  # Optax may raise anything.
         raise ValueError(f"optimizer.name {name!r} cannot be used with args {args}: {error}") from error
     decayed = optax.chain(rule, optax.add_decayed_weights(config.weight_decay, mask=_decay_mask))

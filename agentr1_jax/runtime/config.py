@@ -120,7 +120,7 @@ def run_main(
         _print_error(str(error))
         status = error.status
     except (Exception, KeyboardInterrupt) as error:
-        if message := _file_system_message(error):
+        if message := _file_system_message(error) or _memory_message(error):
             _print_error(message)
         elif one_of_many:
             status = 1
@@ -170,6 +170,18 @@ def _file_system_message(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.errno in UNUSABLE_PATH and error.filename:
         return f"{error.filename}: {error.strerror}; choose another path, or let this user read and write there"
     return None
+
+
+def _memory_message(error: BaseException) -> str | None:
+    """Return a message where the memory of host or devices is too small; None for any other error."""
+    text = str(error)
+    if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in text and "Out of memory" not in text:
+        return None
+    reason = text.partition("\n")[0].rpartition(": ")[2].removesuffix(".")
+    return (
+        f"memory is too small ({reason or 'MemoryError'}): lower learner.rows, rollout.slots or the lengths in budget, or take a smaller "
+        "policy; --dry_run shows what takes how much"
+    )
 
 
 def _print_error(message: str) -> None:

@@ -234,8 +234,8 @@ def truncate(
     """
     if whole and len(tokenizer.encode_data(written(text))) <= max_tokens:
         return text
-    ids = tokenizer.encode_data(text)
-    most = min(max_tokens - len(tokenizer.encode_data(TRUNCATION_MARKER)), len(ids))
+    ids, marker = tokenizer.encode_data(text), len(tokenizer.encode_data(TRUNCATION_MARKER))
+    most = min(max_tokens - marker, len(ids))
 
     def shorten(keep: int) -> str:
         # The last token may hold only the first bytes of a character.
@@ -251,7 +251,9 @@ def truncate(
     for keep in range(most, -1, -1):
         if not is_too_long(keep):
             return shorten(keep)
-    raise ValueError(f"a limit of {max_tokens} tokens has no room for the marker {TRUNCATION_MARKER!r}")
+    raise ValueError(
+        f"a limit of {max_tokens} tokens has no room for the marker {TRUNCATION_MARKER!r}, which takes {marker}"
+    )
 
 
 def _within_quotes(text: str) -> str:

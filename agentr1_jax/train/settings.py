@@ -30,7 +30,7 @@ from agentr1_jax.learner.config import (
     PackingMode,
 )
 from agentr1_jax.learner.losses import next_kl_coef
-from agentr1_jax.learner.optimizer import learning_rates
+from agentr1_jax.learner.optimizer import learning_rates, make_optimizer
 from agentr1_jax.policy.attention import SPLASH_BLOCK
 from agentr1_jax.policy.config import PolicyConfig
 from agentr1_jax.registry import Registry
@@ -43,7 +43,7 @@ from agentr1_jax.runtime.processes import ProcessesConfig
 from agentr1_jax.tools.wrappers import ToolsConfig
 from agentr1_jax.train import defaults
 from agentr1_jax.trajectory import Budget
-from agentr1_jax.validation import STRICT, Count, Fraction, NonNegative, Positive, Seed, Whole, from_section
+from agentr1_jax.validation import INT32, STRICT, Count, Fraction, NonNegative, Positive, Seed, Whole, from_section
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -166,11 +166,14 @@ class Settings:
 
     def __post_init__(self) -> None:
         _ = self.stages
+        with user_error():
+            make_optimizer(self.optimizer)
         _check_credit(self)
         _check_critic_warmup(self)
         _check_kl(self)
         _check_sampling(self)
         _check_lengths(self)
+        _check_batch(self)
 
     @property
     def context_rule(self) -> ContextRule:
@@ -466,4 +469,15 @@ def _check_lengths(s: Settings) -> None:
             f"learner.loss_mask or learner.advantage_mask is False: a step then has up to budget.context_tokens "
             f"({s.budget.context_tokens}) loss tokens, and learner.row_loss_tokens is {s.learner.row_loss_tokens}; "
             "learner.row_loss_tokens=None makes it follow"
+        )
+
+
+def _check_batch(s: Settings) -> None:
+    """Refuse batches whose tokens 32 bits cannot count."""
+    tokens = s.batch_capacity["tokens"]
+    if tokens >= INT32:
+        raise UserError(
+            f"a batch could have {tokens:,} tokens, of rollout.groups ({s.rollout.groups}) x rollout.samples "
+            f"({s.rollout.samples}) trajectories, each of budget.max_steps ({s.budget.max_steps}) steps; programs count "
+            "to less than 2^31: lower one of them, or the tokens of a step"
         )

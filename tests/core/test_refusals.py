@@ -54,6 +54,7 @@ MISTAKES = [
     (quickstart, {"policy__heads": 0}, "policy.heads is 0; it must be greater than or equal to 1"),
     (quickstart, {"optimizer__lr": -1.0}, "optimizer.lr is -1.0; it must be greater than or equal to 0"),
     (quickstart, {"optimizer__lr": float("nan")}, "optimizer.lr is nan; it must be a finite number"),
+    (quickstart, {"optimizer__name": "adamm"}, "unknown optimizer.name 'adamm'; choose one of"),
     (quickstart, {"kl__kind": "k4"}, "kl.kind is 'k4'; it must be"),
     (quickstart, {"context__rule": "window"}, "context.rule"),
     (quickstart, {"rollout__temperature": -1.0}, "rollout.temperature is -1.0; it must be"),

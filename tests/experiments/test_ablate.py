@@ -299,7 +299,7 @@ def test_a_run_of_another_config_is_refused_though_it_is_finished(config, tmp_pa
 
 def test_a_cells_file_says_its_config_to_the_last_value(config, tmp_path):
     with config.unlocked():
-        config.optimizer.args.own = 0.5
+        config.optimizer.args.beta = 0.5
     _, (cell,) = cells_of(config, "grpo+rollout.prefill_rows=(4,8)+budget.step_seconds=2", out=str(tmp_path))
     read = configs.load_config(f"{resolved.__file__}:{grid.write_config(cell)}")
     assert configs.resolve(read) == configs.resolve(cell.config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import types
 import typing
 from typing import Annotated, Any
@@ -120,6 +121,18 @@ def test_every_number_has_a_range():
         if numbers_without_range(hint)
     ]
     assert not open_ended
+
+
+def test_integers_have_32_bits():
+    """Larger ones once failed in the middle of a run, or came out of a compiled program as other numbers."""
+    integers = [key for key, value in flatten(quickstart.get_config().to_dict()) if type(value) is int]
+    assert {"updates", "budget.max_steps", "rollout.groups", "learner.row_loss_tokens"} < set(integers)
+    for key in {*integers, "rollout.slots", "policy.layers"} - {"seed", "mesh.data"}:
+        with pytest.raises(UserError, match=rf"^{re.escape(key)} is 2147483648; it must be less than 2147483648$"):
+            read_settings(mutate(quickstart.get_config(), key, 2**31))
+    for key in ("budget.max_steps", "rollout.groups", "rollout.samples"):
+        with pytest.raises(UserError, match=rf"{re.escape(key)} \(10000000\)"):
+            read_settings(mutate(quickstart.get_config(), key, 10_000_000))
 
 
 def filled(devices=None, **changes):

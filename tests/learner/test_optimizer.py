@@ -104,6 +104,7 @@ def test_gradients_are_clipped_to_a_norm_where_one_is_given(bound):
         ("lion", {"beta1": 0.9}, "unknown optimizer.args.beta1; lion takes b1, b2, mu_dtype$"),
         ("adamw", {"weight_decay": 0.1}, "unknown optimizer.args.weight_decay; adamw takes b1, b2, eps"),
         ("sign_sgd", {"learning_rate": 1.0}, "unknown optimizer.args.learning_rate; sign_sgd takes no args"),
+        ("sgd", {"momentum": "fast"}, "'sgd' cannot be used with args"),
         ("lion", {"mu_dtype": "banana"}, r"'lion' cannot be used with args \{'mu_dtype': 'banana'\}: .*banana"),
     ],
 )

@@ -239,17 +239,38 @@ def test_a_config_resolves_to_json():
             config_lib.resolve(ml_collections.ConfigDict({"algo": {"x": value}}))
 
 
-@pytest.mark.parametrize(("code", "said"), [("ENOSPC", "No space left on device"), ("EDQUOT", "quota")])
-def test_a_full_disk_is_one_message(monkeypatch, capsys, code, said):
-    number = getattr(errno, code)
+def message_of(error, monkeypatch, capsys):
+    """What a program says on the end whose main raises an error."""
 
     def fail(*_args, **_kwargs):
-        raise OSError(number, os.strerror(number), "runs/x/metrics.jsonl")
+        raise error
 
     monkeypatch.delenv("AGENTR1_COORDINATOR", raising=False)
     monkeypatch.setattr(config_lib.app, "run", fail)
     monkeypatch.setattr(logging.root.manager, "disable", 0)  # It turns logging off, and this process goes on.
     with pytest.raises(SystemExit) as left:
         config_lib.run_main(lambda argv: None)
-    told = capsys.readouterr().err
-    assert left.value.code == 2 and said in told and "error: runs/x/metrics.jsonl: " in told and "checkpoint" in told
+    assert left.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("code", "said"), [("ENOSPC", "No space left on device"), ("EDQUOT", "quota")])
+def test_a_full_disk_is_one_message(monkeypatch, capsys, code, said):
+    number = getattr(errno, code)
+    told = message_of(OSError(number, os.strerror(number), "runs/x/metrics.jsonl"), monkeypatch, capsys)
+    assert said in told and "error: runs/x/metrics.jsonl: " in told and "checkpoint" in told
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MemoryError(), "MemoryError"),
+        (MemoryError("Unable to allocate 16.0 TiB for an array with shape (4, 1099511627776)"), "16.0 TiB"),
+        (RuntimeError("INTERNAL: Error dispatching: Out of memory allocating 112589 bytes.\n..."), "112589 bytes"),
+        (RuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20G of 15.75G hbm."), "20G of"),
+    ],
+)
+def test_too_small_a_memory_is_one_message(monkeypatch, capsys, error, said):
+    told = message_of(error, monkeypatch, capsys)
+    assert told.startswith("error: memory is too small (") and said in told and "--dry_run" in told
+    assert len(told.splitlines()) == 1

@@ -238,6 +238,13 @@ def test_a_template_that_leaves_out_the_tools_is_refused_before_the_start(tmp_pa
         make_setup(read_settings(config_of(weights, tmp_path / "run", **changes)), resumes=False)
 
 
+def test_a_length_of_observations_that_has_no_room_for_the_marker_is_refused_before_the_start(tmp_path):
+    config = config_of(checkpoints.write_model(tmp_path / "model"), tmp_path / "run", budget__observation_tokens=1)
+    with pytest.raises(UserError, match=r"budget\.observation_tokens: a limit of 1 tokens has no room"):
+        make_setup(read_settings(config), resumes=False)
+    assert not (tmp_path / "run").exists()
+
+
 def test_real_tokenizers_of_two_families_are_not_taken_for_one_another(data_dir, tmp_path):
     weights = checkpoints.checkpoint(tmp_path / "qwen", "qwen2_tied", vocab_size=151_936)
     for file in (data_dir / "tokenizers/qwen2.5").iterdir():
