@@ -179,8 +179,8 @@ def _memory_message(error: BaseException) -> str | None:
         return None
     reason = text.partition("\n")[0].rpartition(": ")[2].removesuffix(".")
     return (
-        f"memory is too small ({reason or 'MemoryError'}): lower learner.rows, rollout.slots or the lengths in budget, or take a smaller "
-        "policy; --dry_run shows what takes how much"
+        f"memory is too small ({reason or 'MemoryError'}): lower learner.rows, rollout.slots or the lengths in budget, "
+        "or take a smaller policy; --dry_run shows what takes how much"
     )
 
 

@@ -157,7 +157,8 @@ def make_tokenizer(settings: Settings, task: Task | None, *, resumes: bool) -> T
             if settings.warm_start.init_from:
                 files.copy(os.path.join(settings.warm_start.init_from, "tokenizer.model"), path)
             elif task is not None:
-                train_sentencepiece(task.texts(settings.tokenizer.texts), path, settings.tokenizer.vocab_size)
+                with user_error("tokenizer: "):
+                    train_sentencepiece(task.texts(settings.tokenizer.texts), path, settings.tokenizer.vocab_size)
         processes.barrier()
     with user_error("tokenizer.path: "):
         tokenizer = load_tokenizer(path)

@@ -478,6 +478,6 @@ def _check_batch(s: Settings) -> None:
     if tokens >= INT32:
         raise UserError(
             f"a batch could have {tokens:,} tokens, of rollout.groups ({s.rollout.groups}) x rollout.samples "
-            f"({s.rollout.samples}) trajectories, each of budget.max_steps ({s.budget.max_steps}) steps; programs count "
-            "to less than 2^31: lower one of them, or the tokens of a step"
+            f"({s.rollout.samples}) trajectories, each of budget.max_steps ({s.budget.max_steps}) steps; programs "
+            "count to less than 2^31: lower one of them, or the tokens of a step"
         )

@@ -245,6 +245,14 @@ def test_a_length_of_observations_that_has_no_room_for_the_marker_is_refused_bef
     assert not (tmp_path / "run").exists()
 
 
+def test_a_tokenizer_without_room_for_words_is_refused_before_the_start(tmp_path):
+    fits = {key.replace(".", "__"): value for key, value in EVERYTHING_FITS.items()}
+    config = changed(quickstart, run_dir=str(tmp_path / "run"), tokenizer__vocab_size=300, tokenizer__texts=100, **fits)
+    with pytest.raises(UserError, match="tokenizer: .*vocab_size of 300 has no room"):
+        make_setup(read_settings(config), resumes=False)
+    assert not (tmp_path / "run").exists()
+
+
 def test_real_tokenizers_of_two_families_are_not_taken_for_one_another(data_dir, tmp_path):
     weights = checkpoints.checkpoint(tmp_path / "qwen", "qwen2_tied", vocab_size=151_936)
     for file in (data_dir / "tokenizers/qwen2.5").iterdir():
