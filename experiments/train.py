@@ -346,7 +346,8 @@ def check_updates(record: Mapping[str, float], empty: int) -> None:
         raise UserError(
             f"{empty} batches in a row had no usable trajectory: nothing was learned. The warnings say why each was "
             "dropped: tools or environments fail (rollout/outcome/* in metrics.jsonl), or log-probs of the policy are "
-            "not finite. The last checkpoint is kept; the same command goes on from there"
+            "not finite. With rollout.dynamic_sampling_groups all samples of each prompt may have had equal returns. "
+            "The last checkpoint is kept; the same command goes on from there"
         )
 
 
