@@ -225,8 +225,9 @@ def run_phase(
     traced = parse_profile_updates(settings.run.profile_updates if rl else "")
     bar = progress_bar(phase_title(phase, batches), progress.update, phase.updates, first)
     warm, since, timed_from, empty = False, progress.update, time.perf_counter(), 0
+    done = elapsed_share(settings, phase, progress, logger.seconds)
     with bar as show, trace_updates(settings.run.run_dir, traced, first) as trace:
-        while (done := elapsed_share(settings, phase, progress, logger.seconds)) < 1:
+        while done < 1:
             if rl:
                 progress = evaluate_if_due(setup, state, progress, logger, batches)
             trace(progress.update)
@@ -246,6 +247,7 @@ def run_phase(
             empty = 0 if metrics.updates else empty + 1
             progress = progress.after(rollouts.prompts_used, credit.return_statistics)
             batches.publish(state.params, progress.update)
+            done = elapsed_share(settings, phase, progress, logger.seconds)
 
             if rl:
                 trajectories = [*train_step.with_credit(batch, outputs, credit), *rollouts.zero_variance]
@@ -254,7 +256,7 @@ def run_phase(
                 record = {"learner/lr": rates["decoder"], **rollouts.metrics, **means}
             else:
                 record = {"learner/lr": rates["decoder"]}
-            if rl or progress.update % IMITATION_LOG_EVERY == 0 or progress.update == phase.updates:
+            if rl or progress.update % IMITATION_LOG_EVERY == 0 or done >= 1:
                 record |= metrics.fetch()
                 record["time/learn"] = (time.perf_counter() - timed_from) / (progress.update - since)
                 since, timed_from = progress.update, time.perf_counter()

@@ -208,6 +208,19 @@ def test_a_run_that_stops_and_resumes_is_the_run_that_never_stopped(
     assert all((straight / name).stat().st_size for name in ("report.html", "learning_curve.png", "timeline.png"))
 
 
+def test_the_last_update_of_a_phase_that_ends_by_time_is_logged(
+    parts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share = train.elapsed_share
+
+    def time_is_up(settings: Any, phase: Any, progress: Any, seconds: float) -> float:
+        return progress.update if phase.name == "warm_start" else share(settings, phase, progress, seconds)
+
+    monkeypatch.setattr(train, "elapsed_share", time_is_up)
+    start(parts, tmp_path / "run", monkeypatch, stop_at="eval_before_greedy")
+    assert ("warm_start", 1) in [record[:2] for record in records(tmp_path / "run")]
+
+
 def test_updates_that_are_skipped_or_missing_end_a_run_in_time() -> None:
     train.check_updates({"learner/skipped_in_a_row": 2.0}, 9)
     for skipped, empty, match in ((3.0, 0, "3 updates in a row were not finite"), (0.0, 10, "10 batches in a row")):
