@@ -19,6 +19,13 @@ environment_is_ready() {
   "$1/bin/python" -c '' 2>/dev/null
 }
 
+# uv takes a fifth of pip's time. It does not read which index pip is set up for: there pip installs.
+install_by_uv() {
+  ! "$1" -m pip config list | grep -q '[.]index-url=' &&
+    "$1" -m pip install -qq --disable-pip-version-check uv 2>/dev/null &&
+    "$1" -m uv pip install --quiet --python "$1" -r "$2" 2>/dev/null
+}
+
 make_environment() {
   local venv=$1 python=$2 list
   echo "making $venv: installs ${lists[*]}; a few minutes, only this once" >&2
@@ -29,7 +36,7 @@ make_environment() {
     "$python" -m venv --clear "$venv" || fail "could not make $venv, see above"
   fi
   # `list` is the last one, which includes the other.
-  "$venv/bin/python" -m pip install -qq --disable-pip-version-check -r "$list" ||
+  install_by_uv "$venv/bin/python" "$list" || "$venv/bin/python" -m pip install -qq --disable-pip-version-check -r "$list" ||
     fail "could not install ${lists[*]}, see above; start again to go on from there"
   # Last: marks the installation as complete. Without these files the next start continues it.
   for list in "${lists[@]}"; do cp "$list" "$venv/${list%.txt}.installed"; done
