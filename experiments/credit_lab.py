@@ -32,7 +32,7 @@ from agentr1_jax.runtime import config as configs
 from agentr1_jax.runtime.monitoring import progress_bar
 from agentr1_jax.train.settings import load_file
 from experiments.credit.bias import select_names
-from experiments.lab.processes import PROCESSES, make_process
+from experiments.lab.processes import PROCESSES, make_process, tabulate
 from experiments.lab.study import (
     OPTIMUM,
     OWN,
@@ -223,6 +223,8 @@ def main(argv: Sequence[str]) -> None:
     if BUDGET.value % 2:
         raise UserError(f"--budget={BUDGET.value} is odd; some schemes try two values of an argument, so make it even")
     processes = {name: make_process(name) for name in wanted}
+    for process in processes.values():
+        tabulate(process)  # One that is too large is refused before anything is trained.
     sizes = UPDATES.value, GROUPS.value, SAMPLES.value
     plan = Plan(SEEDS.value, TUNING.value, BUDGET.value, *sizes, cast(PolicyKind, POLICY.value), SEED.value)
     console, started = Console(), time.monotonic()

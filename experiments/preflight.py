@@ -65,7 +65,7 @@ def show(runs: Sequence[Config], shape: str, speeds: Sequence[str] = ()) -> None
 
 
 def check(runs: Sequence[Config], shape: str, speeds: Sequence[float] = ()) -> Iterator[str]:
-    """Check runs of one task, each on these devices; yield what was found, a line each.
+    """Check runs, each on these devices; yield what was found, a line each.
 
     Args:
       runs: configs.
@@ -81,7 +81,8 @@ def check(runs: Sequence[Config], shape: str, speeds: Sequence[float] = ()) -> I
     for each, config in zip(settings, runs, strict=True):
         check_placement(each, devices)
         yield _check_run_folder(each.run.run_dir, config)
-    yield _check_data(settings)
+    for first in [each for i, each in enumerate(settings) if each.task not in [s.task for s in settings[:i]]]:
+        yield _check_data([each for each in settings if each.task == first.task])
     for each in settings:
         yield f"{each.run.run_dir}: {describe_cost(each, len(devices), speeds)}"
 
@@ -98,7 +99,7 @@ def _check_run_folder(run_dir: str, config: Config) -> str:
 
 
 def _check_data(settings: Sequence[Settings]) -> str:
-    """Refuse a data folder that lacks what the tasks read, where this machine can see it."""
+    """Refuse a data folder that lacks what the task of these runs reads, where this machine can see it."""
     folder = settings[0].task.data_dir or os.environ.get("AGENTR1_DATA", "")
     if files.is_remote(folder):
         try:

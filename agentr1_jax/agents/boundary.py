@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 
 from agentr1_jax.envs.base import Observation, Transition
-from agentr1_jax.trajectory import ROW_FACTS, Outcome
+from agentr1_jax.trajectory import POLICIES, ROW_FACTS, Outcome
 
 LARGEST_REWARD = 1e15
 """Largest magnitude of a reward or potential: squares, summed over a batch, stay within float32."""
 MOST_NESTED = 100
 """Deepest nesting of JSON: reading, writing and showing JSON recurses."""
-MOST_DIGITS = 4000
-"""Decimal digits of an integer that Python converts to text."""
+MOST_DIGITS = 4300
+"""Decimal digits of an integer that Python reads from text and converts to text."""
 ERROR_CHARACTERS = 2000
 
 
@@ -83,7 +83,7 @@ def check_json(value: Any, name: str, levels: int = MOST_NESTED) -> Any:
     if isinstance(plain, str):
         return str(plain)
     if isinstance(plain, int):
-        if plain.bit_length() > 3 * MOST_DIGITS:
+        if abs(plain) >= 10**MOST_DIGITS:
             raise BoundaryError(f"{name} holds an integer of more than {MOST_DIGITS} digits")
         return int(plain)
     if levels == 0:
@@ -150,12 +150,19 @@ def check_observation(observation: Any) -> Observation:
 
 
 def check_transition(transition: Any) -> Transition:
+    """Return a transition whose outcome agrees with its flags; an end without one has that of its flags."""
     if not isinstance(transition, Transition):
         raise BoundaryError(f"the result of step() is {_show(transition)}; it must be a Transition")
     t = transition
     terminated, truncated = check_flag(t.terminated, "terminated"), check_flag(t.truncated, "truncated")
     if t.observation is None and not terminated and not truncated:
         raise BoundaryError("the episode goes on without an observation")
+    ended = Outcome.ENV_DONE if terminated else Outcome.MAX_STEPS if truncated else None
+    outcome = ended if t.outcome is None else check_outcome(t.outcome)
+    if outcome and not terminated and not truncated:
+        raise BoundaryError(f"outcome is {outcome} though the episode goes on")
+    if outcome and POLICIES[outcome].bootstrap and not truncated:
+        raise BoundaryError(f"outcome is {outcome}, whose future has a value; the episode must be truncated")
     facts = ("reward_parts", "raw_reward_parts", "tool_calls", "action_key", "info")
     return dataclasses.replace(
         t,
@@ -163,7 +170,7 @@ def check_transition(transition: Any) -> Transition:
         observation=None if t.observation is None else check_observation(t.observation),
         terminated=terminated,
         truncated=truncated,
-        outcome=None if t.outcome is None else check_outcome(t.outcome),
+        outcome=outcome,
         metrics=check_numbers(t.metrics, "metrics"),
     )
 
@@ -228,7 +235,10 @@ def check_row(row: Any) -> dict[str, Any]:
         raise BoundaryError(f"a task row is {_show(row)}; it must be a mapping")
     if "max_steps" in row and not check_optional_count(row["max_steps"], "row['max_steps']"):
         raise BoundaryError(f"row['max_steps'] is {_show(row['max_steps'])}; a row allows at least 1 step")
-    return {key: check_json(row[key], f"row[{key!r}]") for key in ROW_FACTS if key in row}
+    facts = {key: check_json(row[key], f"row[{key!r}]") for key in ROW_FACTS if key in row}
+    if not isinstance(facts.get("answers", []), list):  # Of a text, each character would be an answer.
+        raise BoundaryError(f"row['answers'] is {_show(row['answers'])}; it must be a list")
+    return facts
 
 
 def describe_error(error: BaseException) -> str:

@@ -146,11 +146,11 @@ class EnvLoop:
             )
             last_sequence = np.concatenate([prompt, completion.ids])
             if over:
-                outcome = transition.outcome or Outcome.ENV_DONE
+                assert transition.outcome is not None, "checked: an end has an outcome"
                 final = None
                 if transition.truncated:
                     final = last_sequence if turn is None else await self._next(history.with_turn(turn), last_sequence)
-                session.finish(outcome, final, transition.metrics)
+                session.finish(transition.outcome, final, transition.metrics)
                 return
             if response_limit:
                 session.finish(Outcome.RESPONSE_TRUNCATED, last_sequence, env.truncate())

@@ -87,7 +87,8 @@ class Transition:
       raw_reward_parts: the parts before weighting, by name; for metrics.
       terminated: the episode ended by itself; its future is worth 0.
       truncated: the environment ended the episode early; its future is bootstrapped.
-      outcome: reason of the end; required where `terminated` or `truncated`.
+      outcome: reason of the end; None stands for `env_done` where `terminated`, else for `max_steps`. One that is
+        bootstrapped (`POLICIES`) needs `truncated`.
       tool_calls: one JSON record per call: `name, arguments, ok, error, result`.
       metrics: scalars of the finished episode (`em`, `f1`); only where it ended.
       action_key: canonical form of the action, for credit schemes that compare equal actions; None leaves it to the

@@ -101,7 +101,7 @@ class RowsTask:
       expert_writes_summaries: whether the expert answers `SUMMARY_REQUEST` with a summary.
 
     Raises:
-      ValueError: there is no split `train`, or an empty one, or a row has no id.
+      ValueError: there is no split `train`, or an empty one, or a row has no id, or its answers are no list.
     """
 
     def __init__(
@@ -121,6 +121,8 @@ class RowsTask:
             for number, row in enumerate(rows):
                 if not isinstance(row, Mapping) or "id" not in row:
                     raise ValueError(f"{name}: row {number} of {split!r} is no mapping with an 'id': {row!r:.80}")
+                if not isinstance(row.get("answers", ()), list | tuple):
+                    raise ValueError(f"{name}: 'answers' of row {number} of {split!r} is no list: {row!r:.80}")
         self.name, self.reward_parts, self.env = name, tuple(reward_parts), make_env
         self.expert_writes_summaries, self.has_expert = expert_writes_summaries, expert is not None
         self._expert = expert

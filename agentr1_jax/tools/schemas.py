@@ -41,6 +41,8 @@ def find_error(schema: Any, value: Any) -> str | None:
     token = _deadline.set(time.monotonic() + SECONDS)
     try:
         errors = list(_Validator(schema, registry=EMPTY_REGISTRY).iter_errors(value))
+    except OverflowError:
+        return "they hold a number that is too large"
     except TimeoutError:
         return f"they cannot be checked within {SECONDS:g} s"
     finally:
@@ -106,6 +108,21 @@ def _additional_properties(
     yield from _KEYWORDS["additionalProperties"](validator, allowed, instance, schema) or ()
 
 
+def _unique_items(validator: Any, wanted: Any, instance: Any, schema: Any) -> Iterator[jsonschema.ValidationError]:
+    # In one pass; jsonschema compares every two.
+    if wanted and validator.is_type(instance, "array") and len(set(map(_hashable, instance))) < len(instance):
+        yield jsonschema.ValidationError("the items of a list are not unique")
+
+
+def _hashable(value: Any) -> Any:
+    """Return what is equal for equal JSON; True is not 1."""
+    if isinstance(value, Mapping):
+        return "object", frozenset((key, _hashable(item)) for key, item in value.items())
+    if isinstance(value, list):
+        return "array", *map(_hashable, value)
+    return isinstance(value, bool), value
+
+
 def _within_time(keyword: Keyword) -> Keyword:
     def validate(validator: Any, value: Any, instance: Any, schema: Any) -> Any:
         if time.monotonic() > _deadline.get():
@@ -120,6 +137,7 @@ _OWN: Mapping[str, Keyword] = {
     "pattern": _pattern,
     "patternProperties": _pattern_properties,
     "additionalProperties": _additional_properties,
+    "uniqueItems": _unique_items,
 }
 _Validator: Any = jsonschema.validators.extend(
     jsonschema.Draft202012Validator, {name: _within_time(keyword) for name, keyword in {**_KEYWORDS, **_OWN}.items()}

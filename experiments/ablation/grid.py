@@ -179,7 +179,7 @@ def _warm_start(config: Config, own: Config, arm: Arm, seed: int, out: str) -> C
     before, after = (dict(configs.flatten(c.to_dict())) for c in (config, own))
     changes: dict[str, Any] = {
         key: after[key]
-        for key in arm.changes.keys() & after.keys()
+        for key in sorted(arm.changes.keys() & after.keys())  # Their order is in the folder's name.
         if _is_in(key, START_KEYS)
         and ".rewards." not in key
         and key not in COMPUTED_OTHERWISE

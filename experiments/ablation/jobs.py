@@ -193,7 +193,7 @@ def start(cell: Cell, cores: frozenset[int], command: Sequence[str], own: Claim)
     if not os.path.exists(os.path.join(cell.folder, "config.json")):
         build.remove_tokenizer(cell.folder)  # Of a start that was killed before the run began.
     arguments = [*command, f"--config={resolved.__file__}:{write_config(cell)}"]
-    environment = {"GLIBC_HUGE_PAGESS": HUGE_PAGES, **os.environ}  # Else it would start twice.
+    environment = {"GLIBC_TUNABLES": HUGE_PAGES, **os.environ}  # Else it would start twice.
     with open(log_path(cell), "ab") as log, bind_to_cores(cores):
         # A group of its own: Ctrl-C is for this process, which passes it on as SIGTERM.
         process = subprocess.Popen(

@@ -23,12 +23,14 @@ from typing import Any
 
 import flax.struct
 import numpy as np
+import pydantic
 from jaxtyping import Bool, Float, Int
 
 from agentr1_jax.envs.tabular import Chance, Game, State, reachable
 from agentr1_jax.errors import UserError
 from agentr1_jax.registry import parse_call
 from agentr1_jax.tasks import frozenlake, keydoor
+from agentr1_jax.validation import STRICT, Count, Fraction, NonNegative, Whole
 
 
 @flax.struct.dataclass
@@ -103,7 +105,11 @@ def make_process(text: str) -> Process:
         if call.name not in PROCESSES:
             raise UserError(f"--processes: unknown process {call.name!r}; choose some of {', '.join(PROCESSES)}")
         make = PROCESSES[call.name]
-        return make(**call.bind(list(inspect.signature(make).parameters)))
+        checked = pydantic.validate_call(config=STRICT)(make)
+        return checked(**call.bind(list(inspect.signature(make).parameters)))
+    except pydantic.ValidationError as error:
+        fault = error.errors()[0]
+        raise UserError(f"--processes: {text}: {fault['loc'][0]}: {fault['msg']}") from error
     except (TypeError, ValueError) as error:
         raise UserError(f"--processes: {text}: {error}") from error
 
@@ -114,6 +120,7 @@ def tabulate(process: Process) -> Tables:
     Raises:
       UserError: it has more states, actions, chances or steps than the lab's arrays.
     """
+    capacity(process)  # Before its states are counted, which may be no end of them.
     states = {(row, state): game for row, game in enumerate(process.games) for state in reachable(game)}
     index = {state: i for i, state in enumerate(states)}
     seen: dict[Any, int] = {}
@@ -135,14 +142,17 @@ def tabulate(process: Process) -> Tables:
     )
     for (row, state), game in states.items():
         i, actions = index[row, state], list(game.actions(state))
+        chances = [list(game.outcomes(state, action)) for action in actions]
+        if len(actions) > ACTIONS or max(map(len, chances)) > CHANCES:
+            raise UserError(f"a state of {len(actions)} actions; the lab has arrays for {ACTIONS} of {CHANCES} chances")
         key = (row, state) if process.observe is None else process.observe(row, state)
         tables.observation[i] = seen.setdefault(key, len(seen))
         tables.allowed[i, : len(actions)] = True
         if process.gold is not None:
             tables.gold[i] = actions.index(process.gold(row, state))
             tables.answers[[actions.index(a) for a in process.answers]] = True
-        for a, action in enumerate(actions):
-            for c, chance in enumerate(game.outcomes(state, action)):
+        for a, of_action in enumerate(chances):
+            for c, chance in enumerate(of_action):
                 tables.probability[i, a, c] = chance.probability
                 tables.reward[i, a, c] = chance.reward
                 if chance.state is not None:
@@ -170,22 +180,22 @@ def _key_doors(about: str, *, before: int, rooms: int, noise: float) -> Process:
     return Process(about, [keydoor.game(row, noise=noise) for row in rows], before + rooms + 2)
 
 
-def key_door(rooms: int = 4, noise: float = 0.5) -> Process:
+def key_door(rooms: Whole = 4, noise: NonNegative = 0.5) -> Process:
     """`tasks.keydoor` with some noise between key and door."""
     return _key_doors("delayed reward, payments between", before=0, rooms=rooms, noise=noise)
 
 
-def noise_before(rooms: int = 4, noise: float = 1.5) -> Process:
+def noise_before(rooms: Whole = 4, noise: NonNegative = 1.5) -> Process:
     """`tasks.keydoor` with its rooms before the keys."""
     return _key_doors("noise before the choice", before=rooms, rooms=0, noise=noise)
 
 
-def noise_after(rooms: int = 4, noise: float = 1.5) -> Process:
+def noise_after(rooms: Whole = 4, noise: NonNegative = 1.5) -> Process:
     """`tasks.keydoor` with noise of the same size after the keys."""
     return _key_doors("noise after the choice", before=0, rooms=rooms, noise=noise)
 
 
-def bifurcation(decoys: int = 7, actions: int = 4, chance: float = 0.7) -> Process:
+def bifurcation(decoys: Whole = 7, actions: Count = 4, chance: Fraction = 0.7) -> Process:
     """One step in the middle decides how likely the last pays 1; what is done at the others changes nothing.
 
     The right action makes it pay with probability `chance`, the others with 1 − `chance`. A controlled bifurcation task
@@ -208,7 +218,7 @@ def bifurcation(decoys: int = 7, actions: int = 4, chance: float = 0.7) -> Proce
     return Process("one decisive step among decoys", [_game((0, False), moves)], decoys + 1)
 
 
-def late_reward(delay: int = 6, actions: int = 4) -> Process:
+def late_reward(delay: Whole = 6, actions: Count = 4) -> Process:
     """The first action decides the last reward. In between a sure trifle is to be had, and no observation tells which
     action was taken: neither a critic of observations nor a state key can carry the cause to its effect.
     """
@@ -226,7 +236,7 @@ def late_reward(delay: int = 6, actions: int = 4) -> Process:
     )
 
 
-def corridor(horizon: int = 16) -> Process:
+def corridor(horizon: Count = 16) -> Process:
     """Forward, back or wait on the way to the last cell, which pays 1; every step costs 1 / (2·horizon).
 
     The cell is as far as 1.8 standard deviations of the way of chance.
@@ -244,7 +254,7 @@ def corridor(horizon: int = 16) -> Process:
     return Process(f"a way of up to {horizon} steps", [_game(0, moves)], horizon)
 
 
-def frozen_lake(slip: float = 0.2, steps: int = 16) -> Process:
+def frozen_lake(slip: Fraction = 0.2, steps: Count = 16) -> Process:
     """`tasks.frozenlake` on one map of 4 x 4 cells."""
     rng, row = random.Random(1), None
     while row is None:

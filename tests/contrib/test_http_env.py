@@ -256,6 +256,31 @@ def test_a_step_that_failed_is_not_applied_by_a_request_that_waited():
     assert (raised.count(ZeroDivisionError), raised.count(Refusal)) == (1, 2) and task.applied == ["a"]
 
 
+def test_an_environment_that_exits_or_stops_the_loop_leaves_the_others_alone():
+    async def exits():
+        raise SystemExit(3)
+
+    class Exiting(Counting):
+        async def step(self, action):
+            if action.text == "stop":
+                asyncio.get_running_loop().stop()
+                await asyncio.sleep(0)
+            elif action.text == "exit":
+                await exits()
+            elif action.text == "task":
+                await asyncio.create_task(exits())
+            return await super().step(action)
+
+    service = Service(Exiting())
+    for text in ("exit", "task", "stop"):
+        name = service.reset({"id": "x"}, 0)["session"]
+        if text == "stop":
+            service.step(name, 0, {"text": text})
+            continue
+        with pytest.raises(RuntimeError, match="the environment raised SystemExit"):
+            service.step(name, 0, {"text": text})
+
+
 def test_an_idle_session_is_dropped_with_its_environment(monkeypatch):
     monkeypatch.setattr(server, "IDLE_SECONDS", 0.05)
     task = Made()

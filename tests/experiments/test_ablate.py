@@ -256,6 +256,8 @@ def test_what_changes_the_policy_or_its_lessons_has_a_warm_start_of_its_own(conf
         "warm_start+task.name=frozenlake",
     ]
     assert starts[2].config.task.name == cells[2].config.task.name == "frozenlake" and "questions" in cells[2].note
+    ((start,), _) = cells_of(config, "grpo+warm_start.lr=.01+policy.width=16+pretrain.updates=0+warm_start.updates=7")
+    assert start.arm == "warm_start+policy.width=16+warm_start.lr=0.01+warm_start.updates=7", "whatever the hash seed"
     assert cells[3].after == starts[0].folder
     starts, cells = cells_of(config, "grpo,grpo+warm_start.init_from=runs/a,grpo+warm_start.updates=0")
     assert [(start.arm, len(starts)) for start in starts] == [("warm_start", 1)]
@@ -330,6 +332,7 @@ open(folder + "/processes", "a").write(f"{os.getpid()}\\n")
 open(folder + "/starts", "a").write(json.dumps([time.time(), affinity]) + "\\n")
 assert not config["warm_start"]["init_from"] or os.path.exists(config["warm_start"]["init_from"] + "/summary.json")
 print("hello from", folder, flush=True)
+assert "GLIBC_TUNABLES" in os.environ, "it would start twice"
 stopped = []
 signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
 until = time.time() + float(os.environ.get("FAKE_SECONDS", "0"))
@@ -365,6 +368,7 @@ def impatient(monkeypatch):
 def test_a_grid_is_run_resumed_and_left_alone_when_finished(config, tmp_path, program, monkeypatch):
     starts, cells = cells_of(config, "grpo,rloo", (0, 1), str(tmp_path / "out"))
     monkeypatch.setenv("FAKE_FAILURE", "rloo/seed1")
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     left = Path(cells[0].folder, "tokenizer.model")
     left.parent.mkdir(parents=True)
     left.write_text("of a run that was killed before it began")

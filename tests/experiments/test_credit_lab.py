@@ -52,10 +52,13 @@ def test_what_is_not_there_or_too_large_is_refused():
         "corridor(lenght=3)": "takes horizon",
         "corridor(horizon=65)": "65 steps; the lab has arrays for 64",
         "bifurcation(decoys=60)": "states; the lab has arrays for 64",
+        "bifurcation(actions=8)": "8 actions; the lab has arrays for 6",
+        "bifurcation(chance=7)": "chance: Input should be less than or equal to 1",
+        "corridor(horizon=0)": "horizon: Input should be greater than or equal to 1",
+        "late_reward(delay=-1)": "delay: Input should be greater than or equal to 0",
     }.items():
         with pytest.raises(UserError, match=message):
             tabulate(make_process(text))
-            capacity(make_process(text))
 
 
 def test_rollouts_have_the_expected_return_of_their_policy():

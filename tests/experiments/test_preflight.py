@@ -80,6 +80,12 @@ def test_a_task_of_real_data_needs_a_folder_that_has_them(tmp_path, monkeypatch)
     assert check(config)[1] == "/mounted/on/the/workers: not on this machine; the workers check it"
 
 
+def test_every_task_of_several_runs_is_checked(config, tmp_path):
+    with pytest.raises(UserError, match=r"\(no --data\): no such data folder"):
+        other = changed(agentr1_grpo.get_config(), run_dir=str(tmp_path / "other"))
+        list(preflight.check([config, other], "v5e:4x4"))
+
+
 def test_buckets_are_listed_where_they_can_be_read(config, monkeypatch):
     monkeypatch.setenv("AGENTR1_DATA", "gs://bucket/data")
     monkeypatch.setattr(preflight, "_check_run_folder", lambda run_dir, config: run_dir)

@@ -121,6 +121,18 @@ def test_what_would_take_forever_ends_in_time_beside_the_event_loop(monkeypatch,
     assert ticks > 3
 
 
+def test_items_are_compared_as_json_in_one_pass():
+    unique = {"uniqueItems": True}
+    for items in ([1, True, "1", None, [1], {"a": 1}], [{"a": i} for i in range(20_000)]):
+        assert schemas.find_error(unique, items) is None
+    for items in ([1, 1.0], [{"a": 1, "b": [2]}, {"b": [2.0], "a": 1}], [None, None]):
+        assert schemas.find_error(unique, items) == "the items of a list are not unique"
+
+
+def test_a_number_too_large_for_its_schema_is_the_models_fault():
+    assert schemas.find_error({"multipleOf": 0.01}, 10**400) == "they hold a number that is too large"
+
+
 @pytest.mark.parametrize(
     ("schema", "why"),
     [

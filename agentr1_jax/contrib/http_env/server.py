@@ -43,7 +43,7 @@ class Service:
         self._sessions: dict[str, Session] = {}
         self._loop = asyncio.new_event_loop()
         self._loop.call_soon(self._drop_idle)
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        threading.Thread(target=self._run_loop, daemon=True).start()
 
     def info(self) -> Mapping[str, Any]:
         """Describe the task."""
@@ -109,10 +109,19 @@ class Service:
                 self.close(key)
         self._loop.call_later(min(SWEEP_SECONDS, IDLE_SECONDS), self._drop_idle)
 
+    def _run_loop(self) -> None:
+        while True:  # An environment may stop the loop, or end it by SystemExit; others go on.
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                self._loop.run_forever()
+
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         running = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return running.result(IDLE_SECONDS)
+        except Exception:
+            raise
+        except BaseException as error:  # It would end the thread, without an answer.
+            raise RuntimeError(f"the environment raised {type(error).__name__}") from error
         finally:
             running.cancel()
 
