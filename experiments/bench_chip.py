@@ -466,8 +466,9 @@ def sampled_trajectories(plan: Plan, params: Any, settings: Settings) -> list[Tr
     per_shard = c.slots // device.shards
     of_shard = per_shard if c.cache == "pages" else c.kv_slots(device.shards) // device.shards
     slots = [i // per_shard * of_shard + i % per_shard for i in range(c.slots)]
-    # Nothing is read of the last positions, which padding writes.
-    device.prefill([Prefill(slot, p[:-1], 0) for slot, p in zip(slots, prompts, strict=True)], [0] * device.shards)
+    unread = per_shard if c.cache == "pages" else of_shard - 1  # A slot without pages; the spare one of each shard.
+    prefills = [Prefill(slot, p[:-1], 0) for slot, p in zip(slots, prompts, strict=True)]
+    device.prefill(prefills, [unread] * device.shards)
     for slot, prompt in enumerate(prompts):
         key = rng.integers(0, 2**32, 2, np.uint32)
         device.start(slot, ResponseRequest(prompt, GAP_RESPONSE, SamplingConfig(), key), prompt)

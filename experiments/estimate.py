@@ -195,8 +195,8 @@ def assumed_trips(plan: Plan) -> dict[str, float]:
     truncates = settings.sampling.top_k > 0 or settings.sampling.top_p < 1
     return {
         r"^jit\(decode\)/(shard_map/)?while/body/cond$": float(truncates),
-        r"^jit\(decode\).*/layers/.*while$": -(-e.slot_tokens // e.attention_block),
-        r"^jit\(prefill\).*/layers/.*while$": -(-e.slot_tokens // e.attention_block),
+        r"^jit\(decode\).*/layers(_\d+)?/.*while$": -(-e.slot_tokens // e.attention_block),
+        r"^jit\(prefill\).*/layers(_\d+)?/.*while$": -(-e.slot_tokens // e.attention_block),
         r"^jit\(decode\)/(shard_map/)?while$": e.decode_chunk,
         r"/layers/cond/branch_0_fun/.*while$": 0.0,
         r"/layers/.*while$": (blocks + 1) / 2,

@@ -44,15 +44,15 @@ class EngineConfig:
       attention_group: decode slots per attention group, which attends as far as its longest sequence; lowered where it
         does not divide the decode slots of a data shard.
       swap_slots: further KV slots, for sequences that are swapped out while their tool runs; with pages the
-        number of further sequences, which keep theirs.
+        trajectories admitted beyond `slots`, which hold pages alone.
       early_exit_after: a decode call ends early once this many responses of a data shard have ended in it; 0: never.
       fetch_lag: 0: the host fetches a chunk before it dispatches the next one; 1: it dispatches the next one first.
       cache: `slots`: each trajectory has a KV slot of its own; `pages`: they share a pool of pages.
       page_tokens: positions of a page; divides `attention_block`.
       pages: pages of this process, with one of each data shard that holds nothing; None: as much memory as the KV slots
         would take.
-      kv_dtype: of cached keys and values: `float8_e4m3fn` is half of bfloat16, and rounds them by up to 6 %; None: that
-        in which the policy computes.
+      kv_dtype: of cached keys and values: `float8_e4m3fn` is half of bfloat16, rounds them by up to 6 %, and clips them
+        at ±448; below 1/64 its steps are of 1/512. None: that in which the policy computes.
       adopt: `drain`: new parameters are adopted once no response is in progress, and the cache is void then;
         `in_flight`: they are adopted between two decode calls, and each trajectory keeps its cache.
       prefix_reuse: cached prefixes that are not computed again: those of `all` KV slots, or, for comparison, those of

@@ -20,7 +20,7 @@ from agentr1_jax.rollout.config import EngineConfig
 
 @dataclasses.dataclass(eq=False)
 class Lease:
-    """Right of a trajectory to one KV slot, from its admission to its release.
+    """Right of a trajectory to one KV slot, or with pages to its pages, from its admission to its release.
 
     Attributes:
       order: (group, sample), which breaks ties.
@@ -68,7 +68,7 @@ class Advance(NamedTuple):
     Attributes:
       passes: to dispatch, in order.
       ready: decode slots whose prompts are whole after that.
-      saved: prompt tokens of the responses assigned since then that need not be computed.
+      saved: prompt tokens that need not be computed, of the responses assigned since the last call.
     """
 
     passes: list[PrefillPass]

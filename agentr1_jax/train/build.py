@@ -53,6 +53,7 @@ from agentr1_jax.tools.wrappers import ToolMetrics
 from agentr1_jax.train.restore import restore_decoder
 from agentr1_jax.train.settings import Settings
 
+HALF = ("bfloat16", "float16")
 SHOWN_IDS = 24
 """Ids that the log shows of a prompt, at its beginning and at its end."""
 
@@ -95,8 +96,12 @@ def make_learner_mesh(settings: Settings, devices: Sequence[jax.Device] | None =
     learner_devices, _ = meshes.split_devices(jax.devices() if devices is None else devices, c.rollout_devices)
     mesh = meshes.learner_mesh(c.data, c.fsdp, c.tensor, learner_devices)
     dtype = settings.learner.reduce_dtype
-    if dtype in ("bfloat16", "float16") and mesh.shape["fsdp"] > 1 and mesh.devices.flat[0].platform == "cpu":
+    on_cpus = mesh.devices.flat[0].platform == "cpu"
+    if dtype in HALF and on_cpus and mesh.shape["fsdp"] > 1:
         raise UserError(f"learner.reduce_dtype is {dtype}: sums over CPU devices need float32; leave it unset")
+    dtype = settings.policy.param_dtype
+    if dtype in HALF and on_cpus and mesh.shape["data"] * mesh.shape["fsdp"] > 1:
+        raise UserError(f"policy.param_dtype is {dtype}: sums of its gradients over CPU devices need float32")
     return mesh
 
 

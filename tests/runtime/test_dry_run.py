@@ -169,6 +169,8 @@ def test_query_heads_that_the_tensor_axis_does_not_divide_are_refused(key, tenso
 def test_sums_in_half_precision_over_cpu_devices_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"learner.reduce_dtype is bfloat16: .* need float32"):
         make_plan(small(tmp_path, learner__reduce_dtype="bfloat16"))
+    with pytest.raises(UserError, match=r"policy.param_dtype is bfloat16: .* need float32"):
+        make_plan(small(tmp_path, policy__param_dtype="bfloat16"))
 
 
 def test_attention_that_cannot_run_is_refused_with_the_remedy(tmp_path):
