@@ -287,9 +287,10 @@ def describe_fit(plan: Plan, peaks: Mapping[str, int], chip: Chip) -> tuple[list
         return [], True
     references = [phase.reference for phase in plan.phases if phase.reference is not None]
     engine, state = max(in_engine), device_bytes((plan.state, plan.setup.frozen, references))
-    # New parameters wait beside those of the responses in progress.
-    ahead = device_bytes(plan.rollout_params) if settings.rollout.staleness else 0
-    beside = device_bytes((plan.rollout_params, plan.cache)) + ahead if settings.rollout.staleness else 0
+    ahead = beside = 0
+    if settings.rollout.staleness:  # New parameters wait beside those of the responses in progress.
+        ahead = device_bytes(plan.rollout_params)
+        beside = 2 * ahead + device_bytes(plan.cache)
     rolling_out, learning = engine + ahead + state, max(in_learner) + device_bytes(references) + beside
 
     def gib(count: float) -> str:

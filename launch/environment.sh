@@ -36,7 +36,8 @@ make_environment() {
     "$python" -m venv --clear "$venv" || fail "could not make $venv, see above"
   fi
   # `list` is the last one, which includes the other.
-  install_by_uv "$venv/bin/python" "$list" || "$venv/bin/python" -m pip install -qq --disable-pip-version-check -r "$list" ||
+  install_by_uv "$venv/bin/python" "$list" ||
+    "$venv/bin/python" -m pip install -qq --disable-pip-version-check -r "$list" ||
     fail "could not install ${lists[*]}, see above; start again to go on from there"
   # Last: marks the installation as complete. Without these files the next start continues it.
   for list in "${lists[@]}"; do cp "$list" "$venv/${list%.txt}.installed"; done

@@ -54,6 +54,7 @@ from agentr1_jax.train.restore import restore_decoder
 from agentr1_jax.train.settings import Settings
 
 HALF = ("bfloat16", "float16")
+"""Dtypes whose sums over CPU devices abort XLA's compiler."""
 SHOWN_IDS = 24
 """Ids that the log shows of a prompt, at its beginning and at its end."""
 
@@ -90,7 +91,7 @@ def make_learner_mesh(settings: Settings, devices: Sequence[jax.Device] | None =
     """Make the learner's mesh over all devices (None: those there are) but those for rollouts alone.
 
     Raises:
-      UserError: gradients are to be summed over CPU devices in half precision, at which XLA's CPU compiler aborts.
+      UserError: gradients are to be summed over CPU devices in half precision.
     """
     c = settings.mesh
     learner_devices, _ = meshes.split_devices(jax.devices() if devices is None else devices, c.rollout_devices)
